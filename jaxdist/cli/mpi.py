@@ -1,0 +1,177 @@
+"""The mpirun that belongs to this environment, and how to call it."""
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Family = Literal["openmpi", "mpich", "unknown"]
+
+# Both Open MPI 4 and 5 ask for this pair; 4 reads the first of the other two, 5 (PRRTE) the second.
+ROOT_ENV: Mapping[str, str] = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+OVERSUBSCRIBE_ENV: Mapping[str, str] = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """An MPI launcher: its path, whose it is, and its version line."""
+
+    path: Path
+    family: Family
+    version: str
+
+    def command(
+        self,
+        ranks: int,
+        program: list[str],
+        *,
+        tag: bool = False,
+        spread: bool = False,
+        hosts: str | None = None,
+        hostfile: Path | None = None,
+        export: Iterable[str] = (),
+    ) -> list[str]:
+        """The command line that starts `ranks` of `program`.
+
+        Args:
+            ranks: number of processes.
+            program: the command line of each.
+            tag: write the rank before each line (`split_tag` takes it off again).
+            spread: there are several cores for each rank. Open MPI binds one rank to one core when
+                there are only two ranks, which would leave the others of them idle.
+            hosts: `host1:slots,host2:slots`.
+            hostfile: the launcher's own format.
+            export: names of variables to set on other hosts too (hydra exports all by itself).
+        """
+        options: list[str] = []
+        if self.family == "mpich":
+            options += ["-prepend-rank"] if tag else []
+            options += ["-hosts", hosts] if hosts else []
+            options += ["-f", str(hostfile)] if hostfile else []
+        else:
+            if tag:
+                options += ["--output", "tag"] if self._major() >= 5 else ["--tag-output"]
+            options += ["--bind-to", "none"] if spread else []
+            options += ["--host", hosts] if hosts else []
+            options += ["--hostfile", str(hostfile)] if hostfile else []
+            for name in export:
+                options += ["-x", name]
+        return [str(self.path), "-n", str(ranks), *options, *program]
+
+    def environment(self, *, one_machine: bool = True) -> dict[str, str]:
+        """What Open MPI has to be told to start as root and, here, more ranks than cores."""
+        if self.family != "openmpi":
+            return {}
+        return {
+            **(OVERSUBSCRIBE_ENV if one_machine else {}),
+            **(ROOT_ENV if os.geteuid() == 0 else {}),
+        }
+
+    def _major(self) -> int:
+        match = re.search(r"\)\s+(\d+)\.", self.version)
+        return int(match.group(1)) if match else 5
+
+
+def outside_environment() -> dict[str, str]:
+    """The environment without what an MPI launcher put there, for asking MPI from inside a job.
+
+    With it, a child of a rank would take itself for that rank.
+    """
+    launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "OPAL_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+
+
+def python_probe(code: str) -> "subprocess.CompletedProcess[str] | None":
+    """Runs `code` in a Python of its own; None if it never came back."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=outside_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+@functools.cache
+def find_mpirun() -> Mpirun | None:
+    """The mpirun of this environment's prefix, else the first on PATH, else None."""
+    own = Path(sys.prefix) / "bin" / "mpirun"
+    path = str(own) if os.access(own, os.X_OK) else shutil.which("mpirun")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=outside_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = done.stdout + done.stderr
+    family: Family = "unknown"
+    if "Open MPI" in text or "OpenRTE" in text:
+        family = "openmpi"
+    elif "HYDRA" in text or "MPICH" in text.upper():
+        family = "mpich"
+    version = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    if family == "mpich":
+        number = re.search(r"Version:\s*(\S+)", text)
+        version = f"MPICH (hydra) {number.group(1) if number else ''}".strip()
+    return Mpirun(Path(path), family, version)
+
+
+@functools.cache
+def mpi_library() -> tuple[Family, str] | None:
+    """The MPI library that mpi4py loads here, or None. Asked in a process of its own.
+
+    Loading it here would make this process, the launcher, an MPI process.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    done = python_probe(
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+        "print(MPI.Get_library_version())"
+    )
+    if done is None or done.returncode != 0:
+        return None
+    first = done.stdout.strip().splitlines()[0].split(",")[0].strip()
+    first = re.sub(r"\s+", " ", first).rstrip("\x00")
+    if "Open MPI" in first:
+        return "openmpi", first
+    return ("mpich" if "MPICH" in first.upper() else "unknown"), first
+
+
+_TAG = re.compile(
+    rb"^(?:\[(?:[^\]\s]*,)?(\d+)\]<(?:stdout|stderr|stddiag)>: ?"  # Open MPI 4 and 5
+    rb"|\[(\d+)\] )"  # MPICH
+)
+
+
+def split_tag(line: bytes) -> tuple[int | None, bytes]:
+    """Takes the rank that mpirun wrote before a line off it: (rank, line), or (None, line)."""
+    match = _TAG.match(line)
+    if match is None:
+        return None, line
+    return int(match.group(1) or match.group(2)), line[match.end() :]

@@ -1,0 +1,31 @@
+"""What the user asked to start, as the command line of one rank."""
+
+import shutil
+import sys
+from pathlib import Path
+
+
+def program_command(script: list[str]) -> list[str]:
+    """The command of one rank for `script.py args`, `-m module args` or `executable args`.
+
+    Raises:
+        ValueError: nothing to start, or no such file or command.
+    """
+    if not script or script == ["-m"]:
+        raise ValueError("nothing to start: expected a script, `-m module` or an executable")
+    first = script[0]
+    if first == "-m":
+        return [sys.executable, *script]
+    if first.endswith(".py"):
+        if not Path(first).is_file():
+            raise ValueError(f"no such script: {first} (looked in {Path.cwd()})")
+        return [sys.executable, *script]
+    if first in ("python", "python3"):
+        # The interpreter of this environment, not another one that comes first on PATH.
+        return [sys.executable, *script[1:]]
+    found = shutil.which(first)
+    if found is None:
+        raise ValueError(
+            f"no such command: {first}; expected a .py file, `-m module` or an executable on PATH"
+        )
+    return [found, *script[1:]]

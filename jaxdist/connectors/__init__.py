@@ -1,0 +1,142 @@
+"""Which connector: by name, by address, an object of the user's own, or the launcher's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdist.connectors.base import Connector, need
+
+__all__ = ["VALID", "Connector", "choose", "connect"]
+
+VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "local")
+_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "barrier", "broadcast", "abort")
+_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def choose(env: Mapping[str, str] | None = None) -> str:
+    """The connector that fits how this process was started.
+
+    Open MPI and hydra come before Slurm (inside sbatch they start their daemons with srun, so
+    SLURM_PROCID is there too); plain srun before PMI (srun sets PMI variables for any program).
+
+    Args:
+      env: instead of the process's environment.
+
+    Returns:
+      "mpi", "env://", "slurm", "local", or what JAXDIST_CONNECTOR says.
+
+    Raises:
+      ImportError: started by an MPI launcher, but mpi4py is missing.
+      ValueError: a part of the variables of env:// is set; lists what is missing.
+
+    Example:
+      >>> choose({}), choose({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
+      ('local', 'mpi')
+    """
+    from jaxdist.connectors import mpi, slurm
+
+    env = os.environ if env is None else env
+    if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
+        return env["JAXDIST_CONNECTOR"]
+    launched = mpi.launched_size(env)
+    hydra = "MPI_LOCALNRANKS" in env or "HYDI_CONTROL_FD" in env
+    if launched is not None and ("OMPI_COMM_WORLD_SIZE" in env or hydra):
+        return _mpi_or_complain(launched)
+    if env.get("RANK") or env.get("WORLD_SIZE"):
+        alone = env.get("WORLD_SIZE") == "1"
+        need(
+            env, _ENV[:2] if alone else _ENV, "env://",
+            "Set all of them on every process, or unset RANK and WORLD_SIZE to run one alone",
+        )  # fmt: skip
+        return "env://"
+    if slurm.in_step(env):
+        return "slurm"
+    if launched is not None and "SLURM_PROCID" not in env:
+        return _mpi_or_complain(launched)
+    return "local"
+
+
+def connect(
+    spec: str | Connector | Any = "auto",
+    *,
+    timeout: float = 300.0,
+    rank: int | None = None,
+    size: int | None = None,
+) -> Connector:
+    """Make the connector that `spec` names, or check the object that it is.
+
+    Args:
+      spec: "auto", "mpi", "slurm", "env://", "tcp://host:port", "local", or an object with the
+        members of `Connector`.
+      timeout: seconds for everyone to come.
+      rank: for env:// and tcp://.
+      size: for env:// and tcp://.
+
+    Returns:
+      The connector; with several processes, everyone is there.
+
+    Raises:
+      ValueError: unknown name, missing variables, rank and size with another connector.
+      TypeError: an object that lacks members; names them.
+      TimeoutError: not everyone came; names who or where.
+      ImportError: "mpi" without mpi4py.
+
+    Example:
+      >>> connect("local").size
+      1
+    """
+    if not isinstance(spec, str):
+        lacking = [m for m in _MEMBERS if not hasattr(spec, m)]
+        if lacking:
+            raise TypeError(
+                f"connector of type {type(spec).__name__} lacks {', '.join(lacking)}: see "
+                "jaxdist.connectors.Connector for what each must do"
+            )
+        if spec.size < 1 or not 0 <= spec.rank < spec.size:
+            raise ValueError(f"connector {spec.name}: rank {spec.rank} of size {spec.size}")
+        return spec
+    if spec == "auto":
+        spec = choose()
+    if spec == "env" or spec.startswith("env://"):
+        from jaxdist.connectors import tcp
+
+        return tcp.from_env(timeout, rank=rank, size=size)
+    if spec.startswith("tcp://"):
+        from jaxdist.connectors import tcp
+
+        return tcp.from_url(spec, timeout, rank=rank, size=size)
+    if spec not in VALID:
+        raise ValueError(f"unknown connector {spec!r}; valid: {', '.join(VALID)}, or an object")
+    if rank is not None or size is not None:
+        raise ValueError(
+            f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {spec!r} finds "
+            "them by itself"
+        )
+    if spec == "mpi":
+        from jaxdist.connectors.mpi import MpiConnector
+
+        return MpiConnector()
+    if spec == "slurm":
+        from jaxdist.connectors import slurm
+
+        return slurm.connect(timeout)
+    from jaxdist.connectors.local import LocalConnector
+
+    return LocalConnector()
+
+
+def _mpi_or_complain(launched: int) -> str:
+    if importlib.util.find_spec("mpi4py") is not None:
+        return "mpi"
+    if launched == 1:
+        return "local"
+    from jaxdist.connectors.mpi import INSTALL
+
+    # Silently alone would mean N trainings of size 1, each writing the same checkpoint.
+    raise ImportError(
+        f"an MPI launcher started this process as one of {launched or 'several'}, but mpi4py is "
+        f"not installed. Install: {INSTALL}"
+    )

@@ -1,0 +1,90 @@
+"""What a connector is: how the processes of a job find each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Connector(Protocol):
+    """How processes find each other. An object of your own with these members fits.
+
+    Attributes:
+      name: for messages.
+      rank: this process, 0 to size - 1. Rank 0 is the root.
+      size: number of processes.
+      local_rank: index among the processes of this host.
+      local_size: number of processes on this host.
+
+    Example:
+      >>> from jaxdist.connectors.local import LocalConnector
+      >>> isinstance(LocalConnector(), Connector)
+      True
+    """
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every process is here."""
+        ...
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """The root's small picklable object, on every process."""
+        ...
+
+    def abort(self, code: int = 1, message: str = "") -> None:
+        """End this process now and, where the launcher can, the whole job."""
+        ...
+
+
+def local_position(hosts: list[str], rank: int) -> tuple[int, int]:
+    """(local_rank, local_size) from the host name of each rank.
+
+    Example:
+      >>> local_position(["a", "b", "a"], 2)
+      (1, 2)
+    """
+    here = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    return here.index(rank), len(here)
+
+
+def read_int(env: Mapping[str, str], name: str, low: int = 0, high: int | None = None) -> int:
+    """The integer in an environment variable.
+
+    Raises:
+      ValueError: not an integer, or out of range; names the variable and its value.
+    """
+    try:
+        value = int(env[name])
+    except ValueError:
+        value = None
+    if value is None or value < low or (high is not None and value > high):
+        wanted = f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}"
+        raise ValueError(f"{name}={env[name]!r} in the environment, expected {wanted}")
+    return value
+
+
+def need(env: Mapping[str, str], names: tuple[str, ...], connector: str, fix: str) -> None:
+    """Complain about environment variables that are absent.
+
+    Raises:
+      ValueError: lists what is missing, what is there, and the fix.
+    """
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        there = ", ".join(f"{n}={env[n]}" for n in names if env.get(n)) or "none of them"
+        raise ValueError(
+            f"connector {connector!r} needs {', '.join(names)} in the environment; missing: "
+            f"{', '.join(missing)} (set: {there}). {fix}"
+        )
+
+
+def environment(env: Mapping[str, str] | None) -> Mapping[str, str]:
+    """`env`, else the process's own."""
+    return os.environ if env is None else env

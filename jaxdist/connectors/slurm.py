@@ -1,0 +1,102 @@
+"""Tasks of a Slurm step: rank and size from srun's environment, the root on its first host."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+
+from jaxdist import rendezvous
+from jaxdist.connectors.base import environment, need, read_int
+from jaxdist.connectors.tcp import TcpConnector
+
+_CANDIDATES = 8
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm host list.
+
+    Args:
+      nodelist: as in SLURM_STEP_NODELIST.
+
+    Returns:
+      The host that runs task 0 (srun lays tasks out from the first host on).
+
+    Raises:
+      ValueError: not a host list.
+
+    Example:
+      >>> first_host("gpu[07-09,12]-ib[0-1],login")
+      'gpu07-ib0'
+    """
+    host, rest = "", nodelist.strip()
+    while rest and rest[0] != ",":
+        if rest[0] == "[":
+            inside, closed, rest = rest[1:].partition("]")
+            if not closed or not inside:
+                raise ValueError(f"Slurm host list {nodelist!r}: a bracket does not close")
+            host += re.split(r"[-,]", inside)[0]
+        else:
+            plain = re.match(r"[^\[,]+", rest)
+            assert plain is not None
+            host += plain[0]
+            rest = rest[plain.end() :]
+    if not host or "]" in host:
+        raise ValueError(f"Slurm host list {nodelist!r}: expected e.g. node[01-04] or a,b,c")
+    return host
+
+
+def in_step(env: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks that srun started.
+
+    A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, though it runs alone: what srun adds
+    is the step's own variables.
+    """
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID")
+    return "SLURM_PROCID" in env and any(n in env for n in names) and _size(env) > 1
+
+
+def connect(timeout: float = 300.0, env: Mapping[str, str] | None = None) -> TcpConnector:
+    """The connector of a Slurm step.
+
+    The port follows from the job and step ids; several are tried, and a token of the job in the
+    handshake keeps two jobs on one node apart.
+
+    Args:
+      timeout: seconds for everyone to come.
+      env: instead of the process's environment.
+
+    Returns:
+      The connector.
+
+    Raises:
+      ValueError: lists the SLURM variables that are missing or malformed.
+      TimeoutError: as `TcpConnector`.
+
+    Example:
+      >>> connect(env={"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7",
+      ...              "SLURM_NODELIST": "node[01-04]"}).size
+      1
+    """
+    env = dict(environment(env))
+    env.setdefault("SLURM_NTASKS", env.get("SLURM_STEP_NUM_TASKS", ""))
+    env.setdefault("SLURM_JOB_ID", env.get("SLURM_JOBID", ""))
+    env.setdefault("SLURM_NODELIST", env.get("SLURM_STEP_NODELIST", ""))
+    need(
+        env, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_NODELIST"), "slurm",
+        "Start the script with srun (in an sbatch script: `srun python script.py`)",
+    )  # fmt: skip
+    size = _size(env)
+    rank = read_int(env, "SLURM_PROCID", 0, size - 1)
+    host = first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"])
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
+    token = f"slurm {env['SLURM_JOB_ID']}.{step}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    # Below Linux's ephemeral ports, where any outgoing connection may sit on the port.
+    base = 12000 + int.from_bytes(hashlib.sha256(token.encode()).digest()[:4]) % 20000
+    addresses = [(host, base + i) for i in range(_CANDIDATES)]
+    return TcpConnector(addresses, rank, size, timeout, name="slurm", key=rendezvous.job_key(token))
+
+
+def _size(env: Mapping[str, str]) -> int:
+    name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    return read_int(env, name, 1) if env.get(name) else 1

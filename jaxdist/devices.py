@@ -1,0 +1,136 @@
+"""Which devices and how many threads each process of the job takes."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Host(NamedTuple):
+    """What one process sees of its host; exchanged before any backend starts."""
+
+    host: str
+    cores: tuple[int, ...]  # this process may run on
+    gpus: tuple[str, ...]  # UUIDs of the visible ones, in order
+    platform: str  # "gpu" or "cpu"
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """UUIDs of the GPUs this process may use, in the order CUDA (and JAX) number them.
+
+    Asks libcuda, which honours CUDA_VISIBLE_DEVICES and cgroups and starts no JAX backend.
+
+    Returns:
+      One string per GPU; empty without a driver.
+
+    Example:
+      >>> isinstance(visible_gpus(), tuple)
+      True
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int(0)
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    found = []
+    for i in range(count.value):
+        device, uuid = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
+        if cuda.cuDeviceGet(ctypes.byref(device), i) != 0:
+            continue
+        get = getattr(cuda, "cuDeviceGetUuid_v2", cuda.cuDeviceGetUuid)  # v2 tells MIG slices apart
+        get(ctypes.byref(uuid), device)
+        found.append(bytes(uuid).hex())
+    return tuple(found)
+
+
+def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> str:
+    """ "gpu" or "cpu": what JAX will choose, found without starting a backend.
+
+    Args:
+      jax_platforms: jax.config.jax_platforms.
+      gpus: from `visible_gpus`.
+
+    Returns:
+      "gpu" if JAX is told so, or a CUDA plugin is installed and a GPU is there; else "cpu".
+
+    Example:
+      >>> wanted_platform("cpu", ["a"]), wanted_platform(None, [])
+      ('cpu', 'cpu')
+    """
+    if jax_platforms:
+        return "gpu" if jax_platforms.split(",")[0] in ("gpu", "cuda", "rocm") else "cpu"
+    return "gpu" if gpus and cuda_plugin() else "cpu"
+
+
+def cuda_plugin() -> bool:
+    """Whether a CUDA plugin of JAX is installed."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        return False
+    names = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda14")
+    return any(importlib.util.find_spec(name) is not None for name in names)
+
+
+def choose_gpu(hosts: Sequence[Host], rank: int) -> int:
+    """The index of the GPU that `rank` takes among those it sees: the first one still free.
+
+    By UUID, so it is right both where every process sees all GPUs of the host and where the
+    launcher shows each process its own.
+
+    Args:
+      hosts: of each rank.
+      rank: whose.
+
+    Returns:
+      An index for jax.distributed.initialize(local_device_ids=...).
+
+    Raises:
+      ValueError: more processes than GPUs on the host; both numbers and the fix.
+
+    Example:
+      >>> h = Host("a", (0,), ("u0", "u1"), "gpu")
+      >>> choose_gpu([h, h], 1)
+      1
+    """
+    here = [r for r, h in enumerate(hosts) if h.host == hosts[rank].host]
+    taken: set[str] = set()
+    for r in here:
+        free = [uuid for uuid in hosts[r].gpus if uuid not in taken]
+        if not free:
+            total = len(set().union(*(hosts[q].gpus for q in here)))
+            raise ValueError(
+                f"{len(here)} processes on host {hosts[rank].host}, but {total} visible GPU"
+                f"{'' if total == 1 else 's'} (CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): each process takes one. "
+                f"Start at most {total} per host (e.g. mpirun -np {total}), or run on the CPU "
+                "with JAX_PLATFORMS=cpu"
+            )
+        if r == rank:
+            return hosts[r].gpus.index(free[0])
+        taken.add(free[0])
+    raise AssertionError("rank is on its own host")
+
+
+def fair_threads(hosts: Sequence[Host], rank: int) -> int:
+    """Threads for `rank`: each core it may run on counts for 1 / (processes that may run there).
+
+    Args:
+      hosts: of each rank.
+      rank: whose.
+
+    Returns:
+      At least 1.
+
+    Example:
+      >>> free, bound = Host("a", (0, 1), (), "cpu"), Host("b", (1,), (), "cpu")
+      >>> fair_threads([free, free, bound], 0), fair_threads([free, free, bound], 2)
+      (1, 1)
+    """
+    mine = hosts[rank]
+    users = [h for h in hosts if h.host == mine.host]
+    share = sum(1 / sum(core in h.cores for h in users) for core in mine.cores)
+    return max(1, int(share + 1e-9))

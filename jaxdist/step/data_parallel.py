@@ -1,0 +1,309 @@
+"""`data_parallel`: run a train step that was written for one device on all of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxdist.context import Context, get_context
+from jaxdist.step.agree import Agreement, Description
+from jaxdist.step.placement import Placement
+from jaxdist.step.primitives import AXIS, Op
+from jaxdist.step.program import Signature, Static, build, is_array
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_names: dict[str, itertools.count[int]] = {}
+
+
+@overload
+def data_parallel(step: F) -> F: ...
+@overload
+def data_parallel(
+    *,
+    batch_argnums: int | Sequence[int] = ...,
+    reduce: Op = ...,
+    donate: bool = ...,
+    check_finite: bool = ...,
+    enabled: bool = ...,
+    mesh: Mesh | None = ...,
+) -> Callable[[F], F]: ...
+def data_parallel(
+    step: Callable[..., Any] | None = None,
+    *,
+    batch_argnums: int | Sequence[int] = -1,
+    reduce: Op = "mean",
+    donate: bool = True,
+    check_finite: bool = False,
+    enabled: bool = True,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Run a pure train step, written for one device, on every device of the job.
+
+    The step computes what it would have computed on one device with the whole batch: each device runs it on its part
+    of the batch, gradients of ``jax.grad`` with respect to the state are averaged over the devices, and the new state
+    is the same on each (proved when the step is traced, or an error).
+
+    * Each process passes ITS part of the batch (arrays of any kind; the parts are concatenated in rank order), or an
+      array that is global already. The parts must have the same shapes.
+    * All other arguments are state: any number of pytrees. State that is not on the mesh yet is taken from the root
+      rank. A leaf that is no array is a constant of the program.
+    * What comes back: the parts of the result that have the structure, shapes and dtypes of a state argument are its
+      next value, as global arrays, the same on each device. State that the step computed from local data as a running
+      average (BatchNorm's) is averaged over the devices. Of the rest (aux values) what differs between devices is
+      averaged if it is a floating scalar, summed if an integer scalar, and concatenated along axis 0 otherwise.
+
+    Inside the step the mesh axis ``"data"`` can be named: ``jax.lax.pmean(x, "data")``, ``BatchNorm(axis_name="data")``.
+
+    Args:
+      step: ``(*state, batch) -> result``, pure, jit-compatible.
+      batch_argnums: position(s) of the batch among the arguments; ``()`` for none.
+      reduce: ``"mean"`` if the loss is a mean over the batch; ``"sum"`` if it is a sum (then floating aux scalars are
+        summed as well).
+      donate: let the new state reuse the memory of the old one, which can't be used afterwards. State that was not on
+        the mesh yet is copied and stays usable.
+      check_finite: after each call look for NaN and infinity in the result and raise, on every rank, naming the first
+        such leaf. Waits for the step to end.
+      enabled: False returns the step itself.
+      mesh: the devices to use, one axis named ``"data"``; default: all of the job.
+
+    Returns:
+      A function of the same arguments. Its attribute ``lower(*args)`` is that of ``jax.jit``.
+
+    Raises:
+      ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
+      StepError: (when first called) a result would differ between devices.
+      FloatingPointError: see `check_finite`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxdist
+      >>> @jaxdist.data_parallel
+      ... def step(w, batch):
+      ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+      ...     return w - 0.1 * grad, loss
+      >>> w, loss = step(jnp.ones(3), jnp.ones((8, 3)))
+      >>> float(loss)
+      9.0
+
+    References:
+      Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020;
+      https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce={reduce!r}: the losses of the devices are combined by 'mean' or 'sum'")
+    if mesh is not None and mesh.axis_names != (AXIS,):
+        raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
+
+    def decorate(step: Callable[..., Any]) -> Any:
+        if not callable(step):
+            raise TypeError(f"data_parallel decorates a function, not {step!r}")
+        if not enabled:
+            return step
+        argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+        return functools.update_wrapper(
+            _DataParallel(step, argnums, reduce, donate, check_finite, mesh), step
+        )
+
+    return decorate if step is None else decorate(step)
+
+
+class _DataParallel:
+    """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        argnums: tuple[int, ...],
+        op: Op,
+        donate: bool,
+        check_finite: bool,
+        mesh: Mesh | None,
+    ):
+        self._step, self._argnums, self._op = step, argnums, op
+        self._donate, self._check_finite, self._mesh = donate, check_finite, mesh
+        name = getattr(step, "__qualname__", type(step).__name__)
+        count = next(_names.setdefault(name, itertools.count()))
+        self._name = f"{name}#{count}" if count else name
+        self._context: Context | None = None
+        self._programs: dict[Any, Any] = {}
+        self._signatures: dict[Any, Signature] = {}
+        self._agreed: set[Any] = set()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # Decorated in a class body: the instance is the first state argument, as for a plain function.
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._bind_context()
+        call = self._agreement.enter(self._name)
+        program, state, batch = self._prepare(args, kwargs, call)
+        result = program(state, batch)
+        if self._check_finite:
+            _raise_if_not_finite(result, self._name, call)
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled."""
+        self._bind_context()
+        program, state, batch = self._prepare(args, kwargs, None)
+        return program.lower(state, batch)
+
+    def _bind_context(self) -> None:
+        if self._context is None:
+            self._context = get_context()
+            self._mesh = self._mesh or self._context.mesh
+            self._placement = Placement(self._context, self._mesh)
+            self._agreement = _agreement(self._context)
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int | None
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """The program for these arguments, and their leaves on the mesh."""
+        if kwargs:
+            args = _positional(self._step, args, kwargs)
+        leaves, tree = jax.tree.flatten(args)
+        placed = self._placement.is_placed
+        strangers = [i for i, x in enumerate(leaves) if not placed(x)]
+        constants = [i for i in strangers if not is_array(leaves[i])]
+        if constants:
+            values = tuple((i, leaves[i]) for i in constants)
+        else:
+            values = ()
+        key = (tree, values)
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self._signatures[key] = self._describe(args)
+        if constants:
+            gone = set(constants)
+            moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))
+            strangers = [moved[i] - 1 for i in strangers if i not in gone]
+            leaves = [x for i, x in enumerate(leaves) if i not in gone]
+
+        is_batch = signature.is_batch
+        unplaced = [i for i in strangers if not is_batch[i]]
+        batch = [x for x, b in zip(leaves, is_batch, strict=True) if b]
+        known = (signature, *((np.shape(x), getattr(x, "dtype", None)) for x in batch))
+        asked = call is not None and self._agreement.asked(self._name, call)
+        if known not in self._agreed or unplaced or asked:
+            self._agree(signature, leaves, batch, set(unplaced), call)
+            self._agreed.add(known)
+        if unplaced:
+            moved_leaves = self._placement.place_state([leaves[i] for i in unplaced])
+            for i, x in zip(unplaced, moved_leaves, strict=True):
+                leaves[i] = x
+        state = [x for x, b in zip(leaves, is_batch, strict=True) if not b]
+        if self._donate and len(set(map(id, state))) < len(state):
+            state = _without_aliases(state)
+        return self._program(signature), state, self._placement.place_batch(batch)
+
+    def _describe(self, args: tuple[Any, ...]) -> Signature:
+        argnums = set()
+        for n in self._argnums:
+            if not -len(args) <= n < len(args):
+                raise TypeError(
+                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={self._argnums} names one that "
+                    "is not there: pass the batch, or batch_argnums=() if the step has none"
+                )
+            argnums.add(n % len(args))
+        marked = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), args)
+        paths, tree = jax.tree_util.tree_flatten_with_path(marked)
+        parameters = _parameter_names(self._step, len(args))
+        positions = tuple(path[0].idx for path, _ in paths)
+        names = tuple(parameters[p] + jax.tree_util.keystr(path[1:]) for p, (path, _) in zip(positions, paths, strict=True))
+        return Signature(tree, tuple(p in argnums for p in positions), names, positions)
+
+    def _agree(
+        self,
+        signature: Signature,
+        leaves: Sequence[Any],
+        batch: Sequence[Any],
+        unplaced: set[int],
+        call: int | None,
+    ) -> None:
+        names = [n for n, b in zip(signature.names, signature.is_batch, strict=True) if b]
+        problem = self._placement.batch_problem(names, batch)
+        if call is None:
+            if problem:
+                raise ValueError(problem)
+            return
+        entries = [("number of leaves", str(len(leaves)))]
+        for i, (name, x) in enumerate(zip(signature.names, leaves, strict=True)):
+            kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
+            where = "" if signature.is_batch[i] or i in unplaced else " on the mesh"
+            entries.append((f"batch leaf {name}" if signature.is_batch[i] else f"state leaf {name}", kind + where))
+        self._agreement.check(self._name, call, Description(tuple(entries), problem))
+
+    def _program(self, signature: Signature) -> Any:
+        program = self._programs.get(signature)
+        if program is None:
+            assert self._mesh is not None and self._context is not None
+            run = build(self._step, signature, self._mesh, self._op, self._context.communicator)
+            run.__name__ = getattr(self._step, "__name__", "step")
+            program = self._programs[signature] = jax.jit(
+                run,
+                in_shardings=(self._placement.state_sharding, self._placement.batch_sharding),
+                donate_argnums=(0,) if self._donate else (),
+            )
+        return program
+
+
+def _agreement(context: Context) -> Agreement:
+    """The one of this job."""
+    agreement = getattr(context, "agreement", None)
+    if agreement is None:
+        agreement = context.agreement = Agreement(context)  # type: ignore[attr-defined]
+    return agreement
+
+
+def _positional(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    bound = inspect.signature(step).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(
+            f"a decorated step takes positional arguments; {sorted(bound.kwargs)} can only be passed by keyword"
+        )
+    return bound.args
+
+
+def _parameter_names(step: Callable[..., Any], count: int) -> list[str]:
+    try:
+        names = list(inspect.signature(step).parameters)
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]
+
+
+def _without_aliases(state: list[Any]) -> list[Any]:
+    """Donating one buffer twice is an error: the second reference (an average that starts as the weights) is copied."""
+    seen: set[int] = set()
+    out = []
+    for x in state:
+        twin = isinstance(x, jax.Array) and id(x) in seen
+        seen.add(id(x))
+        out.append(jnp.copy(x) if twin else x)
+    return out
+
+
+def _raise_if_not_finite(result: Any, step: str, call: int) -> None:
+    paths, _ = jax.tree_util.tree_flatten_with_path(result)
+    floats = [(p, x) for p, x in paths if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    finite = _all_finite([x for _, x in floats])
+    for (path, _), ok in zip(floats, np.asarray(finite.addressable_data(0)), strict=True):
+        if not ok:
+            raise FloatingPointError(
+                f"step {step!r}, call {call}: result{jax.tree_util.keystr(path)} is not finite. Every rank sees the "
+                "same; look at the learning rate, the data of this step, or clip the gradients"
+            )
+
+
+@jax.jit
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])

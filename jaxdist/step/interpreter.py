@@ -1,0 +1,157 @@
+"""Evaluate a jaxpr equation by equation with a table of rules: what every pass is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+
+from jaxdist.compat import bind
+
+
+Rule = Callable[..., Any]
+"""``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence where the primitive has several)."""
+
+# Calls that only name a piece of the program. Where a pass has something to do in them they are evaluated in place;
+# differentiation is over by then, so the custom derivatives have done their work.
+INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item
+
+
+def contains(jaxpr: Jaxpr, primitives: set[Primitive]) -> bool:
+    """Whether an equation of `jaxpr`, or of a jaxpr inside it, binds one of `primitives`."""
+    return any(
+        eqn.primitive in primitives or any(contains(sub, primitives) for sub in subjaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call that may be evaluated in place, else None."""
+    body = eqn.params.get(INLINED.get(eqn.primitive.name, ""))
+    if isinstance(body, Jaxpr):
+        body = ClosedJaxpr(body, ())
+    return body
+
+
+def retrace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
+    """Trace `fun` at `avals`, in the shard_map that is being traced."""
+    return jax.make_jaxpr(lambda *args: list(fun(*args)))(*avals)
+
+
+class Interpreter:
+    """Evaluates jaxprs, with `rules` in place of the primitives that they name.
+
+    Equations that hold none of those primitives, directly or in a jaxpr of theirs, are bound as they are. Of the
+    others, calls are inlined; the bodies of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
+
+    Args:
+      rules: primitive -> rule.
+    """
+
+    def __init__(self, rules: Mapping[Primitive, Rule]):
+        self.rules = dict(rules)
+        self._rewritten = set(self.rules)
+        self._contains: dict[int, tuple[Jaxpr, bool]] = {}
+
+    def run(self, closed: ClosedJaxpr, *args: Any) -> list[Any]:
+        """The outputs of `closed` at `args`."""
+        return self.eval_jaxpr(closed.jaxpr, closed.consts, args)
+
+    def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        eqns = live(jaxpr)
+        atoms = chain(jaxpr.outvars, *(eqn.invars for eqn in eqns))
+        uses = Counter(atom for atom in atoms if not isinstance(atom, Literal))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else self.use(env[atom], uses[atom])
+
+        for eqn in eqns:
+            outs = self.eval_eqn(eqn, *map(read, eqn.invars))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def use(self, value: Any, uses: int) -> Any:
+        """Called where a value is read that is read `uses` times in all; a pass may hold values back until then."""
+        return value
+
+    def finish(self, value: Any) -> Any:
+        """Called on each output of a jaxpr that is traced anew."""
+        return value
+
+    def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        """`closed` after the rules, traced in the shard_map that is being traced."""
+        return retrace(lambda *xs: map(self.finish, self.run(closed, *xs)), closed.in_avals)
+
+    def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        """The outputs of one equation."""
+        if rule := self.rules.get(eqn.primitive):
+            out = rule(self, eqn, *args)
+            return out if eqn.primitive.multiple_results else [out]
+        if not self.touches(eqn):
+            return bind(eqn, eqn.params, args)
+        if body := called(eqn):
+            return self.run(body, *args)
+        return self.eval_nested(eqn, *args)
+
+    def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        """Rewrite the jaxprs that an equation holds and bind it again; its inputs and outputs keep their types."""
+
+        def rewrite(value: Any) -> Any:
+            if isinstance(value, ClosedJaxpr):
+                return self.rewrite(value)
+            if isinstance(value, Jaxpr):  # jax.checkpoint: an open jaxpr, without constants
+                closed = self.rewrite(ClosedJaxpr(value, ()))
+                if closed.consts:
+                    raise NotImplementedError(f"constants inside {eqn.primitive}")
+                return closed.jaxpr
+            if isinstance(value, (tuple, list)):
+                return type(value)(map(rewrite, value))
+            return value
+
+        return bind(eqn, {k: rewrite(v) for k, v in eqn.params.items()}, args)
+
+    def touches(self, eqn: JaxprEqn) -> bool:
+        """Whether a jaxpr inside the equation binds a primitive that has a rule."""
+
+        def cached(jaxpr: Jaxpr) -> bool:
+            if id(jaxpr) not in self._contains:  # keeps the jaxpr alive, so that its id stays its own
+                self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self._rewritten))
+            return self._contains[id(jaxpr)][1]
+
+        return any(map(cached, subjaxprs(eqn)))
+
+
+def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations on which the outputs depend, and those with an effect other than naming a mesh axis."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(jaxpr.eqns):
+        effects = any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
+        if effects or any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return kept[::-1]

@@ -1,0 +1,202 @@
+"""The *layout* pass: prove of each output of a step that all devices compute the same value, or that they don't.
+
+Each value is **R**\\ eplicated (every device holds the same) or **V**\\ arying. State enters R, the batch V; an equation's
+results vary if an operand does; a reduction over the mesh makes R again. JAX's types say the same in a type-checked
+trace; this inference is for the others as well, and it knows more of one thing: *how* a value depends on the
+incoming state. A running statistic (BatchNorm's mean, the moving average of a loss) is
+
+    new = a * old + b,    a replicated, b computed from this device's part of the batch,
+
+so the mean over the devices of the new values is the new value for the mean of the `b`: averaging is exact. A parameter
+moved by a gradient of its own device is no such thing (its `b` depends on `old`), and averaging would hide an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxdist import compat
+from jaxdist.step.interpreter import INLINED, subjaxprs
+from jaxdist.step.primitives import AXIS
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is known of a value: whether it varies, and on which inputs it depends (bit i: input i).
+
+    Attributes:
+      varying: may differ between devices.
+      deps: the inputs on which it depends.
+      bent: those of them on which it does not depend as ``a * input + b`` with a replicated `a`.
+    """
+
+    varying: bool = False
+    deps: int = 0
+    bent: int = 0
+
+    def __or__(self, other: Flow) -> Flow:
+        return Flow(
+            self.varying or other.varying, self.deps | other.deps, self.bent | other.bent
+        )
+
+    def through(self, *, varying: bool = False) -> Flow:
+        """After a function that is not affine."""
+        return Flow(self.varying or varying, self.deps, self.deps)
+
+
+_CONSTANT = Flow()
+
+# f(a x + b) = a' x + b' with the operands' deps kept apart.
+_LINEAR = {
+    "add", "sub", "add_any", "neg", "reduce_sum", "cumsum", "reshape", "squeeze", "transpose", "broadcast_in_dim",
+    "convert_element_type", "copy", "copy_p", "slice", "concatenate", "pad", "rev", "pvary", "real", "imag",
+    "reduce_precision", "optimization_barrier", "stop_gradient", "reduce_window_sum", "expand_dims", "jaxdist_expand",
+}  # fmt: skip
+# Sums over the mesh: linear, and what comes out is replicated. With `groups` each group has its own value.
+_MESH_SUMS = {"psum", "psum_invariant", "jaxdist_all_reduce"}
+_MESH_OTHER = {"pmax", "pmin", "all_gather", "all_gather_invariant"}
+# Differ per device whatever goes in.
+_SOURCES = {"axis_index", "io_callback", "ppermute", "all_to_all", "reduce_scatter", "infeed", "recv"}
+_FLOAT_ONLY = {"convert_element_type"}  # linear between floats, a step function into integers
+
+
+def infer(closed: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
+    """How each output of `closed` follows from its inputs.
+
+    Args:
+      closed: the traced step.
+      inputs: one `Flow` an input; see `state_inputs`.
+    """
+    return _infer(closed.jaxpr, [_CONSTANT] * len(closed.consts), inputs)
+
+
+def _infer(jaxpr: Jaxpr, consts: Sequence[Flow], inputs: Sequence[Flow]) -> list[Flow]:
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Flow:
+        return _CONSTANT if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _join(flows: Sequence[Flow]) -> Flow:
+    out = _CONSTANT
+    for flow in flows:
+        out |= flow
+    return out
+
+
+def _equation(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+    name = eqn.primitive.name
+    if rule := _RULES.get(name):
+        return rule(eqn, args)
+    if name in INLINED or name in ("remat2", "checkpoint", "remat"):
+        bodies = list(subjaxprs(eqn))
+        if bodies and len(bodies[0].invars) == len(args):
+            return _infer(bodies[0], [_CONSTANT] * len(bodies[0].constvars), args)
+    joined = _join(args)
+    if name in _LINEAR and not (name in _FLOAT_ONLY and not _is_float(eqn)):
+        return [joined] * len(eqn.outvars)
+    if name in _MESH_SUMS | _MESH_OTHER:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        whole = AXIS in axes and eqn.params.get("axis_index_groups") is None
+        varying = joined.varying and not whole
+        bent = joined.bent if name in _MESH_SUMS else joined.deps
+        return [Flow(varying, joined.deps, bent)] * len(eqn.outvars)
+    return [joined.through(varying=name in _SOURCES)] * len(eqn.outvars)
+
+
+def _is_float(eqn: JaxprEqn) -> bool:
+    return all(
+        jnp.issubdtype(getattr(v.aval, "dtype", None), jnp.inexact)
+        for v in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def _product(_: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+    x, y = args
+    bent = x.bent | y.bent | (x.deps & y.deps)
+    # The coefficient of x's inputs is y: it must be the same on every device.
+    bent |= (x.deps if y.varying else 0) | (y.deps if x.varying else 0)
+    return [Flow(x.varying or y.varying, x.deps | y.deps, bent)]
+
+
+def _quotient(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+    return _product(eqn, [args[0], args[1].through()])
+
+
+def _select(_: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+    which, *cases = args
+    out = _join(cases)
+    if which.varying:
+        return [out.through(varying=True)]
+    return [out | which.through()]
+
+
+def _scan(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+    n_consts, n_carry = compat.scan_split(eqn.params)
+    body = eqn.params["jaxpr"]
+    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+
+    def step(carry: list[Flow]) -> tuple[list[Flow], list[Flow]]:
+        outs = infer(body, [*consts, *carry, *xs])
+        return outs[:n_carry], outs[n_carry:]
+
+    carry, ys = _fixpoint(step, carry)
+    return [*carry, *ys]
+
+
+def _while(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+
+    def step(carry: list[Flow]) -> tuple[list[Flow], list[Flow]]:
+        (again,) = infer(cond, [*cond_consts, *carry])
+        outs = infer(body, [*body_consts, *carry])
+        # How often the body ran decides the result.
+        return [
+            (o | again).through() if again.varying else o | again.through() for o in outs
+        ], []
+
+    return _fixpoint(step, carry)[0]
+
+
+def _fixpoint(
+    step: Callable[[list[Flow]], tuple[list[Flow], list[Flow]]], carry: list[Flow]
+) -> tuple[list[Flow], list[Flow]]:
+    while True:
+        outs, extra = step(carry)
+        joined = [a | b for a, b in zip(carry, outs, strict=True)]
+        if joined == carry:
+            return carry, extra
+        carry = joined
+
+
+def _cond(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+    which, *operands = args
+    branches = [infer(branch, operands) for branch in eqn.params["branches"]]
+    outs = [_join(flows) for flows in zip(*branches, strict=True)]
+    if which.varying:
+        return [(o | which).through(varying=True) for o in outs]
+    return [o | which.through() for o in outs]
+
+
+_RULES: dict[str, Callable[[JaxprEqn, list[Flow]], Sequence[Flow]]] = {
+    "mul": _product,
+    "div": _quotient,
+    "dot_general": _product,
+    "select_n": _select,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,0 +1,116 @@
+"""The *mean* pass: give each reduction that differentiation made its meaning, and do it where it moves least.
+
+JAX puts the reduction of a gradient where the replicated value was cast to varying, which may be after a broadcast:
+the gradient of the scalar in ``jnp.where(mask, x, scalar)`` would travel as a whole batch. The reduction of a sum is
+the sum of the reductions, so it waits here: past sums over dimensions, reshapes and the addition of other waiting
+reductions (a tied weight), until something else needs the value. One that nothing needs is never made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core.primitives import (
+    add_jaxvals_p,
+    add_p,
+    copy_p,
+    neg_p,
+    reduce_sum_p,
+    reshape_p,
+    squeeze_p,
+    sub_p,
+    transpose_p,
+)
+
+from jaxdist import compat
+from jaxdist.step.interpreter import INLINED, Interpreter
+from jaxdist.step.primitives import AXIS, Op, all_reduce, all_reduce_p, expand_p
+
+_UNARY = {reduce_sum_p, reshape_p, squeeze_p, transpose_p, neg_p, copy_p}
+_SUMS = {add_p, sub_p, add_jaxvals_p}
+
+
+@dataclass(eq=False)
+class _Partial:
+    """A replicated value of which each device still holds its own part; reduced when it is first needed."""
+
+    part: Any
+    op: Op
+    _whole: list[Any] = field(default_factory=list)
+
+    def whole(self) -> Any:
+        if not self._whole:
+            self._whole.append(all_reduce(self.part, (AXIS,), self.op))
+        return self._whole[0]
+
+
+@dataclass(eq=False)
+class _Cast:
+    """A replicated value used as a varying one; its mean over the devices is itself."""
+
+    value: Any
+    axes: tuple[str, ...]
+    _whole: list[Any] = field(default_factory=list)
+
+    def whole(self) -> Any:
+        if not self._whole:
+            self._whole.append(compat.pvary_p.bind(self.value, axes=self.axes))
+        return self._whole[0]
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, (_Partial, _Cast)) else value
+
+
+class Reductions(Interpreter):
+    """Evaluates a traced step with its gradient reductions placed and given their meaning.
+
+    Args:
+      op: what a gradient is over the devices: the ``"mean"`` of theirs (the loss is a mean over the batch) or the
+        ``"sum"`` (the loss is a sum).
+    """
+
+    def __init__(self, op: Op):
+        super().__init__({all_reduce_p: self._reduce, expand_p: self._expand})
+        self.rules[compat.pvary_p] = lambda _, eqn, x: _Cast(_whole(x), eqn.params["axes"])
+        self.op: Op = op
+
+    def use(self, value: Any, uses: int) -> Any:
+        # Waiting past one use of two would reduce twice.
+        return value.whole() if isinstance(value, _Partial) and uses > 1 else value
+
+    def finish(self, value: Any) -> Any:
+        return _whole(value)
+
+    def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        if eqn.primitive in self.rules or self.touches(eqn) and eqn.primitive.name in INLINED:
+            return super().eval_eqn(eqn, *args)
+        parts = [a for a in args if isinstance(a, _Partial)]
+        if parts and len(parts) == len(args) and len({p.op for p in parts}) == 1:
+            small = parts[0].part.size >= eqn.outvars[0].aval.size
+            if small and (eqn.primitive in _UNARY or eqn.primitive in _SUMS):
+                (part,) = compat.bind(eqn, eqn.params, [p.part for p in parts])
+                return [_Partial(part, parts[0].op)]
+        return super().eval_eqn(eqn, *map(_whole, args))
+
+    def _reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        axes, op = eqn.params["axes"], eqn.params["op"] or self.op
+        if axes != (AXIS,):  # of a mesh axis of the user's own
+            return all_reduce_p.bind(_whole(x), **eqn.params)
+        if isinstance(x, _Cast) and x.axes == axes:
+            return x.value if op == "mean" else x.value * lax.axis_size(AXIS)
+        return _Partial(_whole(x), op)
+
+    def _expand(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        axes = eqn.params["axes"]
+        value = _whole(x)
+        if AXIS in axes and self.op == "mean":
+            value = value * jax.numpy.asarray(lax.axis_size(AXIS), value.dtype)
+        if not compat.checking_types():
+            return value
+        return compat.pvary_p.bind(value, axes=axes)

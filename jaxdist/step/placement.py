@@ -1,0 +1,132 @@
+"""Put state and batches onto the mesh: what each process holds becomes part of one global array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxdist.context import Context
+from jaxdist.step.program import shardings
+
+
+class Placement:
+    """Moves leaves onto the devices of one mesh.
+
+    Args:
+      context: the job; its root's values are those of state that is not on the mesh yet.
+      mesh: one axis, ``"data"``.
+    """
+
+    def __init__(self, context: Context, mesh: Mesh):
+        self.context, self.mesh = context, mesh
+        self.state_sharding, self.batch_sharding = shardings(mesh)
+        self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        self.processes = len({d.process_index for d in mesh.devices.flat})
+        self._known = {id(self.state_sharding): self.state_sharding}
+
+    def is_placed(self, x: Any) -> bool:
+        """Whether a leaf of the state is already a replicated array on the mesh."""
+        if not isinstance(x, jax.Array):
+            return False
+        sharding = x.sharding
+        if id(sharding) in self._known:
+            return True
+        if sharding == self.state_sharding or (
+            sharding.is_fully_replicated and sharding.device_set == self.state_sharding.device_set
+        ):
+            if len(self._known) < 64:  # kept alive here, so that the id stays its own
+                self._known[id(sharding)] = sharding
+            return True
+        return False
+
+    def place_state(self, leaves: Sequence[Any]) -> list[Any]:
+        """The root's value of each leaf, replicated over the mesh; the leaves given stay as they are."""
+        if self.processes > 1:
+            spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
+            local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
+            leaves = [
+                x if s else v
+                for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)
+            ]
+        return [self._replicate(x) for x in leaves]
+
+    def _replicate(self, x: Any) -> Any:
+        if isinstance(x, (bool, int, float, complex)):
+            return x  # jit takes it as it is, and keeps its weak type
+        if self.processes == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            # Never an alias: the step donates its state, and the caller keeps what it passed.
+            return jax.device_put(x, self.state_sharding, may_alias=False)
+        if isinstance(x, _Key):
+            return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
+        shards = [jax.device_put(x, d, may_alias=False) for d in self.local_devices]
+        return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
+
+    def place_batch(self, leaves: Sequence[Any]) -> list[Any]:
+        """Each process's part of the batch as one global array, the parts in rank order.
+
+        Args:
+          leaves: this process's parts, or arrays that are global already.
+        """
+        if self.processes == 1:
+            return jax.device_put(list(leaves), self.batch_sharding)
+        return [self._shard(x) for x in leaves]
+
+    def _shard(self, x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return x if x.sharding == self.batch_sharding else jax.device_put(x, self.batch_sharding)
+        rows, n = x.shape[0], len(self.local_devices)
+        parts = [x] if n == 1 else [x[i * rows // n : (i + 1) * rows // n] for i in range(n)]
+        shards = [jax.device_put(p, d) for p, d in zip(parts, self.local_devices, strict=True)]
+        return jax.make_array_from_single_device_arrays(
+            (rows * self.processes, *x.shape[1:]), self.batch_sharding, shards
+        )
+
+    def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
+        """What is wrong with this process's batch, or None."""
+        sizes: dict[int, str] = {}
+        for name, x in zip(names, leaves, strict=True):
+            shape = np.shape(x)
+            if not shape:
+                return (
+                    f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
+                    "example. Pass settings and counters as part of the state, or close over them"
+                )
+            if not shape[0]:
+                return f"batch leaf {name} is empty (shape {shape}): each device needs at least one example"
+            spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
+            devices = self.mesh.size if spanning else len(self.local_devices)
+            if shape[0] % devices:
+                return (
+                    f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over "
+                    f"{devices} devices: drop or pad the tail, so that the number is a multiple of {devices}"
+                )
+            sizes.setdefault(shape[0], name)
+        if len(sizes) > 1:
+            (a, first), (b, second) = list(sizes.items())[:2]
+            return (
+                f"batch leaves have different numbers of examples: {first} has {a}, {second} has {b}. What is not one "
+                "entry an example belongs to the state"
+            )
+        return None
+
+
+class _Key:
+    """A typed PRNG key on its way between processes, as plain integers."""
+
+    def __init__(self, key: jax.Array):
+        self.data = np.asarray(jax.random.key_data(key))
+        self.impl = str(jax.random.key_impl(key))
+
+
+def _to_host(x: Any) -> Any:
+    """A leaf as something that can be sent, its weak type kept."""
+    if isinstance(x, jax.Array):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _Key(x)
+        return x.item() if x.weak_type and x.ndim == 0 else np.asarray(x)
+    return x if isinstance(x, (bool, int, float, complex)) else np.asarray(x)

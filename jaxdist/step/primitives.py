@@ -1,0 +1,103 @@
+"""The two primitives by which a traced step says which of its reductions differentiation made.
+
+JAX types each value inside a ``shard_map`` as replicated (R) or varying (V). Where replicated parameters meet a
+device's part of the batch JAX inserts a cast R -> V (``pvary``); differentiating that cast makes the ``psum`` that data
+parallelism needs. We have differentiation bind ``all_reduce_p`` there instead, and ``expand_p`` for the transpose of a
+``psum`` that the user wrote. Outside a decorated step both mean exactly what JAX's own rules mean. Inside, the
+*reductions* pass gives them the inner product that belongs to a mean over devices:
+
+    objective L = mean_d(l_d),  cotangents such that  dL = mean_d(ct_d . dv_d)  for V,  dL = ct . dr  for R
+    =>  transpose(pvary) = mean over devices,   transpose(psum) = N * pvary
+
+With them every gradient of a plain ``jax.grad`` is that of the mean over devices of the local losses, a loss that
+the user already averaged is not scaled twice, and the collectives of a synchronised BatchNorm stay as they are.
+
+Reference: https://docs.jax.dev/en/latest/notebooks/shard_map.html (varying manual axes).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxdist import compat
+
+AXIS = "data"
+"""Name of the one mesh axis of data parallelism."""
+
+Op = Literal["sum", "mean"]
+
+all_reduce_p = Primitive("jaxdist_all_reduce")
+"""V -> R sum (``op="sum"``) or mean over ``axes``; ``op=None``: made by differentiation, not yet given its meaning."""
+
+expand_p = Primitive("jaxdist_expand")
+"""R -> V: the transpose of a sum over ``axes`` that the user wrote."""
+
+
+def all_reduce(x: Any, axes: tuple[str, ...] = (AXIS,), op: Op | None = None) -> jax.Array:
+    """Bind :data:`all_reduce_p`; a replicated `x` of a type-checked trace is cast to varying first."""
+    if compat.checking_types() and (missing := set(axes) - compat.varying_axes(jax.typeof(x))):
+        x = lax.pcast(x, tuple(missing), to="varying")
+    return all_reduce_p.bind(x, axes=tuple(axes), op=op)
+
+
+def _pvary(x: Any, axes: tuple[str, ...]) -> Any:
+    return compat.pvary_p.bind(x, axes=axes) if compat.checking_types() else x
+
+
+def expand(x: Any, axes: tuple[str, ...]) -> jax.Array:
+    """Bind :data:`expand_p`."""
+    return expand_p.bind(x, axes=tuple(axes))
+
+
+def reduced(x: Any, axes: tuple[str, ...], op: Op | None) -> Any:
+    """What :data:`all_reduce_p` computes, in JAX's own collectives."""
+    if op != "mean":
+        return lax.psum(x, axes)
+    size = lax.axis_size(axes)
+    if x.dtype == jax.numpy.float16:  # the sum of N half-precision gradients can overflow, their mean can't
+        return lax.psum(x / size, axes)
+    return lax.psum(x, axes) / size
+
+
+def _all_reduce_type(aval: Any, *, axes: tuple[str, ...], op: Op | None) -> Any:
+    return compat.replicated_type(aval, axes) if compat.checking_types() else aval
+
+
+def _all_reduce_transpose(ct: Any, _: Any, *, axes: tuple[str, ...], op: Op | None) -> list[Any]:
+    # Typed trace: the cotangent of a replicated value is replicated. Untyped (pmap-like) trace: each device holds
+    # its own cotangent of the shared value, so they are reduced the same way.
+    return [_pvary(ct, axes) if compat.checking_types() else all_reduce_p.bind(ct, axes=axes, op=op)]
+
+
+all_reduce_p.def_abstract_eval(_all_reduce_type)
+ad.deflinear2(all_reduce_p, _all_reduce_transpose)
+batching.primitive_batchers[all_reduce_p] = lambda args, dims, **params: (
+    all_reduce_p.bind(*args, **params),
+    dims[0],
+)
+mlir.register_lowering(
+    all_reduce_p, mlir.lower_fun(lambda x, *, axes, op: reduced(x, axes, op), multiple_results=False)
+)
+
+expand_p.def_abstract_eval(
+    lambda aval, *, axes: compat.varying_type(aval, axes) if compat.checking_types() else aval
+)
+ad.deflinear2(expand_p, lambda ct, _, *, axes: [lax.psum(ct, axes)])
+batching.primitive_batchers[expand_p] = lambda args, dims, **params: (
+    expand_p.bind(*args, **params),
+    dims[0],
+)
+mlir.register_lowering(
+    expand_p, mlir.lower_fun(lambda x, *, axes: _pvary(x, axes), multiple_results=False)
+)
+
+compat.replace_transpose_rules(
+    cast=lambda ct, axes: all_reduce_p.bind(ct, axes=axes, op=None),
+    reduce=expand,
+)
+compat.promote_loop_carries()

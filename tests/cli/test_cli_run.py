@@ -1,0 +1,248 @@
+"""`jaxdist run`: what ranks are given, what is shown, and how a job ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxdist.cli.mpi import Mpirun, split_tag
+from jaxdist.cli.program import program_command
+
+CLI = [sys.executable, "-m", "jaxdist"]
+
+RANK = """
+import json, os, signal, subprocess, sys, time
+names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+rank = int(next(os.environ[name] for name in names if name in os.environ))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    def write(body: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(RANK + textwrap.dedent(body))
+        return path
+
+    return write
+
+
+def test_env_ranks_get_what_torchrun_would_set(jaxdist, script, tmp_path):
+    path = script("open(f'{rank}.json', 'w').write(json.dumps(dict(os.environ)))")
+    done = jaxdist("run", "-n", 3, "--launcher", "env", path)
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    for rank, env in enumerate(seen):
+        assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("3", "3")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+        assert env["JAXDIST_CONNECTOR"] == "env://"
+    assert len({env["MASTER_PORT"] for env in seen}) == 1
+    assert len({env["JAXDIST_SECRET"] for env in seen}) == 1
+    assert len(seen[0]["JAXDIST_SECRET"]) >= 32
+
+
+def test_ranks_share_the_cores(jaxdist, script, launcher, monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    path = script("print(os.environ['NPROC'], os.environ['OMP_NUM_THREADS'])")
+    ranks = 2 * len(os.sched_getaffinity(0))
+    done = jaxdist("run", "-n", ranks, "--launcher", launcher, path)
+    assert done.stdout.split("\n")[:-1] == ["1 5"] * ranks, done.stderr  # the user's 5 stays
+
+
+def test_communicator_reaches_the_ranks(jaxdist, script, launcher):
+    path = script("print(os.environ['JAXDIST_COMMUNICATOR'])")
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "--communicator", "xla", path)
+    assert done.stdout.split() == ["xla", "xla"], done.stderr
+
+
+def test_options_after_the_script_are_the_scripts(jaxdist, script, launcher):
+    path = script("print(json.dumps(sys.argv[1:]))")
+    args = ["-n", "7", "--prefix", "--only-rank", "9", "--", "-m", "a b"]
+    done = jaxdist("run", "-n", 1, "--launcher", launcher, path, *args)
+    assert json.loads(done.stdout) == args, done.stderr
+
+
+def test_module_and_its_options(jaxdist, script, launcher):
+    script("print(sys.argv[1:])")
+    done = jaxdist("run", "--launcher", launcher, "-n", 1, "-m", "script", "-n", "3")
+    assert done.stdout == "['-n', '3']\n", done.stderr
+
+
+def test_executable(jaxdist, launcher):
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "echo", "hello", "-n")
+    assert done.stdout == "hello -n\n" * 2, done.stderr
+
+
+def test_python_is_the_one_of_this_environment():
+    assert program_command(["python", "-c", "1"])[0] == sys.executable
+
+
+def test_prefix(jaxdist, script, launcher):
+    path = script("print('out'); print('err', file=sys.stderr)")
+    done = jaxdist("run", "-n", 3, "--launcher", launcher, "--prefix", path)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0] out", "[1] out", "[2] out"]
+    assert sorted(done.stderr.splitlines()) == ["[0] err", "[1] err", "[2] err"]
+
+
+def test_only_rank(jaxdist, script, launcher):
+    path = script("print('out', rank); print('err', rank, file=sys.stderr)")
+    done = jaxdist("run", "-n", 3, "--launcher", launcher, "--only-rank", 1, path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out 1\n", "err 1\n")
+
+
+def test_output_without_a_last_newline_is_not_lost(jaxdist, script, launcher):
+    path = script("sys.stdout.write('no newline')")
+    done = jaxdist("run", "-n", 1, "--launcher", launcher, "--prefix", path)
+    assert done.stdout == "[0] no newline\n", done.stderr
+
+
+def test_first_failing_exit_code_and_the_others_end(jaxdist, script, launcher, wait_gone):
+    mark = f"mark-{os.getpid()}-fail-{launcher}"
+    path = script("""
+        if rank == 1:
+            time.sleep(0.5)
+            sys.exit(7)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as if stuck in a collective
+        while True:
+            time.sleep(60)
+        """)
+    begin = time.monotonic()
+    done = jaxdist("run", "-n", 3, "--launcher", launcher, path, mark)
+    assert done.returncode == 7, done.stderr
+    # Ranks that ignore SIGTERM: 2 s of grace here, 1 s at mpirun, 0.5 s of the script itself.
+    assert time.monotonic() - begin < 10
+    assert wait_gone(mark, 1) == []
+
+
+def test_a_killed_rank_ends_the_job(jaxdist, script, launcher, wait_gone):
+    mark = f"mark-{os.getpid()}-killed-{launcher}"
+    path = script("""
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        """)
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, path, mark, timeout=20)
+    assert done.returncode in (137, 9), done.stderr  # MPICH says 9
+    assert wait_gone(mark, 1) == []
+
+
+def test_failure_is_told_by_name(jaxdist, script):
+    path = script("sys.exit(3) if rank == 1 else time.sleep(60)")
+    done = jaxdist("run", "-n", 3, "--launcher", "env", path)
+    assert done.returncode == 3
+    assert "rank 1 failed with exit code 3; ending the other 2" in done.stderr
+
+
+def test_what_a_rank_left_behind_ends_too(jaxdist, script, wait_gone):
+    mark = f"mark-{os.getpid()}-grandchild"
+    path = script("""
+        code = "import time; time.sleep(60)"
+        subprocess.Popen([sys.executable, "-c", code, sys.argv[1]])
+        """)
+    done = jaxdist("run", "-n", 2, "--launcher", "env", path, mark)
+    assert done.returncode == 0
+    assert wait_gone(mark, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    ids=["INT", "TERM", "KILL"],
+)
+def test_signals_end_the_job_without_orphans(
+    script, tmp_path, launcher, wait_gone, number: signal.Signals, code: int
+):
+    mark = f"mark-{os.getpid()}-{number.name}-{launcher}"
+    path = script("print('ready', flush=True); time.sleep(60)")
+    command = [*CLI, "run", "-n", "3", "--launcher", launcher, str(path), mark]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
+    ) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
+        job.send_signal(number)
+        assert job.wait(timeout=10) == code
+    assert wait_gone(mark, 5) == []
+
+
+def test_a_rank_sees_the_signal_and_may_finish(script, tmp_path):
+    path = script("""
+        def save(*_):
+            open(f"saved-{rank}", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(60)
+        """)
+    command = [*CLI, "run", "-n", "2", "--launcher", "env", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=10) == 143
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nosuch.py"], "no such script: nosuch.py"),
+        (["no-such-command"], "no such command: no-such-command"),
+        (["-m"], "nothing to start"),
+        (["-n", "0", "echo"], "0 is not in the range x>=1"),
+        (["-n", "2", "--only-rank", "2", "echo"], "--only-rank 2 is not one of the 2 ranks"),
+        (["--communicator", "smoke", "echo"], "'smoke' is not one of 'auto', 'xla', 'mpi'"),
+        (["--launcher", "env", "--communicator", "mpi", "echo"], "know nothing of MPI"),
+        (["--connector", "env://", "--hosts", "a:1", "echo"], "know nothing of MPI"),
+    ],
+)
+def test_bad_input(jaxdist, args: list[str], message: str):
+    done = jaxdist("run", *args)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"[1,2]<stdout>: hello\n", (2, b"hello\n")),
+        (b"[1,0]<stderr>:hello\n", (0, b"hello\n")),  # Open MPI 4
+        (b"[prterun-host-1@1,13]<stdout>: [7] x\n", (13, b"[7] x\n")),
+        (b"[3] hello\n", (3, b"hello\n")),  # MPICH
+        (b"prterun detected that\n", (None, b"prterun detected that\n")),
+    ],
+)
+def test_split_tag(line: bytes, expected: tuple[int | None, bytes]):
+    assert split_tag(line) == expected
+
+
+def test_mpirun_command_lines():
+    five = Mpirun(Path("/x/mpirun"), "openmpi", "mpirun (Open MPI) 5.0.11")
+    four = Mpirun(Path("/x/mpirun"), "openmpi", "mpirun (Open MPI) 4.1.4")
+    mpich = Mpirun(Path("/x/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
+    program = ["python", "a.py"]
+    assert five.command(2, program, tag=True) == [
+        *["/x/mpirun", "-n", "2", "--output", "tag", "python", "a.py"]
+    ]
+    assert "--tag-output" in four.command(2, program, tag=True)
+    assert "-prepend-rank" in mpich.command(2, program, tag=True)
+    assert five.command(4, program, hosts="a:2,b:2", export=["NPROC"]) == [
+        *["/x/mpirun", "-n", "4", "--host", "a:2,b:2", "-x", "NPROC", "python", "a.py"]
+    ]
+    assert mpich.command(4, program, hostfile=Path("h")) == [
+        *["/x/mpirun", "-n", "4", "-f", "h", "python", "a.py"]
+    ]
+    assert mpich.environment() == {}
+    assert "PRTE_MCA_rmaps_default_mapping_policy" in five.environment()
+    assert "PRTE_MCA_rmaps_default_mapping_policy" not in five.environment(one_machine=False)
