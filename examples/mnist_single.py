@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data-dir", type=Path, help="MNIST's IDX files; else embedded digits")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=48, help="of all devices together")
+    parser.add_argument("--batch-size", type=int, default=96, help="of all devices together")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
     parser.add_argument("--lr", type=float, help="if not given: 0.03 for sgd, 0.001 for adam")
     parser.add_argument("--seed", type=int, default=0)
@@ -59,7 +59,7 @@ def main() -> None:
     lr = args.lr or {"sgd": 0.03, "adam": 1e-3}[args.optimizer]
     tx = optax.adam(lr) if args.optimizer == "adam" else optax.sgd(lr, momentum=0.9)
     model = LeNet()
-    params = model.init(jax.random.key(args.seed), train.image_NxHxWxC[:1])
+    params = jax.jit(model.init)(jax.random.key(args.seed), train.image_NxHxWxC[:1])
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     console = Console(stderr=True)

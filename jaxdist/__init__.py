@@ -1,6 +1,18 @@
 """jaxdist: train on many devices with a step written for one."""
 
 from jaxdist.context import Context, get_context, init
+from jaxdist.grad import grad, value_and_grad
+from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
+from jaxdist.step.program import StepError
 
-__all__ = ["Context", "data_parallel", "get_context", "init"]
+__all__ = [
+    "Context",
+    "StepError",
+    "data_parallel",
+    "fold_rank",
+    "get_context",
+    "grad",
+    "init",
+    "value_and_grad",
+]

@@ -54,6 +54,7 @@ class Context:
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank
+        self.exit_code: Any = None  # of the script, if it ends by sys.exit
         self.communicator = "xla"
         self.devices: list[Any] = []
         self.num_devices = 0
@@ -110,6 +111,11 @@ class Context:
             return tree_or_object
         received = self.control.broadcast_buffers(None, root, carrier)
         return transfer.unpack(received, tree_or_object, self.rank)
+
+    def leave(self) -> None:
+        """Say goodbye to the other processes; runs by itself when the script ends."""
+        failfast.end_if_exiting(self)
+        self.control.close()
 
     def __repr__(self) -> str:
         return (
@@ -177,7 +183,7 @@ def init(
         ctx = Context(found, _control(found, timeout))
         failfast.install(ctx)  # from here on, a failure of one rank ends the job
         _start_jax(ctx, wanted, timeout)
-        atexit.register(ctx.control.close)  # after `import jax`: runs before jax's own shutdown
+        atexit.register(ctx.leave)  # after `import jax`: runs before jax's own shutdown
         _context, _asked = ctx, asked
         return ctx
 

@@ -9,6 +9,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -17,6 +18,8 @@ from jaxdist import rendezvous
 from jaxdist.rendezvous import Member
 
 _CHUNK = 1 << 24  # bytes of a broadcast that travel in one frame
+_LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
+_PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _GRACE = 0.5  # seconds to learn where the other ranks are before a mismatch is reported
 
 
@@ -76,7 +79,9 @@ class Control:
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
         self._closed = False
-        self._alarmed = False
+        self._alarmed = False  # this rank told the others to end
+        self._held = False  # the main thread is about to end this process itself
+        self._reason = threading.Event()  # the others told this rank to end
         self._hub: _Hub | None = None
         self._root: Connection | None = None
         self._send_lock = threading.Lock()
@@ -277,7 +282,7 @@ class Control:
         if 0 in self.notices.get("bye", {}):
             self._answers.put(("error", "", f"{self.who(0)} has already left"))
         else:
-            self.end_because_of(_died(self.who(0)))
+            self.end_because_of(_died(self.who(0)), 0.0)
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         """Act on what the hub says (watcher thread; on rank 0 also the main thread)."""
@@ -298,15 +303,56 @@ class Control:
                 self.notices.pop(tag, None)
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
-            self.end_because_of(message[1])
+            self.end_because_of(message[1], message[2])
 
-    def end_because_of(self, message: str) -> None:
-        """Print, and end this process now; a rank that raised the alarm itself is left alone."""
-        if self._alarmed or not self._is_owner():
+    def end_because_of(self, message: str, pause: float) -> None:
+        """Print why, and end this process soon; unless its main thread already sees to that.
+
+        Args:
+          message: why.
+          pause: seconds to leave to the rank that failed: launchers report the code of the rank
+            that ends first.
+        """
+        if self.ending or not self._is_owner():
             return
-        self._alarmed = True
         self._print(message)
-        leave(1, message, self.abort)
+        self._reason.set()
+        if self._held:
+            return
+
+        # Not on rank 0's watcher itself: it goes on to see the others leave.
+        def end() -> None:
+            time.sleep(pause)
+            self.depart(1)
+
+        threading.Thread(target=end, daemon=True).start()
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job is known to have failed."""
+        return self._alarmed or self._reason.is_set()
+
+    def hold(self) -> None:
+        """Leave the end of this process to the caller, who has something to print first."""
+        self._held = True
+
+    def told_to_end(self, seconds: float) -> bool:
+        """Whether, within this time, the others say that the job failed."""
+        return self._reason.wait(seconds)
+
+    def depart(self, code: int, *, abort: bool = False) -> None:
+        """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort
+        the others before they can say why.
+
+        Args:
+          code: exit code.
+          abort: through the connector, which may end processes that can't end themselves.
+        """
+        if self._hub is not None:
+            abort = not self._hub.wait_gone(_LEAVE_SECONDS) or abort
+        elif abort:
+            time.sleep(_PRINT_SECONDS)
+        leave(code, "", self.abort if abort else None)
 
     def _print(self, message: str) -> None:
         # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe.
@@ -343,6 +389,8 @@ class _Hub:
         self.told: set[int] = set()
         self.left: set[int] = set()
         self.timer: threading.Timer | None = None
+        self.open = set(connections)
+        self.gone = threading.Condition()
 
     def watch(self) -> None:
         ranks = {conn: rank for rank, conn in self.connections.items()}
@@ -358,8 +406,16 @@ class _Hub:
                         self.handle(rank, message)
                 except (EOFError, OSError):
                     del ranks[conn]
-                    if rank not in self.left:
+                    with self.gone:
+                        self.open.discard(rank)
+                        self.gone.notify_all()
+                    if rank not in self.left and not self.control.ending:
                         self.end_all(_died(self.control.who(rank)), spare=rank)
+
+    def wait_gone(self, seconds: float) -> bool:
+        """Whether, within this time, every other rank has closed its connection."""
+        with self.gone:
+            return self.gone.wait_for(lambda: not self.open, seconds)
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         if rank == 0:
@@ -387,9 +443,9 @@ class _Hub:
                 for r in self.others(rank):
                     self.send(r, ("notice", "bye", rank, message[1]))
                 if self.entered:
-                    self.fail(self.gone())
+                    self.fail(self.why_gone())
             elif kind == "alarm":
-                self.end_all(message[1], spare=rank)
+                self.end_all(message[1], spare=rank, pause=2 * _PRINT_SECONDS)
 
     def enter(self, rank: int, tag: str, value: Any) -> None:
         if self.failure is None:
@@ -397,7 +453,7 @@ class _Hub:
             for r in self.others(rank):
                 self.send(r, ("notice", tag, rank, value))
             if self.left:
-                self.fail(self.gone())
+                self.fail(self.why_gone())
             elif len({t for t, _ in self.entered.values()}) > 1:
                 if len(self.entered) == self.control.size:
                     self.mismatch()
@@ -423,7 +479,7 @@ class _Hub:
                     "or loops of different length"
                 )
 
-    def gone(self) -> str:
+    def why_gone(self) -> str:
         left = ", ".join(self.control.who(r) for r in sorted(self.left))
         return (
             f"{left} has already left. {self.where()} Every rank must make the same jaxdist calls: "
@@ -464,9 +520,9 @@ class _Hub:
         self.timer, self.failure = None, None
         self.entered, self.told = {}, set()
 
-    def end_all(self, message: str, spare: int) -> None:
+    def end_all(self, message: str, spare: int, pause: float = 0.0) -> None:
         for r in self.others(spare):
-            self.send(r, ("end", message))
+            self.send(r, ("end", message, pause))
 
     # --- broadcast
 

@@ -17,7 +17,7 @@ from jaxdist.context import Context, get_context
 from jaxdist.step.agree import Agreement, Description
 from jaxdist.step.placement import Placement
 from jaxdist.step.primitives import AXIS, Op
-from jaxdist.step.program import Signature, Static, build, is_array
+from jaxdist.step.program import Program, Signature, Static, is_array
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -133,7 +133,7 @@ class _DataParallel:
         count = next(_names.setdefault(name, itertools.count()))
         self._name = f"{name}#{count}" if count else name
         self._context: Context | None = None
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Signature, Program] = {}
         self._signatures: dict[Any, Signature] = {}
         self._agreed: set[Any] = set()
 
@@ -241,16 +241,12 @@ class _DataParallel:
             entries.append((f"batch leaf {name}" if signature.is_batch[i] else f"state leaf {name}", kind + where))
         self._agreement.check(self._name, call, Description(tuple(entries), problem))
 
-    def _program(self, signature: Signature) -> Any:
+    def _program(self, signature: Signature) -> Program:
         program = self._programs.get(signature)
         if program is None:
             assert self._mesh is not None and self._context is not None
-            run = build(self._step, signature, self._mesh, self._op, self._context.communicator)
-            run.__name__ = getattr(self._step, "__name__", "step")
-            program = self._programs[signature] = jax.jit(
-                run,
-                in_shardings=(self._placement.state_sharding, self._placement.batch_sharding),
-                donate_argnums=(0,) if self._donate else (),
+            program = self._programs[signature] = Program(
+                self._step, signature, self._mesh, self._op, self._context.communicator, self._donate
             )
         return program
 

@@ -72,7 +72,7 @@ class Interpreter:
 
     def __init__(self, rules: Mapping[Primitive, Rule]):
         self.rules = dict(rules)
-        self._rewritten = set(self.rules)
+        self.rewritten = set(self.rules)
         self._contains: dict[int, tuple[Jaxpr, bool]] = {}
 
     def run(self, closed: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -139,7 +139,7 @@ class Interpreter:
 
         def cached(jaxpr: Jaxpr) -> bool:
             if id(jaxpr) not in self._contains:  # keeps the jaxpr alive, so that its id stays its own
-                self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self._rewritten))
+                self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self.rewritten))
             return self._contains[id(jaxpr)][1]
 
         return any(map(cached, subjaxprs(eqn)))

@@ -58,12 +58,13 @@ class Placement:
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)):
             return x  # jit takes it as it is, and keeps its weak type
-        if self.processes == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-            # Never an alias: the step donates its state, and the caller keeps what it passed.
-            return jax.device_put(x, self.state_sharding, may_alias=False)
         if isinstance(x, _Key):
             return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
-        shards = [jax.device_put(x, d, may_alias=False) for d in self.local_devices]
+        # The step donates its state, and the caller keeps what it passed: never an alias of it (device_put makes one
+        # on the first device, may_alias=False or not).
+        if self.processes == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.device_put(jnp.copy(x), self.state_sharding)
+        shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
         return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
 
     def place_batch(self, leaves: Sequence[Any]) -> list[Any]:

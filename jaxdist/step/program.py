@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +63,8 @@ class StepError(TypeError):
     """The step can't be run on several devices as it stands: a result would silently differ between them."""
 
 
-def build(
-    step: Callable[..., Any], signature: Signature, mesh: Mesh, op: Op, communicator: str
-) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """The function ``(state leaves, batch leaves) -> step's result`` on global arrays, to be jitted.
+class Program:
+    """The function ``(state leaves, batch leaves) -> step's result`` on global arrays, compiled per shape by jit.
 
     Args:
       step: written for one device.
@@ -73,17 +72,50 @@ def build(
       mesh: one axis, ``"data"``.
       op: what gradients are over the devices, and scalar floating aux values.
       communicator: whose lowering rules to use.
-
-    Raises:
-      StepError: while tracing, if the proof that the new state is the same on every device fails.
+      donate: whether the state's memory may be reused.
     """
 
-    def program(state: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        signature: Signature,
+        mesh: Mesh,
+        op: Op,
+        communicator: str,
+        donate: bool,
+    ):
+        self._step, self._signature, self._mesh = step, signature, mesh
+        self._op, self._communicator = op, communicator
+        self._has_constants = False
+        run = functools.partial(self._run)
+        run.__name__ = getattr(step, "__name__", "step")  # type: ignore[attr-defined]
+        self._jitted = jax.jit(
+            run, in_shardings=shardings(mesh), donate_argnums=(0,) if donate else ()
+        )
+
+    def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        """Run it.
+
+        Raises:
+          StepError: the proof that the new state is the same on every device fails.
+        """
+        result = self._jitted(state, batch)
+        return constants_back(result) if self._has_constants else result
+
+    def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        """As ``jax.jit(f).lower``."""
+        return self._jitted.lower(state, batch)
+
+    def _run(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        signature, mesh, op, communicator = (
+            self._signature, self._mesh, self._op, self._communicator,
+        )  # fmt: skip
         args = _interleave(signature.is_batch, state, batch)
         avals = [_abstract(x) for x in args]
-        closed, out_tree, checked = _trace(step, signature, avals, mesh)
+        closed, out_tree, checked = _trace(self._step, signature, avals, mesh, op)
+        self._has_constants = _has_constants(out_tree)
         closed = capture(
-            lambda *xs: _reduced(closed, op, xs), avals, signature.is_batch, mesh, check=checked
+            lambda *xs: _reduced(closed, op, xs), avals, signature.is_batch, mesh, op, check=checked
         )
         flows = infer(closed, _inputs(signature))
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, checked)
@@ -100,7 +132,19 @@ def build(
         )(*args)
         return jax.tree.unflatten(out_tree, outs)
 
-    return program
+
+def _is_static(leaf: Any) -> bool:
+    return isinstance(leaf, Static)
+
+
+def constants_back(tree: Any) -> Any:
+    """`tree` with what its `Static` nodes hold in their place."""
+    return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
+
+
+def _has_constants(tree: Any) -> bool:
+    marked = jax.tree.unflatten(tree, [0] * tree.num_leaves)
+    return any(map(_is_static, jax.tree.leaves(marked, is_leaf=_is_static)))
 
 
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
@@ -114,29 +158,25 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _trace(
-    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh
+    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh, op: Op
 ) -> tuple[ClosedJaxpr, Any, bool]:
     """The step's jaxpr, the structure of its result, and whether JAX's types checked it."""
     trees: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
-        args = jax.tree.map(
-            lambda leaf: leaf.value if isinstance(leaf, Static) else leaf,
-            jax.tree.unflatten(signature.tree, leaves),
-            is_leaf=lambda leaf: isinstance(leaf, Static),
-        )
+        args = constants_back(jax.tree.unflatten(signature.tree, leaves))
         result = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), step(*args))
         outs, tree = jax.tree.flatten(result)
         trees.append(tree)
         return outs
 
     try:
-        closed, checked = capture(flat, avals, signature.is_batch, mesh, check=True), True
+        closed, checked = capture(flat, avals, signature.is_batch, mesh, op, check=True), True
     except (TypeError, ValueError, NotImplementedError) as refused:
         # A model that the types can't follow (a Pallas kernel, say) or an error of the step's own: the untyped trace
         # tells which. There only `jaxdist.value_and_grad` knows what a gradient is, and the proof below insists on it.
         try:
-            closed, checked = capture(flat, avals, signature.is_batch, mesh, check=False), False
+            closed, checked = capture(flat, avals, signature.is_batch, mesh, op, check=False), False
         except Exception:
             raise refused from None
     return closed, trees[-1], checked

@@ -1,0 +1,343 @@
+"""The MPI communicator: a step's collectives as MPI calls inside the compiled program, through mpi4jax's FFI targets.
+
+The program stays the one that XLA compiles for the mesh of all processes, so state and batch are the same global
+arrays as under the XLA communicator; only that its collectives are custom calls. mpi4jax's own functions order their
+calls by a JAX effect that programs over several devices refuse, and cost 0.3 ms each from Python. Here an XLA token is
+threaded from call to call: on every rank the calls run in program order, as MPI asks.
+
+Values that no token can cross (a loop's carry) take an integer instead. `_join` makes it of a token and
+`_fork` makes a token of it, both through a call that XLA can't look into: an all-reduce over this process alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.extend.core import primitives as p
+from jax.interpreters import mlir
+
+from jaxdist import compat
+from jaxdist.step.interpreter import Interpreter, retrace
+from jaxdist.step.primitives import AXIS, Op, all_reduce_p
+
+_call_p = Primitive("jaxdist_mpi")
+_call_p.multiple_results = True
+
+
+@_call_p.def_abstract_eval
+def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], replicated: bool, **_: Any) -> Any:
+    out = x.update(shape=shape, weak_type=False)
+    if compat.checking_types():
+        change = compat.replicated_type if replicated else compat.varying_type
+        out = change(out, (AXIS,))
+    return [out, token]
+
+
+def _call_lowering(
+    ctx: Any, x: Any, token: Any, *, target: str, attributes: tuple[tuple[str, int], ...], **_: Any
+) -> Any:
+    rule = jax.ffi.ffi_lowering(target, has_side_effect=True)
+    return rule(ctx, x, token, **{name: np.int64(value) for name, value in attributes})
+
+
+mlir.register_lowering(_call_p, _call_lowering, platform="cpu")
+mlir.register_lowering(_call_p, _call_lowering, platform="cuda")
+
+
+@functools.cache
+def _mpi() -> Any:
+    """mpi4py's MPI, with mpi4jax's FFI targets registered."""
+    os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")  # our tests say which versions work
+    import mpi4jax  # noqa: F401
+    from mpi4py import MPI
+
+    return MPI
+
+
+@functools.cache
+def world(rank: int) -> Any:
+    """A communicator of our own over all processes, in the order of their ranks; every rank calls it together."""
+    return _mpi().COMM_WORLD.Split(0, key=rank)
+
+
+def _handle(mpi_object: Any) -> int:
+    handle = _mpi()._handleof(mpi_object)
+    return handle - (1 << 64) if handle >= 1 << 63 else handle
+
+
+# Named types only: mpi4py's own translation makes a duplicate, which no predefined reduction accepts.
+_TYPES = {
+    "float32": "FLOAT", "float64": "DOUBLE", "complex64": "C_FLOAT_COMPLEX", "complex128": "C_DOUBLE_COMPLEX",
+    **{f"{kind}{bits}": f"{kind.upper()}{bits}_T" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+
+
+def _mpi_type(dtype: Any) -> int:
+    return _handle(getattr(_mpi(), _TYPES[np.dtype(dtype).name]))
+
+
+class MpiLowering(Interpreter):
+    """Evaluates a step's jaxpr on one process of a ``shard_map``, its collectives as MPI calls in program order.
+
+    Args:
+      comm: the communicator; default: `world`'s.
+      order: where the calls continue from; default: the start of the program.
+    """
+
+    def __init__(self, comm: Any = None, order: Any = None):
+        super().__init__(
+            {
+                all_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
+                p.psum_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
+                compat.psum_invariant_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
+                p.pmax_p: lambda _, eqn, x: self._reduced(eqn, x, "max"),
+                p.pmin_p: lambda _, eqn, x: self._reduced(eqn, x, "min"),
+                p.all_gather_p: self._all_gather,
+                compat.all_gather_invariant_p: self._all_gather,
+                p.all_to_all_p: self._all_to_all,
+                compat.reduce_scatter_p: self._reduce_scatter,
+                p.ppermute_p: self._permute,
+            }
+        )
+        for unsupported in (p.ragged_all_to_all_p,):
+            self.rules[unsupported] = self._unsupported
+            self.rewritten.add(unsupported)
+        if comm is None:
+            from jaxdist.context import get_context
+
+            comm = world(get_context().rank)
+        self.comm = comm
+        self.size, self.rank = comm.Get_size(), comm.Get_rank()
+        self._token = lax.create_token() if order is None else self._fork(order)
+
+    # --- the calls
+
+    def all_reduce(self, x: Any, op: Op) -> Any:
+        """The sum or mean of `x` over the processes."""
+        if op == "mean" and x.dtype == jnp.float16:
+            return self._all_reduce(x / self.size, "sum")
+        total = self._all_reduce(x, "sum")
+        return total / self.size if op == "mean" else total
+
+    def _all_reduce(self, x: Any, op: str) -> Any:
+        wide = _reducible(x)
+        out = self._call(
+            "mpi_allreduce_ffi",
+            wide,
+            replicated=True,
+            nitems=x.size,
+            op=_handle(getattr(_mpi(), op.upper())),
+            comm=_handle(self.comm),
+            dtype=_mpi_type(wide.dtype),
+        )
+        return out.astype(x.dtype)
+
+    def _exchange(self, kind: str, x: Any, shape: tuple[int, ...], replicated: bool = False) -> Any:
+        """All-gather, or all-to-all over the leading dimension: moves bytes, so any dtype will do."""
+        count = x.size // (self.size if kind == "alltoall" else 1)
+        raw, restore = _raw(x)
+        dtype = _mpi_type(raw.dtype)
+        out = self._call(
+            f"mpi_{kind}_ffi", raw, shape, replicated, comm=_handle(self.comm),
+            sendcount=count, recvcount=count, sendtype=dtype, recvtype=dtype,
+        )  # fmt: skip
+        return restore(out)
+
+    def _call(
+        self, target: str, x: Any, shape: Sequence[int] | None = None, replicated: bool = False, **attributes: int
+    ) -> Any:
+        shape = tuple(x.shape if shape is None else shape)
+        if not x.size:  # nothing to move; MPI libraries differ on counts of zero
+            return jnp.zeros(shape, x.dtype) if replicated else _varying(jnp.zeros(shape, x.dtype))
+        out, self._token = _call_p.bind(
+            x, self._token, target=target, shape=shape, replicated=replicated,
+            attributes=tuple(sorted(attributes.items())),
+        )  # fmt: skip
+        return out
+
+    # --- rules for JAX's collectives
+
+    def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
+        self._check(eqn)
+        if op in ("mean", "sum"):
+            return self.all_reduce(x, op)  # type: ignore[arg-type]
+        return self._all_reduce(x, op)
+
+    def _all_gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        self._check(eqn)
+        invariant = eqn.primitive is compat.all_gather_invariant_p
+        dim = eqn.params["all_gather_dimension"]
+        out = self._exchange("allgather", x, (self.size, *x.shape), replicated=invariant)
+        out = jnp.moveaxis(out, 0, dim)
+        return _merge(out, dim) if eqn.params["tiled"] else out
+
+    def _all_to_all(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        self._check(eqn)
+        split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
+        if not eqn.params["tiled"]:
+            return jnp.moveaxis(self._scattered(x, split, merge=False), 0, concat)
+        return _merge(jnp.moveaxis(self._scattered(x, split), 0, concat), concat)
+
+    def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        self._check(eqn)
+        parts = self._scattered(x, eqn.params["scatter_dimension"], merge=eqn.params["tiled"])
+        return parts.sum(0).astype(x.dtype)
+
+    def _scattered(self, x: Any, dim: int, merge: bool = True) -> Any:
+        """My slice along `dim` of each process's `x`, stacked in a new leading dimension."""
+        shape = (*x.shape[:dim], self.size, x.shape[dim] // self.size, *x.shape[dim + 1 :])
+        parts = jnp.moveaxis(x.reshape(shape), dim, 0)
+        parts = parts if merge else parts.squeeze(dim + 1)
+        return self._exchange("alltoall", parts, parts.shape)
+
+    def _permute(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        self._check(eqn)
+        null = _mpi().PROC_NULL
+        dest = {s: d for s, d in eqn.params["perm"]}.get(self.rank, null)
+        source = {d: s for s, d in eqn.params["perm"]}.get(self.rank, null)
+        from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR
+
+        raw, restore = _raw(x)
+        dtype = _mpi_type(raw.dtype)
+        out = self._call(
+            "mpi_sendrecv_ffi", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
+            dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(self.comm), status=MPI_STATUS_IGNORE_ADDR,
+        )  # fmt: skip
+        # Nothing is written where nothing is received.
+        return restore(out) if source != null else _varying(jnp.zeros(x.shape, x.dtype))
+
+    def _check(self, eqn: JaxprEqn) -> None:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        if tuple(axes) != (AXIS,) or eqn.params.get("axis_index_groups") is not None:
+            self._unsupported(self, eqn)
+
+    def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: Any) -> Any:
+        raise NotImplementedError(
+            f"communicator 'mpi' has no {eqn.primitive.name} over {eqn.params}: use communicator 'xla' for this step"
+        )
+
+    # --- order across control flow
+
+    def _fork(self, order: Any) -> Any:
+        _, token = self._alone(order, lax.create_token())
+        return token
+
+    def _join(self) -> Any:
+        order, self._token = self._alone(jnp.zeros((), jnp.int32), self._token)
+        return order
+
+    def _alone(self, x: Any, token: Any) -> Any:
+        mpi = _mpi()
+        attributes = {"nitems": 1, "op": _handle(mpi.SUM), "comm": _handle(mpi.COMM_SELF), "dtype": _mpi_type(np.int32)}
+        return _call_p.bind(
+            x, token, target="mpi_allreduce_ffi", shape=(), replicated=True,
+            attributes=tuple(sorted(attributes.items())),
+        )  # fmt: skip
+
+    def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
+        rules = MpiLowering(self.comm, order)
+        outs = rules.run(closed, *args)
+        return rules._join(), outs
+
+    def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        """Control flow with collectives inside: the order enters the body and comes out again."""
+        rule = {
+            "scan": self._scan, "while": self._while, "cond": self._cond, "checkpoint": self._checkpoint,
+            "remat": self._checkpoint, "remat2": self._checkpoint,
+        }.get(eqn.primitive.name)  # fmt: skip
+        if rule is None:
+            raise NotImplementedError(
+                f"communicator 'mpi' can't order a collective inside {eqn.primitive.name}: use communicator 'xla'"
+            )
+        order, outs = rule(eqn, self._join(), *args)
+        self._token = self._fork(order)
+        return outs
+
+    def _scan(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+        n_consts, n_carry = compat.scan_split(eqn.params)
+        consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+
+        def body(carry: Any, xs: Any) -> Any:
+            order, outs = self._inner(carry[0], eqn.params["jaxpr"], *consts, *carry[1:], *xs)
+            return (order, *outs[:n_carry]), tuple(outs[n_carry:])
+
+        settings = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+        (order, *carry), ys = lax.scan(body, (order, *carry), tuple(xs), **settings)
+        return order, [*carry, *ys]
+
+    def _while(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+
+        # The condition may hold a collective as well, so it is evaluated in the body.
+        def again(order: Any, carry: Sequence[Any]) -> tuple[Any, Any]:
+            order, (more,) = self._inner(order, eqn.params["cond_jaxpr"], *cond_consts, *carry)
+            return order, more
+
+        def body(state: Any) -> Any:
+            order, _, *carry = state
+            order, carry = self._inner(order, eqn.params["body_jaxpr"], *body_consts, *carry)
+            return (*again(order, carry), *carry)
+
+        order, _, *carry = lax.while_loop(lambda s: s[1], body, (*again(order, init), *init))
+        return order, carry
+
+    def _cond(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+        which, *operands = args
+
+        def branch(closed: ClosedJaxpr) -> Any:
+            def run(order: Any, *xs: Any) -> Any:
+                order, outs = self._inner(order, closed, *xs)
+                return (order, *outs)
+
+            return run
+
+        branches = [branch(closed) for closed in eqn.params["branches"]]
+        order, *outs = lax.switch(which.astype(jnp.int32), branches, order, *operands)
+        return order, outs
+
+    def _checkpoint(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+        body = eqn.params["jaxpr"]
+
+        def run(order: Any, *xs: Any) -> Sequence[Any]:
+            order, outs = self._inner(order, ClosedJaxpr(body, ()), *xs)
+            return [order, *outs]
+
+        closed = retrace(run, [jax.typeof(order), *(v.aval for v in body.invars)])
+        order, *outs = compat.bind(eqn, {**eqn.params, "jaxpr": closed.jaxpr}, [order, *args])
+        return order, outs
+
+
+def _varying(x: Any) -> Any:
+    return lax.pcast(x, AXIS, to="varying") if compat.checking_types() else x
+
+
+def _merge(x: Any, dim: int) -> Any:
+    """Dimensions `dim` and `dim + 1` as one."""
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
+def _reducible(x: Any) -> Any:
+    """In a dtype that MPI can reduce: 16-bit and smaller floats travel as float32, booleans as int32."""
+    if x.dtype == bool:
+        return x.astype(jnp.int32)
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
+
+
+def _raw(x: Any) -> tuple[Any, Any]:
+    """`x` in a dtype that MPI knows, bit for bit, and the way back."""
+    if x.dtype == bool:
+        return x.astype(jnp.uint8), lambda y: y.astype(bool)
+    if x.dtype.kind in "iufc" and x.dtype != jnp.float16:
+        return x, lambda y: y
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, bits), lambda y: lax.bitcast_convert_type(y, x.dtype)

@@ -1,0 +1,9 @@
+"""Eight virtual CPU devices and float64 for every test; processes of an MPI job have one device each."""
+
+from __future__ import annotations
+
+import os
+
+if "OMPI_COMM_WORLD_SIZE" not in os.environ and "PMI_SIZE" not in os.environ:
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_ENABLE_X64", "1")

@@ -1,0 +1,504 @@
+"""The oracle: a decorated step on N devices computes what the plain step computes on one.
+
+Each case is a step with its initial state and its batches. The same cases run on virtual devices (test_oracle.py) and
+between processes (mpi/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jaxdist
+
+BATCH = 96  # parts for 1, 2, 3, 4 and 8 devices, each in 4 microbatches
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training problem.
+
+    Attributes:
+      name: of the case.
+      step: ``(*state, batch) -> (*new state, aux)``.
+      state: the initial state arguments.
+      batch: the whole batch of step i.
+      plain: the step to compare with, if it is not `step` itself (a step that names the mesh axis).
+      tolerance: of the largest difference, relative to 1 + the largest value.
+      settings: of `data_parallel`.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    state: tuple[Any, ...]
+    batch: Callable[[int], Any]
+    plain: Callable[..., Any] | None = None
+    tolerance: float = 1e-10
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def run_plain(case: Case, steps: int = STEPS) -> Any:
+    """Final state and the aux of each step, on one device."""
+    step = eqx.filter_jit(case.plain or case.step)  # jit that lets functions be leaves
+    return _run(lambda state, i: step(*state, case.batch(i)), case.state, steps)
+
+
+def run_decorated(case: Case, rank: int = 0, size: int = 1, steps: int = STEPS, **settings: Any) -> Any:
+    """The same, decorated; this process passes its part of each batch."""
+    step = jaxdist.data_parallel(case.step, **{**case.settings, **settings})
+
+    def part(x: Any) -> Any:
+        n = x.shape[0] // size
+        return x[rank * n : (rank + 1) * n]
+
+    return _run(lambda state, i: step(*state, jax.tree.map(part, case.batch(i))), case.state, steps)
+
+
+def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
+    losses = []
+    for i in range(steps):
+        *state, aux = call(state, i)  # type: ignore[assignment]
+        losses.append(jax.tree.map(np.asarray, aux))
+    return state, losses
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest difference of two results, relative to 1 + the largest value of the leaf."""
+    leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
+    assert len(leaves_a) == len(leaves_b)
+    worst = 0.0
+    for x, y in zip(leaves_a, leaves_b, strict=True):
+        if not hasattr(x, "dtype"):
+            assert x is y
+            continue
+        x, y = _host(x), _host(y)
+        assert x.shape == y.shape, (x.shape, y.shape)
+        if x.size:
+            assert np.isfinite(x.astype(np.float64)).all()
+            gap = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
+            worst = max(worst, float(gap / (1 + np.abs(x).astype(np.float64).max())))
+    return worst
+
+
+def _host(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        if not x.is_fully_addressable:
+            assert x.is_fully_replicated
+        x = x.addressable_data(0)
+    return np.asarray(x)
+
+
+# --- models
+
+
+def _rng(i: int) -> np.random.Generator:
+    return np.random.default_rng(1000 + i)
+
+
+def _vectors(i: int, width: int = 7) -> dict[str, np.ndarray]:
+    rng = _rng(i)
+    return {"x": rng.normal(size=(BATCH, width)), "y": rng.integers(0, 5, BATCH)}
+
+
+def _images(i: int) -> dict[str, np.ndarray]:
+    rng = _rng(i)
+    return {"x": rng.normal(size=(BATCH, 12, 12, 1)), "y": rng.integers(0, 10, BATCH)}
+
+
+def _tokens(i: int, length: int = 9) -> np.ndarray:
+    return _rng(i).integers(0, 11, (BATCH, length))
+
+
+def _dense(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]))
+
+
+def _xent(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _mlp_params() -> dict[str, jax.Array]:
+    rng = _rng(0)
+    return {
+        "w1": _dense(rng, 7, 13), "b1": jnp.zeros(13), "w2": _dense(rng, 13, 11), "b2": jnp.zeros(11),
+        "w3": _dense(rng, 11, 5), "b3": jnp.zeros(5),
+    }  # fmt: skip
+
+
+def _mlp(p: Any, x: Any) -> Any:
+    x = jax.nn.gelu(x @ p["w1"] + p["b1"])
+    x = jax.nn.relu(x @ p["w2"] + p["b2"])
+    return x @ p["w3"] + p["b3"]
+
+
+def _mlp_loss(p: Any, batch: Any) -> Any:
+    return _xent(_mlp(p, batch["x"]), batch["y"])
+
+
+def _params_step(loss_fn: Any, tx: Any, value_and_grad: Any = jax.value_and_grad) -> Any:
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss}
+
+    return step
+
+
+def _params_case(name: str, loss_fn: Any, params: Any, tx: Any, batch: Any, **kwargs: Any) -> Case:
+    return Case(name, _params_step(loss_fn, tx), (params, tx.init(params)), batch, **kwargs)
+
+
+class LeNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.avg_pool(nn.relu(nn.Conv(6, (5, 5), param_dtype=jnp.float64)(x)), (2, 2), (2, 2))
+        x = nn.avg_pool(nn.relu(nn.Conv(16, (3, 3), param_dtype=jnp.float64)(x)), (2, 2), (2, 2))
+        x = nn.relu(nn.Dense(20, param_dtype=jnp.float64)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(10, param_dtype=jnp.float64)(x)
+
+
+def lenet_train_state() -> Case:
+    model = LeNet()
+    state = TrainState.create(
+        apply_fn=model.apply,
+        params=model.init(jax.random.key(0), jnp.zeros((1, 12, 12, 1)))["params"],
+        tx=optax.sgd(0.1, momentum=0.9),
+    )
+
+    def step(state: TrainState, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            logits = state.apply_fn({"params": params}, batch["x"])
+            return _xent(logits, batch["y"]), jnp.sum(logits.argmax(-1) == batch["y"])
+
+        (loss, correct), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss, "correct": correct}
+
+    return Case("LeNet, flax TrainState", step, (state,), _images)
+
+
+def transformer() -> Case:
+    """Blocks under lax.scan with jax.checkpoint: the reductions sit inside the backward loop."""
+    width, heads, layers, vocab = 12, 3, 4, 11
+    rng = _rng(1)
+    params = {
+        "embed": _dense(rng, vocab, width),
+        "position": _dense(rng, 8, width),
+        "blocks": {
+            "qkv": jnp.stack([_dense(rng, width, 3 * width) for _ in range(layers)]),
+            "out": jnp.stack([_dense(rng, width, width) for _ in range(layers)]),
+            "up": jnp.stack([_dense(rng, width, 2 * width) for _ in range(layers)]),
+            "down": jnp.stack([_dense(rng, 2 * width, width) for _ in range(layers)]),
+            "scale": jnp.ones((layers, 2, width)),
+        },
+    }
+
+    def norm(x: Any, scale: Any) -> Any:
+        return scale * (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+    def loss_fn(p: Any, tokens: Any) -> Any:
+        def block(x: Any, w: Any) -> Any:
+            q, k, v = jnp.split(norm(x, w["scale"][0]) @ w["qkv"], 3, -1)
+            split = lambda t: t.reshape(*t.shape[:2], heads, -1)
+            att = jnp.einsum("bqhd,bkhd->bhqk", split(q), split(k)) / np.sqrt(width / heads)
+            att = jnp.where(jnp.tril(jnp.ones(att.shape[-2:], bool)), att, -1e9)
+            y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(att), split(v)).reshape(x.shape)
+            x = x + y @ w["out"]
+            return x + jax.nn.gelu(norm(x, w["scale"][1]) @ w["up"]) @ w["down"], None
+
+        x = p["embed"][tokens[:, :-1]] + p["position"]
+        x, _ = lax.scan(jax.checkpoint(block), x, p["blocks"])
+        return _xent(x @ p["embed"].T, tokens[:, 1:])  # tied: input and output embedding
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    return _params_case("transformer, scan + checkpoint, tied", loss_fn, params, tx, _tokens)
+
+
+class Lstm(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        x = nn.Embed(11, 6, param_dtype=jnp.float64)(tokens)
+        x = nn.RNN(nn.LSTMCell(8, param_dtype=jnp.float64))(x)
+        return nn.Dense(11, param_dtype=jnp.float64)(x)
+
+
+def lstm(value_and_grad: Any, name: str) -> Case:
+    model = Lstm()
+    params = model.init(jax.random.key(0), jnp.zeros((1, 4), int))
+    loss_fn = lambda p, tokens: _xent(model.apply(p, tokens[:, :-1]), tokens[:, 1:])
+    tx = optax.adam(1e-2)
+    step = _params_step(loss_fn, tx, value_and_grad)
+    return Case(name, step, (params, tx.init(params)), _tokens)
+
+
+def odd_parameters() -> Case:
+    """A parameter without a gradient, scalar parameters, one broadcast into a mask, weight decay in the loss."""
+    params = {**_mlp_params(), "unused": jnp.ones((3, 2)), "s": jnp.asarray(0.5), "t": jnp.asarray(2.0)}
+
+    def loss_fn(p: Any, batch: Any) -> Any:
+        h = _mlp(p, batch["x"])
+        h = jnp.where(h > p["s"], h, p["t"]) * p["s"]
+        return _xent(h, batch["y"]) + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+
+    return _params_case("unused, scalar and masked parameters", loss_fn, params, optax.adam(1e-2), _vectors)
+
+
+def low_precision() -> Case:
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _mlp_params())
+    loss_fn = lambda p, b: _xent(_mlp(p, b["x"].astype(jnp.bfloat16)).astype(jnp.float32), b["y"])
+    # bf16 keeps 8 bits: sums over the batch in another order differ by some units of 2^-8.
+    tx = optax.sgd(0.05)
+    return _params_case("bf16 parameters, float32 loss", loss_fn, params, tx, _vectors, tolerance=3e-2)
+
+
+def user_accumulation(plain_carry: bool) -> Case:
+    """Accumulation by hand in lax.scan, with plain jax.grad; the loss starts as a constant."""
+    tx = optax.adam(1e-2)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+
+        def body(total: Any, part: Any) -> Any:
+            got = jax.value_and_grad(_mlp_loss)(params, part)
+            return jax.tree.map(jnp.add, total, got), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = (0.0, zeros) if plain_carry else (jnp.zeros(()), zeros)
+        (loss, grads), _ = lax.scan(body, start, parts)
+        loss, grads = jax.tree.map(lambda x: x / 4, (loss, grads))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss}
+
+    def plain(params: Any, opt_state: Any, batch: Any) -> Any:
+        return _params_step(_mlp_loss, tx)(params, opt_state, batch)
+
+    params = _mlp_params()
+    return Case(f"accumulation by hand ({plain_carry=})", step, (params, tx.init(params)), _vectors, plain=plain)
+
+
+def microbatches(k: int) -> Case:
+    tx = optax.adam(1e-2)
+
+    def loss_fn(p: Any, batch: Any) -> Any:
+        logits = _mlp(p, batch["x"])
+        return _xent(logits, batch["y"]), {"correct": jnp.sum(logits.argmax(-1) == batch["y"]), "rows": logits[:, 0]}
+
+    def step_of(value_and_grad: Any) -> Any:
+        def step(params: Any, opt_state: Any, batch: Any) -> Any:
+            (loss, aux), grads = value_and_grad(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            del aux["rows"]
+            return optax.apply_updates(params, updates), opt_state, {"loss": loss, **aux}
+
+        return step
+
+    params = _mlp_params()
+    return Case(
+        f"microbatches={k}",
+        step_of(jaxdist.value_and_grad(loss_fn, has_aux=True, microbatches=k)),
+        (params, tx.init(params)),
+        _vectors,
+        plain=step_of(jax.value_and_grad(loss_fn, has_aux=True)),
+        tolerance=1e-12,
+    )
+
+
+def weighted(k: int) -> Case:
+    """Devices with different numbers of valid tokens, one with none: the mean is over all valid tokens."""
+    tx = optax.adam(1e-2)
+
+    def batch(i: int) -> Any:
+        b = _vectors(i)
+        b["mask"] = _rng(i + 50).integers(0, 2, BATCH).astype(float)
+        b["mask"][:3] = 0
+        b["mask"][-1] = 1
+        return b
+
+    def loss_fn(p: Any, b: Any) -> Any:
+        each = optax.softmax_cross_entropy_with_integer_labels(_mlp(p, b["x"]), b["y"])
+        return jnp.sum(each * b["mask"]) / jnp.sum(b["mask"])  # 0/0 on a device without any
+
+    def step_of(value_and_grad: Any) -> Any:
+        def step(params: Any, opt_state: Any, b: Any) -> Any:
+            loss, grads = value_and_grad(b)(params, b)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, {"loss": loss}
+
+        return step
+
+    params = _mlp_params()
+    return Case(
+        f"weight=, microbatches={k}",
+        step_of(lambda b: jaxdist.value_and_grad(loss_fn, weight=b["mask"], microbatches=k)),
+        (params, tx.init(params)),
+        batch,
+        plain=step_of(lambda _: jax.value_and_grad(loss_fn)),
+    )
+
+
+def sync_batch_norm() -> Case:
+    """flax's BatchNorm with axis_name: collectives of the user's own, in forward and backward pass."""
+
+    class Net(nn.Module):
+        axis: str | None
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.Dense(9, param_dtype=jnp.float64)(x)
+            x = nn.BatchNorm(use_running_average=False, axis_name=self.axis, param_dtype=jnp.float64)(x)
+            return nn.Dense(5, param_dtype=jnp.float64)(nn.relu(x))
+
+    variables = Net(None).init(jax.random.key(0), jnp.zeros((2, 7)))
+    tx = optax.adam(1e-2)
+
+    def step_of(model: Net) -> Any:
+        def step(params: Any, stats: Any, opt_state: Any, batch: Any) -> Any:
+            def loss_fn(params: Any) -> Any:
+                out, new = model.apply(
+                    {"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"]
+                )
+                return _xent(out, batch["y"]), new["batch_stats"]
+
+            (loss, stats_), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), stats_, opt_state, {"loss": loss}
+
+        return step
+
+    params = variables["params"]
+    state = (params, variables["batch_stats"], tx.init(params))
+    return Case("BatchNorm over the axis", step_of(Net("data")), state, _vectors, plain=step_of(Net(None)))
+
+
+def averaged_loss() -> Case:
+    """The user averages the loss over the devices already: it is not scaled twice."""
+
+    def loss_fn(p: Any, batch: Any) -> Any:
+        return lax.pmean(_mlp_loss(p, batch), "data")
+
+    tx = optax.sgd(0.1)
+    params = _mlp_params()
+    return Case(
+        "loss averaged by the user",
+        _params_step(loss_fn, tx),
+        (params, tx.init(params)),
+        _vectors,
+        plain=_params_step(_mlp_loss, tx),
+    )
+
+
+def summed_loss() -> Case:
+    loss_fn = lambda p, b: _mlp_loss(p, b) * b["x"].shape[0]
+    tx = optax.sgd(0.01)
+    return _params_case("a loss that is a sum", loss_fn, _mlp_params(), tx, _vectors, settings={"reduce": "sum"})
+
+
+def second_order() -> Case:
+    """MAML: the inner gradient is part of the outer loss; both are of the whole batch."""
+
+    def loss_fn(p: Any, batch: Any) -> Any:
+        inner = jax.grad(_mlp_loss)(p, batch)
+        return _mlp_loss(jax.tree.map(lambda w, g: w - 0.1 * g, p, inner), batch)
+
+    return _params_case("second order (MAML)", loss_fn, _mlp_params(), optax.sgd(0.1), _vectors)
+
+
+def running_loss() -> Case:
+    """A moving average of the loss in the state, beside a Python number, a key and a counter."""
+
+    class State(NamedTuple):
+        params: Any
+        average: Any
+        decay: Any
+        key: Any
+        count: Any
+
+    def step(state: State, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(_mlp_loss)(state.params, batch)
+        params = jax.tree.map(lambda w, g: w - 0.1 * g, state.params, grads)
+        average = state.decay * state.average + (1 - state.decay) * loss
+        return State(params, average, state.decay, jax.random.split(state.key)[0], state.count + 1), {"loss": loss}
+
+    state = State(_mlp_params(), jnp.zeros(()), 0.9, jax.random.key(3), 0)
+    return Case("running average, key, counter and number in the state", step, (state,), _vectors)
+
+
+def with_nnx() -> Case:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.first = nnx.Linear(7, 13, param_dtype=jnp.float64, rngs=rngs)
+            self.second = nnx.Linear(13, 5, param_dtype=jnp.float64, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.second(nnx.gelu(self.first(x)))
+
+    model = Net(nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    tx = optax.adamw(1e-2)
+    loss_fn = lambda p, b: _xent(nnx.merge(graph, p)(b["x"]), b["y"])
+    return _params_case("flax nnx, split and merge", loss_fn, params, tx, _vectors)
+
+
+def with_equinox() -> Case:
+    """A module whose leaves are arrays and functions."""
+    model = eqx.nn.MLP(7, 5, 9, 2, dtype=jnp.float64, key=jax.random.key(1))
+    tx = optax.adam(1e-2)
+
+    def step(model: Any, opt_state: Any, batch: Any) -> Any:
+        @eqx.filter_value_and_grad
+        def loss_fn(model: Any) -> Any:
+            return _xent(jax.vmap(model)(batch["x"]), batch["y"])
+
+        loss, grads = loss_fn(model)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, {"loss": loss}
+
+    return Case(
+        "equinox module", step, (model, tx.init(eqx.filter(model, eqx.is_array))), _vectors,
+
+    )  # fmt: skip
+
+
+def optimizer(name: str, tx: Any) -> Case:
+    return _params_case(f"MLP, {name}", _mlp_loss, _mlp_params(), tx, _vectors)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "clip_adamw": lambda: optimizer("clip+adamw", optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
+    "lamb": lambda: optimizer("lamb", optax.lamb(1e-2)),
+    "nesterov": lambda: optimizer("nesterov", optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "multisteps": lambda: optimizer("MultiSteps", optax.MultiSteps(optax.adam(1e-2), 2)),
+    "apply_if_finite": lambda: optimizer("apply_if_finite", optax.apply_if_finite(optax.adam(1e-2), 3)),
+    "lenet": lenet_train_state,
+    "transformer": transformer,
+    "lstm": lambda: lstm(jax.value_and_grad, "LSTM, plain jax.grad"),
+    "lstm_marked": lambda: lstm(jaxdist.value_and_grad, "LSTM, jaxdist.value_and_grad"),
+    "odd_parameters": odd_parameters,
+    "low_precision": low_precision,
+    "user_accumulation": lambda: user_accumulation(False),
+    "user_accumulation_constant": lambda: user_accumulation(True),
+    "microbatches_1": lambda: microbatches(1),
+    "microbatches_4": lambda: microbatches(4),
+    "weighted_1": lambda: weighted(1),
+    "weighted_4": lambda: weighted(4),
+    "sync_batch_norm": sync_batch_norm,
+    "averaged_loss": averaged_loss,
+    "summed_loss": summed_loss,
+    "second_order": second_order,
+    "running_loss": running_loss,
+    "nnx": with_nnx,
+    "equinox": with_equinox,
+}
