@@ -9,6 +9,7 @@ import jax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util
+from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 from jax._src.lax.control_flow import loops as _loops
 from jax.interpreters import ad
@@ -107,6 +108,11 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def with_weak_type(x: Any, weak_type: bool) -> Any:
+    """`x` typed as a Python number is, or not (shard_map drops weak types; no public cast makes one)."""
+    return _lax._convert_element_type(x, x.dtype, weak_type=weak_type) if weak_type else x
+
+
 def abstract_token() -> Any:
     """The type of an XLA token (public as `jax.ffi.abstract_token` from 0.11 on)."""
     return getattr(jax.ffi, "abstract_token", _core.abstract_token)
@@ -133,7 +139,7 @@ def distributed_client_started() -> bool:
 
 
 def distributed_ids() -> tuple[int, int]:
-    """(process_id, num_processes) of a running jax.distributed; public only once a backend is up."""
+    """(process_id, num_processes) of jax.distributed; public only once a backend is up."""
     from jax._src import distributed
 
     return distributed.global_state.process_id, distributed.global_state.num_processes
@@ -146,11 +152,11 @@ def quiet_distributed() -> None:
     SIGTERM would end nothing. The proxy check warns on every rank. Both flags exist in
     jax 0.10-0.12; a version without them needs nothing.
     """
+    import contextlib
+
     for name in ("jax_enable_preemption_service", "jax_check_proxy_envs"):
-        try:
+        with contextlib.suppress(AttributeError):
             jax.config.update(name, False)
-        except AttributeError:
-            pass
 
 
 def one_cpu_device() -> None:
@@ -180,7 +186,7 @@ def gloo_at(ip: str) -> None:
     import functools
 
     from jax._src import distributed, xla_bridge
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     collectives = _jax.make_gloo_tcp_collectives(
         distributed_client=distributed.global_state.client, hostname=ip

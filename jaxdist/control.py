@@ -574,8 +574,9 @@ def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None
 
 def _died(who: str) -> str:
     return (
-        f"{who} died without a goodbye: killed by a signal, out of memory, or a crash in native "
-        "code (look at its own output, and at `dmesg` for the OOM killer). Ending this rank too"
+        f"{who} died without a goodbye: killed by a signal, out of memory, a crash in native code, "
+        "or its network is gone (see its own output, and `dmesg` for the OOM killer). Ending this "
+        "rank too"
     )
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 HANDSHAKE_SECONDS = 5.0
 _NONCE = 32
@@ -100,9 +100,7 @@ def bind(host: str, ports: Iterable[int]) -> socket.socket:
     )
 
 
-def gather(
-    server: socket.socket, size: int, key: bytes, timeout: float, address: str, notes: Any = None
-) -> Joined:
+def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there.
 
     Args:
@@ -111,7 +109,6 @@ def gather(
       key: the secret of the job.
       timeout: seconds.
       address: how messages name the meeting place.
-      notes: told to every rank (small, picklable).
 
     Returns:
       One connection per other rank, and the members in rank order.
@@ -197,7 +194,7 @@ def gather(
         with contextlib.suppress(
             OSError
         ):  # it died meanwhile: the watcher sees the lost connection
-            conn.send(("welcome", everyone, notes))
+            conn.send(("welcome", everyone))
     return Joined(connections, everyone, "127.0.0.1")
 
 

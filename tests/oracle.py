@@ -38,6 +38,7 @@ class Case:
       plain: the step to compare with, if it is not `step` itself (a step that names the mesh axis).
       tolerance: of the largest difference, relative to 1 + the largest value.
       settings: of `data_parallel`.
+      jit: for the plain run.
     """
 
     name: str
@@ -47,11 +48,12 @@ class Case:
     plain: Callable[..., Any] | None = None
     tolerance: float = 1e-10
     settings: dict[str, Any] = field(default_factory=dict)
+    jit: Callable[..., Any] = jax.jit
 
 
 def run_plain(case: Case, steps: int = STEPS) -> Any:
     """Final state and the aux of each step, on one device."""
-    step = eqx.filter_jit(case.plain or case.step)  # jit that lets functions be leaves
+    step = case.jit(case.plain or case.step)
     return _run(lambda state, i: step(*state, case.batch(i)), case.state, steps)
 
 
@@ -467,7 +469,7 @@ def with_equinox() -> Case:
         return eqx.apply_updates(model, updates), opt_state, {"loss": loss}
 
     return Case(
-        "equinox module", step, (model, tx.init(eqx.filter(model, eqx.is_array))), _vectors,
+        "equinox module", step, (model, tx.init(eqx.filter(model, eqx.is_array))), _vectors, jit=eqx.filter_jit,
 
     )  # fmt: skip
 

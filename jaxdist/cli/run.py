@@ -226,12 +226,12 @@ def _cores() -> int:
 def _thread_environment(ranks: int) -> dict[str, str]:
     """Shares the cores out: N processes with a thread per core each would fight for them.
 
-    XLA's CPU client reads NPROC, not OMP_NUM_THREADS. What the user has set stays.
+    XLA's CPU client reads PJRT_NPROC, not OMP_NUM_THREADS. What the user has set stays.
     """
     if ranks == 1:
         return {}
     threads = str(max(1, _cores() // ranks))
-    names = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    names = ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {name: threads for name in names if name not in os.environ}
 
 

@@ -213,6 +213,14 @@ class _DataParallel:
                     "is not there: pass the batch, or batch_argnums=() if the step has none"
                 )
             argnums.add(n % len(args))
+        for n in sorted(argnums):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[n]):
+                if not is_array(leaf):
+                    name = _parameter_names(self._step, len(args))[n] + jax.tree_util.keystr(path)
+                    raise TypeError(
+                        f"batch leaf {name} is {leaf!r}, not an array: what is not one entry an example belongs to "
+                        "the state, or batch_argnums names the wrong argument"
+                    )
         marked = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), args)
         paths, tree = jax.tree_util.tree_flatten_with_path(marked)
         parameters = _parameter_names(self._step, len(args))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.context import Context
 from jaxdist.step.program import shardings
@@ -27,6 +27,7 @@ class Placement:
         self.state_sharding, self.batch_sharding = shardings(mesh)
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
+        self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known = {id(self.state_sharding): self.state_sharding}
 
     def is_placed(self, x: Any) -> bool:
@@ -36,9 +37,9 @@ class Placement:
         sharding = x.sharding
         if id(sharding) in self._known:
             return True
-        if sharding == self.state_sharding or (
-            sharding.is_fully_replicated and sharding.device_set == self.state_sharding.device_set
-        ):
+        # An array of one device is not ours even if the mesh is that device: it would be donated.
+        on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
+        if on_mesh and sharding.is_fully_replicated:
             if len(self._known) < 64:  # kept alive here, so that the id stays its own
                 self._known[id(sharding)] = sharding
             return True
@@ -57,7 +58,7 @@ class Placement:
 
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)):
-            return x  # jit takes it as it is, and keeps its weak type
+            return self._number(x)  # keeps its weak type
         if isinstance(x, _Key):
             return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
         # The step donates its state, and the caller keeps what it passed: never an alias of it (device_put makes one

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
 from jaxdist.communicators import Lowering, lowering
+from jaxdist.errors import StepError
 from jaxdist.step.passes.layout import Flow, infer
 from jaxdist.step.passes.reductions import Reductions
 from jaxdist.step.primitives import AXIS, Op
@@ -57,10 +58,6 @@ class _Output:
     """What becomes of one output leaf: ``"as is"``, ``"mean"``, ``"sum"``, ``"first"`` device's, or ``"concat"``."""
 
     action: str
-
-
-class StepError(TypeError):
-    """The step can't be run on several devices as it stands: a result would silently differ between them."""
 
 
 class Program:
@@ -114,9 +111,8 @@ class Program:
         avals = [_abstract(x) for x in args]
         closed, out_tree, checked = _trace(self._step, signature, avals, mesh, op)
         self._has_constants = _has_constants(out_tree)
-        closed = capture(
-            lambda *xs: _reduced(closed, op, xs), avals, signature.is_batch, mesh, op, check=checked
-        )
+        closed, shapes = self._reductions(closed, avals, checked)
+        self._refuse_per_example(shapes, avals, checked)
         flows = infer(closed, _inputs(signature))
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, checked)
 
@@ -130,7 +126,58 @@ class Program:
         outs = jax.shard_map(
             on_device, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checked
         )(*args)
+        # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
+        outs = [
+            compat.with_weak_type(x, aval.weak_type)
+            for x, aval in zip(outs, closed.out_avals, strict=True)
+        ]
         return jax.tree.unflatten(out_tree, outs)
+
+    def _reductions(
+        self, closed: ClosedJaxpr, avals: Sequence[Any], checked: bool
+    ) -> tuple[ClosedJaxpr, list[tuple[int, ...]]]:
+        """The step after the *mean* pass, and the shape of each gradient that it reduces."""
+        rules = Reductions(self._op)
+
+        def run(*args: Any) -> list[Any]:
+            rules.shapes.clear()
+            return [rules.finish(x) for x in rules.run(closed, *args)]
+
+        is_batch = self._signature.is_batch
+        closed = capture(run, avals, is_batch, self._mesh, self._op, check=checked)
+        return closed, list(rules.shapes)
+
+    def _refuse_per_example(
+        self, shapes: list[tuple[int, ...]], avals: Sequence[Any], checked: bool
+    ) -> None:
+        """Refuse to reduce gradients that have one entry an example (``vmap(grad(loss))``).
+
+        Example i of one device has nothing to do with example i of another. What tells such a gradient from others is
+        that its shape follows the batch, so in doubt the step is traced with a batch of twice the size.
+        """
+        is_batch = self._signature.is_batch
+        sizes = {a.shape[0] // self._mesh.size for a, b in zip(avals, is_batch, strict=True) if b}
+        state = {a.shape for a, b in zip(avals, is_batch, strict=True) if not b}
+        if not any(sizes & set(shape) and shape not in state for shape in shapes):
+            return
+        twice = [
+            jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if b else a
+            for a, b in zip(avals, is_batch, strict=True)
+        ]
+        try:
+            closed, _, again = _trace(self._step, self._signature, twice, self._mesh, self._op)
+            _, other = self._reductions(closed, twice, again)
+        except Exception:
+            return  # a step for one batch size only; what could be checked was
+        if again == checked and len(other) == len(shapes):
+            for small, large in zip(shapes, other, strict=True):
+                if small != large:
+                    raise StepError(
+                        f"a gradient of shape {small} has one entry an example (jax.vmap of jax.grad?) and would be "
+                        "averaged over the devices entry by entry, mixing unrelated examples. Differentiate with "
+                        "respect to a copy that belongs to the device, local = jax.lax.pcast(params, 'data', "
+                        "to='varying'), and average what you make of the gradients: jax.lax.pmean(x, 'data')"
+                    )
 
 
 def _is_static(leaf: Any) -> bool:
@@ -180,11 +227,6 @@ def _trace(
         except Exception:
             raise refused from None
     return closed, trees[-1], checked
-
-
-def _reduced(closed: ClosedJaxpr, op: Op, args: Sequence[Any]) -> list[Any]:
-    reductions = Reductions(op)
-    return [reductions.finish(x) for x in reductions.run(closed, *args)]
 
 
 def _inputs(signature: Signature) -> list[Flow]:
@@ -282,8 +324,8 @@ def match_state(
 ) -> list[int | None]:
     """For each output leaf, the input leaf whose next value it is, or None for an aux value.
 
-    The result, or a part of it, is the next value of a state argument if it has that argument's structure, shapes and
-    dtypes. Tuples, lists and dicts are searched from the outside in; each argument is matched once, in order.
+    The result, or a part of it, is the next value of a state argument if it has that argument's structure and shapes
+    (dtypes may change, as flax's BatchNorm changes its statistics'). Tuples, lists and dicts are searched from the outside in; each argument is matched once, in order.
     """
     start = 0
     candidates: list[tuple[Any, list[int]]] = []
@@ -298,9 +340,7 @@ def match_state(
 
     def fits(tree: Any, first: int, argument: Any, leaves: list[int]) -> bool:
         return tree == argument and all(
-            (out_avals[first + k].shape, out_avals[first + k].dtype)
-            == (avals[i].shape, avals[i].dtype)
-            for k, i in enumerate(leaves)
+            out_avals[first + k].shape == avals[i].shape for k, i in enumerate(leaves)
         )
 
     def visit(tree: Any, first: int) -> None:

@@ -53,9 +53,9 @@ def test_env_ranks_get_what_torchrun_would_set(jaxdist, script, tmp_path):
 
 
 def test_ranks_share_the_cores(jaxdist, script, launcher, monkeypatch):
-    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    path = script("print(os.environ['NPROC'], os.environ['OMP_NUM_THREADS'])")
+    path = script("print(os.environ['PJRT_NPROC'], os.environ['OMP_NUM_THREADS'])")
     ranks = 2 * len(os.sched_getaffinity(0))
     done = jaxdist("run", "-n", ranks, "--launcher", launcher, path)
     assert done.stdout.split("\n")[:-1] == ["1 5"] * ranks, done.stderr  # the user's 5 stays
@@ -239,8 +239,8 @@ def test_mpirun_command_lines():
     ]
     assert "--tag-output" in four.command(2, program, tag=True)
     assert "-prepend-rank" in mpich.command(2, program, tag=True)
-    assert five.command(4, program, hosts="a:2,b:2", export=["NPROC"]) == [
-        *["/x/mpirun", "-n", "4", "--host", "a:2,b:2", "-x", "NPROC", "python", "a.py"]
+    assert five.command(4, program, hosts="a:2,b:2", export=["PJRT_NPROC"]) == [
+        *["/x/mpirun", "-n", "4", "--host", "a:2,b:2", "-x", "PJRT_NPROC", "python", "a.py"]
     ]
     assert mpich.command(4, program, hostfile=Path("h")) == [
         *["/x/mpirun", "-n", "4", "-f", "h", "python", "a.py"]

@@ -19,10 +19,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from jaxdist import compat
-from jaxdist.step.interpreter import INLINED, subjaxprs
-from jaxdist.step.primitives import AXIS
+from jaxdist.errors import StepError
+from jaxdist.step.interpreter import INLINED, contains, subjaxprs
+from jaxdist.step.primitives import AXIS, all_reduce_p
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Flow:
 
 
 _CONSTANT = Flow()
+
+COLLECTIVES = {
+    all_reduce_p, compat.psum_invariant_p, compat.all_gather_invariant_p, compat.reduce_scatter_p,
+    p.psum_p, p.pmax_p, p.pmin_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p,
+}  # fmt: skip
 
 # f(a x + b) = a' x + b' with the operands' deps kept apart.
 _LINEAR = {
@@ -162,6 +169,8 @@ def _while(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
 
     def step(carry: list[Flow]) -> tuple[list[Flow], list[Flow]]:
         (again,) = infer(cond, [*cond_consts, *carry])
+        if again.varying:
+            _refuse_collectives(eqn, "lax.while_loop")
         outs = infer(body, [*body_consts, *carry])
         # How often the body ran decides the result.
         return [
@@ -184,11 +193,24 @@ def _fixpoint(
 
 def _cond(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
     which, *operands = args
+    if which.varying:
+        _refuse_collectives(eqn, "lax.cond or lax.switch")
     branches = [infer(branch, operands) for branch in eqn.params["branches"]]
     outs = [_join(flows) for flows in zip(*branches, strict=True)]
     if which.varying:
         return [(o | which).through(varying=True) for o in outs]
     return [o | which.through() for o in outs]
+
+
+def _refuse_collectives(eqn: JaxprEqn, what: str) -> None:
+    """Devices that disagree on whether to enter a collective wait for each other for ever."""
+    if any(contains(jaxpr, COLLECTIVES) for jaxpr in subjaxprs(eqn)):
+        raise StepError(
+            f"a {what} whose condition differs between devices holds a reduction over the devices (of "
+            "a gradient, or your own): those that take the other branch would never come to it. "
+            "Reduce the condition first, with jax.lax.pmax(condition, 'data') say, or take the "
+            "gradient outside"
+        )
 
 
 _RULES: dict[str, Callable[[JaxprEqn, list[Flow]], Sequence[Flow]]] = {

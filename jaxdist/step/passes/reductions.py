@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     add_p,
+    convert_element_type_p,
     copy_p,
+    div_p,
+    mul_p,
     neg_p,
     reduce_sum_p,
     reshape_p,
@@ -41,10 +45,12 @@ class _Partial:
 
     part: Any
     op: Op
+    shapes: list[tuple[int, ...]]
     _whole: list[Any] = field(default_factory=list)
 
     def whole(self) -> Any:
         if not self._whole:
+            self.shapes.append(self.part.shape)
             self._whole.append(all_reduce(self.part, (AXIS,), self.op))
         return self._whole[0]
 
@@ -67,18 +73,34 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, (_Partial, _Cast)) else value
 
 
+def _is_replicated(value: Any) -> bool:
+    return compat.checking_types() and (
+        isinstance(value, (bool, int, float, complex))
+        or not isinstance(value, _Cast)
+        and AXIS not in compat.varying_axes(jax.typeof(value))
+    )
+
+
+def _cast(value: Any, aval: Any) -> Any:
+    return lax.pcast(jnp.asarray(value, aval.dtype), AXIS, to="varying")
+
+
 class Reductions(Interpreter):
     """Evaluates a traced step with its gradient reductions placed and given their meaning.
 
     Args:
-      op: what a gradient is over the devices: the ``"mean"`` of theirs (the loss is a mean over the batch) or the
-        ``"sum"`` (the loss is a sum).
+      op: what a gradient is over the devices: the ``"mean"`` of theirs (the loss is a mean over the
+        batch) or the ``"sum"`` (the loss is a sum).
+
+    Attributes:
+      shapes: of each value reduced so far.
     """
 
     def __init__(self, op: Op):
         super().__init__({all_reduce_p: self._reduce, expand_p: self._expand})
         self.rules[compat.pvary_p] = lambda _, eqn, x: _Cast(_whole(x), eqn.params["axes"])
         self.op: Op = op
+        self.shapes: list[tuple[int, ...]] = []
 
     def use(self, value: Any, uses: int) -> Any:
         # Waiting past one use of two would reduce twice.
@@ -90,13 +112,35 @@ class Reductions(Interpreter):
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         if eqn.primitive in self.rules or self.touches(eqn) and eqn.primitive.name in INLINED:
             return super().eval_eqn(eqn, *args)
-        parts = [a for a in args if isinstance(a, _Partial)]
-        if parts and len(parts) == len(args) and len({p.op for p in parts}) == 1:
-            small = parts[0].part.size >= eqn.outvars[0].aval.size
-            if small and (eqn.primitive in _UNARY or eqn.primitive in _SUMS):
-                (part,) = compat.bind(eqn, eqn.params, [p.part for p in parts])
-                return [_Partial(part, parts[0].op)]
+        if (linear := self._linear(eqn, args)) is not None:
+            return [linear]
         return super().eval_eqn(eqn, *map(_whole, args))
+
+    def _linear(self, eqn: JaxprEqn, args: Sequence[Any]) -> _Partial | None:
+        """The equation applied to the parts, where that is the same and moves no more bytes."""
+        parts = [a for a in args if isinstance(a, _Partial)]
+        if not parts or len({p.op for p in parts}) > 1:
+            return None
+        if parts[0].part.size < eqn.outvars[0].aval.size:
+            return None
+        same_dtype = eqn.outvars[0].aval.dtype == parts[0].part.dtype
+        if eqn.primitive in _UNARY or (eqn.primitive is convert_element_type_p and same_dtype) or (eqn.primitive in _SUMS and len(parts) == len(args)):
+            (part,) = compat.bind(eqn, eqn.params, [p.part for p in parts])
+        elif (eqn.primitive is mul_p or (eqn.primitive is div_p and args[0] is parts[0])) and (
+            len(parts) == 1 and all(a is parts[0] or _is_replicated(a) for a in args)
+        ):
+            # A replicated factor; in an untyped trace nothing says that it is.
+            (part,) = compat.bind(
+                eqn,
+                eqn.params,
+                [
+                    a.part if isinstance(a, _Partial) else _cast(a, v.aval)
+                    for a, v in zip(args, eqn.invars, strict=True)
+                ],
+            )
+        else:
+            return None
+        return _Partial(part, parts[0].op, self.shapes)
 
     def _reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes, op = eqn.params["axes"], eqn.params["op"] or self.op
@@ -104,13 +148,13 @@ class Reductions(Interpreter):
             return all_reduce_p.bind(_whole(x), **eqn.params)
         if isinstance(x, _Cast) and x.axes == axes:
             return x.value if op == "mean" else x.value * lax.axis_size(AXIS)
-        return _Partial(_whole(x), op)
+        return _Partial(_whole(x), op, self.shapes)
 
     def _expand(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes = eqn.params["axes"]
         value = _whole(x)
         if AXIS in axes and self.op == "mean":
-            value = value * jax.numpy.asarray(lax.axis_size(AXIS), value.dtype)
+            value = value * jnp.asarray(lax.axis_size(AXIS), value.dtype)
         if not compat.checking_types():
             return value
         return compat.pvary_p.bind(value, axes=axes)

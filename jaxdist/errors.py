@@ -1,0 +1,7 @@
+"""Exceptions of jaxdist's own."""
+
+from __future__ import annotations
+
+
+class StepError(TypeError):
+    """A step can't run on several devices as it stands: a result would silently be another one."""

@@ -1,0 +1,76 @@
+"""MPI: Open MPI from the wheel, and MPICH where Debian's package is installed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+
+_SCRIPT = """
+import sys
+import numpy as np
+from jaxdist.context import init
+assert "mpi4py" not in sys.modules, "importing jaxdist starts MPI"
+ctx = init(timeout=60)
+c = ctx.connector
+assert c.broadcast({"from": c.rank}, root=c.size - 1) == {"from": c.size - 1}
+c.barrier()
+got = ctx.broadcast(np.full(3_000_000, ctx.rank), root=1)
+assert (got == 1).all()
+print("job", c.name, c.rank, c.size, c.local_rank, c.local_size, ctx.communicator)
+if "fail" in sys.argv and ctx.rank == 1:
+    raise ValueError("boom on purpose")
+if "fail" in sys.argv:
+    ctx.barrier()
+"""
+
+
+def _lines(result: launch.Result) -> list[list[str]]:
+    assert result.returncode == 0, result.output
+    return sorted(line.split()[1:] for line in result.stdout.splitlines() if line[:4] == "job ")
+
+
+@pytest.mark.mpi
+def test_open_mpi_and_what_auto_chooses_there():
+    assert _lines(launch.mpirun(3, ["-c", _SCRIPT])) == [
+        ["mpi", str(r), "3", str(r), "3", "mpi"] for r in range(3)
+    ]
+
+
+def _mpich() -> tuple[str, str]:
+    launcher = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.mpich")
+    library = next(
+        (p for d in ("/usr/lib", "/usr/lib64") for p in Path(d).glob("*/libmpich.so.12")), None
+    )
+    if launcher is None or library is None:
+        pytest.skip(
+            "NOT CHECKED: connector mpi under MPICH (no mpiexec.hydra with libmpich.so.12; "
+            "apt-get install mpich brings them)"
+        )
+    return launcher, str(library)
+
+
+@pytest.mark.mpi
+def test_mpich_from_debian(tmp_path):
+    launcher, library = _mpich()
+    (tmp_path / "libmpi.so.12").symlink_to(library)
+    env = {"LD_LIBRARY_PATH": str(tmp_path)}
+
+    def run(args: list[str], env: dict[str, str] | None = None) -> launch.Result:
+        job = launch.Job()
+        job.start([launcher, "-np", "2", sys.executable, "-c", _SCRIPT, *args], env)
+        return job.finish(90)[0]
+
+    # mpi4jax is compiled for Open MPI, so what is chosen for the arrays is xla
+    assert _lines(run([], env)) == [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
+    failed = run(["fail"], env)
+    assert failed.returncode != 0
+    assert "ValueError: boom on purpose" in failed.output
+    if Path(sys.prefix, "lib", "libmpi.so.40").exists():
+        # the wheel's Open MPI is found first: not two trainings alone, but an error
+        mixed = run([])
+        assert mixed.returncode != 0
+        assert "the launcher started 2 processes, but the MPI library" in mixed.output

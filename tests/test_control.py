@@ -1,0 +1,248 @@
+"""The control channel: exchanges, what it says when ranks disagree, goodbyes, alarms, deaths."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import launch
+import numpy as np
+import pytest
+
+from jaxdist import rendezvous
+from jaxdist.control import Control, ControlError
+
+
+def job(size: int, key: bytes = b"k") -> list[Control]:
+    """`size` controls in this process, each with its own connections."""
+    server = rendezvous.bind("127.0.0.1", [0])
+    address = ("127.0.0.1", server.getsockname()[1])
+    made: list[Any] = [None] * size
+
+    def make(rank: int) -> None:
+        made[rank] = Control(
+            rank, size, [address], server=server if rank == 0 else None, key=key, timeout=30
+        )
+
+    everywhere([lambda r=r: make(r) for r in range(size)])
+    return made
+
+
+def everywhere(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Call at the same time, a thread each; results or errors in order."""
+    results: list[Any] = [None] * len(calls)
+
+    def call(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a call hangs"
+    return results
+
+
+def until(what: Callable[[], Any]) -> None:
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_exchange_gathers_in_rank_order_and_one_process_needs_no_network():
+    assert Control(0, 1).exchange("a", 7) == [7]
+    controls = job(3)
+    for i in range(20):
+        got = everywhere([lambda c=c, i=i: c.exchange("a", (i, c.rank)) for c in controls])
+        assert got == [[(i, 0), (i, 1), (i, 2)]] * 3
+    assert [c.notices for c in controls] == [{}] * 3
+    assert [m.pid for m in controls[1].members] == [os.getpid()] * 3
+
+
+def test_notices_tell_who_waits_and_where_before_the_exchange_ends():
+    controls = job(3)
+    heard: list[tuple[int, str, int, Any]] = []
+    for c in controls:
+        c.on_notice = lambda tag, rank, value, me=c.rank: heard.append((me, tag, rank, value))
+    early = threading.Thread(target=lambda: controls[1].exchange("step", "shapes"), daemon=True)
+    early.start()
+    until(lambda: len(heard) == 2)
+    assert sorted(heard) == [(0, "step", 1, "shapes"), (2, "step", 1, "shapes")]
+    assert controls[0].notices == {"step": {1: "shapes"}}
+    everywhere([lambda c=c: c.exchange("step") for c in (controls[0], controls[2])])
+    early.join(20)
+    assert not controls[0].notices
+
+
+def test_different_tags_are_an_error_on_every_rank_and_the_next_exchange_works():
+    controls = job(3)
+    got = everywhere([lambda c=c: c.exchange("save" if c.rank == 2 else "step") for c in controls])
+    for rank, error in enumerate(got):
+        assert isinstance(error, ControlError)
+        text = str(error)
+        assert text.startswith(f"rank {rank}:")
+        assert "ranks 0, 1 at 'step'" in text
+        assert "rank 2 at 'save'" in text
+    assert everywhere([lambda c=c: c.exchange("on", c.rank) for c in controls]) == [[0, 1, 2]] * 3
+
+
+def test_a_mismatch_is_told_while_the_third_rank_is_still_away_and_to_it_later():
+    controls = job(3)
+    got = everywhere([lambda c=c: c.exchange(f"t{c.rank}") for c in controls[:2]])
+    assert all("not there: rank 2" in str(error) for error in got)
+    with pytest.raises(ControlError, match=r"'t0'.*'t1'"):
+        controls[2].exchange("t2")
+    assert everywhere([lambda c=c: c.exchange("on") for c in controls]) == [[None] * 3] * 3
+
+
+def test_timeout_names_the_missing_on_every_rank():
+    controls = job(3)
+    # Rank 0 has patience; the one that has none ends the wait of both.
+    got = everywhere([
+        lambda: controls[0].exchange("eval"), lambda: controls[1].exchange("eval", timeout=0.3),
+    ])  # fmt: skip
+    for error in got:
+        assert isinstance(error, ControlError)
+        assert "timed out on rank 1 after 0.3 s" in str(error)
+        assert f"not there: rank 2 ({controls[0].members[2].host}, pid {os.getpid()})" in str(error)
+    with pytest.raises(ControlError, match="timed out on rank 1"):
+        controls[2].exchange("eval")
+
+
+def test_a_rank_that_left_is_named_at_once_and_its_farewell_kept():
+    controls = job(3)
+    controls[2].farewell = lambda: {"steps": 5}
+    waiting = threading.Thread(target=lambda: got.extend(everywhere([first])), daemon=True)
+    got: list[Any] = []
+    first = lambda: controls[1].exchange("step")  # noqa: E731
+    waiting.start()
+    until(lambda: "step" in controls[0].notices)
+    controls[2].close()
+    waiting.join(20)
+    assert "rank 2" in str(got[0])
+    assert "already left" in str(got[0])
+    assert controls[1].notices["bye"] == {2: {"steps": 5}}
+    with pytest.raises(ControlError, match="already left"):
+        controls[0].exchange("step")
+
+
+def test_broadcast_from_any_root_of_large_buffers_and_mixed_roots():
+    controls = job(3)
+    big = {"w": np.arange(12_000_000, dtype=np.float32), "text": "x"}  # 48 MB: several chunks
+    for root in (0, 2):
+        got = everywhere([
+            lambda c=c, r=root: c.broadcast(big if c.rank == r else None, r) for c in controls
+        ])  # fmt: skip
+        for value in got:
+            np.testing.assert_array_equal(value["w"], big["w"])
+    got = everywhere([lambda c=c: c.broadcast(1, root=c.rank % 2) for c in controls])
+    assert all("rank 1 says root=1" in str(error) for error in got)
+    assert everywhere([lambda c=c: c.broadcast(c.rank, 1) for c in controls]) == [1, 1, 1]
+
+
+def test_another_jobs_secret_is_not_let_in_and_the_address_is_named():
+    server = rendezvous.bind("127.0.0.1", [0])
+    port = server.getsockname()[1]
+    address = [("127.0.0.1", port)]
+    got = everywhere([
+        lambda: Control(0, 2, address, server=server, key=b"one", timeout=1.5),
+        lambda: Control(1, 2, address, key=b"two", timeout=1.0),
+    ])  # fmt: skip
+    assert isinstance(got[0], TimeoutError)
+    assert "missing: rank 1" in str(got[0])
+    assert isinstance(got[1], TimeoutError)
+    assert f"tcp://127.0.0.1:{port}" in str(got[1])
+    assert "JAXDIST_SECRET" in str(got[1])
+
+
+def test_one_rank_claimed_twice_and_different_sizes_are_refused():
+    for ranks, sizes, words in (((1, 1), (3, 3), "claim rank 1"), ((1,), (3,), "size 3")):
+        server = rendezvous.bind("127.0.0.1", [0])
+        address = [("127.0.0.1", server.getsockname()[1])]
+        root_size = 3 if len(ranks) == 2 else 2
+        calls: list[Callable[[], Any]] = [
+            lambda: Control(0, root_size, address, server=server, key=b"k", timeout=20)  # noqa: B023
+        ]
+        for rank, size in zip(ranks, sizes, strict=True):
+            calls.append(lambda r=rank, s=size, a=address: Control(r, s, a, key=b"k", timeout=20))
+        got = everywhere(calls)
+        assert all(isinstance(error, ValueError) and words in str(error) for error in got)
+
+
+_SCRIPT = """
+import os, signal, sys, threading, time
+from jaxdist.control import Control
+rank, size, what = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+control = Control(rank, size, [("127.0.0.1", int(os.environ["MASTER_PORT"]))], timeout=60)
+control.exchange("up")
+if what == "fork" and rank == 1 and os.fork() == 0:
+    time.sleep(3)  # a data worker that outlives its parent, with inherited sockets
+    os._exit(0)
+if what in ("kill", "fork") and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "root" and rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "alarm" and rank == 2:
+    control.alarm("rank 2 has had enough")
+    time.sleep(0.2)
+    sys.exit("my own error")
+if what == "bye":
+    control.close()
+    if rank == 0:
+        time.sleep(1)
+    print("cpu", time.process_time() < 20)
+    sys.exit(0)
+if what == "idle":
+    before = time.process_time()
+    time.sleep(2)
+    print("idle cpu seconds", time.process_time() - before)
+    control.close()
+    sys.exit(0)
+threading.Event().wait(60)  # stuck, as inside a collective
+print("still here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "survivors", "words"),
+    [
+        ("kill", (0, 2), ["rank 1 (", "died without a goodbye"]),
+        ("fork", (0, 2), ["rank 1 (", "died without a goodbye"]),
+        ("root", (1, 2), ["rank 0 (", "died without a goodbye"]),
+        ("alarm", (0, 1), ["rank 2 has had enough"]),
+    ],
+)
+def test_a_death_or_an_alarm_ends_the_others_whatever_they_do(what, survivors, words):
+    results = launch.spawn_env(3, ["-c", _SCRIPT, what], timeout=50)
+    for rank in survivors:
+        assert results[rank].returncode == 1, results[rank].output
+        assert f"[jaxdist rank {rank}] " in results[rank].stderr
+        assert all(word in results[rank].stderr for word in words), results[rank].output
+        assert "still here" not in results[rank].stdout
+    if what == "alarm":
+        assert "my own error" in results[2].stderr
+
+
+def test_goodbyes_end_in_peace_and_waiting_costs_no_cpu():
+    for result in launch.spawn_env(3, ["-c", _SCRIPT, "bye"], timeout=50):
+        assert (result.returncode, result.stderr) == (0, ""), result.output
+    for result in launch.spawn_env(2, ["-c", _SCRIPT, "idle"], timeout=50):
+        assert result.returncode == 0, result.output
+        assert float(result.stdout.split()[-1]) < 0.5
+
+
+def test_the_other_secret_is_read_from_the_environment():
+    assert rendezvous.job_key("a") != rendezvous.job_key("b")
+    os.environ["JAXDIST_SECRET"] = "s"
+    try:
+        assert rendezvous.job_key("a") == rendezvous.job_key("b")
+    finally:
+        del os.environ["JAXDIST_SECRET"]

@@ -1,0 +1,175 @@
+"""One rank fails, the job ends: exceptions, signals, exit codes; under mpirun and by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import launch
+import pytest
+
+_SCRIPT = """
+import os, signal, sys, threading, time
+what, culprit = sys.argv[1], int(sys.argv[2])
+me = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+if what == "before" and me == culprit:
+    raise ValueError("boom on purpose")
+from jaxdist.context import init
+ctx = init(timeout=6 if what == "before" else 60)
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+x = jax.make_array_from_process_local_data(
+    NamedSharding(ctx.mesh, P("data")), np.ones((ctx.size, 1000), np.float32))
+step = jax.jit(lambda x: x.sum(0))
+step(x).block_until_ready()
+ctx.barrier()
+print("READY", ctx.rank, os.getpid(), flush=True)
+if what == "between":
+    if me == culprit:
+        raise ValueError("boom on purpose")
+    time.sleep(100)
+if what == "idle":
+    time.sleep(100)
+if what == "barrier" and me != culprit:
+    ctx.barrier()
+if what == "interrupt" and me == culprit:
+    ctx.connector.barrier()  # alone in MPI_Barrier, which heeds no signal
+if what in ("interrupt", "barrier"):
+    time.sleep(100)
+for i in range(2000):
+    if i == 3 and me == culprit:
+        if what == "inside":
+            def host(v):
+                raise ValueError("boom on purpose")
+            jax.block_until_ready(jax.jit(
+                lambda v: jax.pure_callback(host, jax.ShapeDtypeStruct((), v.dtype), v))(1.0))
+        if what == "thread":
+            threading.Thread(target=lambda: [][1]).start()
+        if what == "exit":
+            sys.exit(3)
+        if what == "caught":
+            try:
+                sys.exit(4)
+            except SystemExit:
+                print("CAUGHT")
+    if what == "caught" and i == 6:
+        break
+    step(x).block_until_ready()
+    time.sleep(0.05)
+"""
+
+
+def _start(how: str, what: str, culprit: int = 1) -> launch.Job:
+    start = launch.start_mpirun if how == "mpirun" else launch.start_env
+    return start(3, ["-c", _SCRIPT, what, str(culprit)])
+
+
+def _pids(job: launch.Job) -> dict[int, int]:
+    text = job.wait_for(lambda text: text.count("READY") == 3)
+    found = [line.split("READY")[1].split() for line in text.splitlines() if "READY" in line]
+    return {int(rank): int(pid) for rank, pid in found}
+
+
+def _failed(job: launch.Job, *words: str) -> str:
+    """The job ends soon, each process non-zero, no orphan, and the output has the words."""
+    results = job.finish(40)
+    output = "\n".join(r.output for r in results)
+    assert all(r.returncode != 0 for r in results), output
+    assert all(word in output for word in words), output
+    return output
+
+
+BOTH = pytest.mark.parametrize("how", [pytest.param("mpirun", marks=pytest.mark.mpi), "env"])
+
+
+@BOTH
+def test_exception_before_init(how):
+    words = ["ValueError: boom on purpose"]
+    if how == "env":  # nobody tells the others: they give up in the time given, and name the rank
+        words.append("missing: rank 1")
+    _failed(_start(how, "before"), *words)
+
+
+@BOTH
+def test_exception_between_steps(how):
+    output = _failed(
+        _start(how, "between"), "[jaxdist rank 1] Traceback", "rank 1] ValueError: boom on purpose"
+    )
+    assert "[jaxdist rank 0] rank 1 (" in output
+    assert "failed: ValueError: boom on purpose" in output
+
+
+@BOTH
+def test_exception_inside_a_step(how):
+    _failed(_start(how, "inside"), "[jaxdist rank 1] Traceback", "boom on purpose")
+
+
+def test_exception_on_the_root():
+    _failed(_start("env", "between", culprit=0), "rank 0] ValueError: boom on purpose")
+
+
+@BOTH
+def test_sigkill_of_one_rank(how):
+    job = _start(how, "loop")
+    os.kill(_pids(job)[1], signal.SIGKILL)
+    if how == "env":
+        output = _failed(job, "[jaxdist rank 0] rank 1 (", "[jaxdist rank 2] rank 1 (")
+        assert "died without a goodbye" in output
+    else:
+        _failed(job)  # mpirun and the others' own goodbye race; either ends the job
+
+
+def test_sigkill_of_the_root():
+    job = _start("env", "idle")
+    os.kill(_pids(job)[0], signal.SIGKILL)
+    # JAX's own client aborts when its coordinator is gone: it may be faster than our message.
+    _failed(job)
+
+
+@BOTH
+def test_sigterm_to_one_rank(how):
+    job = _start(how, "loop")
+    os.kill(_pids(job)[2], signal.SIGTERM)
+    _failed(job)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_mpirun(number):
+    job = _start("mpirun", "idle")
+    _pids(job)
+    job.processes[0].send_signal(number)
+    _failed(job)
+
+
+def test_ctrl_c_of_one_rank():
+    job = _start("env", "loop")
+    os.kill(_pids(job)[1], signal.SIGINT)
+    _failed(job, "rank 1] KeyboardInterrupt")
+
+
+@pytest.mark.mpi
+def test_ctrl_c_of_a_rank_that_is_stuck_in_native_code():
+    job = _start("mpirun", "interrupt")
+    pids = _pids(job)
+    time.sleep(2)  # to be inside
+    os.kill(pids[1], signal.SIGINT)
+    _failed(job, "rank 1] interrupted inside a collective")
+
+
+def test_exception_in_a_thread():
+    _failed(_start("env", "thread"), "uncaught exception in thread", "IndexError")
+
+
+@BOTH
+def test_failing_exit_code_of_one_rank(how):
+    job = _start(how, "exit")
+    processes = job.processes
+    _failed(job, "called sys.exit(3)")
+    assert 3 in [p.returncode for p in processes]
+
+
+def test_a_caught_exit_and_a_normal_end_are_no_failure():
+    for result in _start("env", "caught").finish(60):
+        assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.output
