@@ -242,7 +242,7 @@ class _DataParallel:
             if problem:
                 raise ValueError(problem)
             return
-        entries = [("number of leaves", str(len(leaves)))]
+        entries: list[tuple[str, str]] = []
         for i, (name, x) in enumerate(zip(signature.names, leaves, strict=True)):
             kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
             where = "" if signature.is_batch[i] or i in unplaced else " on the mesh"

@@ -1,0 +1,78 @@
+"""Ranks that disagree get one error, on every rank, that names what differs; none hangs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import launch
+
+SCRIPT = str(Path(__file__).with_name("bad_calls.py"))
+
+MESSAGES = {
+    "shape first": r"batch leaf batch\['x'\] is float32\[4,3\] on rank 0(, 2)?; float32\[3,3\] on rank 1",
+    "dtype": r"state leaf state\['b'\] is float32\[2\] on rank 0(, 2)?; bfloat16\[2\] on rank 1",
+    "tree": r"state leaf state\['extra'\] is absent on rank 0(, 2)?; float32\[3\] on rank 1",
+    "state shape": r"state leaf state\['w'\] is float32\[3,2\] on rank 0(, 2)?; float32\[3,5\] on rank 1",
+    "empty": r"on rank 1: batch leaf batch\['x'\] is empty",
+    "scalar": r"on rank 1: batch leaf batch\['x'\] is a scalar",
+    "nan": r"call 2: result\[0\]\['b'\] is not finite",
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("mode", list(MESSAGES))
+def test_every_rank_says_what_differs(mode: str) -> None:
+    ranks = 3 if mode == "shape first" else 2
+    result = launch.mpirun(ranks, [SCRIPT, mode])
+    assert result.returncode != 0
+    assert re.search(MESSAGES[mode], result.output), result.output
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+def test_an_error_on_all_ranks_can_be_caught_and_loses_nothing(communicator: str) -> None:
+    result = launch.mpirun(3, [SCRIPT, "caught", communicator])
+    assert result.returncode == 0, result.output
+    for rank in range(3):
+        assert re.search(rf"CAUGHT {rank} .*batch\['x'\] is float32\[4,3\] on rank 0, 2; float32\[3,3\]", result.stdout)
+    losses = re.findall(r"OK \d (\S+)", result.stdout)
+    assert len(losses) == 3
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+@pytest.mark.parametrize("mode", ["shape later", "late shape"])
+def test_one_rank_with_a_new_shape_ends_the_job(mode: str, communicator: str) -> None:
+    result = launch.mpirun(2, [SCRIPT, mode, communicator])
+    assert result.returncode != 0
+    assert re.search(r"step 'step'", result.output), result.output
+    assert re.search(r"shape", result.output), result.output
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+def test_a_rank_that_leaves_early_ends_the_job(communicator: str) -> None:
+    result = launch.mpirun(2, [SCRIPT, "leaves early", communicator])
+    assert result.returncode != 0
+    assert re.search(r"rank 1 has finished after 2 calls of step 'step', and rank 0 is in call 3", result.output), (
+        result.output
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+def test_the_roots_weights_are_everyones(communicator: str) -> None:
+    result = launch.mpirun(3, [SCRIPT, "sync", communicator])
+    assert result.returncode == 0, result.output
+    assert len(re.findall(r"OK \d", result.stdout)) == 3
+
+
+def test_by_hand_without_a_launcher() -> None:
+    results = launch.spawn_env(2, [SCRIPT, "shape first"])
+    for result in results:  # here each process has its own output: the error is on every rank
+        assert result.returncode != 0
+        assert re.search(MESSAGES["shape first"], result.output), result.output
