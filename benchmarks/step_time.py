@@ -2,15 +2,16 @@
 
     mpirun -np 2 --bind-to core python benchmarks/step_time.py
 
-Models (float32, Adam, cross-entropy, GELU, batch 64 per rank): MLP-10M: 784 -> 1024, 9 x 1024 -> 1024, -> 10; MLP-0.4M:
-784 -> 256, 3 x 256 -> 256, -> 10; MLP-deep: 784 -> 64, 100 x 64 -> 64, -> 10. By hand: `shard_map` with a `pmean` per leaf
-over gloo, and one `mpi4jax.allreduce` per leaf in a local `jit`. Prints medians of rounds, and medians of the ratios
-within rounds.
+Models (float32, Adam, cross-entropy, GELU, batch 64 per rank): MLP-10M: 784 -> 1024, 9 x 1024 -> 1024, -> 10;
+MLP-0.4M: 784 -> 256, 3 x 256 -> 256, -> 10; MLP-deep: 784 -> 64, 100 x 64 -> 64, -> 10. By hand: `shard_map` with a
+`pmean` per leaf over gloo, and one `mpi4jax.allreduce` per leaf in a local `jit`. Prints medians of rounds, and medians
+of the ratios within rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -40,7 +41,7 @@ def init(sizes: list[int]) -> list[dict[str, jax.Array]]:
     rng = np.random.default_rng(0)
     return [
         {"w": jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32), "b": jnp.zeros(b)}
-        for a, b in zip(sizes, sizes[1:], strict=False)
+        for a, b in itertools.pairwise(sizes)
     ]
 
 
@@ -72,9 +73,7 @@ def by_hand_gloo(ctx: jaxdist.Context) -> Callable[..., Any]:
         loss, grads = jax.tree.map(lambda g: jax.lax.pmean(g, "data"), (loss, grads))
         return update(params, opt_state, loss, grads)
 
-    mapped = jax.shard_map(
-        step, mesh=ctx.mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
-    )
+    mapped = jax.shard_map(step, mesh=ctx.mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
     return jax.jit(mapped, donate_argnums=(0, 1))
 
 
@@ -85,8 +84,7 @@ def by_hand_mpi(ctx: jaxdist.Context) -> Callable[..., Any]:
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        reduce = lambda g: mpi4jax.allreduce(g, op=MPI.SUM) / ctx.size
-        loss, grads = jax.tree.map(reduce, (loss, grads))
+        loss, grads = jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM) / ctx.size, (loss, grads))
         return update(params, opt_state, loss, grads)
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -116,9 +114,7 @@ def main() -> None:
     replicated, sharded = NamedSharding(ctx.mesh, P()), NamedSharding(ctx.mesh, P("data"))
 
     def globally(tree: Any, sharding: NamedSharding) -> Any:
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree
-        )
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree)
 
     for name in args.models:
         rng = np.random.default_rng(ctx.rank)

@@ -35,9 +35,7 @@ class Split:
         """
         if size < self.ranks or size % self.ranks:
             better = max(self.ranks, size - size % self.ranks)
-            raise SystemExit(
-                f"--batch-size {size} can't be shared equally by {self.ranks} ranks; try {better}"
-            )
+            raise SystemExit(f"--batch-size {size} can't be shared equally by {self.ranks} ranks; try {better}")
         count = len(self)
         if seed is None:
             order_N, stop = np.arange(count), count

@@ -188,9 +188,7 @@ def gloo_at(ip: str) -> None:
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-    collectives = _jax.make_gloo_tcp_collectives(
-        distributed_client=distributed.global_state.client, hostname=ip
-    )
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
     xla_bridge.register_backend_factory(
         "cpu",
         functools.partial(xla_bridge.make_cpu_client, collectives),

@@ -98,9 +98,7 @@ class Context:
           {'lr': 0.1}
         """
         if not 0 <= root < self.size:
-            raise ValueError(
-                f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}"
-            )
+            raise ValueError(f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}")
         if self.size == 1:
             return tree_or_object
         carrier = getattr(self.connector, "broadcast_buffer", None)
@@ -169,16 +167,12 @@ def init(
             _check_same(_asked, asked)
             return _context
         if communicator not in COMMUNICATORS:
-            raise ValueError(
-                f"unknown communicator {communicator!r}; valid: {', '.join(COMMUNICATORS)}"
-            )
+            raise ValueError(f"unknown communicator {communicator!r}; valid: {', '.join(COMMUNICATORS)}")
         wanted = communicator
         if wanted == "auto":
             wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
             if wanted not in COMMUNICATORS:
-                raise ValueError(
-                    f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}"
-                )
+                raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, _control(found, timeout))
         failfast.install(ctx)  # from here on, a failure of one rank ends the job
@@ -289,8 +283,7 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
     per_process = [d.process_index for d in ctx.devices]
     if per_process != list(range(ctx.size)):
         raise RuntimeError(
-            f"rank {ctx.rank}: expected one device on each of {ctx.size} processes, JAX found "
-            f"{ctx.devices}"
+            f"rank {ctx.rank}: expected one device on each of {ctx.size} processes, JAX found {ctx.devices}"
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
@@ -367,9 +360,7 @@ def _alone(wanted: str, ctx: Context) -> str:
         )
     problem = _mpi_problem(1)
     if problem:
-        raise (ImportError if "Install" in problem else ValueError)(
-            f"communicator 'mpi': {problem}"
-        )
+        raise (ImportError if "Install" in problem else ValueError)(f"communicator 'mpi': {problem}")
     return "mpi"
 
 

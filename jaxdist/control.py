@@ -139,9 +139,7 @@ class Control:
         self._check_owner()
         with self._exchange_lock:
             if self._closed:
-                raise ControlError(
-                    f"rank {self.rank}: exchange {tag!r} after this rank said goodbye"
-                )
+                raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
             self._send(("enter", tag, value))
             try:
                 kind, got, payload = self._answers.get(timeout=timeout)
@@ -204,9 +202,7 @@ class Control:
                 + ", ".join(f"rank {i} says root={r}" for i, r in enumerate(roots))
             )
         if not 0 <= root < self.size:
-            raise ValueError(
-                f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}"
-            )
+            raise ValueError(f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}")
         if carrier is not None:
             moved = flat if self.rank == root else [bytearray(n) for n in said[root][1]]
             for buffer in moved:
@@ -264,9 +260,7 @@ class Control:
                 self._root.send(message)
         except OSError as error:
             if message[0] not in ("bye", "alarm"):
-                raise ControlError(
-                    f"rank {self.rank}: lost the connection to {self.who(0)}: {error}"
-                ) from None
+                raise ControlError(f"rank {self.rank}: lost the connection to {self.who(0)}: {error}") from None
 
     def _watch(self) -> None:
         assert self._root is not None
@@ -493,9 +487,7 @@ class _Hub:
             places.setdefault(tag, []).append(rank)
         parts = [f"{rendezvous._ranks(ranks)} at {tag!r}" for tag, ranks in places.items()]
         missing = [
-            self.control.who(r)
-            for r in range(self.control.size)
-            if r not in self.entered and r not in self.left
+            self.control.who(r) for r in range(self.control.size) if r not in self.entered and r not in self.left
         ]
         if missing:
             parts.append("not there: " + ", ".join(missing))

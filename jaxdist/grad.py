@@ -209,21 +209,20 @@ def _accumulate(
         return jnp.reshape(x, (k, size // k, *jnp.shape(x)[1:]))
 
     rows = [jax.tree.map(split, a) if i in batch else None for i, a in enumerate(args)]
-    if weight is None or callable(weight):
-        weights = [weight] * 2
-    elif jnp.ndim(weight) == 0:
-        weights = [weight / k, weight]
-    else:
-        weights = [split(weight), weight]
-    per_row = weights[0] is not None and not callable(weights[0]) and jnp.ndim(weights[0]) > 0
+    per_row = weight is not None and not callable(weight) and jnp.ndim(weight) > 0
+    row_weights = split(weight) if per_row else None
+    each = weight / k if weight is not None and not callable(weight) and not per_row else weight
 
     def one(rows: Sequence[Any], weight: Any) -> _Part:
-        return part([r if i in batch else a for i, (r, a) in enumerate(zip(rows, args, strict=True))], weight)
+        return part(
+            [r if i in batch else a for i, (r, a) in enumerate(zip(rows, args, strict=True))],
+            weight,
+        )
 
     # An aux leaf whose shape follows the batch has one entry an example: the parts' are concatenated.
     first = jax.tree.map(lambda x: x[0], rows)
-    small = jax.eval_shape(lambda: one(first, weights[0][0] if per_row else weights[0]))
-    whole = jax.eval_shape(lambda: part(args, weights[1]))
+    small = jax.eval_shape(lambda: one(first, each if row_weights is None else row_weights[0]))
+    whole = jax.eval_shape(lambda: part(args, weight))
     kept = [a.shape != b.shape for a, b in zip(small.aux, whole.aux, strict=True)]
     for a, b, keep in zip(small.aux, whole.aux, kept, strict=True):
         if keep and (not a.shape or (a.shape[0] * k, *a.shape[1:]) != b.shape):
@@ -242,12 +241,11 @@ def _accumulate(
 
     def body(total: Any, xs: Any) -> Any:
         rows, w = xs
-        sums, outs = select(one(rows, w if per_row else weights[0]))
+        sums, outs = select(one(rows, w if per_row else each))
         return jax.tree.map(lambda t, x: t + widen(x).astype(t.dtype), total, sums), outs
 
     zeros = jax.tree.map(lambda a: _vary(jnp.zeros(a.shape, widen(jnp.zeros((), a.dtype)).dtype)), select(small)[0])
-    xs = (rows, weights[0] if per_row else None)
-    (loss, grads, summed, count), outs = lax.scan(body, zeros, xs)
+    (loss, grads, summed, count), outs = lax.scan(body, zeros, (rows, row_weights))
 
     mean = count is None and op == "mean"
 

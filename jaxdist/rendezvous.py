@@ -86,9 +86,7 @@ def bind(host: str, ports: Iterable[int]) -> socket.socket:
             if is_loopback(host) and host != "::1":
                 return socket.create_server(("127.0.0.1", port), backlog=1024)
             if socket.has_dualstack_ipv6():
-                return socket.create_server(
-                    ("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-                )
+                return socket.create_server(("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
             return socket.create_server(("0.0.0.0", port), backlog=1024)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -153,9 +151,7 @@ def gather(server: socket.socket, size: int, key: bytes, timeout: float, address
     try:
         while len(connections) < size - 1:
             try:
-                conn, rank, their_size, member, ours = arrivals.get(
-                    timeout=max(0.0, deadline - time.monotonic())
-                )
+                conn, rank, their_size, member, ours = arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 missing = [r for r in range(1, size) if r not in connections]
                 reason = (
@@ -191,16 +187,12 @@ def gather(server: socket.socket, size: int, key: bytes, timeout: float, address
     members[0] = Member(socket.gethostname(), os.getpid(), root_ip)
     everyone = [members[r] for r in range(size)]
     for conn in connections.values():
-        with contextlib.suppress(
-            OSError
-        ):  # it died meanwhile: the watcher sees the lost connection
+        with contextlib.suppress(OSError):  # it died meanwhile: the watcher sees the lost connection
             conn.send(("welcome", everyone))
     return Joined(connections, everyone, "127.0.0.1")
 
 
-def join(
-    addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float
-) -> Joined:
+def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:
     """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`.
 
     Args:
@@ -257,22 +249,17 @@ def join(
         pause = min(0.5, pause * 1.5)
 
 
-def _hello(
-    conn: Connection, rank: int, size: int, ip: str, host: str, deadline: float, names: str
-) -> Joined:
+def _hello(conn: Connection, rank: int, size: int, ip: str, host: str, deadline: float, names: str) -> Joined:
     conn.send((rank, size, Member(socket.gethostname(), os.getpid(), ip)))
     try:
         # Rank 0 names the missing ranks when its own time is up: leave it room to say so.
         if not conn.poll(max(0.0, deadline - time.monotonic()) + HANDSHAKE_SECONDS):
             raise TimeoutError(
-                f"rank {rank} reached {names}, but the job was not complete in time: some other "
-                "rank did not come"
+                f"rank {rank} reached {names}, but the job was not complete in time: some other rank did not come"
             )
         answer = conn.recv()
     except (EOFError, ConnectionError):
-        raise ConnectionError(
-            f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
-        ) from None
+        raise ConnectionError(f"rank {rank} reached {names}, then rank 0 ended before all ranks were there") from None
     if answer[0] == "refused":
         kind = TimeoutError if "waited" in answer[1] else ValueError
         raise kind(f"rank {rank} was refused by rank 0: {answer[1]}")

@@ -102,8 +102,7 @@ def _host(array: jax.Array) -> np.ndarray:
     if array.is_fully_replicated:
         return np.asarray(array.addressable_data(0))
     raise ValueError(
-        f"an array of shape {array.shape} is spread over several processes: gather it first "
-        "(jaxdist.unshard)"
+        f"an array of shape {array.shape} is spread over several processes: gather it first (jaxdist.unshard)"
     )
 
 

@@ -102,8 +102,7 @@ class Job:
             pytest.fail(f"the job hung for {timeout:g} s and was killed:\n{self.everything()}")
         seconds = time.monotonic() - self._started
         results = [
-            Result(p.returncode, self.text(i), self.text(i, "err"), seconds)
-            for i, p in enumerate(self.processes)
+            Result(p.returncode, self.text(i), self.text(i, "err"), seconds) for i, p in enumerate(self.processes)
         ]
         orphans = self.alive(patience=10.0)
         if orphans:
@@ -152,11 +151,7 @@ class Job:
 
 def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """The environment for a job: nothing of a launcher that this test runs under; None removes."""
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES
-    }
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
     env |= OPEN_MPI | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     for name, value in (extra or {}).items():
         if value is None:

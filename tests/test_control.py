@@ -23,9 +23,7 @@ def job(size: int, key: bytes = b"k") -> list[Control]:
     made: list[Any] = [None] * size
 
     def make(rank: int) -> None:
-        made[rank] = Control(
-            rank, size, [address], server=server if rank == 0 else None, key=key, timeout=30
-        )
+        made[rank] = Control(rank, size, [address], server=server if rank == 0 else None, key=key, timeout=30)
 
     everywhere([lambda r=r: make(r) for r in range(size)])
     return made
@@ -122,7 +120,7 @@ def test_a_rank_that_left_is_named_at_once_and_its_farewell_kept():
     controls[2].farewell = lambda: {"steps": 5}
     waiting = threading.Thread(target=lambda: got.extend(everywhere([first])), daemon=True)
     got: list[Any] = []
-    first = lambda: controls[1].exchange("step")  # noqa: E731
+    first = lambda: controls[1].exchange("step")
     waiting.start()
     until(lambda: "step" in controls[0].notices)
     controls[2].close()

@@ -93,9 +93,7 @@ def test_exception_before_init(how):
 
 @BOTH
 def test_exception_between_steps(how):
-    output = _failed(
-        _start(how, "between"), "[jaxdist rank 1] Traceback", "rank 1] ValueError: boom on purpose"
-    )
+    output = _failed(_start(how, "between"), "[jaxdist rank 1] Traceback", "rank 1] ValueError: boom on purpose")
     assert "[jaxdist rank 0] rank 1 (" in output
     assert "failed: ValueError: boom on purpose" in output
 

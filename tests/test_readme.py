@@ -71,10 +71,7 @@ def test_the_export_line_is_what_jaxdist_run_sets():
 def test_yes_means_it_is_there_and_not_yet_that_it_is_not():
     rows = re.findall(r"^\| (.*) \| (yes|not yet) \|$", README, re.MULTILINE)
     assert rows
-    commands = {
-        command.name or getattr(command.callback, "__name__", "")
-        for command in app.registered_commands
-    }
+    commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     for text, state in rows:
         for name in re.findall(r"`jaxdist\.(\w+)`", text):
             assert hasattr(jaxdist, name) == (state == "yes"), f"jaxdist.{name}: {state}"

@@ -151,8 +151,7 @@ def mpi_library() -> tuple[Family, str] | None:
     if importlib.util.find_spec("mpi4py") is None:
         return None
     done = python_probe(
-        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-        "print(MPI.Get_library_version())"
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     )
     if done is None or done.returncode != 0:
         return None

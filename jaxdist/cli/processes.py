@@ -27,9 +27,7 @@ FAILURE_GRACE_S = 2.0
 SIGNAL_GRACE_S = 10.0
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_prctl = getattr(
-    ctypes.CDLL(None), "prctl", None
-)  # absent off Linux: only the SIGKILL case is lost
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
 
 
 @dataclass(frozen=True)
@@ -156,9 +154,7 @@ def _start(program: Program) -> "subprocess.Popen[bytes]":
     )
 
 
-def _pump_output(
-    process: "subprocess.Popen[bytes]", line_filter: LineFilter | None
-) -> list[threading.Thread]:
+def _pump_output(process: "subprocess.Popen[bytes]", line_filter: LineFilter | None) -> list[threading.Thread]:
     if line_filter is None:
         return []
 

@@ -25,7 +25,5 @@ def program_command(script: list[str]) -> list[str]:
         return [sys.executable, *script[1:]]
     found = shutil.which(first)
     if found is None:
-        raise ValueError(
-            f"no such command: {first}; expected a .py file, `-m module` or an executable on PATH"
-        )
+        raise ValueError(f"no such command: {first}; expected a .py file, `-m module` or an executable on PATH")
     return [found, *script[1:]]

@@ -76,24 +76,12 @@ def run(
     launcher: Annotated[
         Launcher, typer.Option(help="mpirun where it is there, else env: own processes.")
     ] = Launcher.auto,
-    connector: Annotated[
-        Connector, typer.Option(help="How processes find each other.")
-    ] = Connector.auto,
-    communicator: Annotated[
-        Communicator, typer.Option(help="How arrays move.")
-    ] = Communicator.auto,
-    prefix: Annotated[
-        bool, typer.Option("--prefix", help="Write [rank] before each line.")
-    ] = False,
-    only_rank: Annotated[
-        int | None, typer.Option(min=0, help="Show the output of this rank only.")
-    ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(help="host1:slots,host2:slots (with mpirun).")
-    ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(help="A host file of mpirun's own format.", exists=True)
-    ] = None,
+    connector: Annotated[Connector, typer.Option(help="How processes find each other.")] = Connector.auto,
+    communicator: Annotated[Communicator, typer.Option(help="How arrays move.")] = Communicator.auto,
+    prefix: Annotated[bool, typer.Option("--prefix", help="Write [rank] before each line.")] = False,
+    only_rank: Annotated[int | None, typer.Option(min=0, help="Show the output of this rank only.")] = None,
+    hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots (with mpirun).")] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="A host file of mpirun's own format.", exists=True)] = None,
 ) -> None:
     """Runs SCRIPT on N ranks. The exit code is that of the first rank that fails."""
     try:
@@ -136,9 +124,7 @@ def run(
     raise typer.Exit(run_job(programs))
 
 
-def _choose(
-    launcher: Launcher, connector: Connector, communicator: Communicator, *, remote: bool
-) -> Mpirun | None:
+def _choose(launcher: Launcher, connector: Connector, communicator: Communicator, *, remote: bool) -> Mpirun | None:
     """The mpirun to use, or None for processes of our own."""
     needs_mpi = connector is Connector.mpi or communicator is Communicator.mpi or remote
     wants_env = launcher is Launcher.env or connector is Connector.env

@@ -152,7 +152,12 @@ class MpiLowering(Interpreter):
         return restore(out)
 
     def _call(
-        self, target: str, x: Any, shape: Sequence[int] | None = None, replicated: bool = False, **attributes: int
+        self,
+        target: str,
+        x: Any,
+        shape: Sequence[int] | None = None,
+        replicated: bool = False,
+        **attributes: int,
     ) -> Any:
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to move; MPI libraries differ on counts of zero
@@ -201,7 +206,7 @@ class MpiLowering(Interpreter):
     def _permute(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         self._check(eqn)
         null = _mpi().PROC_NULL
-        dest = {s: d for s, d in eqn.params["perm"]}.get(self.rank, null)
+        dest = dict(eqn.params["perm"]).get(self.rank, null)
         source = {d: s for s, d in eqn.params["perm"]}.get(self.rank, null)
         from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR
 
@@ -237,7 +242,12 @@ class MpiLowering(Interpreter):
 
     def _alone(self, x: Any, token: Any) -> Any:
         mpi = _mpi()
-        attributes = {"nitems": 1, "op": _handle(mpi.SUM), "comm": _handle(mpi.COMM_SELF), "dtype": _mpi_type(np.int32)}
+        attributes = {
+            "nitems": 1,
+            "op": _handle(mpi.SUM),
+            "comm": _handle(mpi.COMM_SELF),
+            "dtype": _mpi_type(np.int32),
+        }
         return _call_p.bind(
             x, token, target="mpi_allreduce_ffi", shape=(), replicated=True,
             attributes=tuple(sorted(attributes.items())),
@@ -264,7 +274,11 @@ class MpiLowering(Interpreter):
 
     def _scan(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
         n_consts, n_carry = compat.scan_split(eqn.params)
-        consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+        consts, carry, xs = (
+            args[:n_consts],
+            args[n_consts : n_consts + n_carry],
+            args[n_consts + n_carry :],
+        )
 
         def body(carry: Any, xs: Any) -> Any:
             order, outs = self._inner(carry[0], eqn.params["jaxpr"], *consts, *carry[1:], *xs)
@@ -276,7 +290,11 @@ class MpiLowering(Interpreter):
 
     def _while(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+        cond_consts, body_consts, init = (
+            args[:n_cond],
+            args[n_cond : n_cond + n_body],
+            args[n_cond + n_body :],
+        )
 
         # The condition may hold a collective as well, so it is evaluated in the body.
         def again(order: Any, carry: Sequence[Any]) -> tuple[Any, Any]:

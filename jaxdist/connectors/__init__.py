@@ -112,8 +112,7 @@ def connect(
         raise ValueError(f"unknown connector {spec!r}; valid: {', '.join(VALID)}, or an object")
     if rank is not None or size is not None:
         raise ValueError(
-            f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {spec!r} finds "
-            "them by itself"
+            f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {spec!r} finds them by itself"
         )
     if spec == "mpi":
         from jaxdist.connectors.mpi import MpiConnector

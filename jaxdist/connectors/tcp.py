@@ -113,9 +113,7 @@ def from_env(
     if size is not None:
         env["WORLD_SIZE"] = str(size)
     alone = env.get("WORLD_SIZE") == "1"
-    names = (
-        ("RANK", "WORLD_SIZE") if alone else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
+    names = ("RANK", "WORLD_SIZE") if alone else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     need(env, names, "env://", _BY_HAND)
     size = read_int(env, "WORLD_SIZE", 1)
     rank = read_int(env, "RANK", 0, size - 1)

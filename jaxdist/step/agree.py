@@ -131,8 +131,8 @@ class Agreement:
         )
 
     def _end(self, message: str) -> None:
+        self.control.end_because_of(message, pause=0.5)
         self.control.alarm(message)
-        self.control.end_because_of(message)
 
 
 def explain(step: str, everyone: Sequence[Description]) -> str:

@@ -25,7 +25,16 @@ _names: dict[str, itertools.count[int]] = {}
 
 
 @overload
-def data_parallel(step: F) -> F: ...
+def data_parallel(
+    step: F,
+    *,
+    batch_argnums: int | Sequence[int] = ...,
+    reduce: Op = ...,
+    donate: bool = ...,
+    check_finite: bool = ...,
+    enabled: bool = ...,
+    mesh: Mesh | None = ...,
+) -> F: ...
 @overload
 def data_parallel(
     *,
@@ -61,7 +70,8 @@ def data_parallel(
       average (BatchNorm's) is averaged over the devices. Of the rest (aux values) what differs between devices is
       averaged if it is a floating scalar, summed if an integer scalar, and concatenated along axis 0 otherwise.
 
-    Inside the step the mesh axis ``"data"`` can be named: ``jax.lax.pmean(x, "data")``, ``BatchNorm(axis_name="data")``.
+    Inside the step the mesh axis ``"data"`` can be named: ``jax.lax.pmean(x, "data")``, say, or
+    ``BatchNorm(axis_name="data")``.
 
     Args:
       step: ``(*state, batch) -> result``, pure, jit-compatible.
@@ -108,9 +118,7 @@ def data_parallel(
         if not enabled:
             return step
         argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-        return functools.update_wrapper(
-            _DataParallel(step, argnums, reduce, donate, check_finite, mesh), step
-        )
+        return functools.update_wrapper(_DataParallel(step, argnums, reduce, donate, check_finite, mesh), step)
 
     return decorate if step is None else decorate(step)
 
@@ -127,7 +135,8 @@ class _DataParallel:
         check_finite: bool,
         mesh: Mesh | None,
     ):
-        self._step, self._argnums, self._op = step, argnums, op
+        self._step, self._argnums = step, argnums
+        self._op: Op = op
         self._donate, self._check_finite, self._mesh = donate, check_finite, mesh
         name = getattr(step, "__qualname__", type(step).__name__)
         count = next(_names.setdefault(name, itertools.count()))
@@ -170,14 +179,9 @@ class _DataParallel:
         if kwargs:
             args = _positional(self._step, args, kwargs)
         leaves, tree = jax.tree.flatten(args)
-        placed = self._placement.is_placed
-        strangers = [i for i, x in enumerate(leaves) if not placed(x)]
+        strangers = self._placement.not_placed(leaves)
         constants = [i for i in strangers if not is_array(leaves[i])]
-        if constants:
-            values = tuple((i, leaves[i]) for i in constants)
-        else:
-            values = ()
-        key = (tree, values)
+        key = (tree, *((i, leaves[i]) for i in constants))
         signature = self._signatures.get(key)
         if signature is None:
             signature = self._signatures[key] = self._describe(args)
@@ -187,9 +191,8 @@ class _DataParallel:
             strangers = [moved[i] - 1 for i in strangers if i not in gone]
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
-        is_batch = signature.is_batch
-        unplaced = [i for i in strangers if not is_batch[i]]
-        batch = [x for x, b in zip(leaves, is_batch, strict=True) if b]
+        unplaced = [i for i in strangers if not signature.is_batch[i]]
+        batch = [leaves[i] for i in signature.batch]
         known = (signature, *((np.shape(x), getattr(x, "dtype", None)) for x in batch))
         asked = call is not None and self._agreement.asked(self._name, call)
         if known not in self._agreed or unplaced or asked:
@@ -199,7 +202,7 @@ class _DataParallel:
             moved_leaves = self._placement.place_state([leaves[i] for i in unplaced])
             for i, x in zip(unplaced, moved_leaves, strict=True):
                 leaves[i] = x
-        state = [x for x, b in zip(leaves, is_batch, strict=True) if not b]
+        state = [leaves[i] for i in signature.state]
         if self._donate and len(set(map(id, state))) < len(state):
             state = _without_aliases(state)
         return self._program(signature), state, self._placement.place_batch(batch)
@@ -225,8 +228,10 @@ class _DataParallel:
         paths, tree = jax.tree_util.tree_flatten_with_path(marked)
         parameters = _parameter_names(self._step, len(args))
         positions = tuple(path[0].idx for path, _ in paths)
-        names = tuple(parameters[p] + jax.tree_util.keystr(path[1:]) for p, (path, _) in zip(positions, paths, strict=True))
-        return Signature(tree, tuple(p in argnums for p in positions), names, positions)
+        names = tuple(
+            parameters[p] + jax.tree_util.keystr(path[1:]) for p, (path, _) in zip(positions, paths, strict=True)
+        )
+        return Signature(tree, tuple(p in argnums for p in positions), names)
 
     def _agree(
         self,
@@ -236,7 +241,7 @@ class _DataParallel:
         unplaced: set[int],
         call: int | None,
     ) -> None:
-        names = [n for n, b in zip(signature.names, signature.is_batch, strict=True) if b]
+        names = [signature.names[i] for i in signature.batch]
         problem = self._placement.batch_problem(names, batch)
         if call is None:
             if problem:
@@ -246,15 +251,26 @@ class _DataParallel:
         for i, (name, x) in enumerate(zip(signature.names, leaves, strict=True)):
             kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
             where = "" if signature.is_batch[i] or i in unplaced else " on the mesh"
-            entries.append((f"batch leaf {name}" if signature.is_batch[i] else f"state leaf {name}", kind + where))
+            entries.append(
+                (
+                    f"batch leaf {name}" if signature.is_batch[i] else f"state leaf {name}",
+                    kind + where,
+                )
+            )
         self._agreement.check(self._name, call, Description(tuple(entries), problem))
 
     def _program(self, signature: Signature) -> Program:
         program = self._programs.get(signature)
         if program is None:
-            assert self._mesh is not None and self._context is not None
+            assert self._mesh is not None
+            assert self._context is not None
             program = self._programs[signature] = Program(
-                self._step, signature, self._mesh, self._op, self._context.communicator, self._donate
+                self._step,
+                signature,
+                self._mesh,
+                self._op,
+                self._context.communicator,
+                self._donate,
             )
         return program
 

@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from jaxdist.compat import bind
 
-
 Rule = Callable[..., Any]
 """``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence where the primitive has several)."""
 
@@ -42,8 +41,7 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 def contains(jaxpr: Jaxpr, primitives: set[Primitive]) -> bool:
     """Whether an equation of `jaxpr`, or of a jaxpr inside it, binds one of `primitives`."""
     return any(
-        eqn.primitive in primitives or any(contains(sub, primitives) for sub in subjaxprs(eqn))
-        for eqn in jaxpr.eqns
+        eqn.primitive in primitives or any(contains(sub, primitives) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns
     )
 
 
@@ -64,7 +62,8 @@ class Interpreter:
     """Evaluates jaxprs, with `rules` in place of the primitives that they name.
 
     Equations that hold none of those primitives, directly or in a jaxpr of theirs, are bound as they are. Of the
-    others, calls are inlined; the bodies of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
+    others, calls are inlined; the bodies of control flow and of ``jax.checkpoint`` are rewritten by the same rules and
+    bound again.
 
     Args:
       rules: primitive -> rule.
@@ -104,7 +103,7 @@ class Interpreter:
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """`closed` after the rules, traced in the shard_map that is being traced."""
-        return retrace(lambda *xs: map(self.finish, self.run(closed, *xs)), closed.in_avals)
+        return retrace(lambda *xs: [self.finish(x) for x in self.run(closed, *xs)], closed.in_avals)
 
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """The outputs of one equation."""

@@ -28,32 +28,35 @@ class Placement:
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
-        self._known = {id(self.state_sharding): self.state_sharding}
+        self._known: dict[int, Any] = {id(self.state_sharding): self.state_sharding}
 
-    def is_placed(self, x: Any) -> bool:
-        """Whether a leaf of the state is already a replicated array on the mesh."""
+    def not_placed(self, leaves: Sequence[Any]) -> list[int]:
+        """Positions of the leaves that are not replicated arrays on the mesh."""
+        known = self._known  # a sharding is looked up by its id: this runs for each leaf in each call
+        return [
+            i
+            for i, x in enumerate(leaves)
+            if id(getattr(x, "sharding", None)) not in known and not self._is_placed(x)
+        ]
+
+    def _is_placed(self, x: Any) -> bool:
         if not isinstance(x, jax.Array):
             return False
         sharding = x.sharding
-        if id(sharding) in self._known:
-            return True
         # An array of one device is not ours even if the mesh is that device: it would be donated.
         on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
-        if on_mesh and sharding.is_fully_replicated:
-            if len(self._known) < 64:  # kept alive here, so that the id stays its own
-                self._known[id(sharding)] = sharding
-            return True
-        return False
+        if not on_mesh or not sharding.is_fully_replicated:
+            return False
+        if len(self._known) < 64:  # kept alive here, so that the id stays its own
+            self._known[id(sharding)] = sharding
+        return True
 
     def place_state(self, leaves: Sequence[Any]) -> list[Any]:
         """The root's value of each leaf, replicated over the mesh; the leaves given stay as they are."""
         if self.processes > 1:
             spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
-            leaves = [
-                x if s else v
-                for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)
-            ]
+            leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
         return [self._replicate(x) for x in leaves]
 
     def _replicate(self, x: Any) -> Any:

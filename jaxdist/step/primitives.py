@@ -81,20 +81,17 @@ batching.primitive_batchers[all_reduce_p] = lambda args, dims, **params: (
     dims[0],
 )
 mlir.register_lowering(
-    all_reduce_p, mlir.lower_fun(lambda x, *, axes, op: reduced(x, axes, op), multiple_results=False)
+    all_reduce_p,
+    mlir.lower_fun(lambda x, *, axes, op: reduced(x, axes, op), multiple_results=False),
 )
 
-expand_p.def_abstract_eval(
-    lambda aval, *, axes: compat.varying_type(aval, axes) if compat.checking_types() else aval
-)
+expand_p.def_abstract_eval(lambda aval, *, axes: compat.varying_type(aval, axes) if compat.checking_types() else aval)
 ad.deflinear2(expand_p, lambda ct, _, *, axes: [lax.psum(ct, axes)])
 batching.primitive_batchers[expand_p] = lambda args, dims, **params: (
     expand_p.bind(*args, **params),
     dims[0],
 )
-mlir.register_lowering(
-    expand_p, mlir.lower_fun(lambda x, *, axes: _pvary(x, axes), multiple_results=False)
-)
+mlir.register_lowering(expand_p, mlir.lower_fun(lambda x, *, axes: _pvary(x, axes), multiple_results=False))
 
 compat.replace_transpose_rules(
     cast=lambda ct, axes: all_reduce_p.bind(ct, axes=axes, op=None),

@@ -36,7 +36,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, bool, int, float, complex)) or hasattr(leaf, "__array__")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Signature:
     """The structure of a call: what a compiled program is specific to, besides shapes and dtypes.
 
@@ -44,13 +44,21 @@ class Signature:
       tree: of the tuple of all arguments; a leaf that is no array is a `Static` node of it.
       is_batch: for each leaf, whether it belongs to the batch.
       names: how messages call each leaf.
-      arguments: for each leaf, the position of the argument that it belongs to.
     """
 
     tree: Any
     is_batch: tuple[bool, ...]
     names: tuple[str, ...]
-    arguments: tuple[int, ...]
+
+    @functools.cached_property
+    def state(self) -> tuple[int, ...]:
+        """Positions of the state's leaves."""
+        return tuple(i for i, b in enumerate(self.is_batch) if not b)
+
+    @functools.cached_property
+    def batch(self) -> tuple[int, ...]:
+        """Positions of the batch's leaves."""
+        return tuple(i for i, b in enumerate(self.is_batch) if b)
 
 
 @dataclass(frozen=True)
@@ -82,13 +90,12 @@ class Program:
         donate: bool,
     ):
         self._step, self._signature, self._mesh = step, signature, mesh
-        self._op, self._communicator = op, communicator
+        self._op: Op = op
+        self._communicator = communicator
         self._has_constants = False
         run = functools.partial(self._run)
         run.__name__ = getattr(step, "__name__", "step")  # type: ignore[attr-defined]
-        self._jitted = jax.jit(
-            run, in_shardings=shardings(mesh), donate_argnums=(0,) if donate else ()
-        )
+        self._jitted = jax.jit(run, in_shardings=shardings(mesh), donate_argnums=(0,) if donate else ())
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
         """Run it.
@@ -104,9 +111,7 @@ class Program:
         return self._jitted.lower(state, batch)
 
     def _run(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
-        signature, mesh, op, communicator = (
-            self._signature, self._mesh, self._op, self._communicator,
-        )  # fmt: skip
+        signature, mesh, op = self._signature, self._mesh, self._op
         args = _interleave(signature.is_batch, state, batch)
         avals = [_abstract(x) for x in args]
         closed, out_tree, checked = _trace(self._step, signature, avals, mesh, op)
@@ -117,20 +122,15 @@ class Program:
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, checked)
 
         def on_device(*xs: Any) -> list[Any]:
-            rules = lowering(communicator)
+            rules = lowering(self._communicator)
             outs = rules.run(closed, *xs)
             return [_finish(rules, how.action, x) for how, x in zip(outputs, outs, strict=True)]
 
         specs = tuple(P(AXIS) if b else P() for b in signature.is_batch)
         out_specs = [P(AXIS) if how.action == "concat" else P() for how in outputs]
-        outs = jax.shard_map(
-            on_device, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checked
-        )(*args)
+        outs = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checked)(*args)
         # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
-        outs = [
-            compat.with_weak_type(x, aval.weak_type)
-            for x, aval in zip(outs, closed.out_avals, strict=True)
-        ]
+        outs = [compat.with_weak_type(x, aval.weak_type) for x, aval in zip(outs, closed.out_avals, strict=True)]
         return jax.tree.unflatten(out_tree, outs)
 
     def _reductions(
@@ -147,9 +147,7 @@ class Program:
         closed = capture(run, avals, is_batch, self._mesh, self._op, check=checked)
         return closed, list(rules.shapes)
 
-    def _refuse_per_example(
-        self, shapes: list[tuple[int, ...]], avals: Sequence[Any], checked: bool
-    ) -> None:
+    def _refuse_per_example(self, shapes: list[tuple[int, ...]], avals: Sequence[Any], checked: bool) -> None:
         """Refuse to reduce gradients that have one entry an example (``vmap(grad(loss))``).
 
         Example i of one device has nothing to do with example i of another. What tells such a gradient from others is
@@ -231,10 +229,7 @@ def _trace(
 
 def _inputs(signature: Signature) -> list[Flow]:
     """State enters replicated, each leaf on its own; the batch varies."""
-    return [
-        Flow(varying=True) if batch else Flow(deps=1 << i)
-        for i, batch in enumerate(signature.is_batch)
-    ]
+    return [Flow(varying=True) if batch else Flow(deps=1 << i) for i, batch in enumerate(signature.is_batch)]
 
 
 def _outputs(
@@ -251,14 +246,18 @@ def _outputs(
     names = leaf_names(out_tree)
     outputs: list[_Output] = []
     refused: list[str] = []
+    # A running statistic depends on no state that varies itself other than affinely (see `passes.layout`).
+    unsettled = 0
+    for flow, source in zip(flows, state, strict=True):
+        if flow.varying and source is not None:
+            unsettled |= 1 << source
     for flow, aval, source, name in zip(flows, closed.out_avals, state, names, strict=True):
         typed = AXIS in compat.varying_axes(aval)
         floating = jnp.issubdtype(aval.dtype, jnp.inexact)
         if not flow.varying:
             outputs.append(_Output("first" if typed else "as is"))
         elif source is not None:
-            own = 1 << source
-            if floating and not flow.bent & own:
+            if floating and not flow.bent & unsettled:
                 outputs.append(_Output("mean"))  # a running statistic of local data
             else:
                 refused.append(_refusal(signature.names[source], aval, floating, checked))
@@ -307,9 +306,7 @@ def _finish(rules: Lowering, action: str, x: Any) -> Any:
         # The proof knows more than JAX's types: the same everywhere, but typed as varying (an all_gather's result).
         narrow = x.astype(jnp.int8) if x.dtype == bool else x
         mine = lax.axis_index(AXIS) == 0
-        return rules.all_reduce(jnp.where(mine, narrow, jnp.zeros_like(narrow)), "sum").astype(
-            x.dtype
-        )
+        return rules.all_reduce(jnp.where(mine, narrow, jnp.zeros_like(narrow)), "sum").astype(x.dtype)
     return x
 
 
@@ -325,7 +322,8 @@ def match_state(
     """For each output leaf, the input leaf whose next value it is, or None for an aux value.
 
     The result, or a part of it, is the next value of a state argument if it has that argument's structure and shapes
-    (dtypes may change, as flax's BatchNorm changes its statistics'). Tuples, lists and dicts are searched from the outside in; each argument is matched once, in order.
+    (dtypes may change, as flax's BatchNorm changes its statistics'). Tuples, lists and dicts are searched from the
+    outside in; each argument is matched once, in order.
     """
     start = 0
     candidates: list[tuple[Any, list[int]]] = []
@@ -339,9 +337,7 @@ def match_state(
     matched: list[int | None] = [None] * out_tree.num_leaves
 
     def fits(tree: Any, first: int, argument: Any, leaves: list[int]) -> bool:
-        return tree == argument and all(
-            out_avals[first + k].shape == avals[i].shape for k, i in enumerate(leaves)
-        )
+        return tree == argument and all(out_avals[first + k].shape == avals[i].shape for k, i in enumerate(leaves))
 
     def visit(tree: Any, first: int) -> None:
         for k, (argument, leaves) in enumerate(candidates):

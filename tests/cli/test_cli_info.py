@@ -29,9 +29,7 @@ def test_json_alone(jaxdist):
 
 
 def test_root_prints_all_ranks(jaxdist, launcher):
-    done = jaxdist(
-        *["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"], timeout=120
-    )
+    done = jaxdist(*["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"], timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # one object: only the root writes
     assert report["job"]["processes"] == report["job"]["devices"] == 2

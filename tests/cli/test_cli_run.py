@@ -162,15 +162,11 @@ def test_what_a_rank_left_behind_ends_too(jaxdist, script, wait_gone):
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
     ids=["INT", "TERM", "KILL"],
 )
-def test_signals_end_the_job_without_orphans(
-    script, tmp_path, launcher, wait_gone, number: signal.Signals, code: int
-):
+def test_signals_end_the_job_without_orphans(script, tmp_path, launcher, wait_gone, number: signal.Signals, code: int):
     mark = f"mark-{os.getpid()}-{number.name}-{launcher}"
     path = script("print('ready', flush=True); time.sleep(60)")
     command = [*CLI, "run", "-n", "3", "--launcher", launcher, str(path), mark]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
-    ) as job:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path) as job:
         assert job.stdout is not None
         assert [job.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
         job.send_signal(number)
@@ -234,17 +230,13 @@ def test_mpirun_command_lines():
     four = Mpirun(Path("/x/mpirun"), "openmpi", "mpirun (Open MPI) 4.1.4")
     mpich = Mpirun(Path("/x/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
     program = ["python", "a.py"]
-    assert five.command(2, program, tag=True) == [
-        *["/x/mpirun", "-n", "2", "--output", "tag", "python", "a.py"]
-    ]
+    assert five.command(2, program, tag=True) == [*["/x/mpirun", "-n", "2", "--output", "tag", "python", "a.py"]]
     assert "--tag-output" in four.command(2, program, tag=True)
     assert "-prepend-rank" in mpich.command(2, program, tag=True)
     assert five.command(4, program, hosts="a:2,b:2", export=["PJRT_NPROC"]) == [
         *["/x/mpirun", "-n", "4", "--host", "a:2,b:2", "-x", "PJRT_NPROC", "python", "a.py"]
     ]
-    assert mpich.command(4, program, hostfile=Path("h")) == [
-        *["/x/mpirun", "-n", "4", "-f", "h", "python", "a.py"]
-    ]
+    assert mpich.command(4, program, hostfile=Path("h")) == [*["/x/mpirun", "-n", "4", "-f", "h", "python", "a.py"]]
     assert mpich.environment() == {}
     assert "PRTE_MCA_rmaps_default_mapping_policy" in five.environment()
     assert "PRTE_MCA_rmaps_default_mapping_policy" not in five.environment(one_machine=False)

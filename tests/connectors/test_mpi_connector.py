@@ -35,16 +35,12 @@ def _lines(result: launch.Result) -> list[list[str]]:
 
 @pytest.mark.mpi
 def test_open_mpi_and_what_auto_chooses_there():
-    assert _lines(launch.mpirun(3, ["-c", _SCRIPT])) == [
-        ["mpi", str(r), "3", str(r), "3", "mpi"] for r in range(3)
-    ]
+    assert _lines(launch.mpirun(3, ["-c", _SCRIPT])) == [["mpi", str(r), "3", str(r), "3", "mpi"] for r in range(3)]
 
 
 def _mpich() -> tuple[str, str]:
     launcher = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.mpich")
-    library = next(
-        (p for d in ("/usr/lib", "/usr/lib64") for p in Path(d).glob("*/libmpich.so.12")), None
-    )
+    library = next((p for d in ("/usr/lib", "/usr/lib64") for p in Path(d).glob("*/libmpich.so.12")), None)
     if launcher is None or library is None:
         pytest.skip(
             "NOT CHECKED: connector mpi under MPICH (no mpiexec.hydra with libmpich.so.12; "

