@@ -187,8 +187,7 @@ class MpiLowering(Interpreter):
     def _all_to_all(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         self._check(eqn)
         split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
-        if not eqn.params["tiled"]:
-            return jnp.moveaxis(self._scattered(x, split, merge=False), 0, concat)
+        # Tiled or not: lax.all_to_all adds and drops the dimension that makes the difference itself.
         return _merge(jnp.moveaxis(self._scattered(x, split), 0, concat), concat)
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
@@ -216,8 +215,9 @@ class MpiLowering(Interpreter):
             "mpi_sendrecv_ffi", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
             dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(self.comm), status=MPI_STATUS_IGNORE_ADDR,
         )  # fmt: skip
-        # Nothing is written where nothing is received.
-        return restore(out) if source != null else _varying(jnp.zeros(x.shape, x.dtype))
+        # Nothing is written where nothing is received. The result must be used all the same: a call without use is
+        # dropped from the program, and the rank that this one sends to would wait for ever.
+        return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
     def _check(self, eqn: JaxprEqn) -> None:
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))

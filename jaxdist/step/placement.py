@@ -34,9 +34,7 @@ class Placement:
         """Positions of the leaves that are not replicated arrays on the mesh."""
         known = self._known  # a sharding is looked up by its id: this runs for each leaf in each call
         return [
-            i
-            for i, x in enumerate(leaves)
-            if id(getattr(x, "sharding", None)) not in known and not self._is_placed(x)
+            i for i, x in enumerate(leaves) if id(getattr(x, "sharding", None)) not in known and not self._is_placed(x)
         ]
 
     def _is_placed(self, x: Any) -> bool:

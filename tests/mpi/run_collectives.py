@@ -1,0 +1,131 @@
+"""A user's own collectives in a decorated step, against `jax.vmap` with a named axis: `python run_collectives.py MPI`.
+
+Each rank compares its own part. Prints OK and the number of comparisons on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxdist
+
+jax.config.update("jax_enable_x64", True)
+ctx = jaxdist.init(communicator=sys.argv[1])
+N = ctx.size
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+def ring(x: Any) -> Any:
+    return lax.ppermute(x, "data", [(i, (i + 1) % N) for i in range(N)])
+
+
+def to_second(x: Any) -> Any:
+    return lax.ppermute(x, "data", [(0, 1)])
+
+
+def in_scan(x: Any) -> Any:
+    """Collectives before, inside and after loops, all of which must keep one order on every rank."""
+    before = lax.pmax(x, "data")
+
+    def body(carry: Any, i: Any) -> Any:
+        carry = carry + lax.psum(x * i, "data")
+        return carry, lax.all_gather(carry, "data").sum(0)
+
+    carry, ys = lax.scan(jax.checkpoint(body), jnp.zeros_like(x), jnp.arange(3, dtype=x.dtype))
+    after = lax.pmin(x, "data")
+    return before + carry + ys.sum(0) + after
+
+
+def in_while(x: Any) -> Any:
+    total = lax.psum(jnp.abs(x).sum(), "data")
+
+    def more(state: Any) -> Any:
+        return lax.psum(jnp.ones(()), "data") * state[0] < 5 * N
+
+    def body(state: Any) -> Any:
+        i, y = state
+        return i + 1, ring(y) + lax.psum(y, "data") / total
+
+    _, y = lax.while_loop(more, body, (jnp.zeros(()), x))
+    return y
+
+
+def in_cond(x: Any) -> Any:
+    largest = lax.pmax(x.max(), "data")
+    y = lax.cond(largest > 0, lambda x: lax.psum(x, "data") + x, lambda x: ring(x), x)
+    return lax.switch(
+        jnp.asarray(2), [lambda y: y, lambda y: ring(y), lambda y: y * lax.psum_scatter(y, "data", tiled=True).sum()], y
+    )
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "psum": (lambda x: lax.psum(x, "data"), FLOATS + INTS),
+    "pmean": (lambda x: lax.pmean(x, "data"), FLOATS),
+    "pmax": (lambda x: lax.pmax(x, "data"), FLOATS[:4] + INTS),
+    "pmin": (lambda x: lax.pmin(x, "data"), FLOATS[:4] + INTS),
+    "psum of a scalar": (lambda x: lax.psum(x[0, 0], "data"), ["float32"]),
+    "psum of nothing": (lambda x: lax.psum(x[:0], "data"), ["float32"]),
+    "psum of a tree": (lambda x: sum(lax.psum((x, 2 * x, 3), "data")), ["float64"]),
+    "all_gather": (lambda x: lax.all_gather(x, "data"), [*FLOATS, *INTS, "bool"]),
+    "all_gather, axis 1": (lambda x: lax.all_gather(x, "data", axis=1), ["float32"]),
+    "all_gather, tiled": (lambda x: lax.all_gather(x, "data", axis=1, tiled=True), ["float32", "bool"]),
+    "all_to_all 0 0": (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), [*FLOATS, *INTS, "bool"]),
+    "all_to_all 0 1": (lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True), ["float32"]),
+    "all_to_all 1 0": (lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True), ["float32"]),
+    "all_to_all 1 1": (lambda x: lax.all_to_all(x, "data", 1, 1, tiled=True), ["float32"]),
+    "all_to_all, not tiled": (lambda x: lax.all_to_all(x.reshape(N, 2, -1), "data", 0, 1), ["float32"]),
+    "psum_scatter": (lambda x: lax.psum_scatter(x, "data", tiled=True), FLOATS + INTS),
+    "psum_scatter, dim 1": (lambda x: lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True), ["float32"]),
+    "psum_scatter, not tiled": (lambda x: lax.psum_scatter(x.reshape(N, 2, -1), "data"), ["float32"]),
+    "ppermute": (ring, [*FLOATS, *INTS, "bool"]),
+    "ppermute of some": (to_second, ["float32"]),
+    "axis_index": (lambda x: x + lax.axis_index("data").astype(x.dtype), ["float32"]),
+    "in scan and checkpoint": (in_scan, ["float64"]),
+    "in while": (in_while, ["float64"]),
+    "in cond and switch": (in_cond, ["float64"]),
+    "a gradient through them": (
+        jax.grad(lambda x: jnp.sum(jnp.sin(ring(x)) * lax.psum_scatter(lax.all_gather(x, "data"), "data").sum())),
+        ["float64"],
+    ),
+}
+
+
+def data(dtype: str) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    x = rng.integers(0, 2 if dtype == "bool" else 6, (N, 2 * N, 3 * N))
+    return x.astype(jnp.dtype(dtype))
+
+
+def main() -> None:
+    compared = 0
+    for name, (f, dtypes) in FUNCTIONS.items():
+        for dtype in dtypes:
+            x = data(dtype)
+            if f is to_second:  # vmap knows whole permutations only
+                expected = np.zeros_like(x)
+                expected[1] = x[0]
+            else:
+                expected = jax.vmap(f, axis_name="data")(x)
+            step = jaxdist.data_parallel(lambda s, x, f=f: (s, f(x[0])[None]))
+            _, out = step(jnp.zeros(()), x[ctx.rank : ctx.rank + 1])
+            got = np.asarray(out.addressable_data(0))
+            # What is the same everywhere comes back once, with its leading axis of one.
+            want = np.asarray(expected[ctx.rank])[None]
+            assert got.dtype == want.dtype, (name, dtype, got.dtype, want.dtype)
+            np.testing.assert_allclose(
+                got.astype(complex), want.astype(complex), rtol=1e-6, atol=1e-6, err_msg=f"{name} {dtype}"
+            )
+            compared += 1
+    print(f"OK {ctx.communicator} {compared}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
