@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import jax
+import oracle
 import pytest
 from jax.sharding import Mesh
-
-import oracle
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])

@@ -7,10 +7,9 @@ import pickle
 import re
 from pathlib import Path
 
-import pytest
-
 import launch
 import oracle
+import pytest
 
 SCRIPT = str(Path(__file__).with_name("run_oracle.py"))
 
