@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -56,10 +57,12 @@ def expand(x: Any, axes: tuple[str, ...]) -> jax.Array:
 
 def reduced(x: Any, axes: tuple[str, ...], op: Op | None) -> Any:
     """What :data:`all_reduce_p` computes, in JAX's own collectives."""
+    if not x.size:
+        return jnp.zeros(x.shape, x.dtype)
     if op != "mean":
         return lax.psum(x, axes)
     size = lax.axis_size(axes)
-    if x.dtype == jax.numpy.float16:  # the sum of N half-precision gradients can overflow, their mean can't
+    if x.dtype == jnp.float16:  # the sum of N half-precision gradients can overflow, their mean can't
         return lax.psum(x / size, axes)
     return lax.psum(x, axes) / size
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 import jaxdist.step.trace as trace
 from jaxdist.step.passes.layout import Flow, infer
@@ -22,7 +22,7 @@ STATE, BATCH = Flow(deps=1), Flow(varying=True)
 def flow(f: Callable[..., Any]) -> Flow:
     """Of f(state, batch), in an untyped trace."""
     avals = [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((6,), jnp.float32)]
-    mesh = AbstractMesh((2,), ("data",))
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     closed = trace.capture(lambda s, x: [f(s, x)], avals, [False, True], mesh, "mean", check=False)
     return infer(closed, [STATE, BATCH])[0]
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxdist.step.interpreter import subjaxprs
 from jaxdist.step.passes.reductions import Reductions
 from jaxdist.step.trace import capture
 
-MESH = AbstractMesh((4,), ("data",))
+MESH = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def reduced(f: Callable[..., Any], state: Any = (3,), op: Any = "mean") -> list[tuple[str, tuple[int, ...]]]:
