@@ -125,8 +125,8 @@ def grad(
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
-      >>> jaxdist.grad(lambda w: jnp.sum(w ** 2))(jnp.ones(2))
-      Array([2., 2.], dtype=float32)
+      >>> jaxdist.grad(lambda w: jnp.sum(w ** 2))(jnp.ones(2)).tolist()
+      [2.0, 2.0]
     """
     both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, **settings)
 
