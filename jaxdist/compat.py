@@ -58,6 +58,9 @@ def replace_transpose_rules(cast: Callable[..., Any], reduce: Callable[..., Any]
 
     def gather_transpose(ct: Any, x: Any, **params: Any) -> Any:
         axes = params["axis_name"]
+        if not checking_types():  # each device holds its own cotangent of the whole: they are added
+            dim, tiled = params["all_gather_dimension"], params["tiled"]
+            return [jax.lax.psum_scatter(ct, axes, scatter_dimension=dim, tiled=tiled)]
         return gather_rule(reduce(ct, axes if isinstance(axes, tuple) else (axes,)), x, **params)
 
     ad.deflinear2(all_gather_invariant_p, gather_transpose)

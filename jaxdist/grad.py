@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist import compat
-from jaxdist.step.primitives import AXIS, Op, all_reduce
-from jaxdist.step.trace import inside_step, step_reduction
+from jaxdist.errors import StepError
+from jaxdist.step.interpreter import contains
+from jaxdist.step.primitives import AXIS, Op, all_reduce, all_reduce_p, per_part
+from jaxdist.step.trace import inside_step
 
 Weight = jax.Array | Callable[..., jax.Array]
 
@@ -78,15 +80,17 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        op = reduce or step_reduction() or "mean"
+        if microbatches == 1 and weight is None and (compat.checking_types() or not inside_step()):
+            return differentiate(*args, **kwargs)  # JAX's types reduce it
+        _refuse_nested(fun, args, kwargs)
         shared, local = _local_copies(args, argnums)
-        aux_tree: list[Any] = []
+        seen: list[Any] = []  # structure of aux, and the dtypes before any weight
 
         def part(args: Sequence[Any], weight: Any) -> _Part:
             out, grads = differentiate(*args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             leaves, tree = jax.tree.flatten(aux)
-            aux_tree.append(tree)
+            seen.append((tree, jax.tree.map(jnp.result_type, (loss, grads, leaves))))
             if callable(weight):
                 weight = weight(*args, **kwargs)
             return _weigh(loss, grads, leaves, weight)
@@ -94,9 +98,18 @@ def value_and_grad(
         if microbatches == 1:
             got = part(local, weight)
         else:
-            got = _accumulate(part, local, _positions(batch_argnums, args), microbatches, weight, op)
-        loss, grads, leaves = _across_devices(got, shared)
-        aux = jax.tree.unflatten(aux_tree[-1], leaves)
+            batch = _positions(batch_argnums, args)
+            if both := batch & _positions(argnums, args):
+                raise ValueError(
+                    f"argument {min(both)} is differentiated and split into microbatches: its gradient has no one "
+                    "meaning. Use microbatches=1, or other batch_argnums"
+                )
+            got = _accumulate(part, local, batch, microbatches, weight, reduce)
+        tree, dtypes = seen[-1]
+        loss, grads, leaves = jax.tree.map(
+            lambda x, dtype: x if jnp.result_type(x) == dtype else x.astype(dtype), _across_devices(got, shared), dtypes
+        )
+        aux = jax.tree.unflatten(tree, leaves)
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -184,11 +197,14 @@ def _is_mean(leaf: Any) -> bool:
 def _weigh(loss: Any, grads: Any, aux: list[Any], weight: Any) -> _Part:
     if weight is None:
         return _Part(loss, grads, aux, None)
-    count = jnp.sum(jnp.asarray(weight, loss.dtype))
+    count = jnp.sum(jnp.asarray(weight, jnp.promote_types(loss.dtype, jnp.float32)))
 
     def times(x: Any) -> Any:
+        if x.dtype == jax.dtypes.float0:
+            return x
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # a sum of thousands of 16-bit values would overflow
         # Nothing of a part without weight, not even its 0/0.
-        return x if x.dtype == jax.dtypes.float0 else jnp.where(count > 0, x * count.astype(x.dtype), 0)
+        return jnp.where(count > 0, x.astype(wide) * count.astype(wide), 0)
 
     aux = [times(jnp.asarray(x)) if _is_mean(x) else x for x in aux]
     return _Part(times(loss), jax.tree.map(times, grads), aux, count)
@@ -200,7 +216,7 @@ def _accumulate(
     batch: set[int],
     k: int,
     weight: Any,
-    op: Op,
+    reduce: Op | None,
 ) -> _Part:
     """The sum, or mean, of `part` over `k` microbatches, in a loop."""
     size = _batch_size(args, batch, k)
@@ -247,23 +263,37 @@ def _accumulate(
     zeros = jax.tree.map(lambda a: _vary(jnp.zeros(a.shape, widen(jnp.zeros((), a.dtype)).dtype)), select(small)[0])
     (loss, grads, summed, count), outs = lax.scan(body, zeros, (rows, row_weights))
 
-    mean = count is None and op == "mean"
+    def combine(x: Any) -> Any:
+        if count is not None or reduce == "sum":
+            return x
+        return per_part(x, k) if reduce is None and inside_step() else x / k
 
-    def back(x: Any, like: Any, average: bool) -> Any:
-        return (x / k if average else x).astype(like.dtype)
+    def finish_aux(x: Any, like: Any) -> Any:
+        if not jnp.issubdtype(like.dtype, jnp.inexact):
+            return x.astype(like.dtype)
+        return (x / k if like.shape else combine(x)).astype(like.dtype)  # a statistic, or a mean as the loss is
 
     summed_types = [a for a, keep in zip(small.aux, kept, strict=True) if not keep]
-    merged = iter([
-        back(x, a, jnp.issubdtype(a.dtype, jnp.inexact) and (mean or bool(a.shape)))
-        for x, a in zip(summed, summed_types, strict=True)
-    ])  # fmt: skip
+    merged = iter([finish_aux(x, a) for x, a in zip(summed, summed_types, strict=True)])
     stacked = iter([x.reshape(-1, *x.shape[2:]) for x in outs])
     return _Part(
-        back(loss, small.loss, mean),
-        jax.tree.map(lambda g, a: back(g, a, mean), grads, small.grads),
+        combine(loss).astype(small.loss.dtype),
+        jax.tree.map(lambda g, a: combine(g).astype(a.dtype), grads, small.grads),
         [next(stacked) if keep else next(merged) for keep in kept],
         count,
     )
+
+
+def _refuse_nested(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a `fun` that takes gradients itself: from here on each device would use its own in place of the mean."""
+    if not compat.checking_types():
+        return
+    body = jax.make_jaxpr(lambda args: fun(*args, **kwargs))(args)
+    if contains(body.jaxpr, {all_reduce_p}):
+        raise StepError(
+            "jaxdist.value_and_grad with microbatches or weight, of a function that takes gradients itself (MAML, a "
+            "penalty on a gradient): those would be each device's own. Use jax.value_and_grad, or neither setting"
+        )
 
 
 def _batch_size(args: Sequence[Any], batch: set[int], k: int) -> int:

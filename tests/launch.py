@@ -72,6 +72,7 @@ class Job:
                 subprocess.Popen(
                     list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                     env=environment({**(env or {}), _MARK: self.id}), start_new_session=True,
+                    preexec_fn=_hear_ctrl_c,
                 )
             )  # fmt: skip
 
@@ -147,6 +148,11 @@ class Job:
                 continue
         for process in self.processes:
             process.wait()
+
+
+def _hear_ctrl_c() -> None:
+    """A shell's background job (`bash .ci/run &`) ignores SIGINT, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:

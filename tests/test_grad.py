@@ -104,7 +104,7 @@ def test_low_precision_is_accumulated_in_float32() -> None:
     [
         ({"microbatches": 5}, (W, X), "batch of 12 examples can't be divided into 5 microbatches"),
         ({"microbatches": 0}, (W, X), "a positive integer"),
-        ({"microbatches": 2, "batch_argnums": (0, 1)}, (W, X), "batch_argnums= says which"),
+        ({"microbatches": 2, "batch_argnums": (0, 1)}, (W, X), "argument 0 is differentiated and split"),
         ({"microbatches": 2}, (W, 3.0), "batch_argnums= says which"),
         ({"reduce": "max"}, (W, X), "'mean' or 'sum'"),
     ],

@@ -10,8 +10,9 @@ stopped by its watcher thread, which knows what it entered with.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.context import Context
@@ -38,10 +39,16 @@ class Description:
 
 @dataclass
 class _Progress:
-    """How far this rank is with one step: calls entered, and those it compared with the others."""
+    """How far this rank is with one step.
 
-    entered: int = 0
-    compared: set[int] = field(default_factory=set)
+    Attributes:
+      committed: the last call that this rank has entered for good: nothing can stop it from its collectives.
+      comparing: the call that it compares, or compared before committing to it.
+      last: the arguments last compared.
+    """
+
+    committed: int = 0
+    comparing: int = 0
     last: Description | None = None
 
 
@@ -56,9 +63,10 @@ class Agreement:
         self.context = context
         self.control = context.control
         self.steps: dict[str, _Progress] = {}
+        self._lock = threading.Lock()  # a rank commits, or its watcher judges: never both at once
         if context.size > 1:
             self.control.on_notice = self._on_notice
-            self.control.farewell = lambda: {k: p.entered for k, p in self.steps.items()}
+            self.control.farewell = lambda: {k: p.committed for k, p in self.steps.items()}
 
     def enter(self, step: str) -> int:
         """Called first in each call of a step; returns the call's number, from 1.
@@ -67,16 +75,24 @@ class Agreement:
           RuntimeError: another rank has already left the job.
         """
         progress = self.steps.setdefault(step, _Progress())
-        progress.entered += 1
+        call = progress.committed + 1
         if byes := self.control.notices.get("bye"):
             for rank, calls in list(byes.items()):
-                if (calls or {}).get(step, 0) < progress.entered:
+                if (calls or {}).get(step, 0) < call:
                     raise RuntimeError(self._left(rank, step, (calls or {}).get(step, 0)))
-        return progress.entered
+        return call
 
-    def asked(self, step: str, call: int) -> bool:
-        """Whether another rank waits to compare this call."""
-        return bool(self.control.notices) and self._tag(step, call) in self.control.notices
+    def commit(self, step: str, call: int) -> bool:
+        """Enter the call for good, unless another rank waits to compare it and this one has not: then False."""
+        progress = self.steps[step]
+        if self.context.size == 1:
+            progress.committed = call
+            return True
+        with self._lock:
+            if progress.comparing != call and self._tag(step, call) in self.control.notices:
+                return False
+            progress.committed = call
+            return True
 
     def check(self, step: str, call: int, mine: Description) -> None:
         """Compare with every rank.
@@ -89,14 +105,19 @@ class Agreement:
             if mine.problem:
                 raise ValueError(mine.problem)
             return
-        progress = self.steps.setdefault(step, _Progress())
-        progress.compared.add(call)
-        progress.last = mine
+        progress = self.steps[step]
+        with self._lock:
+            progress.comparing, progress.last = call, mine
         tag = self._tag(step, call)
-        digests = self.control.exchange(tag, mine.digest())
-        if len(set(digests)) == 1 and mine.problem is None:
-            return
-        everyone: list[Description] = self.control.exchange(tag + " details", mine)
+        try:
+            digests = self.control.exchange(tag, mine.digest())
+            if len(set(digests)) == 1 and mine.problem is None:
+                return
+            everyone: list[Description] = self.control.exchange(tag + " details", mine)
+        except BaseException:
+            progress.comparing = 0
+            raise
+        progress.comparing = 0  # the next call has this number again, and must be compared again
         raise ValueError(explain(step, everyone))
 
     def _tag(self, step: str, call: int) -> str:
@@ -107,16 +128,19 @@ class Agreement:
         if tag == "bye":
             for step, progress in list(self.steps.items()):
                 calls = (value or {}).get(step, 0)
-                if progress.entered > calls:
+                if progress.committed > calls:
                     self._end(self._left(rank, step, calls))
             return
         if not tag.startswith(_PREFIX) or tag.endswith(" details"):
             return
         step, _, call = tag[len(_PREFIX) :].rpartition(" call ")
         progress = self.steps.get(step)
-        if progress is None or int(call) in progress.compared or progress.entered < int(call):
+        if progress is None:
             return
-        # Entered, and not to compare: the arguments were known here. Whatever the other rank has is new.
+        with self._lock:
+            if progress.comparing == int(call) or progress.committed < int(call):
+                return
+        # Committed without comparing: the arguments were known here. Whatever the other rank has is new.
         types = ", ".join(f"{n}: {t}" for n, t in progress.last.entries[-4:]) if progress.last else "?"
         self._end(
             f"step {step!r}, call {call}: rank {rank} came with arguments of another structure, shape or dtype than "
@@ -126,8 +150,9 @@ class Agreement:
 
     def _left(self, rank: int, step: str, calls: int) -> str:
         return (
-            f"rank {rank} has finished after {calls} calls of step {step!r}, and rank {self.context.rank} is in call "
-            f"{self.steps[step].entered}: each rank must make the same number of calls (unequal data?)"
+            f"rank {rank} has finished after {calls} calls of step {step!r}, and rank {self.context.rank} is in "
+            f"call {max(calls + 1, self.steps[step].committed)}: each rank must make the same number of calls (is the "
+            "data unequal?)"
         )
 
     def _end(self, message: str) -> None:

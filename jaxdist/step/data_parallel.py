@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -160,10 +161,24 @@ class _DataParallel:
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled."""
+        """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled. Nothing is sent."""
         self._bind_context()
-        program, state, batch = self._prepare(args, kwargs, None)
-        return program.lower(state, batch)
+        args = _positional(self._step, args, kwargs) if kwargs else args
+        signature = self._describe(args)
+        leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
+        batch = [leaves[i] for i in signature.batch]
+        problem = self._placement.batch_problem([signature.names[i] for i in signature.batch], batch)
+        if problem:
+            raise ValueError(problem)
+        state = [self._placement.abstract_state(leaves[i]) for i in signature.state]
+        return self._program(signature).lower(state, [self._placement.abstract_batch(x) for x in batch])
+
+    def _tell(self, call: int, error: Exception) -> None:
+        """The other ranks learn of an error that came before the arguments could be compared."""
+        assert self._context is not None
+        if self._context.size > 1:
+            with contextlib.suppress(ValueError):  # this rank raises its own
+                self._agreement.check(self._name, call, Description((), f"{type(error).__name__}: {error}"))
 
     def _bind_context(self) -> None:
         if self._context is None:
@@ -172,19 +187,21 @@ class _DataParallel:
             self._placement = Placement(self._context, self._mesh)
             self._agreement = _agreement(self._context)
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int | None
-    ) -> tuple[Any, list[Any], list[Any]]:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> tuple[Any, list[Any], list[Any]]:
         """The program for these arguments, and their leaves on the mesh."""
-        if kwargs:
-            args = _positional(self._step, args, kwargs)
-        leaves, tree = jax.tree.flatten(args)
-        strangers = self._placement.not_placed(leaves)
-        constants = [i for i in strangers if not is_array(leaves[i])]
-        key = (tree, *((i, leaves[i]) for i in constants))
-        signature = self._signatures.get(key)
-        if signature is None:
-            signature = self._signatures[key] = self._describe(args)
+        try:
+            if kwargs:
+                args = _positional(self._step, args, kwargs)
+            leaves, tree = jax.tree.flatten(args)
+            strangers = self._placement.not_placed(leaves)
+            constants = [i for i in strangers if not is_array(leaves[i])]
+            key = (tree, *((i, leaves[i]) for i in constants))
+            signature = self._signatures.get(key)
+            if signature is None:
+                signature = self._signatures[key] = self._describe(args)
+        except Exception as error:
+            self._tell(call, error)
+            raise
         if constants:
             gone = set(constants)
             moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))
@@ -194,10 +211,11 @@ class _DataParallel:
         unplaced = [i for i in strangers if not signature.is_batch[i]]
         batch = [leaves[i] for i in signature.batch]
         known = (signature, *((np.shape(x), getattr(x, "dtype", None)) for x in batch))
-        asked = call is not None and self._agreement.asked(self._name, call)
-        if known not in self._agreed or unplaced or asked:
+        commit = functools.partial(self._agreement.commit, self._name, call)
+        if known not in self._agreed or unplaced or not commit():
             self._agree(signature, leaves, batch, set(unplaced), call)
             self._agreed.add(known)
+            commit()
         if unplaced:
             moved_leaves = self._placement.place_state([leaves[i] for i in unplaced])
             for i, x in zip(unplaced, moved_leaves, strict=True):
@@ -239,14 +257,10 @@ class _DataParallel:
         leaves: Sequence[Any],
         batch: Sequence[Any],
         unplaced: set[int],
-        call: int | None,
+        call: int,
     ) -> None:
         names = [signature.names[i] for i in signature.batch]
         problem = self._placement.batch_problem(names, batch)
-        if call is None:
-            if problem:
-                raise ValueError(problem)
-            return
         entries: list[tuple[str, str]] = []
         for i, (name, x) in enumerate(zip(signature.names, leaves, strict=True)):
             kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
@@ -285,7 +299,6 @@ def _agreement(context: Context) -> Agreement:
 
 def _positional(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     bound = inspect.signature(step).bind(*args, **kwargs)
-    bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(
             f"a decorated step takes positional arguments; {sorted(bound.kwargs)} can only be passed by keyword"
@@ -315,6 +328,8 @@ def _without_aliases(state: list[Any]) -> list[Any]:
 def _raise_if_not_finite(result: Any, step: str, call: int) -> None:
     paths, _ = jax.tree_util.tree_flatten_with_path(result)
     floats = [(p, x) for p, x in paths if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not floats:
+        return
     finite = _all_finite([x for _, x in floats])
     for (path, _), ok in zip(floats, np.asarray(finite.addressable_data(0)), strict=True):
         if not ok:

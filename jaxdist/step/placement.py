@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.context import Context
@@ -38,6 +39,11 @@ class Placement:
         ]
 
     def _is_placed(self, x: Any) -> bool:
+        if isinstance(x, Tracer):
+            raise TypeError(
+                "a decorated step was called on traced values, inside jax.jit, lax.scan, vmap or grad: it compiles "
+                "itself, so call it directly, with arrays"
+            )
         if not isinstance(x, jax.Array):
             return False
         sharding = x.sharding
@@ -88,6 +94,18 @@ class Placement:
         return jax.make_array_from_single_device_arrays(
             (rows * self.processes, *x.shape[1:]), self.batch_sharding, shards
         )
+
+    def abstract_state(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The type of a leaf of the state once it is on the mesh."""
+        aval = jax.typeof(x if hasattr(x, "dtype") else jnp.asarray(x))
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self.state_sharding, weak_type=aval.weak_type)
+
+    def abstract_batch(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The type of a leaf of the batch once all processes' parts are on the mesh."""
+        aval = jax.typeof(x)
+        spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
+        rows = aval.shape[0] * (1 if spanning else self.processes)
+        return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, sharding=self.batch_sharding)
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""

@@ -35,6 +35,9 @@ Op = Literal["sum", "mean"]
 all_reduce_p = Primitive("jaxdist_all_reduce")
 """V -> R sum (``op="sum"``) or mean over ``axes``; ``op=None``: made by differentiation, not yet given its meaning."""
 
+per_part_p = Primitive("jaxdist_per_part")
+"""``x / parts`` in a step whose losses are means, `x` in one whose losses are sums: one of `parts` microbatches."""
+
 expand_p = Primitive("jaxdist_expand")
 """R -> V: the transpose of a sum over ``axes`` that the user wrote."""
 
@@ -44,6 +47,11 @@ def all_reduce(x: Any, axes: tuple[str, ...] = (AXIS,), op: Op | None = None) ->
     if compat.checking_types() and (missing := set(axes) - compat.varying_axes(jax.typeof(x))):
         x = lax.pcast(x, tuple(missing), to="varying")
     return all_reduce_p.bind(x, axes=tuple(axes), op=op)
+
+
+def per_part(x: Any, parts: int) -> jax.Array:
+    """Bind :data:`per_part_p`. (Decided by a pass: jit may hand one traced helper to steps of both kinds.)"""
+    return per_part_p.bind(x, parts=parts)
 
 
 def _pvary(x: Any, axes: tuple[str, ...]) -> Any:
@@ -87,6 +95,11 @@ mlir.register_lowering(
     all_reduce_p,
     mlir.lower_fun(lambda x, *, axes, op: reduced(x, axes, op), multiple_results=False),
 )
+
+per_part_p.def_abstract_eval(lambda aval, *, parts: aval)
+ad.deflinear2(per_part_p, lambda ct, _, *, parts: [per_part_p.bind(ct, parts=parts)])
+batching.primitive_batchers[per_part_p] = lambda args, dims, **params: (per_part_p.bind(*args, **params), dims[0])
+mlir.register_lowering(per_part_p, mlir.lower_fun(lambda x, *, parts: x / parts, multiple_results=False))
 
 expand_p.def_abstract_eval(lambda aval, *, axes: compat.varying_type(aval, axes) if compat.checking_types() else aval)
 ad.deflinear2(expand_p, lambda ct, _, *, axes: [lax.psum(ct, axes)])

@@ -114,12 +114,13 @@ class Program:
         signature, mesh, op = self._signature, self._mesh, self._op
         args = _interleave(signature.is_batch, state, batch)
         avals = [_abstract(x) for x in args]
-        closed, out_tree, checked = _trace(self._step, signature, avals, mesh, op)
+        closed, out_tree, untyped = _trace(self._step, signature, avals, mesh)
+        checked = untyped is None
         self._has_constants = _has_constants(out_tree)
-        closed, shapes = self._reductions(closed, avals, checked)
-        self._refuse_per_example(shapes, avals, checked)
+        closed, shapes, loops = self._reductions(closed, avals, checked)
+        self._refuse_per_example(shapes, loops, avals)
         flows = infer(closed, _inputs(signature))
-        outputs = _outputs(closed, flows, out_tree, signature, avals, op, checked)
+        outputs = _outputs(closed, flows, out_tree, signature, avals, op, untyped)
 
         def on_device(*xs: Any) -> list[Any]:
             rules = lowering(self._communicator)
@@ -135,47 +136,57 @@ class Program:
 
     def _reductions(
         self, closed: ClosedJaxpr, avals: Sequence[Any], checked: bool
-    ) -> tuple[ClosedJaxpr, list[tuple[int, ...]]]:
-        """The step after the *mean* pass, and the shape of each gradient that it reduces."""
+    ) -> tuple[ClosedJaxpr, list[tuple[int, ...]], list[int]]:
+        """The step after the *mean* pass, the shapes of the gradients it reduces, the lengths of loops that do so."""
         rules = Reductions(self._op)
 
         def run(*args: Any) -> list[Any]:
             rules.shapes.clear()
+            rules.loops.clear()
             return [rules.finish(x) for x in rules.run(closed, *args)]
 
         is_batch = self._signature.is_batch
-        closed = capture(run, avals, is_batch, self._mesh, self._op, check=checked)
-        return closed, list(rules.shapes)
+        closed = capture(run, avals, is_batch, self._mesh, check=checked)
+        return closed, list(rules.shapes), list(rules.loops)
 
-    def _refuse_per_example(self, shapes: list[tuple[int, ...]], avals: Sequence[Any], checked: bool) -> None:
-        """Refuse to reduce gradients that have one entry an example (``vmap(grad(loss))``).
+    def _refuse_per_example(self, shapes: list[tuple[int, ...]], loops: list[int], avals: Sequence[Any]) -> None:
+        """Refuse to reduce gradients one example at a time (``vmap(grad(loss))``, ``lax.map`` of it).
 
         Example i of one device has nothing to do with example i of another. What tells such a gradient from others is
-        that its shape follows the batch, so in doubt the step is traced with a batch of twice the size.
+        that its shape, or the length of its loop, follows the batch: in doubt the step is traced with a batch of twice
+        the size.
         """
         is_batch = self._signature.is_batch
         sizes = {a.shape[0] // self._mesh.size for a, b in zip(avals, is_batch, strict=True) if b}
         state = {a.shape for a, b in zip(avals, is_batch, strict=True) if not b}
-        if not any(sizes & set(shape) and shape not in state for shape in shapes):
+        odd = [s for s in shapes if sizes & set(s) and s not in state]
+        long = [n for n in loops if n > 1 and any(size % n == 0 for size in sizes)]
+        if not odd and not long:
             return
         twice = [
             jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if b else a
             for a, b in zip(avals, is_batch, strict=True)
         ]
         try:
-            closed, _, again = _trace(self._step, self._signature, twice, self._mesh, self._op)
-            _, other = self._reductions(closed, twice, again)
-        except Exception:
-            return  # a step for one batch size only; what could be checked was
-        if again == checked and len(other) == len(shapes):
-            for small, large in zip(shapes, other, strict=True):
-                if small != large:
-                    raise StepError(
-                        f"a gradient of shape {small} has one entry an example (jax.vmap of jax.grad?) and would be "
-                        "averaged over the devices entry by entry, mixing unrelated examples. Differentiate with "
-                        "respect to a copy that belongs to the device, local = jax.lax.pcast(params, 'data', "
-                        "to='varying'), and average what you make of the gradients: jax.lax.pmean(x, 'data')"
-                    )
+            closed, _, untyped = _trace(self._step, self._signature, twice, self._mesh)
+            _, shapes, loops = self._reductions(closed, twice, untyped is None)
+        except Exception as error:
+            if not odd:
+                return  # loops over microbatches of a fixed size, most likely
+            shapes, why = [], f" (It can't be traced with another batch size, to be sure: {error})"
+        else:
+            why = ""
+        if gone := [s for s in odd if s not in shapes]:
+            what = f"a gradient of shape {gone[0]} has one entry an example (jax.vmap of jax.grad?)"
+        elif unseen := [n for n in long if n not in loops]:
+            what = f"gradients are taken in a loop of {unseen[0]} turns, one for each example or few (lax.map?)"
+        else:
+            return
+        raise StepError(
+            f"{what} and would be averaged over the devices one by one, mixing unrelated examples. Differentiate with "
+            "respect to a copy that belongs to the device, local = jax.lax.pcast(params, 'data', to='varying'), and "
+            "average what you make of the gradients: jax.lax.pmean(x, 'data')" + why
+        )
 
 
 def _is_static(leaf: Any) -> bool:
@@ -203,9 +214,9 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _trace(
-    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh, op: Op
-) -> tuple[ClosedJaxpr, Any, bool]:
-    """The step's jaxpr, the structure of its result, and whether JAX's types checked it."""
+    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh
+) -> tuple[ClosedJaxpr, Any, Exception | None]:
+    """The step's jaxpr, the structure of its result, and why JAX's types refuse it, if they do."""
     trees: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
@@ -216,15 +227,16 @@ def _trace(
         return outs
 
     try:
-        closed, checked = capture(flat, avals, signature.is_batch, mesh, op, check=True), True
+        return capture(flat, avals, signature.is_batch, mesh, check=True), trees[-1], None
+    except StepError:
+        raise
     except (TypeError, ValueError, NotImplementedError) as refused:
         # A model that the types can't follow (a Pallas kernel, say) or an error of the step's own: the untyped trace
         # tells which. There only `jaxdist.value_and_grad` knows what a gradient is, and the proof below insists on it.
         try:
-            closed, checked = capture(flat, avals, signature.is_batch, mesh, op, check=False), False
+            return capture(flat, avals, signature.is_batch, mesh, check=False), trees[-1], refused
         except Exception:
             raise refused from None
-    return closed, trees[-1], checked
 
 
 def _inputs(signature: Signature) -> list[Flow]:
@@ -239,10 +251,10 @@ def _outputs(
     signature: Signature,
     avals: Sequence[Any],
     op: Op,
-    checked: bool,
+    untyped: Exception | None,
 ) -> list[_Output]:
     """Decide what becomes of each output leaf, or refuse."""
-    state = match_state(out_tree, closed.out_avals, signature, avals)
+    state = match_state(out_tree, closed.out_avals, flows, signature, avals)
     names = leaf_names(out_tree)
     outputs: list[_Output] = []
     refused: list[str] = []
@@ -257,10 +269,12 @@ def _outputs(
         if not flow.varying:
             outputs.append(_Output("first" if typed else "as is"))
         elif source is not None:
-            if floating and not flow.bent & unsettled:
-                outputs.append(_Output("mean"))  # a running statistic of local data
+            # A running statistic of local data, or a scalar that is kept as it comes (the last loss).
+            running = flow.scaled & (1 << source) or (aval.ndim == 0 and not flow.deps & (1 << source))
+            if floating and running and op == "mean" and not flow.bent & unsettled:
+                outputs.append(_Output("mean"))
             else:
-                refused.append(_refusal(signature.names[source], aval, floating, checked))
+                refused.append(_refusal(signature.names[source], aval, floating, untyped))
         elif aval.ndim > 0:
             outputs.append(_Output("concat"))
         elif floating:
@@ -278,7 +292,7 @@ def _outputs(
     return outputs
 
 
-def _refusal(name: str, aval: Any, floating: bool, checked: bool) -> str:
+def _refusal(name: str, aval: Any, floating: bool, untyped: Exception | None) -> str:
     what = f"the new value of state leaf {name} ({aval.str_short(short_dtypes=True)}) would differ between devices: "
     if not floating:
         return what + (
@@ -286,16 +300,21 @@ def _refusal(name: str, aval: Any, floating: bool, checked: bool) -> str:
             "Reduce what it is computed from over the devices first (jax.lax.psum or pmax over the axis 'data'), or "
             "return it as an aux value instead"
         )
-    if not checked:
+    reduce = (
+        "Reduce what else it takes from this device's part of the batch (a loss that steers the optimizer, a total, a "
+        "queue) yourself: jax.lax.pmean(x, 'data') or psum"
+    )
+    if untyped is not None:
+        reason = (str(untyped).strip() or type(untyped).__name__).splitlines()[0]
         return what + (
-            "JAX's types can't follow this model, so a plain jax.grad gives each device the gradient of its own "
-            "part of the batch. Replace jax.value_and_grad by jaxdist.value_and_grad (jax.grad by jaxdist.grad); "
-            "nothing else changes"
+            f"JAX's types can't follow this step ({reason}), so a plain jax.grad gives each device the gradient of its "
+            "own part of the batch. Replace jax.value_and_grad by jaxdist.value_and_grad (jax.grad by jaxdist.grad); "
+            f"nothing else changes. {reduce}"
         )
     return what + (
-        "it is computed from this device's part of the batch without a reduction over the devices. Gradients of "
-        "jax.grad with respect to the step's state are reduced for you; reduce anything else yourself, with "
-        "jax.lax.pmean(x, 'data')"
+        "it is computed from this device's part of the batch without a reduction over the devices, and is no running "
+        "average (a * old + b) of a mean. Gradients of jax.grad with respect to the step's state are reduced for you. "
+        + reduce
     )
 
 
@@ -317,13 +336,18 @@ def leaf_names(tree: Any) -> list[str]:
 
 
 def match_state(
-    out_tree: Any, out_avals: Sequence[Any], signature: Signature, avals: Sequence[Any]
+    out_tree: Any,
+    out_avals: Sequence[Any],
+    flows: Sequence[Flow],
+    signature: Signature,
+    avals: Sequence[Any],
 ) -> list[int | None]:
     """For each output leaf, the input leaf whose next value it is, or None for an aux value.
 
-    The result, or a part of it, is the next value of a state argument if it has that argument's structure and shapes
-    (dtypes may change, as flax's BatchNorm changes its statistics'). Tuples, lists and dicts are searched from the
-    outside in; each argument is matched once, in order.
+    The result, or a part of it, is the next value of a state argument if it has that argument's structure, shapes and
+    kinds of dtype (flax's BatchNorm may widen its statistics). Tuples, lists and dicts are searched from the outside
+    in; each argument is matched once, in order. A single array of local data is matched only if it depends on the
+    argument, a scalar only if affinely: else it is an aux value that happens to look like one.
     """
     start = 0
     candidates: list[tuple[Any, list[int]]] = []
@@ -337,7 +361,16 @@ def match_state(
     matched: list[int | None] = [None] * out_tree.num_leaves
 
     def fits(tree: Any, first: int, argument: Any, leaves: list[int]) -> bool:
-        return tree == argument and all(out_avals[first + k].shape == avals[i].shape for k, i in enumerate(leaves))
+        if tree != argument or not all(
+            out_avals[first + k].shape == avals[i].shape
+            and jnp.issubdtype(out_avals[first + k].dtype, jnp.inexact) == jnp.issubdtype(avals[i].dtype, jnp.inexact)
+            for k, i in enumerate(leaves)
+        ):
+            return False
+        flow, own = flows[first], 1 << leaves[0]
+        if not jax.tree_util.treedef_is_leaf(tree) or not flow.varying:
+            return True
+        return bool(flow.deps & own) and (avals[leaves[0]].ndim > 0 or not flow.bent & own)
 
     def visit(tree: Any, first: int) -> None:
         for k, (argument, leaves) in enumerate(candidates):

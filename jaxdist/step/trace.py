@@ -12,28 +12,23 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.step.primitives import AXIS, Op
+from jaxdist.step.primitives import AXIS
 
-_reduction: ContextVar[Op | None] = ContextVar("jaxdist_step_reduction", default=None)
-
-
-def step_reduction() -> Op | None:
-    """How the decorated step that is being traced combines its losses; None outside of one."""
-    return _reduction.get()
+_inside: ContextVar[bool] = ContextVar("jaxdist_inside_step", default=False)
 
 
 def inside_step() -> bool:
     """Whether the code that runs is being traced as part of a decorated step."""
-    return _reduction.get() is not None
+    return _inside.get()
 
 
 @contextlib.contextmanager
-def _marked(op: Op) -> Iterator[None]:
-    token = _reduction.set(op)
+def _marked() -> Iterator[None]:
+    token = _inside.set(True)
     try:
         yield
     finally:
-        _reduction.reset(token)
+        _inside.reset(token)
 
 
 def capture(
@@ -41,7 +36,6 @@ def capture(
     avals: Sequence[Any],
     sharded: Sequence[bool],
     mesh: Mesh | AbstractMesh,
-    op: Op,
     *,
     check: bool,
 ) -> ClosedJaxpr:
@@ -52,13 +46,12 @@ def capture(
       avals: global shape and dtype of each argument.
       sharded: whether the argument is split along its first dimension over the mesh (else replicated).
       mesh: one axis, ``"data"``; no device is touched.
-      op: how the step combines the devices' losses.
       check: type each value as replicated or varying (``check_vma``).
     """
     captured: list[ClosedJaxpr] = []
 
     def body(*args: Any) -> tuple[()]:
-        with _marked(op):
+        with _marked():
             captured.append(jax.make_jaxpr(lambda *xs: list(fun(*xs)))(*args))
         return ()
 

@@ -80,6 +80,23 @@ def main() -> None:
             print(f"CAUGHT {ctx.rank} {error}", flush=True)
         s, aux = step(s, batch())
         print(f"OK {ctx.rank} {float(aux['loss'].addressable_data(0)):.6f}", flush=True)
+    elif MODE == "caught type":  # an error of one rank, before it could compare: on all ranks, in the same call
+        try:
+            step(s, {"x": "text"} if ODD else batch())
+        except (TypeError, ValueError) as error:
+            print(f"CAUGHT {ctx.rank} {error}", flush=True)
+        s, aux = step(s, batch())
+        print(f"OK {ctx.rank} {float(aux['loss'].addressable_data(0)):.6f}", flush=True)
+    elif MODE == "type later":  # the others are past comparing: the job ends
+        for i in range(3):
+            try:
+                s, _ = step(s, {"x": "text"} if ODD and i == 1 else batch())
+            except TypeError:
+                print("CAUGHT", flush=True)
+    elif MODE == "many shapes":  # every rank asks at about the same time, again and again: nobody is wrong
+        for i in range(1, 60):
+            step(state(), batch(i % 7 + 1))
+        print(f"OK {ctx.rank}", flush=True)
     else:
         raise SystemExit(f"no mode {MODE}")
 

@@ -46,13 +46,31 @@ def test_an_error_on_all_ranks_can_be_caught_and_loses_nothing(communicator: str
 
 
 @pytest.mark.mpi
+def test_an_error_of_one_rank_alone_is_everyones() -> None:
+    result = launch.mpirun(2, [SCRIPT, "caught type"])
+    assert result.returncode == 0, result.output
+    assert re.search(r"CAUGHT 0 on rank 1: TypeError: batch leaf batch\['x'\] is 'text', not an array", result.stdout)
+    assert re.search(r"CAUGHT 1 batch leaf batch\['x'\] is 'text', not an array", result.stdout)
+    losses = re.findall(r"OK \d (\S+)", result.stdout)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.mpi
+def test_ranks_that_agree_again_and_again_are_left_alone() -> None:
+    result = launch.mpirun(3, [SCRIPT, "many shapes"])
+    assert result.returncode == 0, result.output
+    assert len(re.findall(r"OK \d", result.stdout)) == 3
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
-@pytest.mark.parametrize("mode", ["shape later", "late shape"])
+@pytest.mark.parametrize("mode", ["shape later", "late shape", "type later"])
 def test_one_rank_with_a_new_shape_ends_the_job(mode: str, communicator: str) -> None:
     result = launch.mpirun(2, [SCRIPT, mode, communicator])
     assert result.returncode != 0
     assert re.search(r"step 'step'", result.output), result.output
-    assert re.search(r"shape", result.output), result.output
+    assert re.search(r"structure, shape or dtype|different arguments|not an array", result.output), result.output
 
 
 @pytest.mark.mpi

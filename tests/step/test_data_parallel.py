@@ -364,6 +364,80 @@ def test_ensembles_are_not_taken_for_per_example_gradients() -> None:
     np.testing.assert_allclose(jaxdist.data_parallel(step)(ws, X), step(ws, X), rtol=1e-12)
 
 
+def test_per_example_gradients_in_a_loop_are_refused() -> None:
+    def private(w: Any, x: Any) -> Any:
+        grads = lax.map(lambda row: jax.grad(loss_fn)(w, row), x)
+        return w - jnp.mean(grads / jnp.maximum(1, jnp.abs(grads)), 0)
+
+    with pytest.raises(jaxdist.StepError, match="loop of 2 turns"):
+        jaxdist.data_parallel(private)(W, X)
+
+
+def test_totals_and_queues_of_local_data_are_refused() -> None:
+    def total(state: Any, x: Any) -> Any:
+        return {"sum": state["sum"] + jnp.sum(x), "w": state["w"]}, 0
+
+    with pytest.raises(jaxdist.StepError, match=r"state\['sum'\].*no running average"):
+        jaxdist.data_parallel(total)({"sum": jnp.zeros(()), "w": W}, X)
+
+    def queue(state: Any, x: Any) -> Any:
+        return {"queue": jnp.concatenate([x, state["queue"]])[:4], "w": state["w"]}, 0
+
+    with pytest.raises(jaxdist.StepError, match=r"state\['queue'\]"):
+        jaxdist.data_parallel(queue)({"queue": jnp.zeros((4, 3)), "w": W}, X)
+
+
+def test_an_aux_value_that_looks_like_a_state_argument_is_aux() -> None:
+    @jaxdist.data_parallel(reduce="sum")
+    def step(w: Any, lr: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+        return w - lr * grad, loss
+
+    _, loss = step(W, 0.01, X)
+    np.testing.assert_allclose(loss, np.sum((X @ W) ** 2), rtol=1e-12)
+
+    @jaxdist.data_parallel
+    def count(seed: Any, temperature: Any, x: Any) -> Any:
+        return jnp.sum(x > 0), jnp.mean(x / temperature)
+
+    counted, mean = count(3, 2.0, X)
+    assert counted == (X > 0).sum()
+    np.testing.assert_allclose(mean, X.mean() / 2)
+
+
+def test_called_on_traced_values() -> None:
+    step = jaxdist.data_parallel(sgd)
+    with pytest.raises(TypeError, match="traced values"):
+        jax.jit(step)(W, X)
+
+
+def test_gradients_through_gradients() -> None:
+    def penalised(w: Any, x: Any) -> Any:
+        return loss_fn(w, x) + jnp.sum(jax.grad(loss_fn)(w, x) ** 2)
+
+    def step_of(value_and_grad: Any) -> Any:
+        def step(w: Any, x: Any) -> Any:
+            loss, grad = value_and_grad(penalised)(w, x)
+            return w - 0.1 * grad, loss
+
+        return step
+
+    expected = step_of(jax.value_and_grad)(W, X)
+    for value_and_grad in (jax.value_and_grad, jaxdist.value_and_grad):
+        got = jaxdist.data_parallel(step_of(value_and_grad))(W, X)
+        np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
+    with pytest.raises(jaxdist.StepError, match="takes gradients itself"):
+        jaxdist.data_parallel(step_of(lambda f: jaxdist.value_and_grad(f, microbatches=2)))(W, X)
+
+
+def test_one_helper_in_steps_with_sums_and_with_means() -> None:
+    helper = jax.jit(lambda w, x: jaxdist.grad(loss_fn, microbatches=2)(w, x))
+    summed = jaxdist.data_parallel(lambda w, x: helper(w, x), reduce="sum")(W, X)
+    mean = jaxdist.data_parallel(lambda w, x: helper(w, x))(W, X)
+    np.testing.assert_allclose(mean, jax.grad(loss_fn)(W, X), rtol=1e-12)
+    np.testing.assert_allclose(summed, 16 * mean, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

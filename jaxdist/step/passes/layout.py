@@ -8,7 +8,8 @@ state. A running statistic (BatchNorm's mean, the moving average of a loss) is
     new = a * old + b,    a replicated, b computed from this device's part of the batch,
 
 so the mean over the devices of the new values is the new value for the mean of the `b`: averaging is exact. A parameter
-moved by a gradient of its own device is no such thing (its `b` depends on `old`), and averaging would hide an error.
+moved by a gradient of its own device is no such thing (its `b` depends on `old`), and neither is a total that is added
+to (no `a`: it wants the sum over the devices): averaging would hide an error.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ class Flow:
       varying: may differ between devices.
       deps: the inputs on which it depends.
       bent: those of them on which it does not depend as ``a * input + b`` with a replicated `a`.
+      scaled: those whose `a` is a factor that the step applies: a decay. (A sum that is added to has none.)
     """
 
     varying: bool = False
     deps: int = 0
     bent: int = 0
+    scaled: int = 0
 
     def __or__(self, other: Flow) -> Flow:
-        return Flow(self.varying or other.varying, self.deps | other.deps, self.bent | other.bent)
+        return Flow(
+            self.varying or other.varying,
+            self.deps | other.deps,
+            self.bent | other.bent,
+            self.scaled | other.scaled,
+        )
 
     def through(self, *, varying: bool = False) -> Flow:
         """After a function that is not affine."""
@@ -124,7 +132,7 @@ def _equation(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
         whole = AXIS in axes and eqn.params.get("axis_index_groups") is None
         varying = joined.varying and not whole
         bent = joined.bent if name in _MESH_SUMS else joined.deps
-        return [Flow(varying, joined.deps, bent)] * len(eqn.outvars)
+        return [Flow(varying, joined.deps, bent, joined.scaled)] * len(eqn.outvars)
     return [joined.through(varying=name in _SOURCES)] * len(eqn.outvars)
 
 
@@ -137,7 +145,8 @@ def _product(_: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
     bent = x.bent | y.bent | (x.deps & y.deps)
     # The coefficient of x's inputs is y: it must be the same on every device.
     bent |= (x.deps if y.varying else 0) | (y.deps if x.varying else 0)
-    return [Flow(x.varying or y.varying, x.deps | y.deps, bent)]
+    deps = x.deps | y.deps
+    return [Flow(x.varying or y.varying, deps, bent, deps)]
 
 
 def _quotient(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
@@ -217,8 +226,8 @@ def _refuse_collectives(eqn: JaxprEqn, what: str) -> None:
         raise StepError(
             f"a {what} whose condition differs between devices holds a reduction over the devices (of "
             "a gradient, or your own): those that take the other branch would never come to it. "
-            "Reduce the condition first, with jax.lax.pmax(condition, 'data') say, or take the "
-            "gradient outside"
+            "Reduce the condition first, with jax.lax.pmax(condition, 'data') say, or use "
+            "jaxdist.value_and_grad in place of jax.value_and_grad, which reduces after the branch"
         )
 
 

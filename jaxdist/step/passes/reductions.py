@@ -26,6 +26,7 @@ from jax.extend.core.primitives import (
     neg_p,
     reduce_sum_p,
     reshape_p,
+    scan_p,
     squeeze_p,
     sub_p,
     transpose_p,
@@ -33,7 +34,7 @@ from jax.extend.core.primitives import (
 
 from jaxdist import compat
 from jaxdist.step.interpreter import INLINED, Interpreter
-from jaxdist.step.primitives import AXIS, Op, all_reduce, all_reduce_p, expand_p
+from jaxdist.step.primitives import AXIS, Op, all_reduce, all_reduce_p, expand_p, per_part_p
 
 _UNARY = {reduce_sum_p, reshape_p, squeeze_p, transpose_p, neg_p, copy_p}
 _SUMS = {add_p, sub_p, add_jaxvals_p}
@@ -93,13 +94,15 @@ class Reductions(Interpreter):
 
     Attributes:
       shapes: of each value reduced so far.
+      loops: lengths of the scans that hold a reduction.
     """
 
     def __init__(self, op: Op):
-        super().__init__({all_reduce_p: self._reduce, expand_p: self._expand})
+        super().__init__({all_reduce_p: self._reduce, expand_p: self._expand, per_part_p: self._per_part})
         self.rules[compat.pvary_p] = lambda _, eqn, x: _Cast(_whole(x), eqn.params["axes"])
         self.op: Op = op
         self.shapes: list[tuple[int, ...]] = []
+        self.loops: list[int] = []
 
     def use(self, value: Any, uses: int) -> Any:
         # Waiting past one use of two would reduce twice.
@@ -114,6 +117,11 @@ class Reductions(Interpreter):
         if (linear := self._linear(eqn, args)) is not None:
             return [linear]
         return super().eval_eqn(eqn, *map(_whole, args))
+
+    def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        if eqn.primitive is scan_p:
+            self.loops.append(eqn.params["length"])
+        return super().eval_nested(eqn, *args)
 
     def _linear(self, eqn: JaxprEqn, args: Sequence[Any]) -> _Partial | None:
         """The equation applied to the parts, where that is the same and moves no more bytes."""
@@ -153,6 +161,10 @@ class Reductions(Interpreter):
         if isinstance(x, _Cast) and x.axes == axes:
             return x.value if op == "mean" else x.value * lax.axis_size(AXIS)
         return _Partial(_whole(x), op, self.shapes)
+
+    def _per_part(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        value = _whole(x)
+        return value / eqn.params["parts"] if self.op == "mean" else value
 
     def _expand(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes = eqn.params["axes"]

@@ -23,7 +23,7 @@ def flow(f: Callable[..., Any]) -> Flow:
     """Of f(state, batch), in an untyped trace."""
     avals = [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((6,), jnp.float32)]
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    closed = trace.capture(lambda s, x: [f(s, x)], avals, [False, True], mesh, "mean", check=False)
+    closed = trace.capture(lambda s, x: [f(s, x)], avals, [False, True], mesh, check=False)
     return infer(closed, [STATE, BATCH])[0]
 
 

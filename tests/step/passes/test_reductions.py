@@ -22,10 +22,10 @@ MESH = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
 def reduced(f: Callable[..., Any], state: Any = (3,), op: Any = "mean") -> list[tuple[str, tuple[int, ...]]]:
     """(op, shape) of each reduction in f(state, batch of 2 x 3 a device) after the pass, in program order."""
     avals = [jax.ShapeDtypeStruct(state, jnp.float32), jax.ShapeDtypeStruct((8, 3), jnp.float32)]
-    closed = capture(lambda s, x: [f(s, x)], avals, [False, True], MESH, op, check=True)
+    closed = capture(lambda s, x: [f(s, x)], avals, [False, True], MESH, check=True)
     rules = Reductions(op)
     closed = capture(
-        lambda *xs: [rules.finish(x) for x in rules.run(closed, *xs)], avals, [False, True], MESH, op, check=True
+        lambda *xs: [rules.finish(x) for x in rules.run(closed, *xs)], avals, [False, True], MESH, check=True
     )
     found: list[tuple[str, tuple[int, ...]]] = []
 
