@@ -287,6 +287,10 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
+    if ctx.communicator == "mpi":
+        from jaxdist.communicators.mpi import world
+
+        world(ctx.rank)  # made by all ranks together: now, not when one of them first compiles a step
 
 
 def _mesh(found: list[Any]) -> Mesh:

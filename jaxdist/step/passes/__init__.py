@@ -1,0 +1,1 @@
+"""Passes over a traced step: small rule tables, each tested alone."""

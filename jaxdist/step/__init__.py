@@ -1,0 +1,1 @@
+"""The decorated step: trace it once, pass over it, lower it."""
