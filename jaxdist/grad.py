@@ -31,10 +31,10 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] = -1,
     reduce: Op | None = None,
 ) -> Callable[..., Any]:
-    """As ``jax.value_and_grad``, with gradient accumulation and weights; needed only for these two,
+    """As ``jax.value_and_grad``, with gradient accumulation and weights.
 
-    and for models that JAX's varying-axes types can't follow (the error of `jaxdist.data_parallel` says so).
-    Outside a decorated step it computes the same on one device.
+    Needed only for these two, and for models that JAX's varying-axes types can't follow (the error of
+    `jaxdist.data_parallel` says so). Outside a decorated step it computes the same on one device.
 
     Args:
       fun: ``fun(*args, **kwargs) -> loss``, or ``(loss, aux)`` with `has_aux`.
@@ -60,6 +60,7 @@ def value_and_grad(
 
     Raises:
       ValueError: a batch that can't be divided into `microbatches`, or another argument that looks like a batch.
+      StepError: with `microbatches` or `weight`, a `fun` that takes gradients itself.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
