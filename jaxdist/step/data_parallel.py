@@ -68,8 +68,9 @@ def data_parallel(
       rank. A leaf that is no array is a constant of the program.
     * What comes back: the parts of the result that have the structure, shapes and dtypes of a state argument are its
       next value, as global arrays, the same on each device. State that the step computed from local data as a running
-      average, ``a * old + b`` (BatchNorm's), is averaged over the devices; any other is refused. Of the rest (aux values) what differs between devices is
-      averaged if it is a floating scalar, summed if an integer scalar, and concatenated along axis 0 otherwise.
+      average, ``a * old + b`` (BatchNorm's), is averaged over the devices; any other is refused. Of the rest (aux
+      values) what differs between devices is averaged if it is a floating scalar, summed if an integer scalar, and
+      concatenated along axis 0 otherwise.
 
     Inside the step the mesh axis ``"data"`` can be named: ``jax.lax.pmean(x, "data")``, say, or
     ``BatchNorm(axis_name="data")``.
