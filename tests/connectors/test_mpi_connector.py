@@ -20,7 +20,9 @@ assert c.broadcast({"from": c.rank}, root=c.size - 1) == {"from": c.size - 1}
 c.barrier()
 got = ctx.broadcast(np.full(3_000_000, ctx.rank), root=1)
 assert (got == 1).all()
-print("job", c.name, c.rank, c.size, c.local_rank, c.local_size, ctx.communicator)
+# One write: unbuffered, print() makes one of each argument, and hydra puts those of several ranks on one line.
+said = ("job", c.name, c.rank, c.size, c.local_rank, c.local_size, ctx.communicator)
+sys.stdout.write(" ".join(map(str, said)) + chr(10))
 if "fail" in sys.argv and ctx.rank == 1:
     raise ValueError("boom on purpose")
 if "fail" in sys.argv:
