@@ -116,11 +116,6 @@ def with_weak_type(x: Any, weak_type: bool) -> Any:
     return _lax._convert_element_type(x, x.dtype, weak_type=weak_type) if weak_type else x
 
 
-def abstract_token() -> Any:
-    """The type of an XLA token (public as `jax.ffi.abstract_token` from 0.11 on)."""
-    return getattr(jax.ffi, "abstract_token", _core.abstract_token)
-
-
 # --- process set-up
 
 
