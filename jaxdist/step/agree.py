@@ -172,7 +172,7 @@ def explain(step: str, everyone: Sequence[Description]) -> str:
         rank, problem = problems[0]
         others = [r for r, _ in problems[1:]]
         also = f" (and on rank {_ranks(others)})" if others else ""
-        return f"on rank {rank}{also}: {problem}"
+        return f"step {step!r}, on rank {rank}{also}: {problem}"
     tables = [dict(d.entries) for d in everyone]
     names = list(dict.fromkeys(name for table in tables for name in table))
     for name in names:
