@@ -103,6 +103,18 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
     return out if eqn.primitive.multiple_results else [out]
 
 
+def all_gather_replicated(x: Any, axis: str) -> Any:
+    """All-gather into a new leading dimension, typed as the same on every device where types are checked.
+
+    (`lax.all_gather(..., to="invarying")` is not in every version, and refuses an unchecked trace.)
+    """
+    if not checking_types():
+        return jax.lax.all_gather(x, axis)
+    return all_gather_invariant_p.bind(
+        x, all_gather_dimension=0, axis_name=(axis,), axis_size=jax.lax.axis_size(axis), tiled=False
+    )
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan equation (0.12 keeps them in a FlatTree)."""
     if "num_consts" in params:

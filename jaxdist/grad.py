@@ -321,19 +321,19 @@ def _batch_size(args: Sequence[Any], batch: set[int], k: int) -> int:
 def _across_devices(got: _Part, shared: Any) -> tuple[Any, Any, list[Any]]:
     """Loss, gradients and aux after the one reduction over the devices."""
 
-    def total(x: Any, is_shared: bool = True, op: Op | None = "sum") -> Any:
+    def total(x: Any, is_shared: bool = True, op: Op | None = "sum", wire: str | None = None) -> Any:
         movable = is_shared and inside_step() and x.dtype != jax.dtypes.float0
-        return all_reduce(x, op=op) if movable else x
+        return all_reduce(x, op=op, wire=wire) if movable else x
 
     if got.count is None:
-        return got.loss, jax.tree.map(lambda g, s: total(g, s, None), got.grads, shared), got.aux
+        return got.loss, jax.tree.map(lambda g, s: total(g, s, None, "gradient"), got.grads, shared), got.aux
     count = total(got.count)
 
-    def mean(x: Any, is_shared: bool = True) -> Any:
+    def mean(x: Any, is_shared: bool = True, wire: str | None = None) -> Any:
         if x.dtype == jax.dtypes.float0:
             return x
         # No weight anywhere: no gradient.
-        return jnp.where(count > 0, total(x, is_shared) / count.astype(x.dtype), 0)
+        return jnp.where(count > 0, total(x, is_shared, "sum", wire) / count.astype(x.dtype), 0)
 
     aux = [mean(x) if _is_mean(x) else x for x in got.aux]
-    return mean(got.loss), jax.tree.map(mean, got.grads, shared), aux
+    return mean(got.loss), jax.tree.map(lambda g, s: mean(g, s, "gradient"), got.grads, shared), aux

@@ -4,31 +4,51 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from jaxdist.step.primitives import Op
+from jax.sharding import Mesh
 
 
 class Lowering(Protocol):
     """What a communicator makes of a step: an interpreter of its jaxpr, used once, in program order."""
 
     def run(self, closed: Any, *args: Any) -> list[Any]: ...
-    def all_reduce(self, x: Any, op: Op) -> Any: ...
 
 
-def lowering(communicator: str) -> Lowering:
+def lowering(communicator: str, mesh: Mesh) -> Lowering:
     """The lowering rules of a communicator.
 
     Args:
       communicator: ``"xla"`` or ``"mpi"``.
+      mesh: the devices.
 
     Raises:
       ValueError: for any other name.
     """
     if communicator == "xla":
-        from jaxdist.communicators.xla import XlaLowering
+        from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
-        return XlaLowering()
+        return GlooLowering() if _over_gloo(mesh) else XlaLowering()
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
         return MpiLowering()
     raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
+
+
+def default_bucket_bytes(communicator: str, mesh: Mesh) -> int:
+    """How many bytes of gradients travel together if the user does not say.
+
+    Measured on CPU processes (see ``benchmarks/buckets.py``). On GPUs XLA's own combiner does it: it merges the
+    reductions without copying them and knows the schedule.
+
+    Args:
+      communicator: ``"xla"`` or ``"mpi"``.
+      mesh: the devices.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return 0
+    return 1 << 20 if communicator == "mpi" else 4 << 20
+
+
+def _over_gloo(mesh: Mesh) -> bool:
+    devices = list(mesh.devices.flat)
+    return devices[0].platform == "cpu" and any(d.process_index != devices[0].process_index for d in devices)

@@ -25,8 +25,9 @@ from jax.extend.core import primitives as p
 from jax.interpreters import mlir
 
 from jaxdist import compat
+from jaxdist.communicators import exchange
 from jaxdist.step.interpreter import Interpreter, retrace
-from jaxdist.step.primitives import AXIS, Op, all_reduce_p
+from jaxdist.step.primitives import AXIS, all_reduce_p, group_reduce_p
 
 _call_p = Primitive("jaxdist_mpi")
 _call_p.multiple_results = True
@@ -65,7 +66,21 @@ def _mpi() -> Any:
 @functools.cache
 def world(rank: int) -> Any:
     """A communicator of our own over all processes, in the order of their ranks; every rank calls it together."""
+    _parent(rank)
     return _mpi().COMM_WORLD.Split(0, key=rank)
+
+
+@functools.cache
+def _parent(rank: int) -> Any:
+    """Where groups are made: not on `world`, in which a step may be under way."""
+    return _mpi().COMM_WORLD.Split(0, key=rank)
+
+
+@functools.cache
+def _group(rank: int, members: tuple[int, ...]) -> Any:
+    """The communicator of some ranks, in that order; its members call it together."""
+    parent = _parent(rank)
+    return parent.Create_group(parent.Get_group().Incl(members))
 
 
 def _handle(mpi_object: Any) -> int:
@@ -95,7 +110,8 @@ class MpiLowering(Interpreter):
     def __init__(self, comm: Any = None, order: Any = None):
         super().__init__(
             {
-                all_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
+                all_reduce_p: self._gradient,
+                group_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
                 p.psum_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
                 compat.psum_invariant_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
                 p.pmax_p: lambda _, eqn, x: self._reduced(eqn, x, "max"),
@@ -115,38 +131,46 @@ class MpiLowering(Interpreter):
 
             comm = world(get_context().rank)
         self.comm = comm
-        self.size, self.rank = comm.Get_size(), comm.Get_rank()
+        self.rank = comm.Get_rank()
         self._token = lax.create_token() if order is None else self._fork(order)
 
     # --- the calls
 
-    def all_reduce(self, x: Any, op: Op) -> Any:
-        """The sum or mean of `x` over the processes."""
-        if op == "mean" and x.dtype == jnp.float16:
-            return self._all_reduce(x / self.size, "sum")
-        total = self._all_reduce(x, "sum")
-        return total / self.size if op == "mean" else total
+    def _gradient(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        comm = self._comm(eqn)
+        op, wire, size = eqn.params["op"], eqn.params["wire"], comm.Get_size()
+        if x.size and wire not in (None, "gradient"):
+            return exchange.all_reduce(
+                x, op, wire, size,
+                all_to_all=lambda parts: self._exchange("alltoall", comm, parts, parts.shape),
+                all_gather=lambda part: self._exchange("allgather", comm, part, (size, *part.shape), replicated=True),
+            )  # fmt: skip
+        if op != "mean":
+            return self._all_reduce(comm, x, "sum")
+        if x.dtype == jnp.float16:
+            return self._all_reduce(comm, x / size, "sum")
+        return self._all_reduce(comm, x, "sum") / size
 
-    def _all_reduce(self, x: Any, op: str) -> Any:
+    def _all_reduce(self, comm: Any, x: Any, op: str, replicated: bool = True) -> Any:
         wide = _reducible(x)
         out = self._call(
             "mpi_allreduce_ffi",
             wide,
-            replicated=True,
+            replicated=replicated,
             nitems=x.size,
             op=_handle(getattr(_mpi(), op.upper())),
-            comm=_handle(self.comm),
+            comm=_handle(comm),
             dtype=_mpi_type(wide.dtype),
         )
         return out.astype(x.dtype)
 
-    def _exchange(self, kind: str, x: Any, shape: tuple[int, ...], replicated: bool = False) -> Any:
+    def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...], replicated: bool = False) -> Any:
         """All-gather, or all-to-all over the leading dimension: moves bytes, so any dtype will do."""
-        count = x.size // (self.size if kind == "alltoall" else 1)
-        raw, restore = _raw(x)
+        count = x.size // (comm.Get_size() if kind == "alltoall" else 1)
+        raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
-            f"mpi_{kind}_ffi", raw, shape, replicated, comm=_handle(self.comm),
+            f"mpi_{kind}_ffi", raw, shape, replicated, comm=_handle(comm),
             sendcount=count, recvcount=count, sendtype=dtype, recvtype=dtype,
         )  # fmt: skip
         return restore(out)
@@ -171,59 +195,61 @@ class MpiLowering(Interpreter):
     # --- rules for JAX's collectives
 
     def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
-        self._check(eqn)
-        if op in ("mean", "sum"):
-            return self.all_reduce(x, op)  # type: ignore[arg-type]
-        return self._all_reduce(x, op)
+        groups = eqn.params.get("groups", eqn.params.get("axis_index_groups"))
+        return self._all_reduce(self._comm(eqn), x, op, replicated=groups is None)
 
     def _all_gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        self._check(eqn)
+        comm = self._comm(eqn)
         invariant = eqn.primitive is compat.all_gather_invariant_p
         dim = eqn.params["all_gather_dimension"]
-        out = self._exchange("allgather", x, (self.size, *x.shape), replicated=invariant)
+        out = self._exchange("allgather", comm, x, (comm.Get_size(), *x.shape), replicated=invariant)
         out = jnp.moveaxis(out, 0, dim)
         return _merge(out, dim) if eqn.params["tiled"] else out
 
     def _all_to_all(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        self._check(eqn)
         split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
         # Tiled or not: lax.all_to_all adds and drops the dimension that makes the difference itself.
-        return _merge(jnp.moveaxis(self._scattered(x, split), 0, concat), concat)
+        return _merge(jnp.moveaxis(self._scattered(self._comm(eqn), x, split), 0, concat), concat)
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        self._check(eqn)
-        parts = self._scattered(x, eqn.params["scatter_dimension"], merge=eqn.params["tiled"])
+        parts = self._scattered(self._comm(eqn), x, eqn.params["scatter_dimension"], merge=eqn.params["tiled"])
         return parts.sum(0).astype(x.dtype)
 
-    def _scattered(self, x: Any, dim: int, merge: bool = True) -> Any:
+    def _scattered(self, comm: Any, x: Any, dim: int, merge: bool = True) -> Any:
         """My slice along `dim` of each process's `x`, stacked in a new leading dimension."""
-        shape = (*x.shape[:dim], self.size, x.shape[dim] // self.size, *x.shape[dim + 1 :])
+        size = comm.Get_size()
+        shape = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
         parts = jnp.moveaxis(x.reshape(shape), dim, 0)
         parts = parts if merge else parts.squeeze(dim + 1)
-        return self._exchange("alltoall", parts, parts.shape)
+        return self._exchange("alltoall", comm, parts, parts.shape)
 
     def _permute(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        self._check(eqn)
+        comm = self._comm(eqn)
         null = _mpi().PROC_NULL
         dest = dict(eqn.params["perm"]).get(self.rank, null)
         source = {d: s for s, d in eqn.params["perm"]}.get(self.rank, null)
         from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR
 
-        raw, restore = _raw(x)
+        raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
             "mpi_sendrecv_ffi", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
-            dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(self.comm), status=MPI_STATUS_IGNORE_ADDR,
+            dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(comm), status=MPI_STATUS_IGNORE_ADDR,
         )  # fmt: skip
         # Nothing is written where nothing is received. The result must be used all the same: a call without use is
         # dropped from the program, and the rank that this one sends to would wait for ever.
         return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
-    def _check(self, eqn: JaxprEqn) -> None:
-        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    def _comm(self, eqn: JaxprEqn) -> Any:
+        """The communicator of an equation's groups, made by its members when they first lower one such."""
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", AXIS))
         axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-        if tuple(axes) != (AXIS,) or eqn.params.get("axis_index_groups") is not None:
+        if tuple(axes) != (AXIS,):
             self._unsupported(self, eqn)
+        groups = eqn.params.get("groups", eqn.params.get("axis_index_groups"))
+        if groups is None:
+            return self.comm
+        return _group(self.rank, next(tuple(g) for g in groups if self.rank in g))
 
     def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: Any) -> Any:
         raise NotImplementedError(
@@ -349,13 +375,3 @@ def _reducible(x: Any) -> Any:
     if x.dtype == bool:
         return x.astype(jnp.int32)
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
-
-
-def _raw(x: Any) -> tuple[Any, Any]:
-    """`x` in a dtype that MPI knows, bit for bit, and the way back."""
-    if x.dtype == bool:
-        return x.astype(jnp.uint8), lambda y: y.astype(bool)
-    if x.dtype.kind in "iufc" and x.dtype != jnp.float16:
-        return x, lambda y: y
-    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(x, bits), lambda y: lax.bitcast_convert_type(y, x.dtype)

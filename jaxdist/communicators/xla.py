@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxdist import compat
+from jaxdist.communicators import exchange
 from jaxdist.step.interpreter import Interpreter
-from jaxdist.step.primitives import AXIS, Op, all_reduce_p, reduced
+from jaxdist.step.primitives import AXIS, all_reduce_p, reduced
 
 
 class XlaLowering(Interpreter):
@@ -14,6 +21,56 @@ class XlaLowering(Interpreter):
     def __init__(self) -> None:
         super().__init__({all_reduce_p: lambda _, eqn, x: reduced(x, **eqn.params)})
 
-    def all_reduce(self, x: Any, op: Op) -> Any:
-        """The sum or mean of `x` over the devices."""
-        return reduced(x, (AXIS,), op)
+
+class GlooLowering(Interpreter):
+    """As `XlaLowering`, between CPU processes.
+
+    * Gloo's reduce-scatter gives wrong data now and then (jax#40830): an all-to-all and a local sum in its place.
+    * XLA would widen 16-bit floats on their way: compressed gradients are exchanged bit for bit.
+    * XLA starts all collectives that are ready at once, in threads that then wait for each other's turns: each
+      reduction starts when the one before has ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({all_reduce_p: self._all_reduce, compat.reduce_scatter_p: self._reduce_scatter})
+        self._last: Any = None
+
+    def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        before, self._last = self._last, None  # a value of one jaxpr can't be used in another
+        outs = super().eval_jaxpr(jaxpr, consts, args)
+        self._last = before
+        return outs
+
+    def _all_reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        if not x.size:
+            return reduced(x, **eqn.params)
+        if self._last is not None:
+            x, _ = lax.optimization_barrier((x, self._last))
+        wire = eqn.params["wire"]
+        if wire in (None, "gradient") or eqn.params["axes"] != (AXIS,):
+            out = reduced(x, **eqn.params)
+        else:
+            out = exchange.all_reduce(x, eqn.params["op"], wire, lax.axis_size(AXIS), _all_to_all, _all_gather)
+        self._last = out.reshape(-1)[0]
+        return out
+
+    def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
+        groups = eqn.params["axis_index_groups"]
+        size = len(groups[0]) if groups else lax.axis_size(eqn.params["axis_name"])
+        parts = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
+        parts = lax.all_to_all(
+            jax.numpy.moveaxis(parts, dim, 0), eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups
+        )
+        total = parts.sum(0).astype(x.dtype)
+        return total if tiled else total.squeeze(dim)
+
+
+def _all_to_all(parts: Any) -> Any:
+    raw, back = exchange.bits(parts)
+    return back(lax.all_to_all(raw, AXIS, 0, 0, tiled=True))
+
+
+def _all_gather(part: Any) -> Any:
+    raw, back = exchange.bits(part)
+    return back(compat.all_gather_replicated(raw, AXIS))

@@ -149,8 +149,12 @@ def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
-        effects = any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
-        if effects or any(v in needed for v in eqn.outvars):
+        if has_effect(eqn) or any(v in needed for v in eqn.outvars):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return kept[::-1]
+
+
+def has_effect(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than compute and name a mesh axis."""
+    return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)

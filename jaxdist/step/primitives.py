@@ -1,4 +1,4 @@
-"""The two primitives by which a traced step says which of its reductions differentiation made.
+"""The primitives by which a traced step says which of its reductions differentiation made.
 
 JAX types each value inside a ``shard_map`` as replicated (R) or varying (V). Where replicated parameters meet a
 device's part of the batch JAX inserts a cast R -> V (``pvary``); differentiating that cast makes the ``psum`` that data
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from jaxdist import compat
@@ -33,7 +33,10 @@ AXIS = "data"
 Op = Literal["sum", "mean"]
 
 all_reduce_p = Primitive("jaxdist_all_reduce")
-"""V -> R sum (``op="sum"``) or mean over ``axes``; ``op=None``: made by differentiation, not yet given its meaning."""
+"""V -> R sum (``op="sum"``) or mean over ``axes``; ``op=None``: made by differentiation, not yet given its meaning.
+
+``wire``: the dtype in which it travels, by default its own; ``"gradient"``: not decided yet, it may be compressed.
+"""
 
 per_part_p = Primitive("jaxdist_per_part")
 """``x / parts`` in a step whose losses are means, `x` in one whose losses are sums: one of `parts` microbatches."""
@@ -41,12 +44,18 @@ per_part_p = Primitive("jaxdist_per_part")
 expand_p = Primitive("jaxdist_expand")
 """R -> V: the transpose of a sum over ``axes`` that the user wrote."""
 
+group_reduce_p = Primitive("jaxdist_group_reduce")
+"""V -> V: the ``op`` (sum, max or min) over the devices of one's own group; ``groups`` hold each device once.
 
-def all_reduce(x: Any, axes: tuple[str, ...] = (AXIS,), op: Op | None = None) -> jax.Array:
+`lax.psum` takes groups of unequal size, but not where JAX types each value as replicated or varying.
+"""
+
+
+def all_reduce(x: Any, axes: tuple[str, ...] = (AXIS,), op: Op | None = None, wire: str | None = None) -> jax.Array:
     """Bind :data:`all_reduce_p`; a replicated `x` of a type-checked trace is cast to varying first."""
     if compat.checking_types() and (missing := set(axes) - compat.varying_axes(jax.typeof(x))):
         x = lax.pcast(x, tuple(missing), to="varying")
-    return all_reduce_p.bind(x, axes=tuple(axes), op=op)
+    return all_reduce_p.bind(x, axes=tuple(axes), op=op, wire=wire)
 
 
 def per_part(x: Any, parts: int) -> jax.Array:
@@ -63,26 +72,27 @@ def expand(x: Any, axes: tuple[str, ...]) -> jax.Array:
     return expand_p.bind(x, axes=tuple(axes))
 
 
-def reduced(x: Any, axes: tuple[str, ...], op: Op | None) -> Any:
+def reduced(x: Any, axes: tuple[str, ...], op: Op | None, wire: str | None = None) -> Any:
     """What :data:`all_reduce_p` computes, in JAX's own collectives."""
     if not x.size:
         return jnp.zeros(x.shape, x.dtype)
+    travels = x.dtype if wire in (None, "gradient") else jnp.dtype(wire)
     if op != "mean":
-        return lax.psum(x, axes)
+        return lax.psum(x.astype(travels), axes).astype(x.dtype)
     size = lax.axis_size(axes)
-    if x.dtype == jnp.float16:  # the sum of N half-precision gradients can overflow, their mean can't
-        return lax.psum(x / size, axes)
-    return lax.psum(x, axes) / size
+    if travels == jnp.float16:  # the sum of N half-precision gradients can overflow, their mean can't
+        return lax.psum((x / size).astype(travels), axes).astype(x.dtype)
+    return lax.psum(x.astype(travels), axes).astype(x.dtype) / size
 
 
-def _all_reduce_type(aval: Any, *, axes: tuple[str, ...], op: Op | None) -> Any:
+def _all_reduce_type(aval: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
     return compat.replicated_type(aval, axes) if compat.checking_types() else aval
 
 
-def _all_reduce_transpose(ct: Any, _: Any, *, axes: tuple[str, ...], op: Op | None) -> list[Any]:
+def _all_reduce_transpose(ct: Any, _: Any, *, axes: tuple[str, ...], **params: Any) -> list[Any]:
     # Typed trace: the cotangent of a replicated value is replicated. Untyped (pmap-like) trace: each device holds
     # its own cotangent of the shared value, so they are reduced the same way.
-    return [_pvary(ct, axes) if compat.checking_types() else all_reduce_p.bind(ct, axes=axes, op=op)]
+    return [_pvary(ct, axes) if compat.checking_types() else all_reduce_p.bind(ct, axes=axes, **params)]
 
 
 all_reduce_p.def_abstract_eval(_all_reduce_type)
@@ -93,7 +103,7 @@ batching.primitive_batchers[all_reduce_p] = lambda args, dims, **params: (
 )
 mlir.register_lowering(
     all_reduce_p,
-    mlir.lower_fun(lambda x, *, axes, op: reduced(x, axes, op), multiple_results=False),
+    mlir.lower_fun(reduced, multiple_results=False),
 )
 
 per_part_p.def_abstract_eval(lambda aval, *, parts: aval)
@@ -109,8 +119,28 @@ batching.primitive_batchers[expand_p] = lambda args, dims, **params: (
 )
 mlir.register_lowering(expand_p, mlir.lower_fun(lambda x, *, axes: _pvary(x, axes), multiple_results=False))
 
+
+def _group_transpose(ct: Any, _: Any, **params: Any) -> list[Any]:
+    if params["op"] != "sum":
+        raise NotImplementedError(f"the derivative of a {params['op']} over groups of devices")
+    return [group_reduce_p.bind(ct, **params)]
+
+
+def _group_reduced(x: Any, *, op: str, groups: tuple[tuple[int, ...], ...]) -> Any:
+    return _REDUCE[op].bind(x, axes=(AXIS,), axis_index_groups=groups)
+
+
+_REDUCE = {"sum": primitives.psum_p, "max": primitives.pmax_p, "min": primitives.pmin_p}
+group_reduce_p.def_abstract_eval(lambda aval, **_: aval)
+ad.deflinear2(group_reduce_p, _group_transpose)
+batching.primitive_batchers[group_reduce_p] = lambda args, dims, **params: (
+    group_reduce_p.bind(*args, **params),
+    dims[0],
+)
+mlir.register_lowering(group_reduce_p, mlir.lower_fun(_group_reduced, multiple_results=False))
+
 compat.replace_transpose_rules(
-    cast=lambda ct, axes: all_reduce_p.bind(ct, axes=axes, op=None),
+    cast=lambda ct, axes: all_reduce_p.bind(ct, axes=axes, op=None, wire="gradient"),
     reduce=expand,
 )
 compat.promote_loop_carries()

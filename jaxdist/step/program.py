@@ -10,16 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
-from jaxdist.communicators import Lowering, lowering
+from jaxdist.communicators import lowering
 from jaxdist.errors import StepError
+from jaxdist.step.passes.fuse import Fuse
 from jaxdist.step.passes.layout import Flow, infer
 from jaxdist.step.passes.reductions import Reductions
-from jaxdist.step.primitives import AXIS, Op
+from jaxdist.step.primitives import AXIS, Op, all_reduce
 from jaxdist.step.trace import capture
 
 
@@ -78,6 +79,8 @@ class Program:
       op: what gradients are over the devices, and scalar floating aux values.
       communicator: whose lowering rules to use.
       donate: whether the state's memory may be reused.
+      bucket_bytes: see `passes.fuse`.
+      compress: the dtype in which gradients travel; None: their own.
     """
 
     def __init__(
@@ -88,9 +91,12 @@ class Program:
         op: Op,
         communicator: str,
         donate: bool,
+        bucket_bytes: int,
+        compress: str | None,
     ):
         self._step, self._signature, self._mesh = step, signature, mesh
         self._op: Op = op
+        self._bucket_bytes, self._compress = bucket_bytes, compress
         self._communicator = communicator
         self._has_constants = False
         run = functools.partial(self._run)
@@ -121,24 +127,24 @@ class Program:
         self._refuse_per_example(shapes, loops, avals)
         flows = infer(closed, _inputs(signature))
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, untyped)
+        weak = [aval.weak_type for aval in closed.out_avals]
+        closed = self._finished(closed, outputs, avals, checked)
 
         def on_device(*xs: Any) -> list[Any]:
-            rules = lowering(self._communicator)
-            outs = rules.run(closed, *xs)
-            return [_finish(rules, how.action, x) for how, x in zip(outputs, outs, strict=True)]
+            return lowering(self._communicator, mesh).run(closed, *xs)
 
         specs = tuple(P(AXIS) if b else P() for b in signature.is_batch)
         out_specs = [P(AXIS) if how.action == "concat" else P() for how in outputs]
         outs = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checked)(*args)
         # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
-        outs = [compat.with_weak_type(x, aval.weak_type) for x, aval in zip(outs, closed.out_avals, strict=True)]
+        outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         return jax.tree.unflatten(out_tree, outs)
 
     def _reductions(
         self, closed: ClosedJaxpr, avals: Sequence[Any], checked: bool
     ) -> tuple[ClosedJaxpr, list[tuple[int, ...]], list[int]]:
         """The step after the *mean* pass, the shapes of the gradients it reduces, the lengths of loops that do so."""
-        rules = Reductions(self._op)
+        rules = Reductions(self._op, self._compress)
 
         def run(*args: Any) -> list[Any]:
             rules.shapes.clear()
@@ -148,6 +154,20 @@ class Program:
         is_batch = self._signature.is_batch
         closed = capture(run, avals, is_batch, self._mesh, check=checked)
         return closed, list(rules.shapes), list(rules.loops)
+
+    def _finished(
+        self, closed: ClosedJaxpr, outputs: Sequence[_Output], avals: Sequence[Any], checked: bool
+    ) -> ClosedJaxpr:
+        """The step with what becomes of its outputs, after the *fuse* pass."""
+
+        def run(*args: Any) -> list[Any]:
+            outs = jaxpr_as_fun(closed)(*args)
+            return [_finish(how.action, x) for how, x in zip(outputs, outs, strict=True)]
+
+        is_batch = self._signature.is_batch
+        closed = capture(run, avals, is_batch, self._mesh, check=checked)
+        fuse = Fuse(self._bucket_bytes)
+        return capture(lambda *xs: fuse.run(closed, *xs), avals, is_batch, self._mesh, check=checked)
 
     def _refuse_per_example(self, shapes: list[tuple[int, ...]], loops: list[int], avals: Sequence[Any]) -> None:
         """Refuse to reduce gradients one example at a time (``vmap(grad(loss))``, ``lax.map`` of it).
@@ -318,14 +338,14 @@ def _refusal(name: str, aval: Any, floating: bool, untyped: Exception | None) ->
     )
 
 
-def _finish(rules: Lowering, action: str, x: Any) -> Any:
+def _finish(action: str, x: Any) -> Any:
     if action in ("mean", "sum"):
-        return rules.all_reduce(x, action)  # type: ignore[arg-type]
+        return all_reduce(x, op=action)  # type: ignore[arg-type]
     if action == "first":
         # The proof knows more than JAX's types: the same everywhere, but typed as varying (an all_gather's result).
         narrow = x.astype(jnp.int8) if x.dtype == bool else x
         mine = lax.axis_index(AXIS) == 0
-        return rules.all_reduce(jnp.where(mine, narrow, jnp.zeros_like(narrow)), "sum").astype(x.dtype)
+        return all_reduce(jnp.where(mine, narrow, jnp.zeros_like(narrow)), op="sum").astype(x.dtype)
     return x
 
 

@@ -48,18 +48,19 @@ def test_plain_step_holds_one_all_reduce_a_gradient_and_aux() -> None:
     params = {"w": W, "b": jnp.zeros(2), "unused": jnp.ones(3)}
     tx = optax.adam(1e-2)
 
-    @jaxdist.data_parallel
     def step(params: Any, opt_state: Any, x: Any) -> Any:
         loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"] + p["b"]) ** 2))(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, {"loss": loss}
 
-    assert collectives(step, params, tx.init(params), X) == {"all-reduce": 3}  # w, b, loss
+    args = params, tx.init(params), X
+    assert collectives(jaxdist.data_parallel(step, bucket_bytes=0), *args) == {"all-reduce": 3}  # w, b, loss
+    assert collectives(jaxdist.data_parallel(step), *args) == {"all-reduce": 1}
 
 
 def test_microbatches_compile_to_as_many_reductions_as_one_batch() -> None:
     def step_of(k: int) -> Any:
-        @jaxdist.data_parallel
+        @jaxdist.data_parallel(bucket_bytes=0)
         def step(w: Any, x: Any) -> Any:
             loss, grad = jaxdist.value_and_grad(loss_fn, microbatches=k)(w, x)
             return w - grad, loss

@@ -25,7 +25,7 @@ from jax.extend.core import primitives as p
 from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.step.interpreter import INLINED, contains, subjaxprs
-from jaxdist.step.primitives import AXIS, all_reduce_p
+from jaxdist.step.primitives import AXIS, all_reduce_p, group_reduce_p
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ _CONSTANT = Flow()
 
 COLLECTIVES = {
     all_reduce_p, compat.psum_invariant_p, compat.all_gather_invariant_p, compat.reduce_scatter_p,
-    p.psum_p, p.pmax_p, p.pmin_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p,
+    group_reduce_p, p.psum_p, p.pmax_p, p.pmin_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p,
 }  # fmt: skip
 
 # f(a x + b) = a' x + b' with the operands' deps kept apart.
@@ -76,6 +76,7 @@ _MESH_OTHER = {"pmax", "pmin", "all_gather", "all_gather_invariant"}
 # Differ per device whatever goes in.
 _SOURCES = {
     "axis_index",
+    "jaxdist_group_reduce",
     "io_callback",
     "ppermute",
     "all_to_all",

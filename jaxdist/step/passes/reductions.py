@@ -3,7 +3,9 @@
 JAX puts the reduction of a gradient where the replicated value was cast to varying, which may be after a broadcast:
 the gradient of the scalar in ``jnp.where(mask, x, scalar)`` would travel as a whole batch. The reduction of a sum is
 the sum of the reductions, so it waits here: past sums over dimensions, reshapes and the addition of other waiting
-reductions (a tied weight), until something else needs the value. One that nothing needs is never made.
+reductions (a tied weight), until something else needs the value. One that nothing needs is never made. Out of a loop
+that only adds it up, too (gradients accumulated over microbatches): the devices' own sums are carried, and reduced once
+after the loop.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     add_p,
@@ -30,10 +32,11 @@ from jax.extend.core.primitives import (
     squeeze_p,
     sub_p,
     transpose_p,
+    while_p,
 )
 
 from jaxdist import compat
-from jaxdist.step.interpreter import INLINED, Interpreter
+from jaxdist.step.interpreter import INLINED, Interpreter, live, retrace
 from jaxdist.step.primitives import AXIS, Op, all_reduce, all_reduce_p, expand_p, per_part_p
 
 _UNARY = {reduce_sum_p, reshape_p, squeeze_p, transpose_p, neg_p, copy_p}
@@ -42,17 +45,34 @@ _SUMS = {add_p, sub_p, add_jaxvals_p}
 
 @dataclass(eq=False)
 class _Partial:
-    """A replicated value of which each device still holds its own part; reduced when it is first needed."""
+    """A replicated value of which each device still holds its own part; reduced when it is first needed.
+
+    Attributes:
+      part: this device's.
+      op: of the reduction.
+      wire: the dtype in which it travels, if not its own.
+      shapes: where it is noted when it is done.
+      made: False for what a loop carries, until a reduction is added to it.
+    """
 
     part: Any
     op: Op
+    wire: str | None
     shapes: list[tuple[int, ...]]
+    made: bool = True
     _whole: list[Any] = field(default_factory=list)
+
+    @property
+    def needed(self) -> bool:
+        """Whether something needed the whole value."""
+        return bool(self._whole)
 
     def whole(self) -> Any:
         if not self._whole:
             self.shapes.append(self.part.shape)
-            self._whole.append(all_reduce(self.part, (AXIS,), self.op))
+            dtype = self.part.dtype
+            narrower = self.wire and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > jnp.dtype(self.wire).itemsize
+            self._whole.append(all_reduce(self.part, (AXIS,), self.op, self.wire if narrower else None))
         return self._whole[0]
 
 
@@ -74,6 +94,10 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, (_Partial, _Cast)) else value
 
 
+def _is_partial(value: Any) -> bool:
+    return isinstance(value, _Partial)
+
+
 def _is_replicated(value: Any) -> bool:
     return compat.checking_types() and (
         isinstance(value, (bool, int, float, complex))
@@ -85,24 +109,55 @@ def _cast(value: Any, aval: Any) -> Any:
     return lax.pcast(jnp.asarray(value, aval.dtype), AXIS, to="varying")
 
 
+def _waits(value: Any) -> bool:
+    return isinstance(value, _Partial) and not value.needed
+
+
+def _vary(avals: Sequence[Any], positions: set[int]) -> list[Any]:
+    return [compat.varying_type(a, (AXIS,)) if i in positions else a for i, a in enumerate(avals)]
+
+
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact) and AXIS not in compat.varying_axes(aval)
+
+
+def _not_in_condition(eqn: JaxprEqn, first: int) -> set[int]:
+    """Carries of a while loop on which its condition does not depend; none if devices may disagree on it."""
+    cond = eqn.params["cond_jaxpr"]
+    if AXIS in compat.varying_axes(cond.out_avals[0]):
+        return set()
+    used = {v for e in live(cond.jaxpr) for v in e.invars if not isinstance(v, Literal)} | set(cond.jaxpr.outvars)
+    carries = cond.jaxpr.invars[eqn.params["cond_nconsts"] :]
+    return {i for i, v in enumerate(carries) if v not in used}
+
+
+def _parted(value: Any, aval: Any, op: Op) -> Any:
+    """Parts of a replicated value: their reduction is that value."""
+    part = _cast(value, aval)
+    return part if op == "mean" else jnp.where(lax.axis_index(AXIS) == 0, part, jnp.zeros_like(part))
+
+
 class Reductions(Interpreter):
     """Evaluates a traced step with its gradient reductions placed and given their meaning.
 
     Args:
       op: what a gradient is over the devices: the ``"mean"`` of theirs (the loss is a mean over the
         batch) or the ``"sum"`` (the loss is a sum).
+      compress: the dtype in which gradients travel; None: their own.
 
     Attributes:
       shapes: of each value reduced so far.
       loops: lengths of the scans that hold a reduction.
     """
 
-    def __init__(self, op: Op):
+    def __init__(self, op: Op, compress: str | None = None):
         super().__init__({all_reduce_p: self._reduce, expand_p: self._expand, per_part_p: self._per_part})
         self.rules[compat.pvary_p] = lambda _, eqn, x: _Cast(_whole(x), eqn.params["axes"])
         self.op: Op = op
+        self.compress = compress
         self.shapes: list[tuple[int, ...]] = []
         self.loops: list[int] = []
+        self._carrying = False  # evaluating the body of a loop that carries parts
 
     def use(self, value: Any, uses: int) -> Any:
         # Waiting past one use of two would reduce twice.
@@ -114,45 +169,113 @@ class Reductions(Interpreter):
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         if eqn.primitive in self.rules or (self.touches(eqn) and eqn.primitive.name in INLINED):
             return super().eval_eqn(eqn, *args)
+        if eqn.primitive in (scan_p, while_p) and self.touches(eqn) and compat.checking_types():
+            return self._loop(eqn, args)
         if (linear := self._linear(eqn, args)) is not None:
             return [linear]
         return super().eval_eqn(eqn, *map(_whole, args))
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        if eqn.primitive is scan_p:
+        carrying, noted = self._carrying, len(self.shapes)
+        self._carrying = False
+        outs = super().eval_nested(eqn, *args)
+        self._carrying = carrying
+        if eqn.primitive is scan_p and len(self.shapes) > noted:
             self.loops.append(eqn.params["length"])
-        return super().eval_nested(eqn, *args)
+        return outs
+
+    def _loop(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        """The *hoist* pass: a loop's carries that only add reductions up are carried in parts, and reduced after it."""
+        if eqn.primitive is scan_p:
+            first, count = compat.scan_split(eqn.params)
+            name, skipped, free = "jaxpr", 0, set(range(count))
+        else:
+            skipped = eqn.params["cond_nconsts"]
+            first = skipped + eqn.params["body_nconsts"]
+            name, free = "body_jaxpr", _not_in_condition(eqn, first)
+        held = {i for i in free if _is_float(eqn.invars[first + i].aval)}
+        shapes, loops = list(self.shapes), list(self.loops)
+        body, kept = None, {}
+        while held != kept.keys():  # fewer each time, until what goes in in parts comes out in parts
+            held = set(kept) or held
+            self.shapes[:], self.loops[:] = shapes, loops
+            body, kept = self._in_parts(eqn.params[name], first - skipped, held)
+            if not kept:
+                break
+        if not kept:
+            self.shapes[:], self.loops[:] = shapes, loops
+            return super().eval_eqn(eqn, *map(_whole, args))
+        if eqn.primitive is scan_p and len(self.shapes) > len(shapes):
+            self.loops.append(eqn.params["length"])
+        params = {**eqn.params, name: body}
+        if eqn.primitive is while_p:
+            params["cond_jaxpr"] = retrace(
+                lambda *xs: super(Reductions, self).run(eqn.params["cond_jaxpr"], *xs),
+                _vary(eqn.params["cond_jaxpr"].in_avals, {skipped + i for i in kept}),
+            )
+        carried = list(map(_whole, args))
+        for i in kept:
+            start = args[first + i]
+            aval = eqn.invars[first + i].aval
+            carried[first + i] = start.part if _waits(start) else _parted(_whole(start), aval, self.op)
+        outs = compat.bind(eqn, params, carried)
+        return [_Partial(x, self.op, kept[i], self.shapes) if i in kept else x for i, x in enumerate(outs)]
+
+    def _in_parts(self, body: ClosedJaxpr, first: int, held: set[int]) -> tuple[ClosedJaxpr, dict[int, str | None]]:
+        """`body` with the carries `held` in parts; those that come out in parts, unused but for sums, and their wire."""
+        kept: dict[int, str | None] = {}
+
+        def run(*xs: Any) -> list[Any]:
+            args = list(xs)
+            for i in held:
+                args[first + i] = _Partial(xs[first + i], self.op, None, self.shapes, made=False)
+            outs = self.run(body, *args)
+            ready = [None if i in held and _waits(x) else self.finish(x) for i, x in enumerate(outs)]
+            for i in held:
+                if _waits(outs[i]) and outs[i].made and not args[first + i].needed:
+                    kept[i] = outs[i].wire
+            return [x.part if r is None else r for r, x in zip(ready, outs, strict=True)]
+
+        before, self._carrying = self._carrying, True
+        try:
+            return retrace(run, _vary(body.in_avals, {first + i for i in held})), kept
+        finally:
+            self._carrying = before
 
     def _linear(self, eqn: JaxprEqn, args: Sequence[Any]) -> _Partial | None:
         """The equation applied to the parts, where that is the same and moves no more bytes."""
         parts = [a for a in args if isinstance(a, _Partial)]
         if not parts or len({p.op for p in parts}) > 1:
             return None
-        out: Any = eqn.outvars[0].aval
-        if parts[0].part.size < out.size:
+        first, out = parts[0], eqn.outvars[0].aval
+        if first.part.size < out.size:  # type: ignore[attr-defined]
             return None
-        same_dtype = out.dtype == parts[0].part.dtype
+        avals = [v.aval for v in eqn.invars]
         if (
             eqn.primitive in _UNARY
-            or (eqn.primitive is convert_element_type_p and same_dtype)
+            or (eqn.primitive is convert_element_type_p and self._keeps(first.part.dtype, out.dtype))  # type: ignore[attr-defined]
             or (eqn.primitive in _SUMS and len(parts) == len(args))
         ):
-            (part,) = compat.bind(eqn, eqn.params, [p.part for p in parts])
-        elif (eqn.primitive is mul_p or (eqn.primitive is div_p and args[0] is parts[0])) and (
-            len(parts) == 1 and all(a is parts[0] or _is_replicated(a) for a in args)
+            operands = [p.part for p in parts]
+        elif eqn.primitive in _SUMS and self._carrying and all(_is_partial(a) or _is_replicated(a) for a in args):
+            # What is added in each turn of a loop (the gradient of a penalty on the weights) waits with the rest.
+            operands = [a.part if _is_partial(a) else _parted(a, v, first.op) for a, v in zip(args, avals, strict=True)]
+        elif (eqn.primitive is mul_p or (eqn.primitive is div_p and args[0] is first)) and (
+            len(parts) == 1 and all(a is first or _is_replicated(a) for a in args)
         ):
             # A replicated factor; in an untyped trace nothing says that it is.
-            (part,) = compat.bind(
-                eqn,
-                eqn.params,
-                [
-                    a.part if isinstance(a, _Partial) else _cast(a, v.aval)
-                    for a, v in zip(args, eqn.invars, strict=True)
-                ],
-            )
+            operands = [a.part if _is_partial(a) else _cast(a, v) for a, v in zip(args, avals, strict=True)]
         else:
             return None
-        return _Partial(part, parts[0].op, self.shapes)
+        (part,) = compat.bind(eqn, eqn.params, operands)
+        wires = {p.wire for p in parts if p.made}
+        wire = wires.pop() if len(wires) == 1 else None
+        return _Partial(part, first.op, wire, self.shapes, made=any(p.made for p in parts))
+
+    def _keeps(self, dtype: Any, to: Any) -> bool:
+        """Whether reducing after a cast is as good: it may widen what a loop adds up, as that saves more bytes."""
+        wider = self._carrying and jnp.issubdtype(to, jnp.inexact) and jnp.promote_types(dtype, to) == to
+        return dtype == to or wider
 
     def _reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes, op = eqn.params["axes"], eqn.params["op"] or self.op
@@ -160,7 +283,8 @@ class Reductions(Interpreter):
             return all_reduce_p.bind(_whole(x), **eqn.params)
         if isinstance(x, _Cast) and x.axes == axes:
             return x.value if op == "mean" else x.value * lax.axis_size(AXIS)
-        return _Partial(_whole(x), op, self.shapes)
+        gradient = eqn.params["op"] is None or eqn.params["wire"] == "gradient"
+        return _Partial(_whole(x), op, self.compress if gradient else None, self.shapes)
 
     def _per_part(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         value = _whole(x)

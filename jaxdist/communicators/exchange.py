@@ -1,0 +1,50 @@
+"""A reduction as an exchange of parts: what the wire can't reduce itself, or not right, moves and is added up here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.step.primitives import Op
+
+Move = Callable[[Any], Any]
+
+
+def all_reduce(x: Any, op: Op, wire: str, size: int, all_to_all: Move, all_gather: Move) -> Any:
+    """The sum or mean of `x` over the devices, its bytes in another dtype on the wire.
+
+    Each device adds up one part of it in float32 (or wider, as `x` is): rounded when the parts are sent and when the
+    sum is, however many devices there are.
+
+    Args:
+      x: this device's, floating.
+      op: ``"sum"`` or ``"mean"``.
+      wire: the dtype that travels.
+      size: number of devices.
+      all_to_all: ``(size, k) -> (size, k)``, row i of the result from device i.
+      all_gather: ``(k,) -> (size, k)``.
+
+    Returns:
+      Of the shape and dtype of `x`.
+    """
+    padding = -x.size % size
+    flat = x.reshape(-1).astype(wire)
+    parts = all_to_all(jnp.pad(flat, (0, padding)).reshape(size, -1))
+    total = parts.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(0)
+    if op == "mean":
+        total = total / size
+    whole = all_gather(total.astype(wire)).reshape(-1)
+    return whole[: x.size].reshape(x.shape).astype(x.dtype)
+
+
+def bits(x: Any) -> tuple[Any, Move]:
+    """`x` in a dtype that every wire moves, bit for bit, and the way back."""
+    if x.dtype == bool:
+        return x.astype(jnp.uint8), lambda y: y.astype(bool)
+    if x.dtype.kind in "iufc" and x.dtype != jnp.float16:
+        return x, lambda y: y
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, unsigned), lambda y: lax.bitcast_convert_type(y, x.dtype)
