@@ -22,6 +22,11 @@ from jaxdist.step.primitives import AXIS, group_reduce_p
 Groups = tuple[tuple[int, ...], ...] | None
 
 
+def size() -> int:
+    """Number of devices of the step."""
+    return lax.axis_size(AXIS)
+
+
 def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     """The reduction of the devices' arrays, on each."""
     x = jnp.asarray(x)
@@ -37,7 +42,7 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     kind = "sum" if op == "avg" else op
     if groups is None:
         total = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](_varying(x), AXIS)
-        return total / lax.axis_size(AXIS) if op == "avg" else total
+        return total / size() if op == "avg" else total
     full = _everyone(groups)
     total = group_reduce_p.bind(_varying(x), op=kind, groups=full)
     return total / _mine({d: len(g) for g in full for d in g}, x.dtype) if op == "avg" else total
@@ -47,9 +52,8 @@ def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
     """The devices' arrays along `axis`."""
     x = jnp.asarray(x)
     x = x[None] if x.ndim == 0 else x
-    size = _size(groups, "allgather")
     if not x.size:
-        return jnp.concatenate([x] * size, axis)
+        return jnp.concatenate([x] * _size(groups, "allgather"), axis)
     return lax.all_gather(_varying(x), AXIS, axis=axis, tiled=True, axis_index_groups=_equal(groups, "allgather"))
 
 
@@ -58,14 +62,14 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
     x = jnp.asarray(x)
     if op == "avg":
         x = _mean_dtype(x)
-    equal, size = _equal(groups, "reduce_scatter"), _size(groups, "reduce_scatter")
+    equal, n = _equal(groups, "reduce_scatter"), _size(groups, "reduce_scatter")
     if not x.size:
-        return x[(slice(None),) * axis + (slice(x.shape[axis] // size),)]
+        return x[(slice(None),) * axis + (slice(x.shape[axis] // n),)]
     if op in ("sum", "avg") and x.dtype != bool:
         part = lax.psum_scatter(_varying(x), AXIS, scatter_dimension=axis, tiled=True, axis_index_groups=equal)
-        return part / size if op == "avg" else part
+        return part / n if op == "avg" else part
     parts = lax.all_to_all(_varying(x), AXIS, axis, axis, tiled=True, axis_index_groups=equal)
-    parts = parts.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    parts = parts.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
     return _local(parts, op, axis)
 
 
@@ -88,9 +92,9 @@ def reduce(x: Any, root: int, op: str, groups: Groups) -> jax.Array:
 def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups) -> jax.Array:
     """Slice i along `split_axis` goes to device i; what comes is put together along `concat_axis`."""
     x = jnp.asarray(x)
-    equal, size = _equal(groups, "all_to_all"), _size(groups, "all_to_all")
+    equal, n = _equal(groups, "all_to_all"), _size(groups, "all_to_all")
     if not x.size:
-        return jnp.concatenate([jnp.split(x, size, split_axis)[0]] * size, concat_axis)
+        return jnp.concatenate([jnp.split(x, n, split_axis)[0]] * n, concat_axis)
     return lax.all_to_all(_varying(x), AXIS, split_axis, concat_axis, tiled=True, axis_index_groups=equal)
 
 
@@ -103,8 +107,7 @@ def gather(x: Any, root: int, groups: Groups) -> jax.Array:
 def scatter(x: Any, root: int, groups: Groups) -> jax.Array:
     """This device's slice along axis 0 of the root's array."""
     x = jnp.asarray(x)
-    size = _size(groups, "scatter")
-    rows = x.shape[0] // size
+    rows = x.shape[0] // _size(groups, "scatter")
     return all_to_all(x, 0, 0, groups)[root * rows : (root + 1) * rows]
 
 
@@ -123,7 +126,8 @@ def _varying(x: Any) -> Any:
 
 
 def _mean_dtype(x: Any) -> Any:
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(float))
+    """`x` in the dtype that `jnp.mean` would give its mean."""
+    return x.astype(jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), x.dtype)).dtype)
 
 
 def _local(parts: Any, op: str, axis: int) -> Any:
@@ -138,7 +142,7 @@ def _product(x: Any, groups: Groups) -> Any:
     every = lax.all_gather(_varying(x), AXIS)
     if groups is None:
         return _local(every, "prod", 0)
-    n = lax.axis_size(AXIS)
+    n = size()
     member = np.eye(n, dtype=bool)
     for group in groups:
         member[np.ix_(group, group)] = True
@@ -149,20 +153,20 @@ def _product(x: Any, groups: Groups) -> Any:
 def _everyone(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """The groups, and one for each device that is in none."""
     listed = {d for g in groups for d in g}
-    return (*groups, *((d,) for d in range(lax.axis_size(AXIS)) if d not in listed))
+    return (*groups, *((d,) for d in range(size()) if d not in listed))
 
 
 def _mine(table: dict[int, Any], dtype: Any) -> Any:
     """This device's entry."""
-    return jnp.asarray([table[d] for d in range(lax.axis_size(AXIS))], dtype)[lax.axis_index(AXIS)]
+    return jnp.asarray([table[d] for d in range(size())], dtype)[lax.axis_index(AXIS)]
 
 
 def _is_root(root: int, groups: Groups) -> Any:
     if groups is None:
         return lax.axis_index(AXIS) == root
     roots = {g[root] for g in groups}
-    alone = set(range(lax.axis_size(AXIS))) - {d for g in groups for d in g}
-    return _mine({d: d in roots | alone for d in range(lax.axis_size(AXIS))}, bool)
+    alone = set(range(size())) - {d for g in groups for d in g}
+    return _mine({d: d in roots | alone for d in range(size())}, bool)
 
 
 def _equal(groups: Groups, name: str) -> list[list[int]] | None:
@@ -172,7 +176,7 @@ def _equal(groups: Groups, name: str) -> list[list[int]] | None:
     full = _everyone(groups)
     if len({len(g) for g in full}) > 1:
         raise ValueError(
-            f"{name} inside a step with groups={[list(g) for g in groups]} over {lax.axis_size(AXIS)} devices: its "
+            f"{name} inside a step with groups={[list(g) for g in groups]} over {size()} devices: its "
             "result would have another shape on some devices. Groups of one size that together name every device"
         )
     return [list(g) for g in full]
@@ -180,4 +184,4 @@ def _equal(groups: Groups, name: str) -> list[list[int]] | None:
 
 def _size(groups: Groups, name: str) -> int:
     equal = _equal(groups, name)
-    return lax.axis_size(AXIS) if equal is None else len(equal[0])
+    return size() if equal is None else len(equal[0])

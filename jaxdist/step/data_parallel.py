@@ -130,7 +130,7 @@ def data_parallel(
         raise ValueError(f"reduce={reduce!r}: the losses of the devices are combined by 'mean' or 'sum'")
     if compress not in (None, *_COMPRESSIONS):
         raise ValueError(f"compress={compress!r}: gradients can travel as 'bf16' or 'fp16', or as they are (None)")
-    if bucket_bytes is not None and (isinstance(bucket_bytes, bool) or bucket_bytes != int(bucket_bytes) or bucket_bytes < 0):
+    if not (bucket_bytes is None or (type(bucket_bytes) is int and bucket_bytes >= 0)):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, 0 to send each gradient alone")
     if mesh is not None and mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
@@ -314,7 +314,7 @@ class _DataParallel:
                 self._donate,
                 default_bucket_bytes(self._context.communicator, self._mesh)
                 if self._bucket_bytes is None
-                else int(self._bucket_bytes),
+                else self._bucket_bytes,
                 _COMPRESSIONS[self._compress] if self._compress else None,
             )
         return program

@@ -1,4 +1,4 @@
-"""Collectives of the user's own inside a step, over both communicators, against `jax.vmap` with a named axis."""
+"""Collectives inside a step, over both communicators, between processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from pathlib import Path
 import launch
 import pytest
 
+SCRIPT = str(Path(__file__).with_name("run_collectives.py"))
+
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_user_collectives(ranks: int, communicator: str) -> None:
-    script = str(Path(__file__).with_name("run_collectives.py"))
-    result = launch.mpirun(ranks, [script, communicator], timeout=300)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_collectives(ranks: int, communicator: str) -> None:
+    parts = ["jaxdist"] if ranks == 4 else ["lax", "jaxdist"]
+    result = launch.mpirun(ranks, [SCRIPT, communicator, *parts], timeout=300)
     assert result.returncode == 0, result.output
     assert result.stdout.count(f"OK {communicator} ") == ranks, result.output
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+def test_large_reduce_scatters_are_exact(communicator: str) -> None:
+    result = launch.mpirun(2, [SCRIPT, communicator, "scatter"], timeout=300)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count(f"OK {communicator} 200") == 2, result.output

@@ -113,8 +113,8 @@ def _waits(value: Any) -> bool:
     return isinstance(value, _Partial) and not value.needed
 
 
-def _vary(avals: Sequence[Any], positions: set[int]) -> list[Any]:
-    return [compat.varying_type(a, (AXIS,)) if i in positions else a for i, a in enumerate(avals)]
+def _with(avals: Sequence[Any], other: dict[int, Any]) -> list[Any]:
+    return [other.get(i, a) for i, a in enumerate(avals)]
 
 
 def _is_float(aval: Any) -> bool:
@@ -194,12 +194,14 @@ class Reductions(Interpreter):
             first = skipped + eqn.params["body_nconsts"]
             name, free = "body_jaxpr", _not_in_condition(eqn, first)
         held = {i for i in free if _is_float(eqn.invars[first + i].aval)}
+        parts = {i: self._parts_of(args[first + i], eqn.invars[first + i].aval) for i in held}
+        types = {i: jax.typeof(x) for i, x in parts.items()}
         shapes, loops = list(self.shapes), list(self.loops)
         body, kept = None, {}
         while held != kept.keys():  # fewer each time, until what goes in in parts comes out in parts
             held = set(kept) or held
             self.shapes[:], self.loops[:] = shapes, loops
-            body, kept = self._in_parts(eqn.params[name], first - skipped, held)
+            body, kept = self._in_parts(eqn.params[name], first - skipped, {i: types[i] for i in held})
             if not kept:
                 break
         if not kept:
@@ -209,20 +211,20 @@ class Reductions(Interpreter):
             self.loops.append(eqn.params["length"])
         params = {**eqn.params, name: body}
         if eqn.primitive is while_p:
-            params["cond_jaxpr"] = retrace(
-                lambda *xs: super(Reductions, self).run(eqn.params["cond_jaxpr"], *xs),
-                _vary(eqn.params["cond_jaxpr"].in_avals, {skipped + i for i in kept}),
-            )
-        carried = list(map(_whole, args))
-        for i in kept:
-            start = args[first + i]
-            aval = eqn.invars[first + i].aval
-            carried[first + i] = start.part if _waits(start) else _parted(_whole(start), aval, self.op)
-        outs = compat.bind(eqn, params, carried)
+            cond = eqn.params["cond_jaxpr"]
+            avals = _with(cond.in_avals, {skipped + i: types[i] for i in kept})
+            params["cond_jaxpr"] = retrace(lambda *xs: super(Reductions, self).run(cond, *xs), avals)
+        start = {first + i: parts[i] for i in kept}
+        outs = compat.bind(eqn, params, [start[i] if i in start else _whole(x) for i, x in enumerate(args)])
         return [_Partial(x, self.op, kept[i], self.shapes) if i in kept else x for i, x in enumerate(outs)]
 
-    def _in_parts(self, body: ClosedJaxpr, first: int, held: set[int]) -> tuple[ClosedJaxpr, dict[int, str | None]]:
-        """`body` with the carries `held` in parts; those that come out in parts, unused but for sums, and their wire."""
+    def _parts_of(self, value: Any, aval: Any) -> Any:
+        return value.part if _waits(value) else _parted(_whole(value), aval, self.op)
+
+    def _in_parts(
+        self, body: ClosedJaxpr, first: int, held: dict[int, Any]
+    ) -> tuple[ClosedJaxpr, dict[int, str | None]]:
+        """`body` with some carries in parts of these types; those that come out so, unused but for sums: their wire."""
         kept: dict[int, str | None] = {}
 
         def run(*xs: Any) -> list[Any]:
@@ -238,7 +240,7 @@ class Reductions(Interpreter):
 
         before, self._carrying = self._carrying, True
         try:
-            return retrace(run, _vary(body.in_avals, {first + i for i in held})), kept
+            return retrace(run, _with(body.in_avals, {first + i: t for i, t in held.items()})), kept
         finally:
             self._carrying = before
 

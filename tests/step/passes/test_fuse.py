@@ -1,0 +1,145 @@
+"""The *fuse* pass alone: which reductions travel together, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, AxisType
+
+import jaxdist
+from jaxdist.step.interpreter import subjaxprs
+from jaxdist.step.passes.fuse import Fuse
+from jaxdist.step.primitives import all_reduce
+from jaxdist.step.trace import capture
+
+MESH = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: Any = None) -> list[tuple[str, int]]:
+    """(dtype, size) of each reduction of f(*varying arrays), in order."""
+    dtypes = dtypes or [jnp.float32] * len(shapes)
+    avals = [jax.ShapeDtypeStruct((4 * s[0], *s[1:]), d) for s, d in zip(shapes, dtypes, strict=True)]
+    sharded = [True] * len(avals)
+    closed = capture(lambda *xs: jax.tree.leaves(f(*xs)), avals, sharded, MESH, check=True)
+    closed = capture(lambda *xs: Fuse(bucket_bytes).run(closed, *xs), avals, sharded, MESH, check=True)
+    found: list[tuple[str, int]] = []
+
+    def visit(jaxpr: Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "jaxdist_all_reduce":
+                aval: Any = eqn.invars[0].aval
+                found.append((str(aval.dtype), aval.size))
+            for sub in subjaxprs(eqn):
+                visit(sub)
+
+    visit(closed.jaxpr)
+    return found
+
+
+def sizes(*counts: int, bucket: int) -> list[int]:
+    """Sizes of the messages for gradients of so many float32 each, in that order."""
+    return [n for _, n in fused(lambda *xs: [all_reduce(jnp.sin(x), op="sum") for x in xs], [(n,) for n in counts], bucket)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "messages"),
+    [
+        ([10, 10, 10], [30]),
+        ([50, 50], [100]),
+        ([50, 51], [50, 51]),  # one byte too many
+        ([200, 10, 10], [200, 20]),  # the first larger than a bucket
+        ([10, 200, 10], [200, 20]),  # a large one does not close the bucket around it
+        ([10, 10, 200], [20, 200]),
+        ([60, 60, 10], [60, 70]),
+        ([90, 10, 5], [100, 5]),  # a tail of one
+        ([100], [100]),  # exactly a bucket
+        ([1000], [1000]),  # one huge one
+        ([1] * 350, [100, 100, 100, 50]),  # hundreds of tiny ones
+    ],
+)
+def test_bucket_edges(counts: list[int], messages: list[int]) -> None:
+    got = sizes(*counts, bucket=400)
+    assert sum(got) == sum(counts)
+    assert sorted(got) == sorted(messages)
+
+
+def test_no_buckets() -> None:
+    assert sizes(1, 2, 3, bucket=0) == [1, 2, 3]
+
+
+def test_one_dtype_a_bucket() -> None:
+    f = lambda *xs: [all_reduce(jnp.sin(x), op="sum") for x in xs]
+    dtypes = [jnp.float32, jnp.float16, jnp.float32, jnp.float16]
+    assert fused(f, [(3,)] * 4, 1000, dtypes) == [("float32", 6), ("float16", 6)]
+
+
+def test_one_operation_a_bucket() -> None:
+    assert fused(lambda x, y: (all_reduce(x, op="sum"), all_reduce(y, op="mean")), [(3,), (4,)], 1000) == [
+        ("float32", 3),
+        ("float32", 4),
+    ]
+
+
+def test_what_follows_from_a_reduction_is_in_a_later_bucket() -> None:
+    def f(x: Any, y: Any) -> Any:
+        first = all_reduce(x, op="sum")
+        return all_reduce(x * first, op="sum"), all_reduce(y, op="sum")
+
+    assert fused(f, [(3,), (5,)], 1000) == [("float32", 8), ("float32", 3)]
+
+
+def test_the_order_is_that_of_the_backward_pass() -> None:
+    def f(x: Any, y: Any) -> Any:
+        late = jnp.sin(x)
+        early = jnp.sin(y)
+        # As an optimizer reads them: in another order than they were made, scaled at the last moment.
+        return all_reduce(early * 2, op="sum"), all_reduce(jnp.sin(late) * 2, op="sum")
+
+    assert fused(f, [(3,), (5,)], 0) == [("float32", 5), ("float32", 3)]
+
+
+def test_a_loop_has_buckets_of_its_own() -> None:
+    def f(x: Any, y: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            return carry, (all_reduce(carry, op="sum"), all_reduce(2 * carry, op="sum"))
+
+        return lax.scan(body, x, None, length=3), all_reduce(y, op="sum")
+
+    assert sorted(fused(f, [(3,), (5,)], 1000)) == [("float32", 5), ("float32", 6)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=6),
+    st.sampled_from([0, 1, 8, 64, 100, 4096]),
+    st.sampled_from([None, "bf16"]),
+)
+def test_buckets_change_no_number(shapes: list[tuple[int, int]], bucket_bytes: int, compress: Any) -> None:
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=s)) for s in shapes]
+    x = rng.normal(size=(16, 3))
+
+    def step(params: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda ps: sum(jnp.sum(jnp.sin(p * x.mean())) for p in ps))(params)
+        return optax.apply_updates(params, grads), {"loss": loss, "count": jnp.asarray(x.shape[0])}
+
+    runs = [jaxdist.data_parallel(step, donate=False, bucket_bytes=b, compress=compress) for b in (bucket_bytes, 0)]
+    got, alone = (run(params, x) for run in runs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("bucket_bytes", [-1, 1.5, True, "big"])
+def test_bad_bucket_bytes(bucket_bytes: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="bucket_bytes"):
+        jaxdist.data_parallel(lambda s, x: s, bucket_bytes=bucket_bytes)
