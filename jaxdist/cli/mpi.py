@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from jaxdist.cli.hosts import Host
+from jaxdist.cli.network import shared_network
 
 Family = Literal["openmpi", "mpich", "unknown"]
 
@@ -21,7 +24,7 @@ ROOT_ENV: Mapping[str, str] = {
 }
 OVERSUBSCRIBE_ENV: Mapping[str, str] = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
 
 
@@ -40,8 +43,7 @@ class Mpirun:
         *,
         tag: bool = False,
         spread: bool = False,
-        hosts: str | None = None,
-        hostfile: Path | None = None,
+        hosts: Sequence[Host] = (),
         export: Iterable[str] = (),
     ) -> list[str]:
         """The command line that starts `ranks` of `program`.
@@ -52,32 +54,35 @@ class Mpirun:
             tag: write the rank before each line (`split_tag` takes it off again).
             spread: there are several cores for each rank. Open MPI binds one rank to one core when
                 there are only two ranks, which would leave the others of them idle.
-            hosts: `host1:slots,host2:slots`.
-            hostfile: the launcher's own format.
+            hosts: where; default: on this machine.
             export: names of variables to set on other hosts too (hydra exports all by itself).
         """
         options: list[str] = []
+        where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.family == "mpich":
             options += ["-prepend-rank"] if tag else []
-            options += ["-hosts", hosts] if hosts else []
-            options += ["-f", str(hostfile)] if hostfile else []
+            options += ["-hosts", where] if where else []
         else:
             if tag:
                 options += ["--output", "tag"] if self._major() >= 5 else ["--tag-output"]
             options += ["--bind-to", "none"] if spread else []
-            options += ["--host", hosts] if hosts else []
-            options += ["--hostfile", str(hostfile)] if hostfile else []
+            # Slot by slot: with `:oversubscribe` alone, which people export for use on one machine, Open MPI 5 puts all
+            # ranks on the first host, and without it refuses more slots than cores.
+            options += ["--map-by", "slot:oversubscribe", "--host", where] if where else []
             for name in export:
                 options += ["-x", name]
         return [str(self.path), "-n", str(ranks), *options, *program]
 
-    def environment(self, *, one_machine: bool = True) -> dict[str, str]:
-        """What Open MPI has to be told to start as root and, here, more ranks than cores."""
+    def environment(self, hosts: Sequence[Host] = ()) -> dict[str, str]:
+        """What Open MPI has to be told: to start as root, here more ranks than cores, the network of the hosts."""
         if self.family != "openmpi":
             return {}
+        chosen = any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ)
+        network = None if chosen else shared_network(hosts)
         return {
-            **(OVERSUBSCRIBE_ENV if one_machine else {}),
+            **({} if hosts else OVERSUBSCRIBE_ENV),
             **(ROOT_ENV if os.geteuid() == 0 else {}),
+            **({"OMPI_MCA_btl_tcp_if_include": network} if network else {}),
         }
 
     def _major(self) -> int:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -40,6 +42,13 @@ class Program:
         environment: variables on top of this process's.
         line_filter: what becomes of each line it writes; None leaves it the terminal.
         death_signal: what it is sent when this process dies.
+        orders: what it is sent on its standard input, which stays open: signals but SIGKILL follow
+            there, as a line with the number, instead of going to its process group. None leaves it
+            the standard input of this process.
+        failure_mark: a line on its standard error that begins so goes on with an exit code: a part
+            of the program failed and the rest of it is about to end.
+        last_words: a line that matches says that the job failed; the program has as long to end as
+            after a signal. These two need a `line_filter`.
     """
 
     name: str
@@ -47,6 +56,9 @@ class Program:
     environment: Mapping[str, str]
     line_filter: LineFilter | None = None
     death_signal: signal.Signals = signal.SIGKILL
+    orders: bytes | None = None
+    failure_mark: bytes | None = None
+    last_words: re.Pattern[bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,18 +68,42 @@ class _Exit:
 
 
 @dataclass(frozen=True)
+class _PartFailed:
+    index: int
+    code: int
+
+
+@dataclass(frozen=True)
+class _LastWords:
+    """Of a program that should now end by itself."""
+
+
+@dataclass(frozen=True)
 class _Signal:
     number: int
 
 
-def run_job(programs: Sequence[Program]) -> int:
+_Event = _Exit | _PartFailed | _LastWords | _Signal
+
+
+def run_job(
+    programs: Sequence[Program],
+    *,
+    on_start: Callable[[], None] | None = None,
+    on_failure: Callable[[int], None] | None = None,
+) -> int:
     """Runs the programs together; returns 0, or the exit code of the first that failed.
 
     When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on;
     a second one ends the job at once. Call it from the main thread.
+
+    Args:
+        programs: what to run.
+        on_start: called once signals are caught.
+        on_failure: called with that exit code as soon as it is known, before the others have ended.
     """
     # SimpleQueue.put is reentrant, so that a signal handler may call it.
-    events: queue.SimpleQueue[_Exit | _Signal] = queue.SimpleQueue()
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         del frame
@@ -79,21 +115,24 @@ def run_job(programs: Sequence[Program]) -> int:
     pumps: list[threading.Thread] = []
     started: list[subprocess.Popen[bytes]] = []
     try:
+        if on_start is not None:
+            on_start()
         for index, program in enumerate(programs):
             process = _start(program)
             started.append(process)
             running[index] = process
-            pumps += _pump_output(process, program.line_filter)
+            pumps += _pump_output(process, program, index, events)
             threading.Thread(
                 target=lambda i, p: events.put(_Exit(i, _shell_code(p.wait()))),
                 args=(index, process),
                 daemon=True,
             ).start()
-        return _supervise(programs, running, events)
+        return _supervise(programs, running, events, on_failure)
     finally:
         # Whatever a rank itself started and left behind is still in the rank's group.
         for process in started:
             _signal_group(process, signal.SIGKILL)
+        _kill_sessions({process.pid for process in started})
         for pump in pumps:
             pump.join(timeout=1.0)
         for number, handler in before.items():
@@ -103,7 +142,8 @@ def run_job(programs: Sequence[Program]) -> int:
 def _supervise(
     programs: Sequence[Program],
     running: dict[int, subprocess.Popen[bytes]],
-    events: "queue.SimpleQueue[_Exit | _Signal]",
+    events: "queue.SimpleQueue[_Event]",
+    on_failure: Callable[[int], None] | None,
 ) -> int:
     verdict = 0
     kill_at: float | None = None
@@ -112,25 +152,32 @@ def _supervise(
             patience = None if kill_at is None else max(0.0, kill_at - time.monotonic())
             event = events.get(timeout=patience)
         except queue.Empty:
-            _signal_all(running, signal.SIGKILL)
+            _signal_all(programs, running, signal.SIGKILL)
             kill_at = time.monotonic() + 1.0
             continue
-        match event:
-            case _Signal(number):
-                again = kill_at is not None
-                verdict = verdict or 128 + number
-                _signal_all(running, signal.SIGKILL if again else signal.Signals(number))
-                kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
-            case _Exit(index, code):
-                del running[index]
-                if code == 0 or verdict != 0:
-                    continue
-                verdict = code
-                if running:
-                    rest = f"ending the other {len(running)}"
-                    _say(f"{programs[index].name} failed with exit code {code}; {rest}")
-                    _signal_all(running, signal.SIGTERM)
-                    kill_at = time.monotonic() + FAILURE_GRACE_S
+        if isinstance(event, _LastWords):
+            kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
+            continue
+        if isinstance(event, _Signal):
+            again = kill_at is not None
+            verdict = verdict or 128 + event.number
+            _signal_all(programs, running, signal.SIGKILL if again else signal.Signals(event.number))
+            kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
+            continue
+        if isinstance(event, _Exit):
+            del running[event.index]
+        if event.code == 0 or verdict != 0:
+            continue
+        verdict = event.code
+        if on_failure is not None:
+            on_failure(verdict)
+        if running:
+            others = {index: process for index, process in running.items() if index != event.index}
+            rest = f"; ending the other {len(others)}" if others else ""
+            _say(f"{programs[event.index].name} failed with exit code {verdict}{rest}")
+            # Not the part's own program: it sees to its other parts, and a second signal would end them at once.
+            _signal_all(programs, others, signal.SIGTERM)
+            kill_at = time.monotonic() + FAILURE_GRACE_S
     return verdict
 
 
@@ -144,22 +191,34 @@ def _start(program: Program) -> "subprocess.Popen[bytes]":
                 os._exit(1)
 
     pipe = None if program.line_filter is None else subprocess.PIPE
-    return subprocess.Popen(
+    process = subprocess.Popen(
         list(program.command),
         env={**os.environ, **program.environment},
+        stdin=None if program.orders is None else subprocess.PIPE,
         stdout=pipe,
         stderr=pipe,
         start_new_session=True,
         preexec_fn=in_child,
     )
+    if program.orders is not None:
+        _order(process, program.orders)
+    return process
 
 
-def _pump_output(process: "subprocess.Popen[bytes]", line_filter: LineFilter | None) -> list[threading.Thread]:
+def _pump_output(
+    process: "subprocess.Popen[bytes]", program: Program, index: int, events: "queue.SimpleQueue[_Event]"
+) -> list[threading.Thread]:
+    line_filter, mark, last_words = program.line_filter, program.failure_mark, program.last_words
     if line_filter is None:
         return []
 
     def pump(source: IO[bytes], target: IO[bytes]) -> None:
         for line in source:
+            if mark is not None and target is sys.stderr.buffer and line.startswith(mark):
+                events.put(_PartFailed(index, int(line.removeprefix(mark))))
+                continue
+            if last_words is not None and last_words.search(line):
+                events.put(_LastWords())
             shown = line_filter(line if line.endswith(b"\n") else line + b"\n")
             if shown is not None:
                 # One write per line: lines of several ranks don't mix.
@@ -177,14 +236,34 @@ def _pump_output(process: "subprocess.Popen[bytes]", line_filter: LineFilter | N
     return threads
 
 
-def _signal_all(running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals) -> None:
-    for process in running.values():
-        _signal_group(process, number)
+def _signal_all(
+    programs: Sequence[Program], running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals
+) -> None:
+    for index, process in running.items():
+        if programs[index].orders is None or number is signal.SIGKILL:
+            _signal_group(process, number)
+        else:
+            _order(process, b"%d\n" % number)
+
+
+def _order(process: "subprocess.Popen[bytes]", line: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        process.stdin.write(line)
+        process.stdin.flush()
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+def _kill_sessions(leaders: set[int]) -> None:
+    """Ends what left its program's group, as mpirun's ranks and its ssh do."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(int(entry.name)) in leaders:
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _shell_code(code: int) -> int:

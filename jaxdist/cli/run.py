@@ -1,10 +1,10 @@
 """`jaxdist run`: one program on N ranks, through mpirun or as processes of its own."""
 
 import importlib.util
-import os
+import re
 import secrets
 import signal
-import socket
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,11 +12,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from jaxdist.cli.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.cli.mpi import Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.cli.processes import LineFilter, Program, run_job
 from jaxdist.cli.program import program_command
+from jaxdist.cli.ranks import cores, free_port, own_processes, thread_environment
+from jaxdist.cli.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_programs
 
 _GET_MPI = "pip install 'jaxdist[mpi]' brings mpirun and mpi4py (see `jaxdist info`)"
+
+# What a rank says that hears of another's failure, and what Open MPI says. With the network gone neither Open MPI nor
+# MPICH would end after that: they wait for their other half to confirm.
+_LAST_WORDS = re.compile(
+    rb"\[jaxdist rank \d+\] (rank \d+ \(|.* not every rank has come)|(prterun|mpirun) (has )?detected that one"
+)
 
 
 class Launcher(StrEnum):
@@ -72,67 +81,93 @@ def run(
             show_default=False,
         ),
     ],
-    ranks: Annotated[int, typer.Option("-n", "--np", min=1, help="Number of processes.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--np", min=1, help="Number of processes; default: 1, or all slots of the hosts."),
+    ] = None,
     launcher: Annotated[
-        Launcher, typer.Option(help="mpirun where it is there, else env: own processes.")
+        Launcher, typer.Option(help="mpirun where it is there, else env: own processes (over ssh on other hosts).")
     ] = Launcher.auto,
     connector: Annotated[Connector, typer.Option(help="How processes find each other.")] = Connector.auto,
     communicator: Annotated[Communicator, typer.Option(help="How arrays move.")] = Communicator.auto,
     prefix: Annotated[bool, typer.Option("--prefix", help="Write [rank] before each line.")] = False,
     only_rank: Annotated[int | None, typer.Option(min=0, help="Show the output of this rank only.")] = None,
-    hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots (with mpirun).")] = None,
-    hostfile: Annotated[Path | None, typer.Option(help="A host file of mpirun's own format.", exists=True)] = None,
+    hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots")] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="A host a line: `node1 slots=2`, `node1:2` or `node1`.", exists=True, dir_okay=False, readable=True
+        ),
+    ] = None,
 ) -> None:
-    """Runs SCRIPT on N ranks. The exit code is that of the first rank that fails."""
+    """Runs SCRIPT on N ranks, here or on several hosts. The exit code is that of the first rank that fails."""
     try:
-        if only_rank is not None and only_rank >= ranks:
-            raise ValueError(f"--only-rank {only_rank} is not one of the {ranks} ranks")
+        placed = _hosts(hosts, hostfile)
+        size = total_ranks(placed, ranks) if placed else ranks or 1
+        if only_rank is not None and only_rank >= size:
+            raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
         command = program_command(script)
-        mpirun = _choose(launcher, connector, communicator, remote=bool(hosts or hostfile))
+        mpirun = _choose(launcher, connector, communicator)
+        environment = {"JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi"}
+        if communicator is not Communicator.auto:
+            environment["JAXDIST_COMMUNICATOR"] = str(communicator)
+        if mpirun is not None:
+            programs = [_under_mpirun(mpirun, command, size, placed, environment, prefix, only_rank)]
+        elif placed:
+            programs = remote_programs(command, placed, environment, prefix, only_rank)
+        else:
+            programs = own_processes(command, range(size), {**environment, **_alone(size)}, prefix, only_rank)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-    environment = _thread_environment(ranks) if not (hosts or hostfile) else {}
-    environment["JAXDIST_CONNECTOR"] = "env://" if mpirun is None else "mpi"
-    if communicator is not Communicator.auto:
-        environment["JAXDIST_COMMUNICATOR"] = str(communicator)
-
-    if mpirun is None:
-        programs = _own_processes(command, ranks, environment, prefix, only_rank)
-    else:
-        tag = prefix or only_rank is not None
-        line = mpirun.command(
-            ranks,
-            command,
-            tag=tag,
-            spread=_cores() >= 2 * ranks,
-            hosts=hosts,
-            hostfile=hostfile,
-            export=environment if hosts or hostfile else (),
-        )
-        one_machine = not (hosts or hostfile)
-        programs = [
-            Program(
-                name="mpirun",
-                command=line,
-                environment={**mpirun.environment(one_machine=one_machine), **environment},
-                line_filter=_tagged_lines(prefix, only_rank) if tag else None,
-                # Not SIGKILL: mpirun has to end its ranks, on other hosts too.
-                death_signal=signal.SIGTERM,
-            )
-        ]
     raise typer.Exit(run_job(programs))
 
 
-def _choose(launcher: Launcher, connector: Connector, communicator: Communicator, *, remote: bool) -> Mpirun | None:
+def _hosts(hosts: str | None, hostfile: Path | None) -> list[Host]:
+    if hosts is not None and hostfile is not None:
+        raise ValueError("--hosts and --hostfile both say which hosts: leave one out")
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return [] if hosts is None else parse_hosts(hosts)
+
+
+def _under_mpirun(
+    mpirun: Mpirun,
+    command: list[str],
+    size: int,
+    hosts: Sequence[Host],
+    environment: dict[str, str],
+    prefix: bool,
+    only_rank: int | None,
+) -> Program:
+    if hosts:
+        if mpirun_uses_ssh():
+            check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
+        export = {**forwarded_environment(), **environment}
+    else:
+        environment = {**environment, **thread_environment(size)}
+        export = {}
+    line_filter: LineFilter | None = (lambda line: line) if hosts else None
+    tag = prefix or only_rank is not None
+    spread = bool(hosts) or cores() >= 2 * size
+    return Program(
+        name="mpirun",
+        command=mpirun.command(size, command, tag=tag, spread=spread, hosts=hosts, export=export),
+        environment={**mpirun.environment(hosts), **environment},
+        line_filter=_tagged_lines(prefix, only_rank) if tag else line_filter,
+        last_words=_LAST_WORDS if hosts else None,
+        # Not SIGKILL: mpirun has to end its ranks, on other hosts too.
+        death_signal=signal.SIGTERM,
+    )
+
+
+def _choose(launcher: Launcher, connector: Connector, communicator: Communicator) -> Mpirun | None:
     """The mpirun to use, or None for processes of our own."""
-    needs_mpi = connector is Connector.mpi or communicator is Communicator.mpi or remote
+    needs_mpi = connector is Connector.mpi or communicator is Communicator.mpi
     wants_env = launcher is Launcher.env or connector is Connector.env
     if wants_env and (needs_mpi or launcher is Launcher.mpirun):
         raise ValueError(
-            "--launcher env and --connector env:// start processes on this machine that know "
-            "nothing of MPI: leave out --launcher mpirun, --connector mpi, --communicator mpi, "
-            "--hosts and --hostfile, or leave out env"
+            "--launcher env and --connector env:// start processes that know nothing of MPI: leave out "
+            "--launcher mpirun, --connector mpi and --communicator mpi, or leave out env"
         )
     if wants_env:
         return None
@@ -158,39 +193,16 @@ def _choose(launcher: Launcher, connector: Connector, communicator: Communicator
     return None
 
 
-def _own_processes(
-    command: list[str],
-    ranks: int,
-    environment: dict[str, str],
-    prefix: bool,
-    only_rank: int | None,
-) -> list[Program]:
-    shared = {
-        **environment,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+def _alone(size: int) -> dict[str, str]:
+    """What the ranks of one machine share."""
+    return {
+        **thread_environment(size),
+        "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         # Keeps strangers on this machine out of the job's control channel.
         "JAXDIST_SECRET": secrets.token_hex(16),
     }
-    return [
-        Program(
-            name=f"rank {rank}",
-            command=command,
-            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            line_filter=_lines_of(rank, prefix, only_rank),
-        )
-        for rank in range(ranks)
-    ]
-
-
-def _lines_of(rank: int, prefix: bool, only_rank: int | None) -> LineFilter | None:
-    if only_rank is not None and rank != only_rank:
-        return lambda line: None
-    if prefix:
-        return lambda line: b"[%d] %b" % (rank, line)
-    return None
 
 
 def _tagged_lines(prefix: bool, only_rank: int | None) -> LineFilter:
@@ -203,25 +215,3 @@ def _tagged_lines(prefix: bool, only_rank: int | None) -> LineFilter:
         return b"[%d] %b" % (rank, line) if prefix else line
 
     return line_filter
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _thread_environment(ranks: int) -> dict[str, str]:
-    """Shares the cores out: N processes with a thread per core each would fight for them.
-
-    XLA's CPU client reads PJRT_NPROC, not OMP_NUM_THREADS. What the user has set stays.
-    """
-    if ranks == 1:
-        return {}
-    threads = str(max(1, _cores() // ranks))
-    names = ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return {name: threads for name in names if name not in os.environ}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -48,3 +48,22 @@ def bits(x: Any) -> tuple[Any, Move]:
         return x, lambda y: y
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return lax.bitcast_convert_type(x, unsigned), lambda y: lax.bitcast_convert_type(y, x.dtype)
+
+
+def extreme(x: Any, op: str, reduce: Move) -> Any:
+    """The largest or smallest of floats over the devices, or NaN if one is.
+
+    MPI, gloo and XLA between virtual devices lose it; one device would not. So they compare integers in the same
+    order, with NaN beyond all.
+
+    Args:
+      x: this device's.
+      op: ``"max"`` or ``"min"``.
+      reduce: does it with integers.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    bits = lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))
+    limits = jnp.iinfo(bits.dtype)
+    key = jnp.where(bits < 0, bits ^ limits.max, bits)
+    key = reduce(jnp.where(jnp.isnan(wide), limits.max if op == "max" else limits.min, key))
+    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ limits.max, key), wide.dtype).astype(x.dtype)

@@ -29,6 +29,9 @@ from jaxdist.communicators import exchange
 from jaxdist.step.interpreter import Interpreter, retrace
 from jaxdist.step.primitives import AXIS, all_reduce_p, group_reduce_p
 
+MOST = 2**31 - 1
+"""Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
+
 _call_p = Primitive("jaxdist_mpi")
 _call_p.multiple_results = True
 
@@ -152,6 +155,11 @@ class MpiLowering(Interpreter):
         return self._all_reduce(comm, x, "sum") / size
 
     def _all_reduce(self, comm: Any, x: Any, op: str, replicated: bool = True) -> Any:
+        if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):
+            return exchange.extreme(x, op, lambda key: self._all_reduce(comm, key, op, replicated))
+        if x.size > MOST:
+            pieces = [self._all_reduce(comm, piece, op, replicated) for piece in _pieces(x.reshape(-1))]
+            return jnp.concatenate(pieces).reshape(x.shape)
         wide = _reducible(x)
         out = self._call(
             "mpi_allreduce_ffi",
@@ -167,6 +175,11 @@ class MpiLowering(Interpreter):
     def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...], replicated: bool = False) -> Any:
         """All-gather, or all-to-all over the leading dimension: moves bytes, so any dtype will do."""
         count = x.size // (comm.Get_size() if kind == "alltoall" else 1)
+        if count > MOST:
+            rows = x.reshape(-1, count)  # one for each process, or one
+            outs = [self._exchange(kind, comm, piece, (comm.Get_size(), piece.shape[1]), replicated)
+                    for piece in _pieces(rows)]  # fmt: skip
+            return jnp.concatenate(outs, 1).reshape(shape)
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
@@ -230,6 +243,9 @@ class MpiLowering(Interpreter):
         source = {d: s for s, d in eqn.params["perm"]}.get(self.rank, null)
         from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR
 
+        if x.size > MOST:
+            pieces = [self._permute(_, eqn, piece) for piece in _pieces(x.reshape(-1))]
+            return jnp.concatenate(pieces).reshape(x.shape)
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
@@ -359,6 +375,11 @@ class MpiLowering(Interpreter):
         closed = retrace(run, [jax.typeof(order), *(v.aval for v in body.invars)])
         order, *outs = compat.bind(eqn, {**eqn.params, "jaxpr": closed.jaxpr}, [order, *args])
         return order, outs
+
+
+def _pieces(x: Any) -> list[Any]:
+    """`x` along its last dimension, in messages that MPI can count."""
+    return [x[..., i : i + MOST] for i in range(0, x.shape[-1], MOST)]
 
 
 def _varying(x: Any) -> Any:

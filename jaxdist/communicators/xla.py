@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.step.interpreter import Interpreter
-from jaxdist.step.primitives import AXIS, all_reduce_p, reduced
+from jaxdist.step.primitives import AXIS, all_reduce_p, group_reduce_p, reduced
 
 
 class XlaLowering(Interpreter):
     """Evaluates a step's jaxpr on one device of a ``shard_map``, its reductions as XLA's own collectives."""
 
     def __init__(self) -> None:
-        super().__init__({all_reduce_p: lambda _, eqn, x: reduced(x, **eqn.params)})
+        super().__init__(
+            {
+                all_reduce_p: lambda _, eqn, x: reduced(x, **eqn.params),
+                p.pmax_p: lambda _, eqn, x: _extreme(eqn, x, "max"),
+                p.pmin_p: lambda _, eqn, x: _extreme(eqn, x, "min"),
+                group_reduce_p: lambda _, eqn, x: _extreme(eqn, x, eqn.params["op"]),
+            }
+        )
 
 
-class GlooLowering(Interpreter):
+class GlooLowering(XlaLowering):
     """As `XlaLowering`, between CPU processes.
 
     * Gloo's reduce-scatter gives wrong data now and then (jax#40830): an all-to-all and a local sum in its place.
@@ -32,7 +40,9 @@ class GlooLowering(Interpreter):
     """
 
     def __init__(self) -> None:
-        super().__init__({all_reduce_p: self._all_reduce, compat.reduce_scatter_p: self._reduce_scatter})
+        super().__init__()
+        self.rules |= {all_reduce_p: self._all_reduce, compat.reduce_scatter_p: self._reduce_scatter}
+        self.rewritten = set(self.rules)
         self._last: Any = None
 
     def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -60,10 +70,19 @@ class GlooLowering(Interpreter):
         size = len(groups[0]) if groups else lax.axis_size(eqn.params["axis_name"])
         parts = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
         parts = lax.all_to_all(
-            jax.numpy.moveaxis(parts, dim, 0), eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups
+            jnp.moveaxis(parts, dim, 0), eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups
         )
         total = parts.sum(0).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
+
+
+def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
+    def reduce(x: Any) -> Any:
+        return compat.bind(eqn, eqn.params, [x])[0]
+
+    if op == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduce(x)
+    return exchange.extreme(x, op, reduce)
 
 
 def _all_to_all(parts: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
+from jaxdist.cli.hosts import Host
 from jaxdist.cli.mpi import Mpirun, split_tag
 from jaxdist.cli.program import program_command
 
@@ -202,7 +203,9 @@ def test_a_rank_sees_the_signal_and_may_finish(script, tmp_path):
         (["-n", "2", "--only-rank", "2", "echo"], "--only-rank 2 is not one of the 2 ranks"),
         (["--communicator", "smoke", "echo"], "Invalid value for '--communicator'"),
         (["--launcher", "env", "--communicator", "mpi", "echo"], "know nothing of MPI"),
-        (["--connector", "env://", "--hosts", "a:1", "echo"], "know nothing of MPI"),
+        (["-n", "3", "--hosts", "a:1,b:1", "echo"], "-n 3, but the hosts have 2 slots (a:1, b:1)"),
+        (["--only-rank", "2", "--hosts", "a:1,b:1", "echo"], "--only-rank 2 is not one of the 2 ranks"),
+        (["--hosts", "a:1,a:1", "echo"], "--hosts, entry 2: a is there twice"),
     ],
 )
 def test_bad_input(args: list[str], message: str):
@@ -230,13 +233,17 @@ def test_mpirun_command_lines():
     four = Mpirun(Path("/x/mpirun"), "openmpi", "mpirun (Open MPI) 4.1.4")
     mpich = Mpirun(Path("/x/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
     program = ["python", "a.py"]
+    hosts = [Host("a", 3), Host("b", 1)]
     assert five.command(2, program, tag=True) == [*["/x/mpirun", "-n", "2", "--output", "tag", "python", "a.py"]]
     assert "--tag-output" in four.command(2, program, tag=True)
     assert "-prepend-rank" in mpich.command(2, program, tag=True)
-    assert five.command(4, program, hosts="a:2,b:2", export=["PJRT_NPROC"]) == [
-        *["/x/mpirun", "-n", "4", "--host", "a:2,b:2", "-x", "PJRT_NPROC", "python", "a.py"]
+    assert five.command(4, program, hosts=hosts, export=["PJRT_NPROC"]) == [
+        *["/x/mpirun", "-n", "4", "--map-by", "slot:oversubscribe", "--host", "a:3,b:1"],
+        *["-x", "PJRT_NPROC", "python", "a.py"],
     ]
-    assert mpich.command(4, program, hostfile=Path("h")) == [*["/x/mpirun", "-n", "4", "-f", "h", "python", "a.py"]]
+    assert mpich.command(4, program, hosts=hosts) == [
+        *["/x/mpirun", "-n", "4", "-hosts", "a:3,b:1", "python", "a.py"],
+    ]
     assert mpich.environment() == {}
     assert "PRTE_MCA_rmaps_default_mapping_policy" in five.environment()
-    assert "PRTE_MCA_rmaps_default_mapping_policy" not in five.environment(one_machine=False)
+    assert "PRTE_MCA_rmaps_default_mapping_policy" not in five.environment(hosts)

@@ -1,7 +1,7 @@
 """Collectives in a decorated step: `python run_collectives.py COMMUNICATOR PART...`; each rank compares its own part.
 
-Parts: ``lax``: JAX's own, against `jax.vmap` with a named axis. ``jaxdist``: ours, random calls, against one device.
-``scatter``: large reduce-scatters in a loop, exactly. Prints OK and the number of comparisons on every rank.
+Parts: ``lax``: JAX's own, against `jax.vmap` with a named axis. ``nan``: their extremes. ``jaxdist``: ours, random calls,
+against one device. ``pieces``: the same, in many messages. ``scatter``: large reduce-scatters in a loop, exactly. Prints OK and the number of comparisons on every rank.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import collective_cases as cases
 
 import jaxdist
+from jaxdist.communicators import mpi
 
 jax.config.update("jax_enable_x64", True)
 ctx = jaxdist.init(communicator=sys.argv[1])
@@ -163,8 +164,34 @@ def of_scatter(turns: int = 200, mib: int = 35) -> int:
     return turns
 
 
+def of_nan() -> int:
+    """The extremes of infinities, zeros and NaN, as NumPy has them."""
+    compared = 0
+    for dtype in FLOATS[:4]:
+        x = np.array([[1, -2, 0.0, np.inf, -np.inf, np.nan, -3, 5]] * N).astype(jnp.dtype(dtype))
+        x[:, 6] = np.where(np.arange(N) == N - 1, np.nan, -np.inf)
+        x[:, 7] = np.arange(N) - 1
+        x[:, 3] *= np.where(np.arange(N) == 0, 1, -1)
+        step = jaxdist.data_parallel(lambda s, x: (s, [lax.pmax(x[0], "data")[None], lax.pmin(x[0], "data")[None]]))
+        _, got = step(jnp.zeros(()), x[ctx.rank : ctx.rank + 1])
+        for y, f in zip(got, (np.max, np.min), strict=True):
+            mine = np.asarray(y.addressable_data(0))[0]
+            np.testing.assert_array_equal(mine.astype(float), f(x.astype(float), 0), err_msg=dtype)
+            compared += 1
+    return compared
+
+
+def of_pieces() -> int:
+    """Messages that are too long for one MPI call: all of them are, if a call may carry seven elements."""
+    if ctx.communicator == "mpi":
+        mpi.MOST = 7
+    compared = of_jaxdist()
+    mpi.MOST = 2**31 - 1
+    return compared
+
+
 def main() -> None:
-    parts = {"lax": of_lax, "jaxdist": of_jaxdist, "scatter": of_scatter}
+    parts = {"lax": of_lax, "nan": of_nan, "jaxdist": of_jaxdist, "pieces": of_pieces, "scatter": of_scatter}
     compared = sum(parts[part]() for part in sys.argv[2:])
     print(f"OK {ctx.communicator} {compared}", flush=True)
 

@@ -14,7 +14,7 @@ SCRIPT = str(Path(__file__).with_name("run_collectives.py"))
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives(ranks: int, communicator: str) -> None:
-    parts = ["jaxdist"] if ranks == 4 else ["lax", "jaxdist"]
+    parts = {2: ["lax", "nan", "jaxdist"], 3: ["lax", "pieces"], 4: ["jaxdist"]}[ranks]
     result = launch.mpirun(ranks, [SCRIPT, communicator, *parts], timeout=300)
     assert result.returncode == 0, result.output
     assert result.stdout.count(f"OK {communicator} ") == ranks, result.output

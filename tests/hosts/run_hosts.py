@@ -1,0 +1,48 @@
+"""A rank of a job across hosts: `run_hosts.py train EXPECTED COMMUNICATOR CONNECTOR`, or `loop COMMUNICATOR`.
+
+`train`: the root prints a JSON line of where each rank is and how far its result is from one device's. `loop`: train
+until something ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import sys
+from pathlib import Path
+
+import jax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import oracle
+
+import jaxdist
+
+CASE = "clip_adamw"
+
+
+def train(expected: str, communicator: str, connector: str) -> None:
+    """A short training, compared on every rank."""
+    ctx = jaxdist.init(connector, communicator)
+    got = oracle.run_decorated(oracle.case(CASE), ctx.rank, ctx.size)
+    gap = oracle.difference(pickle.loads(Path(expected).read_bytes()), got)
+    ranks = ctx.control.exchange("ranks", (socket.gethostname(), ctx.local_rank, ctx.local_size, gap))
+    if ctx.is_root:
+        report = {"ranks": [r[:3] for r in ranks], "gap": max(r[3] for r in ranks), "communicator": ctx.communicator}
+        print("REPORT " + json.dumps(report), flush=True)
+
+
+def loop(communicator: str) -> None:
+    """Steps without end."""
+    ctx = jaxdist.init("auto", communicator)
+    case = oracle.case(CASE)
+    for _ in range(1_000_000):
+        oracle.run_decorated(case, ctx.rank, ctx.size, steps=20)
+        print(f"rank {ctx.rank} trains", flush=True)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    {"train": train, "loop": loop}[sys.argv[1]](*sys.argv[2:])
