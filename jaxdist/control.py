@@ -11,16 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxdist import rendezvous
+from jaxdist.hub import PRINT_SECONDS, Hub, lost, receive_cast, send_cast
 from jaxdist.rendezvous import Member
 
-_CHUNK = 1 << 24  # bytes of a broadcast that travel in one frame
 _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
-_PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
-_GRACE = 0.5  # seconds to learn where the other ranks are before a mismatch is reported
 
 
 class ControlError(RuntimeError):
@@ -48,7 +46,10 @@ class Control:
       notices: {tag: {rank: value}} of exchanges that others have entered and that have not
         ended; `notices["bye"]` keeps the farewells.
       on_notice: hook (tag, rank, value), called on the watcher thread: it must not block.
+      listeners: {tag: hook (rank, value)} for what others `post`; called as `on_notice` is.
       farewell: hook whose result travels with the goodbye.
+      whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
+        known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
 
     Raises:
       TimeoutError: a rank did not come in time, or rank 0 was not reached.
@@ -74,7 +75,9 @@ class Control:
         self.abort = abort
         self.notices: dict[str, dict[int, Any]] = {}
         self.on_notice: Callable[[str, int, Any], None] | None = None
+        self.listeners: dict[str, Callable[[int, Any], None]] = {}
         self.farewell: Callable[[], Any] | None = None
+        self.whereabouts: Callable[[list[int]], str | None] | None = None
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
@@ -82,7 +85,7 @@ class Control:
         self._alarmed = False  # this rank told the others to end
         self._held = False  # the main thread is about to end this process itself
         self._reason = threading.Event()  # the others told this rank to end
-        self._hub: _Hub | None = None
+        self._hub: Hub | None = None
         self._root: Connection | None = None
         self._send_lock = threading.Lock()
         self._pid = os.getpid()
@@ -99,7 +102,7 @@ class Control:
                 server, size, key or rendezvous.job_key(f"port {port}"), timeout,
                 f"tcp://{host}:{port}",
             )  # fmt: skip
-            self._hub = _Hub(self, joined.connections)
+            self._hub = Hub(self, joined.connections)
             target = self._hub.watch
         else:
             key = key or rendezvous.job_key(f"port {addresses[0][1]}")
@@ -141,22 +144,46 @@ class Control:
             if self._closed:
                 raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
             self._send(("enter", tag, value))
-            try:
-                kind, got, payload = self._answers.get(timeout=timeout)
-            except queue.Empty:
-                # Rank 0 tells everyone, so that nobody waits for a rank that gave up.
-                self._send(("timeout", tag, timeout))
-                try:
-                    kind, got, payload = self._answers.get(timeout=10.0)
-                except queue.Empty:
-                    raise ControlError(
-                        f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and "
-                        f"{self.who(0)} does not answer"
-                    ) from None
+            kind, got, payload = self._answer(tag, timeout)
         if kind == "error":
             raise ControlError(f"rank {self.rank}: {payload}")
         assert got == tag, (got, tag)
         return payload
+
+    def _answer(self, tag: str, timeout: float | None) -> tuple[str, str, Any]:
+        """The hub's, to what was just entered."""
+        known: str | None = None
+        turns = 0
+        while known is None:
+            with contextlib.suppress(queue.Empty):
+                return self._answers.get(timeout=timeout)
+            known = ""
+            if self.whereabouts is not None:
+                here = self.notices.get(tag, {})
+                known = self.whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
+                turns += 1
+                if known is not None:
+                    known = f" {known}."
+                elif turns.bit_count() == 1:  # 1, 2, 4, 8, ...
+                    self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
+        # Rank 0 tells everyone, so that nobody waits for a rank that gave up.
+        self._send(("timeout", tag, timeout, known))
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get(timeout=10.0)
+        raise ControlError(
+            f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and {self.who(0)} does not answer"
+        )
+
+    def post(self, tag: str, value: Any, to: int | None = None) -> None:
+        """Tell one other rank, or all, something small; does not wait for them.
+
+        Args:
+          tag: whose hook in their `listeners` hears it.
+          value: picklable.
+          to: a rank; None: all others.
+        """
+        if self.size > 1 and self._is_owner():
+            self._send(("post", tag, value, to))
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank is here; raises as `exchange` does."""
@@ -179,6 +206,7 @@ class Control:
         buffers: Sequence[memoryview] | None,
         root: int = 0,
         carrier: Callable[[memoryview | bytearray, int], None] | None = None,
+        timeout: float | None = None,
     ) -> list[memoryview] | list[bytearray]:
         """Send the root's buffers to every rank, in chunks, through rank 0.
 
@@ -186,6 +214,7 @@ class Control:
           buffers: contiguous bytes, on the root; elsewhere ignored.
           root: the rank that sends.
           carrier: moves one buffer from the root to all by a faster way (MPI_Bcast).
+          timeout: seconds to wait for the others to come; None: as long as they live.
 
         Returns:
           The buffers (on the root: those given).
@@ -194,7 +223,7 @@ class Control:
           ControlError: as `exchange`; also if ranks name different roots.
         """
         flat = [b.cast("B") for b in buffers or ()]
-        said = self.exchange("broadcast", (root, [b.nbytes for b in flat]))
+        said = self.exchange("broadcast", (root, [b.nbytes for b in flat]), timeout)
         roots = [r for r, _ in said]
         if any(r != root for r in roots):
             raise ControlError(
@@ -215,7 +244,7 @@ class Control:
         else:
             assert self._root is not None
             with self._send_lock:
-                _send_cast(self._root, flat)
+                send_cast(self._root, flat)
         return flat
 
     def alarm(self, message: str) -> None:
@@ -226,6 +255,11 @@ class Control:
         self._alarmed = True
         if self.size > 1 and self._is_owner():
             self._send(("alarm", message))
+
+    def fail(self, message: str) -> None:
+        """End the job, whatever its main threads do: every rank prints `message` and ends with a non-zero code."""
+        self.end_because_of(message, pause=0.5)
+        self.alarm(message)
 
     def close(self, farewell: Any = None) -> None:
         """Say goodbye: what the others see next is an orderly end, not a death.
@@ -259,7 +293,7 @@ class Control:
             with self._send_lock:
                 self._root.send(message)
         except OSError as error:
-            if message[0] not in ("bye", "alarm"):
+            if message[0] not in ("bye", "alarm", "post"):  # the watcher sees it too
                 raise ControlError(f"rank {self.rank}: lost the connection to {self.who(0)}: {error}") from None
 
     def _watch(self) -> None:
@@ -268,15 +302,16 @@ class Control:
             try:
                 message = self._root.recv()
                 if message[0] == "cast":
-                    self._casts.put(_receive_cast(self._root, message[1]))
+                    self._casts.put(receive_cast(self._root, message[1]))
                 else:
                     self.deliver(message)
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
+                reason = error
                 break
         if 0 in self.notices.get("bye", {}):
             self._answers.put(("error", "", f"{self.who(0)} has already left"))
         else:
-            self.end_because_of(_died(self.who(0)), 0.0)
+            self.end_because_of(lost(self.who(0), reason), 0.0)
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         """Act on what the hub says (watcher thread; on rank 0 also the main thread)."""
@@ -284,11 +319,9 @@ class Control:
         if kind == "notice":
             _, tag, rank, value = message
             self.notices.setdefault(tag, {})[rank] = value
-            if self.on_notice is not None:
-                try:
-                    self.on_notice(tag, rank, value)
-                except Exception as error:  # a broken hook must not stop the watcher
-                    self._print(f"on_notice failed: {error!r}")
+            self._call(self.on_notice, tag, rank, value)
+        elif kind == "post":
+            self._call(self.listeners.get(message[1]), *message[2:])
         elif kind == "result":
             self.notices.pop(message[1], None)
             self._answers.put(message)  # type: ignore[arg-type]
@@ -298,6 +331,13 @@ class Control:
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
             self.end_because_of(message[1], message[2])
+
+    def _call(self, hook: Callable[..., None] | None, *args: Any) -> None:
+        if hook is not None:
+            try:
+                hook(*args)
+            except Exception as error:  # a broken hook must not stop the watcher
+                self.say(f"a hook of the control channel failed: {error!r}")
 
     def end_because_of(self, message: str, pause: float) -> None:
         """Print why, and end this process soon; unless its main thread already sees to that.
@@ -309,7 +349,7 @@ class Control:
         """
         if self.ending or not self._is_owner():
             return
-        self._print(message)
+        self.say(message)
         self._reason.set()
         if self._held:
             return
@@ -345,10 +385,11 @@ class Control:
         if self._hub is not None:
             abort = not self._hub.wait_gone(_LEAVE_SECONDS) or abort
         elif abort:
-            time.sleep(_PRINT_SECONDS)
+            time.sleep(PRINT_SECONDS)
         leave(code, "", self.abort if abort else None)
 
-    def _print(self, message: str) -> None:
+    def say(self, message: str) -> None:
+        """Print a line on stderr, marked with the rank."""
         # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe.
         os.write(2, f"[jaxdist rank {self.rank}] {message}\n".encode())
 
@@ -368,178 +409,6 @@ class Control:
         for conn in self._connections:
             with contextlib.suppress(OSError):
                 conn.close()
-
-
-class _Hub:
-    """Rank 0's part: takes what each rank says, and tells the others."""
-
-    def __init__(self, control: Control, connections: dict[int, Connection]):
-        self.control = control
-        self.connections = connections
-        self.lock = threading.RLock()
-        self.send_locks = {rank: threading.Lock() for rank in connections}
-        self.entered: dict[int, tuple[str, Any]] = {}
-        self.failure: str | None = None  # of the running exchange: late ranks are told as well
-        self.told: set[int] = set()
-        self.left: set[int] = set()
-        self.timer: threading.Timer | None = None
-        self.open = set(connections)
-        self.gone = threading.Condition()
-
-    def watch(self) -> None:
-        ranks = {conn: rank for rank, conn in self.connections.items()}
-        while ranks:
-            for conn in wait(list(ranks)):
-                assert isinstance(conn, Connection)
-                rank = ranks[conn]
-                try:
-                    message = conn.recv()
-                    if message[0] == "cast":
-                        self.forward(rank, conn, message[1])
-                    else:
-                        self.handle(rank, message)
-                except (EOFError, OSError):
-                    del ranks[conn]
-                    with self.gone:
-                        self.open.discard(rank)
-                        self.gone.notify_all()
-                    if rank not in self.left and not self.control.ending:
-                        self.end_all(_died(self.control.who(rank)), spare=rank)
-
-    def wait_gone(self, seconds: float) -> bool:
-        """Whether, within this time, every other rank has closed its connection."""
-        with self.gone:
-            return self.gone.wait_for(lambda: not self.open, seconds)
-
-    def send(self, rank: int, message: tuple[Any, ...]) -> None:
-        if rank == 0:
-            self.control.deliver(message)
-            return
-        # An OSError says that it died: the watcher sees that too.
-        with contextlib.suppress(OSError), self.send_locks[rank]:
-            self.connections[rank].send(message)
-
-    def others(self, rank: int) -> list[int]:
-        # Rank 0 last: a message may end it, and it has to tell the others first.
-        return [r for r in (*self.connections, 0) if r != rank]
-
-    def handle(self, rank: int, message: tuple[Any, ...]) -> None:
-        kind = message[0]
-        with self.lock:
-            if kind == "enter":
-                self.enter(rank, message[1], message[2])
-            elif kind == "timeout":
-                if rank in self.entered and self.failure is None:
-                    self.fail(f"exchange {message[1]!r} timed out on rank {rank} after "
-                              f"{message[2]:g} s. {self.where()}")  # fmt: skip
-            elif kind == "bye":
-                self.left.add(rank)
-                for r in self.others(rank):
-                    self.send(r, ("notice", "bye", rank, message[1]))
-                if self.entered:
-                    self.fail(self.why_gone())
-            elif kind == "alarm":
-                self.end_all(message[1], spare=rank, pause=2 * _PRINT_SECONDS)
-
-    def enter(self, rank: int, tag: str, value: Any) -> None:
-        if self.failure is None:
-            self.entered[rank] = (tag, value)
-            for r in self.others(rank):
-                self.send(r, ("notice", tag, rank, value))
-            if self.left:
-                self.fail(self.why_gone())
-            elif len({t for t, _ in self.entered.values()}) > 1:
-                if len(self.entered) == self.control.size:
-                    self.mismatch()
-                elif self.timer is None:
-                    self.timer = threading.Timer(_GRACE, self.mismatch)
-                    self.timer.daemon = True
-                    self.timer.start()
-            elif len(self.entered) == self.control.size:
-                values = [self.entered[r][1] for r in range(self.control.size)]
-                self.reset()
-                for r in self.others(-1):
-                    self.send(r, ("result", tag, values))
-        else:
-            self.tell(rank)
-
-    def mismatch(self) -> None:
-        with self.lock:
-            tags = {t for t, _ in self.entered.values()}
-            if self.failure is None and len(tags) > 1:
-                self.fail(
-                    f"the ranks are in different calls. {self.where()} Every rank must make the "
-                    "same jaxdist calls in the same order: look for a call under `if rank == ...`, "
-                    "or loops of different length"
-                )
-
-    def why_gone(self) -> str:
-        left = ", ".join(self.control.who(r) for r in sorted(self.left))
-        return (
-            f"{left} has already left. {self.where()} Every rank must make the same jaxdist calls: "
-            "did it run fewer steps or end early?"
-        )
-
-    def where(self) -> str:
-        """Which rank is at which tag, and who is missing, with hosts and pids."""
-        places: dict[str, list[int]] = {}
-        for rank, (tag, _) in sorted(self.entered.items()):
-            places.setdefault(tag, []).append(rank)
-        parts = [f"{rendezvous._ranks(ranks)} at {tag!r}" for tag, ranks in places.items()]
-        missing = [
-            self.control.who(r) for r in range(self.control.size) if r not in self.entered and r not in self.left
-        ]
-        if missing:
-            parts.append("not there: " + ", ".join(missing))
-        return "; ".join(parts) + "."
-
-    def fail(self, reason: str) -> None:
-        self.failure = reason
-        for rank in sorted(self.entered, reverse=True):
-            self.tell(rank)
-
-    def tell(self, rank: int) -> None:
-        assert self.failure is not None
-        self.told.add(rank)
-        reason = self.failure
-        if len(self.told | self.left) == self.control.size:
-            self.reset()  # everyone knows: the next exchange starts afresh
-        self.send(rank, ("error", "", reason))
-
-    def reset(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer, self.failure = None, None
-        self.entered, self.told = {}, set()
-
-    def end_all(self, message: str, spare: int, pause: float = 0.0) -> None:
-        for r in self.others(spare):
-            self.send(r, ("end", message, pause))
-
-    # --- broadcast
-
-    def cast(self, buffers: Sequence[memoryview]) -> None:
-        for rank, conn in self.connections.items():
-            with contextlib.suppress(OSError), self.send_locks[rank]:
-                _send_cast(conn, buffers)
-
-    def forward(self, source: int, conn: Connection, sizes: list[int]) -> None:
-        """Pass a broadcast of rank `source` on, chunk by chunk, and keep it for rank 0."""
-        targets = [r for r in self.connections if r != source and r not in self.left]
-        for r in targets:
-            self.send_locks[r].acquire()
-        try:
-            for r in targets:
-                _quietly(self.connections[r].send, ("cast", sizes))
-
-            def pass_on(chunk: memoryview) -> None:
-                for r in targets:
-                    _quietly(self.connections[r].send_bytes, chunk)
-
-            self.control._casts.put(_receive_cast(conn, sizes, pass_on))
-        finally:
-            for r in targets:
-                self.send_locks[r].release()
 
 
 def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> None:
@@ -562,37 +431,3 @@ def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None
     helper.start()
     helper.join(3.0)  # a flush can block on a pipe that nobody reads
     os._exit(code)
-
-
-def _died(who: str) -> str:
-    return (
-        f"{who} died without a goodbye: killed by a signal, out of memory, a crash in native code, "
-        "or its network is gone (see its own output, and `dmesg` for the OOM killer). Ending this "
-        "rank too"
-    )
-
-
-def _send_cast(conn: Connection, buffers: Sequence[memoryview]) -> None:
-    conn.send(("cast", [b.nbytes for b in buffers]))
-    for buffer in buffers:
-        for start in range(0, buffer.nbytes, _CHUNK):
-            conn.send_bytes(buffer[start : start + _CHUNK])
-
-
-def _receive_cast(
-    conn: Connection, sizes: list[int], pass_on: Callable[[memoryview], None] | None = None
-) -> list[bytearray]:
-    buffers = [bytearray(n) for n in sizes]
-    for buffer in buffers:
-        view = memoryview(buffer)
-        for start in range(0, len(view), _CHUNK):
-            chunk = view[start : start + _CHUNK]
-            conn.recv_bytes_into(chunk)
-            if pass_on is not None:
-                pass_on(chunk)
-    return buffers
-
-
-def _quietly(send: Callable[[Any], None], message: Any) -> None:
-    with contextlib.suppress(OSError):  # that rank died: the watcher sees it too
-        send(message)

@@ -20,6 +20,10 @@ from typing import NamedTuple
 
 HANDSHAKE_SECONDS = 5.0
 _NONCE = 32
+_SILENCE, _SILENCE_LEAST = (
+    30.0,
+    3.0,
+)  # seconds without a sign of a host before it is taken for lost; or the job's timeout
 
 
 class Member(NamedTuple):
@@ -122,7 +126,7 @@ def gather(server: socket.socket, size: int, key: bytes, timeout: float, address
         # A thread each: a port scanner that says nothing must not keep the job waiting.
         try:
             ours = _plain(sock.getsockname()[0])
-            conn = _connection(sock)
+            conn = _connection(sock, timeout)
             if _challenge(conn, key):
                 rank, their_size, member = conn.recv()
                 arrivals.put((conn, rank, their_size, member, ours))
@@ -232,7 +236,7 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes,
                 last = str(error)
                 continue
             ip = _plain(sock.getsockname()[0])
-            conn = _connection(sock)
+            conn = _connection(sock, timeout)
             try:
                 proved = _answer(conn, key)
             except (OSError, EOFError):
@@ -266,16 +270,21 @@ def _hello(conn: Connection, rank: int, size: int, ip: str, host: str, deadline:
     return Joined({0: conn}, answer[1], host)
 
 
-def _connection(sock: socket.socket) -> Connection:
+def _connection(sock: socket.socket, timeout: float) -> Connection:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A cut cable sends nothing: without keepalive its two ends would wait for ever.
+    # A cut cable sends nothing: without keepalive its two ends would wait for ever. The other kernel answers it, so a
+    # process that is stopped or busy is not taken for lost.
+    seconds = max(_SILENCE_LEAST, min(_SILENCE, timeout))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+    for name, value in (
+        ("TCP_KEEPIDLE", int(seconds / 3)),
+        ("TCP_KEEPINTVL", max(1, int(seconds / 6))),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", int(1000 * seconds)),  # goes for data on their way too, and rules over the count
+    ):
         if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Connection(sock.detach())
 
 

@@ -17,6 +17,7 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 COMPLEX = ["complex64", "complex128"]
 OPS = {"sum": operator.add, "avg": operator.add, "prod": operator.mul, "min": jnp.minimum, "max": jnp.maximum}
+KINDS = "allreduce reduce reduce_scatter allgather all_to_all broadcast gather scatter permute".split()
 Call = dict[str, Any]
 """``kind``, ``shape``, ``dtype`` and the arguments of the collective."""
 
@@ -59,20 +60,20 @@ def _one(kind: str, call: Call, xs: list[Any], me: int, mine: Any) -> Any:
 
 def _reduced(xs: list[Any], op: str) -> Any:
     dtype = xs[0].dtype
-    if dtype == bool and op != "avg":
+    if dtype.kind == "b" and op != "avg":
         return functools.reduce(jnp.logical_or if op in ("sum", "max") else jnp.logical_and, xs)
     if op == "avg":
         out = jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
-        return (functools.reduce(operator.add, [x.astype(jnp.promote_types(out, "float64")) for x in xs]) / len(xs)).astype(out)
+        return (
+            functools.reduce(operator.add, [x.astype(jnp.promote_types(out, "float64")) for x in xs]) / len(xs)
+        ).astype(out)
     wide = [x.astype("float64") for x in xs] if jnp.issubdtype(dtype, jnp.floating) else xs
     return functools.reduce(OPS[op], wide).astype(dtype)
 
 
 def random_call(rng: np.random.Generator, n: int, kinds: Sequence[str] = (), dtypes: Sequence[str] = ()) -> Call:
     """One of the calls that are legal inside a step on `n` devices."""
-    kinds = kinds or ["allreduce", "reduce", "reduce_scatter", "allgather", "all_to_all", "broadcast", "gather", "scatter",
-                      "permute"]  # fmt: skip
-    kind = str(rng.choice(kinds))
+    kind = str(rng.choice(kinds or KINDS))
     call: Call = {"kind": kind}
     reduces = "reduce" in kind
     if reduces:
@@ -136,5 +137,7 @@ def check(calls: Sequence[Call], xs: Sequence[np.ndarray], first: int, mine: int
             if right.dtype.kind in "iub":
                 np.testing.assert_array_equal(got, right, err_msg=str(call))
             else:
-                np.testing.assert_allclose(got.astype(wide), right.astype(wide), tolerance, tolerance, err_msg=str(call))
+                np.testing.assert_allclose(
+                    got.astype(wide), right.astype(wide), tolerance, tolerance, err_msg=str(call)
+                )
     return len(calls)

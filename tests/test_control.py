@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -227,6 +231,41 @@ def test_a_death_or_an_alarm_ends_the_others_whatever_they_do(what, survivors, w
         assert "still here" not in results[rank].stdout
     if what == "alarm":
         assert "my own error" in results[2].stderr
+
+
+_LINK_DOWN = """
+import fcntl, os, socket, struct, subprocess, sys, threading
+def loopback(state):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        fcntl.ioctl(s, 0x8914, struct.pack("16sh", b"lo", state))  # SIOCSIFFLAGS
+if len(sys.argv) == 1:  # alone in a network of its own
+    loopback(1)
+    ranks = [subprocess.Popen([sys.executable, __file__, str(r)]) for r in range(3)]
+    sys.exit(0 if [r.wait() for r in ranks] == [1, 1, 1] else 2)
+from jaxdist.control import Control
+rank = int(sys.argv[1])
+control = Control(rank, 3, [("127.0.0.1", 29500)], timeout=3)
+control.exchange("up")
+if rank == 0:
+    loopback(0)
+threading.Event().wait(60)
+"""
+
+
+def test_a_network_that_goes_down_is_noticed_at_both_ends(tmp_path):
+    script = tmp_path / "link_down.py"
+    script.write_text(_LINK_DOWN)
+    namespace = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], check=False).returncode:
+        pytest.skip("no network namespace can be made here (root or user namespaces): a link down was not checked")
+    job = launch.Job()
+    job.start([*namespace, sys.executable, str(script)])
+    result = job.finish(60)[0]
+    assert result.returncode == 0, result.output
+    for rank, other in ((0, "[12]"), (1, "0"), (2, "0")):
+        assert re.search(
+            rf"\[jaxdist rank {rank}\] rank {other} \(\S+, pid \d+\) can't be reached any more", result.stderr
+        )
 
 
 def test_goodbyes_end_in_peace_and_waiting_costs_no_cpu():

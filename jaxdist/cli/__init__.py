@@ -2,6 +2,7 @@
 
 import typer
 
+from jaxdist.cli.bench import bench
 from jaxdist.cli.info import info
 from jaxdist.cli.run import RunCommand, run
 
@@ -16,3 +17,4 @@ app = typer.Typer(
 )
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
+app.command()(bench)

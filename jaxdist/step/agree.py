@@ -9,13 +9,20 @@ stopped by its watcher thread, which knows what it entered with.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 from jaxdist.context import Context
+from jaxdist.progress import Call, Progress
+from jaxdist.step.programs import Programs
 
 _PREFIX = "step "
 
@@ -37,21 +44,6 @@ class Description:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-@dataclass
-class _Progress:
-    """How far this rank is with one step.
-
-    Attributes:
-      committed: the last call that this rank has entered for good: nothing can stop it from its collectives.
-      comparing: the call that it compares, or compared before committing to it.
-      last: the arguments last compared.
-    """
-
-    committed: int = 0
-    comparing: int = 0
-    last: Description | None = None
-
-
 class Agreement:
     """Keeps the ranks of one job together; one a context.
 
@@ -62,11 +54,13 @@ class Agreement:
     def __init__(self, context: Context):
         self.context = context
         self.control = context.control
-        self.steps: dict[str, _Progress] = {}
+        self.steps = context.watchdog.steps
         self._lock = threading.Lock()  # a rank commits, or its watcher judges: never both at once
         if context.size > 1:
             self.control.on_notice = self._on_notice
             self.control.farewell = lambda: {k: p.committed for k, p in self.steps.items()}
+            self.programs = Programs(self.control, self.steps)
+            context.watchdog.on_stuck = functools.partial(self.programs.compare, stuck=True)
 
     def enter(self, step: str) -> int:
         """Called first in each call of a step; returns the call's number, from 1.
@@ -74,7 +68,7 @@ class Agreement:
         Raises:
           RuntimeError: another rank has already left the job.
         """
-        progress = self.steps.setdefault(step, _Progress())
+        progress = self.steps.setdefault(step, Progress())
         call = progress.committed + 1
         if byes := self.control.notices.get("bye"):
             for rank, calls in list(byes.items()):
@@ -92,7 +86,28 @@ class Agreement:
             if progress.comparing != call and self._tag(step, call) in self.control.notices:
                 return False
             progress.committed = call
+            progress.current, progress.failed = Call(call, time.monotonic()), ""
             return True
+
+    def traced(self, step: str, program: ClosedJaxpr) -> None:
+        """The program of a step was traced; if in a call of it, the ranks that trace it too compare what they have."""
+        if self.context.size > 1:
+            self.programs.traced(step, program)
+
+    def returned(self, step: str, result: Any) -> None:
+        """The program of the call committed to has returned, and may still run."""
+        if self.context.size > 1:
+            call = self.steps[step].current
+            assert call is not None
+            call.finish(result)
+            self.programs.compare()
+
+    def failed(self, step: str, call: int, error: BaseException) -> None:
+        """A call raised an error; if it was committed to, the next one compares whether it did so on all ranks."""
+        progress = self.steps[step]
+        if progress.current is not None and progress.current.number == call:
+            progress.failed = type(error).__name__
+            progress.current.finish(None)
 
     def check(self, step: str, call: int, mine: Description) -> None:
         """Compare with every rank.
@@ -100,20 +115,23 @@ class Agreement:
         Raises:
           ValueError: on every rank, naming the first leaf that differs, both types and the ranks; or the problem that
             a rank found by itself.
+          ControlError: some rank did not come within the timeout.
         """
         if self.context.size == 1:
             if mine.problem:
                 raise ValueError(mine.problem)
             return
         progress = self.steps[step]
+        outcome = ("the outcome of the call before", progress.failed or "a result")
+        mine = dataclasses.replace(mine, entries=(outcome, *mine.entries))
         with self._lock:
             progress.comparing, progress.last = call, mine
         tag = self._tag(step, call)
         try:
-            digests = self.control.exchange(tag, mine.digest())
+            digests = self.control.exchange(tag, mine.digest(), self.context.timeout)
             if len(set(digests)) == 1 and mine.problem is None:
                 return
-            everyone: list[Description] = self.control.exchange(tag + " details", mine)
+            everyone: list[Description] = self.control.exchange(tag + " details", mine, self.context.timeout)
         except BaseException:
             progress.comparing = 0
             raise
@@ -129,7 +147,7 @@ class Agreement:
             for step, progress in list(self.steps.items()):
                 calls = (value or {}).get(step, 0)
                 if progress.committed > calls:
-                    self._end(self._left(rank, step, calls))
+                    self.control.fail(self._left(rank, step, calls))
             return
         if not tag.startswith(_PREFIX) or tag.endswith(" details"):
             return
@@ -142,7 +160,7 @@ class Agreement:
                 return
         # Committed without comparing: the arguments were known here. Whatever the other rank has is new.
         types = ", ".join(f"{n}: {t}" for n, t in progress.last.entries[-4:]) if progress.last else "?"
-        self._end(
+        self.control.fail(
             f"step {step!r}, call {call}: rank {rank} came with arguments of another structure, shape or dtype than "
             f"before, and rank {self.context.rank} did not (it has ... {types}). Each rank must pass a batch of the "
             "same shape in the same call: drop or pad the tail of the data on every rank."
@@ -154,10 +172,6 @@ class Agreement:
             f"call {max(calls + 1, self.steps[step].committed)}: each rank must make the same number of calls (is the "
             "data unequal?)"
         )
-
-    def _end(self, message: str) -> None:
-        self.control.end_because_of(message, pause=0.5)
-        self.control.alarm(message)
 
 
 def explain(step: str, everyone: Sequence[Description]) -> str:

@@ -181,8 +181,14 @@ class _DataParallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._bind_context()
         call = self._agreement.enter(self._name)
-        program, state, batch = self._prepare(args, kwargs, call)
-        result = program(state, batch)
+        try:
+            program, state, batch = self._prepare(args, kwargs, call)
+            result = program(state, batch)
+        except BaseException as error:
+            self._agreement.failed(self._name, call, error)
+            self._agreed.clear()  # the next call finds out whether it failed on every rank
+            raise
+        self._agreement.returned(self._name, result)
         if self._check_finite:
             _raise_if_not_finite(result, self._name, call)
         return result
@@ -316,6 +322,7 @@ class _DataParallel:
                 if self._bucket_bytes is None
                 else self._bucket_bytes,
                 _COMPRESSIONS[self._compress] if self._compress else None,
+                functools.partial(self._agreement.traced, self._name),
             )
         return program
 

@@ -81,6 +81,7 @@ class Program:
       donate: whether the state's memory may be reused.
       bucket_bytes: see `passes.fuse`.
       compress: the dtype in which gradients travel; None: their own.
+      on_traced: told what is about to be lowered, whenever jit traces anew.
     """
 
     def __init__(
@@ -93,11 +94,12 @@ class Program:
         donate: bool,
         bucket_bytes: int,
         compress: str | None,
+        on_traced: Callable[[ClosedJaxpr], None] | None = None,
     ):
         self._step, self._signature, self._mesh = step, signature, mesh
         self._op: Op = op
         self._bucket_bytes, self._compress = bucket_bytes, compress
-        self._communicator = communicator
+        self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = False
         run = functools.partial(self._run)
         run.__name__ = getattr(step, "__name__", "step")  # type: ignore[attr-defined]
@@ -129,6 +131,8 @@ class Program:
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, untyped)
         weak = [aval.weak_type for aval in closed.out_avals]
         closed = self._finished(closed, outputs, avals, checked)
+        if self._on_traced is not None:
+            self._on_traced(closed)
 
         def on_device(*xs: Any) -> list[Any]:
             return lowering(self._communicator, mesh).run(closed, *xs)

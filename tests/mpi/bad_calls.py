@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from typing import Any
 
 import jax
@@ -14,12 +16,36 @@ import jaxdist
 MODE = sys.argv[1]
 ctx = jaxdist.init(communicator=sys.argv[2] if len(sys.argv) > 2 else "auto")
 ODD = ctx.rank == 1
+LATE = float(os.environ.get("LATE", "1.5"))  # seconds
+DIFFERENT = False  # whether steps are traced differently now
 
 
 @jaxdist.data_parallel(check_finite=MODE == "nan")
 def step(state: Any, batch: Any) -> Any:
     loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"]) ** 2))(state)
+    if MODE == "slow":
+        loss = jax.pure_callback(slowly, jax.ShapeDtypeStruct((), np.float32), loss)
+    if DIFFERENT:
+        loss = jax.lax.pmax(loss, "data")
+    if MODE == "fails alone" and ODD:
+        raise KeyError("boom on purpose")
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": loss}
+
+
+lower: Any = step.lower  # type: ignore[attr-defined]
+
+
+def slowly(value: Any) -> Any:
+    if ODD and "slept" not in globals():
+        globals()["slept"] = True
+        time.sleep(LATE)
+    return np.asarray(value)
+
+
+def stuck_in_the_loader() -> Any:
+    if ODD:
+        time.sleep(100)
+    return batch()
 
 
 def state(seed: int = 0) -> Any:
@@ -32,6 +58,7 @@ def batch(rows: int = 4) -> Any:
 
 
 def main() -> None:
+    global DIFFERENT
     s = state()
     if MODE == "sync":  # each rank starts from other weights; the root's count
         s, _ = step(state(ctx.rank), batch(4))
@@ -49,8 +76,6 @@ def main() -> None:
     elif MODE == "late shape":  # the odd rank asks long before the others arrive
         s, _ = step(s, batch())
         if not ODD:
-            import time
-
             time.sleep(2)
         step(s, batch(3 if ODD else 4))
     elif MODE == "dtype":
@@ -97,6 +122,47 @@ def main() -> None:
         for i in range(1, 60):
             step(state(), batch(i % 7 + 1))
         print(f"OK {ctx.rank}", flush=True)
+    elif MODE in ("stuck", "stuck first"):
+        for _ in range(2 if MODE == "stuck" else 0):
+            s, _ = step(s, batch())
+        for _ in range(100):
+            s, aux = step(s, stuck_in_the_loader())
+            jax.block_until_ready(aux)
+    elif MODE in ("late", "slow"):
+        for i in range(3):
+            if MODE == "late" and ODD and i != 1:
+                time.sleep(LATE)
+            s, aux = step(s, batch())
+            jax.block_until_ready(aux)
+        ctx.barrier()
+        print(f"OK {ctx.rank}", flush=True)
+    elif MODE == "differs":
+        s, _ = step(s, batch())
+        DIFFERENT = ODD
+        jax.block_until_ready(step(s, batch(5)))
+    elif MODE == "differs unseen":  # traced before the call, where nobody looks
+        DIFFERENT = ODD
+        if ODD:
+            lower(s, batch())
+        jax.block_until_ready(step(s, batch()))
+    elif MODE == "traces alone":
+        if not ODD:
+            sent, ctx.control.post = ctx.control.post, lambda *args, **kwargs: print("SENT", flush=True)
+            lower(s, batch())
+            ctx.control.post = sent
+        for i in range(4):
+            if ODD and i == 2:
+                jax.clear_caches()
+            s, _ = step(s, batch())
+        jax.block_until_ready(s)
+        ctx.barrier()
+        print(f"OK {ctx.rank}", flush=True)
+    elif MODE == "fails alone":
+        try:
+            step(s, batch())
+        except KeyError:
+            print("CAUGHT", flush=True)
+        jax.block_until_ready(step(s, batch()))
     else:
         raise SystemExit(f"no mode {MODE}")
 

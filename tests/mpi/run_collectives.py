@@ -1,7 +1,8 @@
 """Collectives in a decorated step: `python run_collectives.py COMMUNICATOR PART...`; each rank compares its own part.
 
-Parts: ``lax``: JAX's own, against `jax.vmap` with a named axis. ``nan``: their extremes. ``jaxdist``: ours, random calls,
-against one device. ``pieces``: the same, in many messages. ``scatter``: large reduce-scatters in a loop, exactly. Prints OK and the number of comparisons on every rank.
+Parts: ``lax``: JAX's own, against `jax.vmap` with a named axis. ``nan``: their extremes. ``jaxdist``: ours, random
+calls, against one device. ``pieces``: the same, in many messages. ``scatter``: large reduce-scatters in a loop,
+exactly. Prints OK and the number of comparisons on every rank.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def test_an_error_on_all_ranks_can_be_caught_and_loses_nothing(communicator: str
 def test_an_error_of_one_rank_alone_is_everyones() -> None:
     result = launch.mpirun(2, [SCRIPT, "caught type"])
     assert result.returncode == 0, result.output
-    assert re.search(r"CAUGHT 0 step 'step', on rank 1: TypeError: batch leaf batch\['x'\] is 'text', not an array", result.stdout)
+    assert re.search(
+        r"CAUGHT 0 step 'step', on rank 1: TypeError: batch leaf batch\['x'\] is 'text', not an array", result.stdout
+    )
     assert re.search(r"CAUGHT 1 batch leaf batch\['x'\] is 'text', not an array", result.stdout)
     losses = re.findall(r"OK \d (\S+)", result.stdout)
     assert len(losses) == 2

@@ -66,7 +66,7 @@ def test_16_bit_and_complex_gradients_travel_as_they_are() -> None:
 
 
 def test_the_wire_is_16_bits_wide() -> None:
-    step = jaxdist.data_parallel(lambda w, x: (jax.grad(loss_fn)(w, x), 0), compress="bf16")
+    step: Any = jaxdist.data_parallel(lambda w, x: (jax.grad(loss_fn)(w, x), 0), compress="bf16")
     text = step.lower(W, X).as_text()
     reductions = text.split("stablehlo.all_reduce")[1:]
     assert reductions

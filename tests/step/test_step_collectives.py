@@ -37,13 +37,15 @@ def test_acceptance_values(n: int) -> None:
     def run(state: Any, x: Any) -> Any:
         x = x[0]
         rows, blocks = jnp.tile(x[:2] - 1, (n, 1)), jnp.concatenate([(x[:2] - 1) * n + d for d in range(n)])
-        ops = {op: jaxdist.allreduce(x, op) for op in ("sum", "prod", "min", "max", "avg")}
+        names: list[Any] = ["sum", "prod", "min", "max", "avg"]
+        ops = {op: jaxdist.allreduce(x, op) for op in names}
         roots = {op: jaxdist.reduce(x, 0, op) for op in ops}
         pair = jaxdist.allreduce([x, -x], "sum") + jaxdist.allreduce([x, -x], "min")
         gathered = jaxdist.allgather(x), jaxdist.allgather(x, 1), jaxdist.gather(x, 0)
         rest = jaxdist.broadcast(x, 0), jaxdist.reduce_scatter(rows), jaxdist.all_to_all(blocks, 0, 0)
-        grouped = jaxdist.allreduce(x, groups=[[0, 1], [2, 3]] if n == 4 else None), jaxdist.allreduce(
-            x, groups=[[1, 2, 3]] if n == 4 else [[0]]
+        grouped = (
+            jaxdist.allreduce(x, groups=[[0, 1], [2, 3]] if n == 4 else None),
+            jaxdist.allreduce(x, groups=[[1, 2, 3]] if n == 4 else [[0]]),
         )
         swapped = jaxdist.permute(x, [(0, 1), (1, 0)])
         return state, jax.tree.map(lambda y: y[None], (ops, roots, pair, gathered, rest, grouped, swapped))

@@ -86,7 +86,8 @@ class _Reduction:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return self.eqn.invars[0].aval.dtype, tuple(sorted(self.eqn.params.items()))
+        aval: Any = self.eqn.invars[0].aval
+        return aval.dtype, tuple(sorted(self.eqn.params.items()))
 
     @property
     def bytes(self) -> int:

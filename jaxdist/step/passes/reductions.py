@@ -71,7 +71,9 @@ class _Partial:
         if not self._whole:
             self.shapes.append(self.part.shape)
             dtype = self.part.dtype
-            narrower = self.wire and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > jnp.dtype(self.wire).itemsize
+            narrower = (
+                self.wire and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > jnp.dtype(self.wire).itemsize
+            )
             self._whole.append(all_reduce(self.part, (AXIS,), self.op, self.wire if narrower else None))
         return self._whole[0]
 

@@ -48,7 +48,9 @@ def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: 
 
 def sizes(*counts: int, bucket: int) -> list[int]:
     """Sizes of the messages for gradients of so many float32 each, in that order."""
-    return [n for _, n in fused(lambda *xs: [all_reduce(jnp.sin(x), op="sum") for x in xs], [(n,) for n in counts], bucket)]
+    return [
+        n for _, n in fused(lambda *xs: [all_reduce(jnp.sin(x), op="sum") for x in xs], [(n,) for n in counts], bucket)
+    ]
 
 
 @pytest.mark.parametrize(

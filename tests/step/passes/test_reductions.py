@@ -176,7 +176,8 @@ def test_the_sum_starts_where_the_user_says() -> None:
         return lax.scan(lambda acc, part: (acc + jax.grad(plain)(s, part), None), start, x.reshape(2, -1, 3))[0]
 
     s, x = jnp.arange(1.0, 4.0), jnp.asarray(np.random.default_rng(0).normal(size=(32, 3)))
-    for op, scale in (("mean", 1), ("sum", 8)):
+    cases: list[tuple[Any, int]] = [("mean", 1), ("sum", 8)]
+    for op, scale in cases:
         got, _ = jaxdist.data_parallel(lambda s, x: (f(s, x), 0), donate=False, reduce=op)(s, x)
         want = start + scale * 2 * jax.grad(plain)(s, x)
         np.testing.assert_allclose(got, want, rtol=1e-12)

@@ -1,0 +1,85 @@
+"""How far this process is with a step, and whether its newest call has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import jax
+
+_SMALL = 1 << 16  # elements of an output that may be kept a little longer than the user does
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a step that this rank has committed to.
+
+    Attributes:
+      number: from 1.
+      since: when; of `time.monotonic`.
+      returned: whether its program was dispatched: nothing will be traced any more.
+      over: whether it has ended, as far as was seen.
+      output: one small array of its result.
+    """
+
+    number: int
+    since: float
+    returned: bool = False
+    over: bool = False
+    output: Any = None
+
+    def finish(self, result: Any) -> None:
+        """The program returned `result`, which may not be computed yet; None: it failed."""
+        self.output = _an_array(result)
+        self.over = self.output is None
+        self.returned = True
+
+    def finished(self) -> bool | None:
+        """Whether it has ended; None if that can't be known: its output was donated to another program."""
+        output = self.output
+        if output is not None:
+            try:
+                if output.is_deleted():  # is_ready would crash the process (jax 0.10)
+                    return None
+                self.over = output.is_ready()
+            except RuntimeError:  # donated just now
+                return None
+            if self.over:
+                self.output = None
+        return self.over
+
+
+@dataclass
+class Progress:
+    """How far this rank is with one step.
+
+    Attributes:
+      committed: the last call that this rank has entered for good: nothing can stop it from its collectives.
+      comparing: the call that it compares, or compared before committing to it.
+      last: the arguments last compared.
+      current: the call committed to; None before the first.
+      failed: the error that the last call ended with after it was committed to; "" if none.
+    """
+
+    committed: int = 0
+    comparing: int = 0
+    last: Any = None
+    current: Call | None = None
+    failed: str = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is known to be in a call."""
+        return self.current is not None and self.current.finished() is False
+
+
+def _an_array(tree: Any) -> jax.Array | None:
+    """Some array of a step's result, a small one if there is one; cheap if the result ends in one."""
+    last = tree
+    while isinstance(last, (tuple, list, dict)) and last:
+        last = next(reversed(last.values())) if isinstance(last, dict) else last[-1]
+    if isinstance(last, jax.Array) and last.size <= _SMALL:
+        return last
+    arrays = list(islice((x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), 16))  # not all: it takes time
+    return next((x for x in arrays if x.size <= _SMALL), arrays[0] if arrays else None)

@@ -1,0 +1,78 @@
+"""What a program says on the wire: its collectives in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxdist.step.interpreter import live, subjaxprs
+from jaxdist.step.primitives import AXIS
+
+# They name the axis and move nothing.
+_SILENT = {"axis_index", "axis_size", "pvary", "jaxdist_expand"}
+
+
+def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    """The collectives of a program, those nested in its control flow too, in the order in which it names them.
+
+    Programs that can run together have equal ones. Dead code does not count.
+
+    Args:
+      closed_jaxpr: a step after all passes.
+
+    Returns:
+      One line for each: where it is, its name, the types of what it moves, and its parameters.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=AbstractMesh((2,), ("data",)),
+      ...                       in_specs=P("data"), out_specs=P())
+      >>> fingerprint(jax.make_jaxpr(total)(jax.numpy.ones(4, "float32")))
+      ('psum_invariant float32[2] axes=(data)',)
+    """
+    return tuple(_lines(closed_jaxpr.jaxpr, ""))
+
+
+def _lines(jaxpr: Jaxpr, place: str) -> Iterator[str]:
+    for eqn in live(jaxpr):
+        if _moves(eqn):
+            yield place + _describe(eqn)
+        for i, sub in enumerate(subjaxprs(eqn)):
+            yield from _lines(sub, place + _place(eqn, i))
+
+
+def _moves(eqn: JaxprEqn) -> bool:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    named = AXIS in axes if isinstance(axes, (tuple, list)) else axes == AXIS
+    return named and eqn.primitive.name not in _SILENT
+
+
+def _describe(eqn: JaxprEqn) -> str:
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    types = ", ".join(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in avals)
+    plain = {name: _plain(value) for name, value in sorted(eqn.params.items())}
+    params = "".join(f" {name}={value}" for name, value in plain.items() if value)
+    return f"{eqn.primitive.name.removeprefix('jaxdist_')} {types}{params}"
+
+
+def _plain(value: Any) -> str:
+    """A parameter whose text is the same in every process; else nothing."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_plain, value))})"
+    return str(value) if isinstance(value, (str, bool, int, np.dtype)) else ""
+
+
+def _place(eqn: JaxprEqn, i: int) -> str:
+    """How the collectives in the i-th jaxpr of an equation are called."""
+    match eqn.primitive.name:
+        case "scan":
+            return f"in a scan of {eqn.params['length']}: "
+        case "while":
+            return "in a while loop: "
+        case "cond":
+            return f"in branch {i} of a cond: "
+    return ""

@@ -1,0 +1,58 @@
+"""Eager collectives between processes on both communicators: values, gradients, disagreements, missing ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launch
+import pytest
+
+SCRIPT = str(Path(__file__).with_name("run_eager.py"))
+WIRES = pytest.mark.parametrize("communicator", ["mpi", "xla"])
+
+
+def run(ranks: int, communicator: str, *parts: str, timeout: float = 120, **env: str) -> launch.Result:
+    """One job for all parts: every rank has to say that it compared something in each."""
+    result = launch.mpirun(ranks, [SCRIPT, communicator, *parts], env, timeout)
+    assert result.returncode == 0, result.output
+    for part in parts:
+        for rank in range(ranks):
+            assert f"OK {rank} {part} " in result.stdout, result.output
+            assert f"OK {rank} {part} 0\n" not in result.stdout, result.output
+    return result
+
+
+@pytest.mark.mpi
+@WIRES
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_values_gradients_and_errors(ranks: int, communicator: str) -> None:
+    # Each new shape is a program to compile for "xla".
+    calls = "random_calls:200" if communicator == "mpi" else "random_calls:40"
+    run(ranks, communicator, "acceptance", "details", "gradients", "mismatches", calls)
+
+
+@pytest.mark.mpi
+@WIRES
+def test_a_late_rank_is_waited_for_and_a_missing_one_named(communicator: str) -> None:
+    run(3, communicator, "missing:late", timeout=60)
+
+
+@pytest.mark.mpi
+@WIRES
+def test_a_rank_in_another_call_is_found_before_the_timeout(communicator: str) -> None:
+    run(3, communicator, "missing:elsewhere", timeout=60)
+
+
+@pytest.mark.mpi
+def test_debug_prints_and_compares_each_call() -> None:
+    result = run(2, "mpi", "mismatches", "skew:1.0", JAXDIST_DEBUG="1")
+    said = "[jaxdist rank 1] eager collective 1: allreduce(op='sum') of float32[2,3], 24 bytes, fingerprint "
+    assert said in result.stderr, result.output
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@WIRES
+@pytest.mark.parametrize(("ranks", "megabytes"), [(2, 35.0), (4, 8.0)])
+def test_large_reduce_scatters_are_exact(ranks: int, megabytes: float, communicator: str) -> None:
+    run(ranks, communicator, f"reduce_scatters:200:{megabytes}", "skew:2.0", timeout=200)

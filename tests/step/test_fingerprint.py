@@ -1,0 +1,86 @@
+"""What a program says on the wire: collectives in order, nested ones, and no dead ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxdist.step.fingerprint import fingerprint
+from jaxdist.step.program import Program
+from jaxdist.step.trace import capture
+
+
+def of(f: Any, *shapes: tuple[int, ...]) -> tuple[str, ...]:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    avals = [jax.ShapeDtypeStruct((8 * s[0], *s[1:]), np.float32) for s in shapes]
+    return fingerprint(capture(lambda *xs: [f(*xs)], avals, [True] * len(shapes), mesh, check=True))
+
+
+def test_order_types_and_parameters() -> None:
+    def f(x: Any, y: Any) -> Any:
+        total = lax.pmax(x, "data") + lax.psum(x.sum().astype(jnp.float16), "data")
+        return total + lax.ppermute(y, "data", [(0, 1), (1, 0)]).sum() + lax.axis_index("data")
+
+    assert of(f, (2,), (3, 4)) == (
+        "pmax float32[2] axes=(data)",
+        "psum_invariant float16[] axes=(data)",
+        "ppermute float32[3,4] axis_name=(data) perm=((0, 1), (1, 0))",
+    )
+
+
+def test_nested_ones_and_where_they_are() -> None:
+    def body(c: Any, x: Any) -> Any:
+        return c + lax.psum(x, "data"), None
+
+    def f(x: Any) -> Any:
+        total, _ = lax.scan(jax.checkpoint(body), 0.0, x)
+        return lax.cond(total > 0, lambda: total, lambda: lax.pmax(x.sum(), "data") + total)
+
+    assert of(f, (5,)) == (
+        "in a scan of 5: psum_invariant float32[] axes=(data)",
+        "in branch 0 of a cond: pmax float32[] axes=(data)",
+    )
+
+
+def test_dead_code_does_not_count() -> None:
+    def f(x: Any) -> Any:
+        lax.psum(x, "data")
+        return x * 2
+
+    assert of(f, (2,)) == ()
+
+
+def test_groups_and_shapes_tell_programs_apart() -> None:
+    def gather(groups: Any) -> Any:
+        return lambda x: lax.all_gather(x, "data", axis_index_groups=groups)
+
+    halves, pairs = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert len({of(gather(g), s) for g in (halves, pairs) for s in ((2,), (3,))}) == 4
+
+
+def test_a_step_that_is_called_or_lowered_is_told_of_once_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jaxdist
+
+    told: list[tuple[str, ...]] = []
+    original: Any = Program.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args[:-1], lambda closed: told.append(fingerprint(closed)))
+
+    monkeypatch.setattr(Program, "__init__", init)
+
+    @jaxdist.data_parallel(donate=False)
+    def step(w: Any, batch: Any) -> Any:
+        return w - jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+
+    w, batch = jnp.ones(3, jnp.float32), np.ones((8, 3), np.float32)
+    w = step(w, batch)
+    step(w, batch)
+    assert told == [("all_reduce float32[3] axes=(data) op=mean",)]
+    step.lower(w, np.ones((16, 3), np.float32))  # type: ignore[attr-defined]
+    assert len(told) == 2
