@@ -310,7 +310,7 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
-    if over_gloo:
+    if over_gloo and ctx.communicator == "xla":  # it prints a line
         _connect_gloo(ctx)
     if ctx.communicator == "mpi":
         from jaxdist.communicators.mpi import world

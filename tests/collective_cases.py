@@ -17,7 +17,17 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 COMPLEX = ["complex64", "complex128"]
 OPS = {"sum": operator.add, "avg": operator.add, "prod": operator.mul, "min": jnp.minimum, "max": jnp.maximum}
-KINDS = "allreduce reduce reduce_scatter allgather all_to_all broadcast gather scatter permute".split()
+KINDS = [
+    "allreduce",
+    "reduce",
+    "reduce_scatter",
+    "allgather",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "scatter",
+    "permute",
+]
 Call = dict[str, Any]
 """``kind``, ``shape``, ``dtype`` and the arguments of the collective."""
 
