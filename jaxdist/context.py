@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import math
 import os
 import secrets
 import socket
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -379,7 +382,21 @@ def _connect_gloo(ctx: Context) -> None:
     """
     ones = jax.make_array_from_process_local_data(NamedSharding(ctx.mesh, PartitionSpec(AXIS)), np.ones(1, np.int32))
     ctx.control.barrier(ctx.timeout)
-    jax.block_until_ready(jax.jit(jnp.sum)(ones))
+    with _stdout_on_stderr():  # where gloo says how many it has connected
+        jax.block_until_ready(jax.jit(jnp.sum)(ones))
+
+
+@contextlib.contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """What native code prints meanwhile goes to standard error: standard output is the script's own."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def _reachable_ip(ctx: Context) -> str:
