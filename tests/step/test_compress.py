@@ -52,6 +52,41 @@ def test_weighted_gradients_are_compressed_and_their_weights_are_not() -> None:
     assert 1e-6 < np.abs(np.asarray(got) - np.asarray(exact)).max() < 1e-2
 
 
+def in_a_loop(p: Any, x: Any, start: Any) -> Any:
+    """`start`, and what a loop adds to it: the gradients of four microbatches."""
+    add = lambda total, part: (total + jax.grad(loss_fn)(p, part), None)
+    return jax.lax.scan(add, start, x.reshape(4, -1, x.shape[1]))[0]
+
+
+def test_an_accumulated_gradient_is_compressed() -> None:
+    step = lambda w, x: (in_a_loop(w, x, jnp.zeros_like(w)), 0)
+    got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(W, X)[0] for c in ("bf16", None))
+    parts = np.stack([4 * jax.grad(loss_fn)(W, part) for part in np.split(X, N)])
+    error = np.abs(np.asarray(got) - np.asarray(exact))
+    assert 1e-6 < error.max()
+    assert (error <= LOSS["bf16"] * np.abs(parts).mean(0)).all()
+
+
+def test_parameters_are_never_compressed() -> None:
+    large = 1000 + W / 3
+
+    def from_parameters(w: Any, x: Any) -> Any:
+        return in_a_loop(w / 1000, x, w), 0
+
+    def moved_in_the_loop(w: Any, x: Any) -> Any:
+        def turn(carry: Any, part: Any) -> Any:
+            total, w = carry
+            grad = jax.grad(loss_fn)(w / 1000, part)
+            return (total + grad, w - 0.1 * grad), None
+
+        total, w = jax.lax.scan(turn, (jnp.zeros_like(w), w), x.reshape(4, -1, x.shape[1]))[0]
+        return w, total
+
+    for step in (from_parameters, moved_in_the_loop):
+        got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(large, X)[0] for c in ("bf16", None))
+        np.testing.assert_allclose(got, exact, atol=0.02)  # of their last places in bfloat16: 4
+
+
 def test_16_bit_and_complex_gradients_travel_as_they_are() -> None:
     def step(state: Any, x: Any) -> Any:
         def loss(s: Any) -> Any:

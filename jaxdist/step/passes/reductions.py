@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     add_p,
+    broadcast_in_dim_p,
     convert_element_type_p,
     copy_p,
     div_p,
@@ -160,6 +161,7 @@ class Reductions(Interpreter):
         self.shapes: list[tuple[int, ...]] = []
         self.loops: list[int] = []
         self._carrying = False  # evaluating the body of a loop that carries parts
+        self._zeros: dict[int, Any] = {}  # arrays of zeros, by id
 
     def use(self, value: Any, uses: int) -> Any:
         # Waiting past one use of two would reduce twice.
@@ -175,7 +177,10 @@ class Reductions(Interpreter):
             return self._loop(eqn, args)
         if (linear := self._linear(eqn, args)) is not None:
             return [linear]
-        return super().eval_eqn(eqn, *map(_whole, args))
+        outs = super().eval_eqn(eqn, *map(_whole, args))
+        if eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal) and eqn.invars[0].val == 0:
+            self._zeros[id(outs[0])] = outs[0]
+        return outs
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         carrying, noted = self._carrying, len(self.shapes)
@@ -217,8 +222,15 @@ class Reductions(Interpreter):
             avals = _with(cond.in_avals, {skipped + i: types[i] for i in kept})
             params["cond_jaxpr"] = retrace(lambda *xs: super(Reductions, self).run(cond, *xs), avals)
         start = {first + i: parts[i] for i in kept}
+        # A sum that starts from something else than zero is no gradient: parameters, say.
+        wires = {i: wire if self._is_gradient(args[first + i], wire) else None for i, wire in kept.items()}
         outs = compat.bind(eqn, params, [start[i] if i in start else _whole(x) for i, x in enumerate(args)])
-        return [_Partial(x, self.op, kept[i], self.shapes) if i in kept else x for i, x in enumerate(outs)]
+        return [_Partial(x, self.op, wires[i], self.shapes) if i in kept else x for i, x in enumerate(outs)]
+
+    def _is_gradient(self, start: Any, wire: str | None) -> bool:
+        if _waits(start):
+            return not start.made or start.wire == wire
+        return id(start) in self._zeros
 
     def _parts_of(self, value: Any, aval: Any) -> Any:
         return value.part if _waits(value) else _parted(_whole(value), aval, self.op)
@@ -236,7 +248,8 @@ class Reductions(Interpreter):
             outs = self.run(body, *args)
             ready = [None if i in held and _waits(x) else self.finish(x) for i, x in enumerate(outs)]
             for i in held:
-                if _waits(outs[i]) and outs[i].made and not args[first + i].needed:
+                whole = not _waits(outs[i]) or args[first + i].needed
+                if not whole and outs[i].made and outs[i].op == self.op:
                     kept[i] = outs[i].wire
             return [x.part if r is None else r for r, x in zip(ready, outs, strict=True)]
 
@@ -273,7 +286,9 @@ class Reductions(Interpreter):
             return None
         (part,) = compat.bind(eqn, eqn.params, operands)
         wires = {p.wire for p in parts if p.made}
-        wire = wires.pop() if len(wires) == 1 else None
+        # What is added to a gradient must not lose digits on the wire for it.
+        pure = eqn.primitive not in _SUMS or len(parts) == len(args)
+        wire = wires.pop() if len(wires) == 1 and pure else None
         return _Partial(part, first.op, wire, self.shapes, made=any(p.made for p in parts))
 
     def _keeps(self, dtype: Any, to: Any) -> bool:

@@ -196,3 +196,21 @@ def test_a_clipped_sum_is_reduced_in_each_turn() -> None:
         return lax.scan(body, jnp.zeros_like(s), x.reshape(2, -1, 3))[0]
 
     assert in_loops(f) == [("mean", (3,), 1)]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_the_last_gradient_of_a_loop_is_right(op: Any) -> None:
+    """Carried, not added up; `weight` makes it a sum over devices whatever the step's losses are."""
+
+    def last(s: Any, x: Any) -> Any:
+        def turn(_: Any, part: Any) -> Any:
+            return jaxdist.grad(plain, weight=part[:, 0] > 0)(s, part), None
+
+        return jax.lax.scan(turn, jnp.zeros_like(s), x.reshape(2, -1, 3))[0]
+
+    s, x = jnp.arange(1.0, 4.0), jnp.asarray(np.random.default_rng(0).normal(size=(32, 3)))
+    got, _ = jaxdist.data_parallel(lambda s, x: (last(s, x), 0), donate=False, reduce=op)(s, x)
+    parts = x.reshape(8, 2, 2, 3)[:, 1]  # of each device its second microbatch
+    weights = (parts[..., 0] > 0).sum(1)
+    grads = jnp.stack([jax.grad(plain)(s, part) for part in parts])
+    np.testing.assert_allclose(got, (grads * weights[:, None]).sum(0) / weights.sum(), rtol=1e-12)
