@@ -19,6 +19,7 @@ from jaxdist.errors import StepError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
+from jaxdist.zero import zero
 
 __all__ = [
     "Context",
@@ -41,4 +42,5 @@ __all__ = [
     "scatter",
     "send",
     "value_and_grad",
+    "zero",
 ]

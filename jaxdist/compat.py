@@ -104,6 +104,11 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
     return out if eqn.primitive.multiple_results else [out]
 
 
+def in_backward_pass(eqn: Any) -> bool:
+    """Whether differentiation made an equation for its backward pass: its name stack (no public access) says so."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def all_gather_replicated(x: Any, axis: str) -> Any:
     """All-gather into a new leading dimension, typed as the same on every device where types are checked.
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.step.primitives import Op
+from jaxdist.step.primitives import Op, slices
 
 Move = Callable[[Any], Any]
 
@@ -30,14 +30,21 @@ def all_reduce(x: Any, op: Op, wire: str, size: int, all_to_all: Move, all_gathe
     Returns:
       Of the shape and dtype of `x`.
     """
-    padding = -x.size % size
-    flat = x.reshape(-1).astype(wire)
-    parts = all_to_all(jnp.pad(flat, (0, padding)).reshape(size, -1))
-    total = parts.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(0)
-    if op == "mean":
-        total = total / size
-    whole = all_gather(total.astype(wire)).reshape(-1)
+    mine = _reduce(slices(x.reshape(-1), 0, size), op, wire, all_to_all)
+    whole = all_gather(mine.astype(wire)).reshape(-1)
     return whole[: x.size].reshape(x.shape).astype(x.dtype)
+
+
+def reduce_scatter(x: Any, dim: int, op: Op, wire: str | None, size: int, all_to_all: Move) -> Any:
+    """This device's slice along `dim` of the sum or mean of `x` over the devices; see `all_reduce`."""
+    return _reduce(slices(x, dim, size), op, wire or x.dtype, all_to_all).astype(x.dtype)
+
+
+def _reduce(parts: Any, op: Op, wire: Any, all_to_all: Move) -> Any:
+    """The sum or mean of what the devices have for this one."""
+    wide = jnp.promote_types(parts.dtype, jnp.float32) if jnp.issubdtype(parts.dtype, jnp.floating) else parts.dtype
+    total = all_to_all(parts.astype(wire)).astype(wide).sum(0)
+    return total / parts.shape[0] if op == "mean" else total
 
 
 def bits(x: Any) -> tuple[Any, Move]:

@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.step.interpreter import Interpreter, retrace
-from jaxdist.step.primitives import AXIS, all_reduce_p, group_reduce_p
+from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -114,6 +114,8 @@ class MpiLowering(Interpreter):
         super().__init__(
             {
                 all_reduce_p: self._gradient,
+                reduce_shard_p: self._reduce_shard,
+                gather_shards_p: self._gather_shards,
                 group_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
                 p.psum_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
                 compat.psum_invariant_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
@@ -153,6 +155,17 @@ class MpiLowering(Interpreter):
         if x.dtype == jnp.float16:
             return self._all_reduce(comm, x / size, "sum")
         return self._all_reduce(comm, x, "sum") / size
+
+    def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        wire = None if eqn.params["wire"] == "gradient" else eqn.params["wire"]
+        return exchange.reduce_scatter(
+            x, eqn.params["dim"], eqn.params["op"], wire, self.comm.Get_size(),
+            all_to_all=lambda parts: self._exchange("alltoall", self.comm, parts, parts.shape),
+        )  # fmt: skip
+
+    def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        parts = self._exchange("allgather", self.comm, x, (self.comm.Get_size(), *x.shape), replicated=True)
+        return joined(parts, eqn.params["dim"], eqn.params["size"])
 
     def _all_reduce(self, comm: Any, x: Any, op: str, replicated: bool = True) -> Any:
         if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):

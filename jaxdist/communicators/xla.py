@@ -13,7 +13,16 @@ from jax.extend.core import primitives as p
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.step.interpreter import Interpreter
-from jaxdist.step.primitives import AXIS, all_reduce_p, group_reduce_p, reduced
+from jaxdist.step.primitives import (
+    AXIS,
+    all_reduce_p,
+    gather_shards_p,
+    group_reduce_p,
+    joined,
+    reduce_shard_p,
+    reduced,
+    slices,
+)
 
 
 class XlaLowering(Interpreter):
@@ -23,6 +32,8 @@ class XlaLowering(Interpreter):
         super().__init__(
             {
                 all_reduce_p: lambda _, eqn, x: reduced(x, **eqn.params),
+                reduce_shard_p: lambda _, eqn, x: _reduce_shard(eqn, x),
+                gather_shards_p: lambda _, eqn, x: _gather_shards(eqn, x),
                 p.pmax_p: lambda _, eqn, x: _extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: _extreme(eqn, x, "min"),
                 group_reduce_p: lambda _, eqn, x: _extreme(eqn, x, eqn.params["op"]),
@@ -41,7 +52,12 @@ class GlooLowering(XlaLowering):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rules |= {all_reduce_p: self._all_reduce, compat.reduce_scatter_p: self._reduce_scatter}
+        self.rules |= {
+            all_reduce_p: self._all_reduce,
+            compat.reduce_scatter_p: self._reduce_scatter,
+            reduce_shard_p: self._reduce_shard,
+            gather_shards_p: self._gather_shards,
+        }
         self.rewritten = set(self.rules)
         self._last: Any = None
 
@@ -54,15 +70,31 @@ class GlooLowering(XlaLowering):
     def _all_reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if not x.size:
             return reduced(x, **eqn.params)
-        if self._last is not None:
-            x, _ = lax.optimization_barrier((x, self._last))
+        x = self._after(x)
         wire = eqn.params["wire"]
         if wire in (None, "gradient") or eqn.params["axes"] != (AXIS,):
             out = reduced(x, **eqn.params)
         else:
             out = exchange.all_reduce(x, eqn.params["op"], wire, lax.axis_size(AXIS), _all_to_all, _all_gather)
+        return self._then(out)
+
+    def _after(self, x: Any) -> Any:
+        return x if self._last is None else lax.optimization_barrier((x, self._last))[0]
+
+    def _then(self, out: Any) -> Any:
         self._last = out.reshape(-1)[0]
         return out
+
+    def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        wire = None if eqn.params["wire"] == "gradient" else eqn.params["wire"]
+        size = eqn.params["devices"]
+        return self._then(
+            exchange.reduce_scatter(self._after(x), eqn.params["dim"], eqn.params["op"], wire, size, _all_to_all)
+        )
+
+    def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        whole = _all_gather(self._after(x))
+        return self._then(joined(whole, eqn.params["dim"], eqn.params["size"]))
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
@@ -74,6 +106,21 @@ class GlooLowering(XlaLowering):
         )
         total = parts.sum(0).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
+
+
+def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
+    wire, size = eqn.params["wire"], eqn.params["devices"]
+    travels = x.dtype if wire in (None, "gradient") else jnp.dtype(wire)
+    mean = eqn.params["op"] == "mean"
+    parts = slices(x, eqn.params["dim"], size)
+    if mean and travels == jnp.float16:  # see `reduced`
+        return lax.psum_scatter((parts / size).astype(travels), AXIS).astype(x.dtype)
+    total = lax.psum_scatter(parts.astype(travels), AXIS).astype(x.dtype)
+    return total / size if mean else total
+
+
+def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
+    return joined(compat.all_gather_replicated(x, AXIS), eqn.params["dim"], eqn.params["size"])
 
 
 def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:

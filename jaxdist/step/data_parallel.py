@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 import jax
@@ -17,9 +18,10 @@ from jax.sharding import Mesh
 from jaxdist.communicators import default_bucket_bytes
 from jaxdist.context import Context, get_context
 from jaxdist.step.agree import Agreement, Description
-from jaxdist.step.placement import Placement
+from jaxdist.step.layouts import Layout
+from jaxdist.step.placement import ELSEWHERE, Placement
 from jaxdist.step.primitives import AXIS, Op
-from jaxdist.step.program import Program, Signature, Static, is_array
+from jaxdist.step.program import Program, Signature, Static, Traces, is_array
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -170,8 +172,10 @@ class _DataParallel:
         count = next(_names.setdefault(name, itertools.count()))
         self._name = f"{name}#{count}" if count else name
         self._context: Context | None = None
-        self._programs: dict[Signature, Program] = {}
+        self._traces: dict[Signature, Traces] = {}
+        self._programs: dict[Any, Program] = {}
         self._signatures: dict[Any, Signature] = {}
+        self._latest: dict[Any, _Latest] = {}
         self._agreed: set[Any] = set()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -203,8 +207,9 @@ class _DataParallel:
         problem = self._placement.batch_problem([signature.names[i] for i in signature.batch], batch)
         if problem:
             raise ValueError(problem)
-        state = [self._placement.abstract_state(leaves[i]) for i in signature.state]
-        return self._program(signature).lower(state, [self._placement.abstract_batch(x) for x in batch])
+        program = self._choose(signature, leaves)
+        state = [self._placement.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
+        return program.lower(state, [self._placement.abstract_batch(x) for x in batch])
 
     def _tell(self, call: int, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
@@ -226,12 +231,17 @@ class _DataParallel:
             if kwargs:
                 args = _positional(self._step, args, kwargs)
             leaves, tree = jax.tree.flatten(args)
-            strangers = self._placement.not_placed(leaves)
+            latest = self._latest.get(tree) or _Latest([None] * len(leaves))
+            strangers = self._placement.misplaced(leaves, latest.expected)
             constants = [i for i in strangers if not is_array(leaves[i])]
-            key = (tree, *((i, leaves[i]) for i in constants))
-            signature = self._signatures.get(key)
-            if signature is None:
-                signature = self._signatures[key] = self._describe(args)
+            values = tuple((i, leaves[i]) for i in constants)
+            if latest.program is None or latest.constants != values:
+                latest = None
+                signature = self._signatures.get((tree, values))
+                if signature is None:
+                    signature = self._signatures[tree, values] = self._describe(args)
+            else:
+                signature = latest.signature
         except Exception as error:
             self._tell(call, error)
             raise
@@ -241,22 +251,71 @@ class _DataParallel:
             strangers = [moved[i] - 1 for i in strangers if i not in gone]
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
-        unplaced = [i for i in strangers if not signature.is_batch[i]]
+        program = latest and latest.program
+        changed = program is None or any(not signature.is_batch[i] for i in strangers)
         batch = [leaves[i] for i in signature.batch]
         known = (signature, *((np.shape(x), getattr(x, "dtype", None)) for x in batch))
         commit = functools.partial(self._agreement.commit, self._name, call)
-        if known not in self._agreed or unplaced or not commit():
-            self._agree(signature, leaves, batch, set(unplaced), call)
+        if known not in self._agreed or (changed and self._unplaced(signature, leaves)) or not commit():
+            self._agree(signature, leaves, batch, call)
             self._agreed.add(known)
             commit()
-        if unplaced:
-            moved_leaves = self._placement.place_state([leaves[i] for i in unplaced])
-            for i, x in zip(unplaced, moved_leaves, strict=True):
-                leaves[i] = x
+        if changed:
+            program = self._choose(signature, leaves)
+            self._place(program, leaves)
+            self._latest[tree] = _Latest(_expected(program, constants), program, signature, values)
+        assert program is not None
         state = [leaves[i] for i in signature.state]
+        for i in program.padded:
+            state[i] = state[i].array
         if self._donate and len(set(map(id, state))) < len(state):
             state = _without_aliases(state)
-        return self._program(signature), state, self._placement.place_batch(batch)
+        return program, state, self._placement.place_batch(batch)
+
+    def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
+        return any(self._placement.layout(leaves[i]) is ELSEWHERE for i in signature.state)
+
+    def _choose(self, signature: Signature, leaves: Sequence[Any]) -> Program:
+        """The program for leaves that come as these do: in shards stays in shards, the rest is as the step wants it."""
+        assert self._mesh is not None
+        assert self._context is not None
+        placement = self._placement
+        if signature not in self._traces:
+            self._traces[signature] = Traces(self._step, signature, self._mesh)
+        traces = self._traces[signature]
+        avals = [
+            placement.abstract_batch(x) if batch else placement.abstract_logical(x)
+            for x, batch in zip(leaves, signature.is_batch, strict=True)
+        ]
+        layouts: list[Any] = traces.homes(avals)
+        for i in signature.state:
+            how = placement.layout(leaves[i])
+            layouts[i] = how if isinstance(how, Layout) else layouts[i]
+        key = (signature, *layouts)
+        program = self._programs.get(key)
+        if program is None:
+            communicator = self._context.communicator
+            bucket_bytes = self._bucket_bytes
+            if bucket_bytes is None:
+                bucket_bytes = default_bucket_bytes(communicator, self._mesh)
+            program = self._programs[key] = Program(
+                traces,
+                layouts,
+                self._op,
+                communicator,
+                self._donate,
+                bucket_bytes,
+                _COMPRESSIONS[self._compress] if self._compress else None,
+                functools.partial(self._agreement.traced, self._name),
+            )
+        return program
+
+    def _place(self, program: Program, leaves: list[Any]) -> None:
+        """Bring the state's leaves to where `program` takes them."""
+        elsewhere = [i for i in program.signature.state if self._placement.layout(leaves[i]) is not program.layouts[i]]
+        placed = self._placement.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
+        for i, x in zip(elsewhere, placed, strict=True):
+            leaves[i] = x
 
     def _describe(self, args: tuple[Any, ...]) -> Signature:
         argnums = set()
@@ -284,47 +343,47 @@ class _DataParallel:
         )
         return Signature(tree, tuple(p in argnums for p in positions), names)
 
-    def _agree(
-        self,
-        signature: Signature,
-        leaves: Sequence[Any],
-        batch: Sequence[Any],
-        unplaced: set[int],
-        call: int,
-    ) -> None:
+    def _agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any], call: int) -> None:
         names = [signature.names[i] for i in signature.batch]
         problem = self._placement.batch_problem(names, batch)
         entries: list[tuple[str, str]] = []
-        for i, (name, x) in enumerate(zip(signature.names, leaves, strict=True)):
+        for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
-            where = "" if signature.is_batch[i] or i in unplaced else " on the mesh"
-            entries.append(
-                (
-                    f"batch leaf {name}" if signature.is_batch[i] else f"state leaf {name}",
-                    kind + where,
-                )
-            )
+            if is_batch:
+                entries.append((f"batch leaf {name}", kind))
+                continue
+            how = self._placement.layout(x)
+            where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
+            entries.append((f"state leaf {name}", kind + where))
+            if not problem and (stranger := self._placement.stranger(x)):
+                problem = f"state leaf {name} {stranger}"
         self._agreement.check(self._name, call, Description(tuple(entries), problem))
 
-    def _program(self, signature: Signature) -> Program:
-        program = self._programs.get(signature)
-        if program is None:
-            assert self._mesh is not None
-            assert self._context is not None
-            program = self._programs[signature] = Program(
-                self._step,
-                signature,
-                self._mesh,
-                self._op,
-                self._context.communicator,
-                self._donate,
-                default_bucket_bytes(self._context.communicator, self._mesh)
-                if self._bucket_bytes is None
-                else self._bucket_bytes,
-                _COMPRESSIONS[self._compress] if self._compress else None,
-                functools.partial(self._agreement.traced, self._name),
-            )
-        return program
+
+@dataclass
+class _Latest:
+    """What a step was last called with, for arguments of one structure.
+
+    Attributes:
+      expected: for each leaf how it is kept on the mesh; for those of the batch and constants something else.
+      constants: the leaves that are no arrays.
+    """
+
+    expected: list[Any]
+    program: Program | None = None
+    signature: Any = None
+    constants: tuple[Any, ...] = ()
+
+
+def _expected(program: Program, constants: Sequence[int]) -> list[Any]:
+    signature = program.signature
+    expected = [_NEITHER if b else how for b, how in zip(signature.is_batch, program.layouts, strict=True)]
+    for i in constants:
+        expected.insert(i, _NEITHER)
+    return expected
+
+
+_NEITHER = object()
 
 
 def _agreement(context: Context) -> Agreement:

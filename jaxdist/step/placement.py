@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.context import Context
-from jaxdist.step.program import shardings
+from jaxdist.step.layouts import Layout, Padded, layout, physical, sharding
+from jaxdist.step.primitives import AXIS
+
+ELSEWHERE = object()
+"""Of a leaf that is not on the mesh yet."""
 
 
 class Placement:
@@ -25,43 +30,88 @@ class Placement:
 
     def __init__(self, context: Context, mesh: Mesh):
         self.context, self.mesh = context, mesh
-        self.state_sharding, self.batch_sharding = shardings(mesh)
+        self.state_sharding, self.batch_sharding = sharding(mesh, None), NamedSharding(mesh, P(AXIS))
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
-        self._known: dict[int, Any] = {id(self.state_sharding): self.state_sharding}
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._layouts: dict[int, Any] = {}  # of a sharding, by its id: this runs for each leaf in each call
 
-    def not_placed(self, leaves: Sequence[Any]) -> list[int]:
-        """Positions of the leaves that are not replicated arrays on the mesh."""
-        known = self._known  # a sharding is looked up by its id: this runs for each leaf in each call
+    def misplaced(self, leaves: Sequence[Any], layouts: Sequence[Any]) -> list[int]:
+        """Positions of the leaves that are not kept on the mesh as `layouts` say (a layout, or None: whole)."""
+        known = self._layouts
         return [
-            i for i, x in enumerate(leaves) if id(getattr(x, "sharding", None)) not in known and not self._is_placed(x)
+            i
+            for i, (x, how) in enumerate(zip(leaves, layouts, strict=True))
+            if known.get(id(getattr(x, "sharding", None)), ELSEWHERE) is not how and self.layout(x) is not how
         ]
 
-    def _is_placed(self, x: Any) -> bool:
+    def layout(self, x: Any) -> Any:
+        """How a leaf is kept on the mesh: its layout, None if it is whole, `ELSEWHERE` if it is not there."""
         if isinstance(x, Tracer):
             raise TypeError(
                 "a decorated step was called on traced values, inside jax.jit, lax.scan, vmap or grad: it compiles "
                 "itself, so call it directly, with arrays"
             )
-        if not isinstance(x, jax.Array):
-            return False
-        sharding = x.sharding
+        padded = type(x) is Padded
+        if not padded and not isinstance(x, jax.Array):
+            return ELSEWHERE
+        own = x.sharding
         # An array of one device is not ours even if the mesh is that device: it would be donated.
-        on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
-        if not on_mesh or not sharding.is_fully_replicated:
-            return False
-        if len(self._known) < 64:  # kept alive here, so that the id stays its own
-            self._known[id(sharding)] = sharding
-        return True
+        if not isinstance(own, NamedSharding) or own.mesh != self.mesh:
+            return ELSEWHERE
+        if padded:
+            how = x.layout
+        elif own.is_fully_replicated:
+            how = None
+        else:
+            split = [d for d, axis in enumerate(own.spec) if axis in (AXIS, (AXIS,))]
+            if len(split) != 1 or own.memory_kind != self.state_sharding.memory_kind:
+                return ELSEWHERE
+            how = layout(split[0])
+        if len(self._layouts) < 256:
+            self._known[id(own)] = own, how  # kept alive here, so that the id stays its own
+            self._layouts[id(own)] = how
+        return how
 
-    def place_state(self, leaves: Sequence[Any]) -> list[Any]:
-        """The root's value of each leaf, replicated over the mesh; the leaves given stay as they are."""
+    def stranger(self, x: Any) -> str | None:
+        """What is wrong with a leaf that is in shards, but not over this mesh."""
+        own = getattr(physical(x), "sharding", None)
+        if not isinstance(own, NamedSharding) or own.is_fully_replicated or own.mesh == self.mesh:
+            return None
+        return (
+            f"is in shards over {own.mesh.size} devices, and this step runs on {self.mesh.size} others. Restore the "
+            "state from a checkpoint, or make it whole with jaxdist.unshard where it was made"
+        )
+
+    def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+        """The root's value of each leaf, kept on the mesh as `layouts` say; the leaves given stay as they are."""
         if self.processes > 1:
             spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
             leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
-        return [self._replicate(x) for x in leaves]
+        return [
+            self._replicate(x) if how is None else self.in_shards(x, how)
+            for x, how in zip(leaves, layouts, strict=True)
+        ]
+
+    def in_shards(self, x: Any, how: Layout) -> Any:
+        """A leaf, the same on every process, in shards."""
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            x = x.addressable_data(0)  # whole
+        x = np.asarray(x)
+        rows = how.physical(x.shape)[how.dim] // self.mesh.size
+        before = (slice(None),) * how.dim
+        index = {d: i for i, d in enumerate(self.mesh.devices.flat)}
+        shards = []
+        for device in self.local_devices:
+            at = index[device]
+            part = x[(*before, slice(at * rows, (at + 1) * rows))]
+            missing = [(0, rows - part.shape[how.dim] if d == how.dim else 0) for d in range(x.ndim)]
+            shards.append(jax.device_put(np.pad(part, missing), device))
+        shape = how.physical(x.shape)
+        array = jax.make_array_from_single_device_arrays(shape, sharding(self.mesh, how), shards)
+        return Padded(array, how) if how.pad else array
 
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)):
@@ -95,10 +145,16 @@ class Placement:
             (rows * self.processes, *x.shape[1:]), self.batch_sharding, shards
         )
 
-    def abstract_state(self, x: Any) -> jax.ShapeDtypeStruct:
-        """The type of a leaf of the state once it is on the mesh."""
-        aval = jax.typeof(x if hasattr(x, "dtype") else jnp.asarray(x))
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self.state_sharding, weak_type=aval.weak_type)
+    def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:
+        """The type of a leaf of the state once it is on the mesh: of its physical array."""
+        aval = self.abstract_logical(x)
+        shape = how.physical(aval.shape) if how else aval.shape
+        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding(self.mesh, how), weak_type=aval.weak_type)
+
+    def abstract_logical(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The type of a leaf of the state as the step sees it."""
+        aval = jax.typeof(x.array if type(x) is Padded else x if hasattr(x, "dtype") else jnp.asarray(x))
+        return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
 
     def abstract_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch once all processes' parts are on the mesh."""

@@ -51,6 +51,23 @@ group_reduce_p = Primitive("jaxdist_group_reduce")
 """
 
 
+shard_p = Primitive("jaxdist_shard")
+"""``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
+
+``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"`` or ``"asked"`` for by the user; ``level``: of
+ZeRO. What the state's leaves are marked as says how they are kept between steps (see `passes.homes`).
+"""
+
+reduce_shard_p = Primitive("jaxdist_reduce_scatter")
+"""V -> V: the reduction ``op`` over ``axes``, of which each device gets its slice along ``dim``; padded with zeros.
+
+``wire``: as for :data:`all_reduce_p`.
+"""
+
+gather_shards_p = Primitive("jaxdist_all_gather")
+"""V -> R: the slices along ``dim`` of all devices as one array, without the padding: ``size`` entries along ``dim``."""
+
+
 def all_reduce(x: Any, axes: tuple[str, ...] = (AXIS,), op: Op | None = None, wire: str | None = None) -> jax.Array:
     """Bind :data:`all_reduce_p`; a replicated `x` of a type-checked trace is cast to varying first."""
     if compat.checking_types() and (missing := set(axes) - compat.varying_axes(jax.typeof(x))):
@@ -70,6 +87,37 @@ def _pvary(x: Any, axes: tuple[str, ...]) -> Any:
 def expand(x: Any, axes: tuple[str, ...]) -> jax.Array:
     """Bind :data:`expand_p`."""
     return expand_p.bind(x, axes=tuple(axes))
+
+
+def mark(x: Any, role: str, level: int) -> Any:
+    """Bind :data:`shard_p`, if `x` holds numbers."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else shard_p.bind(x, role=role, level=level)
+
+
+def reduce_shard(x: Any, dim: int, op: Op, wire: str | None = None) -> jax.Array:
+    """Bind :data:`reduce_shard_p`."""
+    return reduce_shard_p.bind(x, axes=(AXIS,), op=op, wire=wire, dim=dim, devices=lax.axis_size(AXIS))
+
+
+def gather_shards(x: Any, dim: int, size: int) -> jax.Array:
+    """Bind :data:`gather_shards_p`."""
+    return gather_shards_p.bind(x, axes=(AXIS,), dim=dim, size=size, devices=lax.axis_size(AXIS))
+
+
+def slices(x: Any, dim: int, devices: int) -> Any:
+    """The devices' slices of `x` along `dim`, in a new leading dimension; padded with zeros where it must be."""
+    if pad := -x.shape[dim] % devices:
+        x = jnp.pad(x, [(0, pad if d == dim else 0) for d in range(x.ndim)])
+    split = x.reshape(*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    return jnp.moveaxis(split, dim, 0)
+
+
+def joined(parts: Any, dim: int, size: int) -> Any:
+    """What `slices` took apart: `size` entries along `dim`."""
+    x = jnp.moveaxis(parts, 0, dim)
+    x = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return lax.slice_in_dim(x, 0, size, axis=dim)
 
 
 def reduced(x: Any, axes: tuple[str, ...], op: Op | None, wire: str | None = None) -> Any:
@@ -118,6 +166,32 @@ batching.primitive_batchers[expand_p] = lambda args, dims, **params: (
     dims[0],
 )
 mlir.register_lowering(expand_p, mlir.lower_fun(lambda x, *, axes: _pvary(x, axes), multiple_results=False))
+
+
+shard_p.def_abstract_eval(lambda aval, **_: aval)
+ad.deflinear2(shard_p, lambda ct, _, **__: [ct])
+batching.primitive_batchers[shard_p] = lambda args, dims, **params: (shard_p.bind(*args, **params), dims[0])
+mlir.register_lowering(shard_p, lambda ctx, x, **_: [x])
+
+
+def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:
+    return (*aval.shape[:dim], size, *aval.shape[dim + 1 :])
+
+
+# Made by a pass after differentiation, and lowered by each communicator.
+reduce_shard_p.def_abstract_eval(
+    lambda aval, *, dim, devices, **_: aval.update(
+        shape=_shard_shape(aval, dim, -(-aval.shape[dim] // devices)), weak_type=False
+    )
+)
+
+
+def _gather_type(aval: Any, *, axes: tuple[str, ...], dim: int, size: int, **_: Any) -> Any:
+    whole = aval.update(shape=_shard_shape(aval, dim, size), weak_type=False)
+    return compat.replicated_type(whole, axes) if compat.checking_types() else whole
+
+
+gather_shards_p.def_abstract_eval(_gather_type)
 
 
 def _group_transpose(ct: Any, _: Any, **params: Any) -> list[Any]:

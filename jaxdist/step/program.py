@@ -17,11 +17,17 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.communicators import lowering
 from jaxdist.errors import StepError
+from jaxdist.step.interpreter import contains
+from jaxdist.step.layouts import Layout, Padded, sharding
 from jaxdist.step.passes.fuse import Fuse
+from jaxdist.step.passes.homes import homes
 from jaxdist.step.passes.layout import Flow, infer
 from jaxdist.step.passes.reductions import Reductions
-from jaxdist.step.primitives import AXIS, Op, all_reduce
+from jaxdist.step.passes.shards import Gathered, Shards
+from jaxdist.step.primitives import AXIS, Op, all_reduce, shard_p
 from jaxdist.step.trace import capture
+
+_Traced = tuple[ClosedJaxpr, Any, Exception | None]
 
 
 @jax.tree_util.register_static
@@ -64,18 +70,48 @@ class Signature:
 
 @dataclass(frozen=True)
 class _Output:
-    """What becomes of one output leaf: ``"as is"``, ``"mean"``, ``"sum"``, ``"first"`` device's, or ``"concat"``."""
+    """What becomes of one output leaf.
+
+    Attributes:
+      action: ``"as is"``, ``"mean"``, ``"sum"``, ``"first"`` device's, or ``"concat"``.
+      source: the input leaf whose next value it is; None: an aux value.
+    """
 
     action: str
+    source: int | None
+
+
+class Traces:
+    """The jaxprs of one step, for arguments of one structure.
+
+    Args:
+      step: written for one device.
+      signature: structure of its arguments.
+      mesh: one axis, ``"data"``.
+    """
+
+    def __init__(self, step: Callable[..., Any], signature: Signature, mesh: Mesh):
+        self.step, self.signature, self.mesh = step, signature, mesh
+        self._latest: tuple[Any, _Traced] | None = None
+
+    def __call__(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Traced:
+        """The step at arguments of these types."""
+        key = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, _trace(self.step, self.signature, avals, self.mesh)
+        return self._latest[1]
+
+    def homes(self, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Layout | None]:
+        """How the step wants each argument to be kept; None: whole."""
+        return homes(self(avals)[0], self.mesh.size)
 
 
 class Program:
     """The function ``(state leaves, batch leaves) -> step's result`` on global arrays, compiled per shape by jit.
 
     Args:
-      step: written for one device.
-      signature: structure of its arguments.
-      mesh: one axis, ``"data"``.
+      traces: of the step.
+      layouts: how each leaf of the arguments is kept; None: whole on every device, or it belongs to the batch.
       op: what gradients are over the devices, and scalar floating aux values.
       communicator: whose lowering rules to use.
       donate: whether the state's memory may be reused.
@@ -86,9 +122,8 @@ class Program:
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        signature: Signature,
-        mesh: Mesh,
+        traces: Traces,
+        layouts: Sequence[Layout | None],
         op: Op,
         communicator: str,
         donate: bool,
@@ -96,14 +131,25 @@ class Program:
         compress: str | None,
         on_traced: Callable[[ClosedJaxpr], None] | None = None,
     ):
-        self._step, self._signature, self._mesh = step, signature, mesh
+        self._traces, self.layouts = traces, tuple(layouts)
+        self.signature, self._mesh = traces.signature, traces.mesh
+        # Where the state's leaves are arrays with padding.
+        padded = [self.layouts[i] for i in self.signature.state]
+        self.padded = [i for i, how in enumerate(padded) if how and how.pad]
         self._op: Op = op
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = False
+        self._padded_outputs: list[tuple[int, Layout]] = []
+        self._specs = [
+            P(AXIS) if batch else P() if how is None else how.spec
+            for batch, how in zip(self.signature.is_batch, self.layouts, strict=True)
+        ]
         run = functools.partial(self._run)
-        run.__name__ = getattr(step, "__name__", "step")  # type: ignore[attr-defined]
-        self._jitted = jax.jit(run, in_shardings=shardings(mesh), donate_argnums=(0,) if donate else ())
+        run.__name__ = getattr(traces.step, "__name__", "step")  # type: ignore[attr-defined]
+        state = [sharding(self._mesh, self.layouts[i]) for i in self.signature.state]
+        batch = NamedSharding(self._mesh, P(AXIS))
+        self._jitted = jax.jit(run, in_shardings=(state, batch), donate_argnums=(0,) if donate else ())
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
         """Run it.
@@ -112,6 +158,11 @@ class Program:
           StepError: the proof that the new state is the same on every device fails.
         """
         result = self._jitted(state, batch)
+        if self._padded_outputs:
+            leaves, tree = jax.tree.flatten(result)
+            for i, how in self._padded_outputs:
+                leaves[i] = Padded(leaves[i], how)
+            result = jax.tree.unflatten(tree, leaves)
         return constants_back(result) if self._has_constants else result
 
     def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
@@ -119,10 +170,14 @@ class Program:
         return self._jitted.lower(state, batch)
 
     def _run(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
-        signature, mesh, op = self._signature, self._mesh, self._op
+        signature, mesh, op = self.signature, self._mesh, self._op
         args = _interleave(signature.is_batch, state, batch)
-        avals = [_abstract(x) for x in args]
-        closed, out_tree, untyped = _trace(self._step, signature, avals, mesh)
+        held = [_abstract(x) for x in args]
+        avals = [
+            jax.ShapeDtypeStruct(how.logical(a.shape), a.dtype, weak_type=a.weak_type) if how else a
+            for a, how in zip(held, self.layouts, strict=True)
+        ]
+        closed, out_tree, untyped = self._traces(avals)
         checked = untyped is None
         self._has_constants = _has_constants(out_tree)
         closed, shapes, loops = self._reductions(closed, avals, checked)
@@ -131,15 +186,23 @@ class Program:
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, untyped)
         weak = [aval.weak_type for aval in closed.out_avals]
         closed = self._finished(closed, outputs, avals, checked)
+        closed, layouts = self._in_shards(closed, outputs, held, checked)
+        fuse = Fuse(self._bucket_bytes)
+        closed = capture(lambda *xs: fuse.run(closed, *xs), held, self._specs, mesh, check=checked)
         if self._on_traced is not None:
             self._on_traced(closed)
 
         def on_device(*xs: Any) -> list[Any]:
             return lowering(self._communicator, mesh).run(closed, *xs)
 
-        specs = tuple(P(AXIS) if b else P() for b in signature.is_batch)
-        out_specs = [P(AXIS) if how.action == "concat" else P() for how in outputs]
-        outs = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checked)(*args)
+        out_specs = [
+            P(AXIS) if out.action == "concat" else how.spec if how else P()
+            for out, how in zip(outputs, layouts, strict=True)
+        ]
+        self._padded_outputs = [(i, how) for i, how in enumerate(layouts) if how and how.pad]
+        outs = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(self._specs), out_specs=out_specs, check_vma=checked)(
+            *args
+        )
         # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
         outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         return jax.tree.unflatten(out_tree, outs)
@@ -155,23 +218,45 @@ class Program:
             rules.loops.clear()
             return [rules.finish(x) for x in rules.run(closed, *args)]
 
-        is_batch = self._signature.is_batch
-        closed = capture(run, avals, is_batch, self._mesh, check=checked)
+        closed = capture(run, avals, self._logical_specs, self._mesh, check=checked)
         return closed, list(rules.shapes), list(rules.loops)
+
+    @property
+    def _logical_specs(self) -> list[P]:
+        return [P(AXIS) if batch else P() for batch in self.signature.is_batch]
 
     def _finished(
         self, closed: ClosedJaxpr, outputs: Sequence[_Output], avals: Sequence[Any], checked: bool
     ) -> ClosedJaxpr:
-        """The step with what becomes of its outputs, after the *fuse* pass."""
+        """The step with what becomes of its outputs."""
 
         def run(*args: Any) -> list[Any]:
             outs = jaxpr_as_fun(closed)(*args)
             return [_finish(how.action, x) for how, x in zip(outputs, outs, strict=True)]
 
-        is_batch = self._signature.is_batch
-        closed = capture(run, avals, is_batch, self._mesh, check=checked)
-        fuse = Fuse(self._bucket_bytes)
-        return capture(lambda *xs: fuse.run(closed, *xs), avals, is_batch, self._mesh, check=checked)
+        return capture(run, avals, self._logical_specs, self._mesh, check=checked)
+
+    def _in_shards(
+        self, closed: ClosedJaxpr, outputs: Sequence[_Output], held: Sequence[Any], checked: bool
+    ) -> tuple[ClosedJaxpr, list[Layout | None]]:
+        """The step on what its devices hold, after the *shards* pass, and how each output is held."""
+        if not any(self.layouts) and not contains(closed.jaxpr, {shard_p}):
+            return closed, [None] * len(outputs)
+        wanted = ["any" if out.source is None else self.layouts[out.source] or "whole" for out in outputs]
+        varying: set[Any] = set()
+        infer(closed, _inputs(self.signature), varying)
+        layouts: list[Layout | None] = []
+        gathered: list[Gathered] = []
+
+        def run(*args: Any) -> list[Any]:
+            shards = Shards(closed, self.layouts, varying, wanted, self._mesh.size)
+            outs, layouts[:] = shards(*args)
+            gathered[:] = shards.gathered
+            return outs
+
+        closed = capture(run, held, self._specs, self._mesh, check=checked)
+        self.gathered = tuple(gathered)
+        return closed, layouts
 
     def _refuse_per_example(self, shapes: list[tuple[int, ...]], loops: list[int], avals: Sequence[Any]) -> None:
         """Refuse to reduce gradients one example at a time (``vmap(grad(loss))``, ``lax.map`` of it).
@@ -180,7 +265,7 @@ class Program:
         that its shape, or the length of its loop, follows the batch: in doubt the step is traced with a batch of twice
         the size.
         """
-        is_batch = self._signature.is_batch
+        is_batch = self.signature.is_batch
         sizes = {a.shape[0] // self._mesh.size for a, b in zip(avals, is_batch, strict=True) if b}
         state = {a.shape for a, b in zip(avals, is_batch, strict=True) if not b}
         odd = [s for s in shapes if sizes & set(s) and s not in state]
@@ -192,7 +277,7 @@ class Program:
             for a, b in zip(avals, is_batch, strict=True)
         ]
         try:
-            closed, _, untyped = _trace(self._step, self._signature, twice, self._mesh)
+            closed, _, untyped = _trace(self._traces.step, self.signature, twice, self._mesh)
             _, shapes, loops = self._reductions(closed, twice, untyped is None)
         except Exception as error:
             if not odd:
@@ -237,9 +322,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _trace(
-    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh
-) -> tuple[ClosedJaxpr, Any, Exception | None]:
+def _trace(step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh) -> _Traced:
     """The step's jaxpr, the structure of its result, and why JAX's types refuse it, if they do."""
     trees: list[Any] = []
 
@@ -250,15 +333,16 @@ def _trace(
         trees.append(tree)
         return outs
 
+    specs = [P(AXIS) if batch else P() for batch in signature.is_batch]
     try:
-        return capture(flat, avals, signature.is_batch, mesh, check=True), trees[-1], None
+        return capture(flat, avals, specs, mesh, check=True), trees[-1], None
     except StepError:
         raise
     except (TypeError, ValueError, NotImplementedError) as refused:
         # A model that the types can't follow (a Pallas kernel, say) or an error of the step's own: the untyped trace
         # tells which. There only `jaxdist.value_and_grad` knows what a gradient is, and the proof below insists on it.
         try:
-            return capture(flat, avals, signature.is_batch, mesh, check=False), trees[-1], refused
+            return capture(flat, avals, specs, mesh, check=False), trees[-1], refused
         except Exception:
             raise refused from None
 
@@ -291,20 +375,20 @@ def _outputs(
         typed = AXIS in compat.varying_axes(aval)
         floating = jnp.issubdtype(aval.dtype, jnp.inexact)
         if not flow.varying:
-            outputs.append(_Output("first" if typed else "as is"))
+            outputs.append(_Output("first" if typed else "as is", source))
         elif source is not None:
             # A running statistic of local data, or a scalar that is kept as it comes (the last loss).
             running = flow.scaled & (1 << source) or (aval.ndim == 0 and not flow.deps & (1 << source))
             if floating and running and op == "mean" and not flow.bent & unsettled:
-                outputs.append(_Output("mean"))
+                outputs.append(_Output("mean", source))
             else:
                 refused.append(_refusal(signature.names[source], aval, floating, untyped))
         elif aval.ndim > 0:
-            outputs.append(_Output("concat"))
+            outputs.append(_Output("concat", source))
         elif floating:
-            outputs.append(_Output(op))
+            outputs.append(_Output(op, source))
         elif jnp.issubdtype(aval.dtype, jnp.integer):
-            outputs.append(_Output("sum"))
+            outputs.append(_Output("sum", source))
         else:
             refused.append(
                 f"result{name} is a {aval.str_short()} that differs between devices: return it with a leading axis "
@@ -410,8 +494,3 @@ def match_state(
 
     visit(out_tree, 0)
     return matched
-
-
-def shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
-    """Of the state and of the batch."""
-    return NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))

@@ -12,8 +12,6 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.step.primitives import AXIS
-
 _inside: ContextVar[bool] = ContextVar("jaxdist_inside_step", default=False)
 
 
@@ -34,7 +32,7 @@ def _marked() -> Iterator[None]:
 def capture(
     fun: Callable[..., Sequence[Any]],
     avals: Sequence[Any],
-    sharded: Sequence[bool],
+    specs: Sequence[P],
     mesh: Mesh | AbstractMesh,
     *,
     check: bool,
@@ -44,7 +42,7 @@ def capture(
     Args:
       fun: takes and returns flat sequences of arrays.
       avals: global shape and dtype of each argument.
-      sharded: whether the argument is split along its first dimension over the mesh (else replicated).
+      specs: how each argument is split over the mesh.
       mesh: one axis, ``"data"``; no device is touched.
       check: type each value as replicated or varying (``check_vma``).
     """
@@ -55,7 +53,6 @@ def capture(
             captured.append(jax.make_jaxpr(lambda *xs: list(fun(*xs)))(*args))
         return ()
 
-    specs = tuple(P(AXIS) if s else P() for s in sharded)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(), check_vma=check)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=(), check_vma=check)
     jax.eval_shape(mapped, *avals)
     return captured[0]

@@ -18,7 +18,7 @@ from jaxdist.step.trace import capture
 def of(f: Any, *shapes: tuple[int, ...]) -> tuple[str, ...]:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     avals = [jax.ShapeDtypeStruct((8 * s[0], *s[1:]), np.float32) for s in shapes]
-    return fingerprint(capture(lambda *xs: [f(*xs)], avals, [True] * len(shapes), mesh, check=True))
+    return fingerprint(capture(lambda *xs: [f(*xs)], avals, [P("data")] * len(shapes), mesh, check=True))
 
 
 def test_order_types_and_parameters() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from jaxdist import compat
@@ -69,6 +69,7 @@ _LINEAR = {
     "add", "sub", "add_any", "neg", "reduce_sum", "cumsum", "reshape", "squeeze", "transpose", "broadcast_in_dim",
     "convert_element_type", "copy", "copy_p", "slice", "concatenate", "pad", "rev", "pvary", "real", "imag",
     "reduce_precision", "optimization_barrier", "stop_gradient", "reduce_window_sum", "expand_dims", "jaxdist_expand",
+    "jaxdist_shard",
 }  # fmt: skip
 # Sums over the mesh: linear, and what comes out is replicated. With `groups` each group has its own value.
 _MESH_SUMS = {"psum", "psum_invariant", "jaxdist_all_reduce"}
@@ -87,25 +88,28 @@ _SOURCES = {
 _FLOAT_ONLY = {"convert_element_type"}  # linear between floats, a step function into integers
 
 
-def infer(closed: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
+def infer(closed: ClosedJaxpr, inputs: Sequence[Flow], varying: set[Any] | None = None) -> list[Flow]:
     """How each output of `closed` follows from its inputs.
 
     Args:
       closed: the traced step.
-      inputs: one `Flow` an input; see `state_inputs`.
+      inputs: one `Flow` an input.
+      varying: gets the variables, of the jaxprs inside it too, whose values may differ between devices.
     """
-    return _infer(closed.jaxpr, [_CONSTANT] * len(closed.consts), inputs)
+    return _infer(closed, inputs, set() if varying is None else varying)
 
 
-def _infer(jaxpr: Jaxpr, consts: Sequence[Flow], inputs: Sequence[Flow]) -> list[Flow]:
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
+def _infer(closed: ClosedJaxpr, inputs: Sequence[Flow], varying: set[Any]) -> list[Flow]:
+    jaxpr = closed.jaxpr
+    env = dict.fromkeys(jaxpr.constvars, _CONSTANT)
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Flow:
         return _CONSTANT if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars]), strict=True))
+        env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars], varying), strict=True))
+    varying.update(v for v, flow in env.items() if flow.varying)
     return [read(v) for v in jaxpr.outvars]
 
 
@@ -116,14 +120,16 @@ def _join(flows: Sequence[Flow]) -> Flow:
     return out
 
 
-def _equation(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+def _equation(eqn: JaxprEqn, args: list[Flow], varying: set[Any]) -> Sequence[Flow]:
     name = eqn.primitive.name
     if rule := _RULES.get(name):
         return rule(eqn, args)
+    if rule := _CONTROL_FLOW.get(name):
+        return rule(eqn, args, varying)
     if name in INLINED or name in ("remat2", "checkpoint", "remat"):
         bodies = list(subjaxprs(eqn))
         if bodies and len(bodies[0].invars) == len(args):
-            return _infer(bodies[0], [_CONSTANT] * len(bodies[0].constvars), args)
+            return _infer(ClosedJaxpr(bodies[0], [None] * len(bodies[0].constvars)), args, varying)
     joined = _join(args)
     if name in _LINEAR and not (name in _FLOAT_ONLY and not _is_float(eqn)):
         return [joined] * len(eqn.outvars)
@@ -162,7 +168,7 @@ def _select(_: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
     return [out | which.through()]
 
 
-def _scan(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+def _scan(eqn: JaxprEqn, args: list[Flow], varying: set[Any]) -> Sequence[Flow]:
     n_consts, n_carry = compat.scan_split(eqn.params)
     body = eqn.params["jaxpr"]
     consts, carry, xs = (
@@ -172,14 +178,14 @@ def _scan(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
     )
 
     def step(carry: list[Flow]) -> tuple[list[Flow], list[Flow]]:
-        outs = infer(body, [*consts, *carry, *xs])
+        outs = _infer(body, [*consts, *carry, *xs], varying)
         return outs[:n_carry], outs[n_carry:]
 
     carry, ys = _fixpoint(step, carry)
     return [*carry, *ys]
 
 
-def _while(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+def _while(eqn: JaxprEqn, args: list[Flow], varying: set[Any]) -> Sequence[Flow]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     cond_consts, body_consts, carry = (
@@ -189,10 +195,10 @@ def _while(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
     )
 
     def step(carry: list[Flow]) -> tuple[list[Flow], list[Flow]]:
-        (again,) = infer(cond, [*cond_consts, *carry])
+        (again,) = _infer(cond, [*cond_consts, *carry], varying)
         if again.varying:
             _refuse_collectives(eqn, "lax.while_loop")
-        outs = infer(body, [*body_consts, *carry])
+        outs = _infer(body, [*body_consts, *carry], varying)
         # How often the body ran decides the result.
         return [(o | again).through() if again.varying else o | again.through() for o in outs], []
 
@@ -210,11 +216,11 @@ def _fixpoint(
         carry = joined
 
 
-def _cond(eqn: JaxprEqn, args: list[Flow]) -> Sequence[Flow]:
+def _cond(eqn: JaxprEqn, args: list[Flow], varying: set[Any]) -> Sequence[Flow]:
     which, *operands = args
     if which.varying:
         _refuse_collectives(eqn, "lax.cond or lax.switch")
-    branches = [infer(branch, operands) for branch in eqn.params["branches"]]
+    branches = [_infer(branch, operands, varying) for branch in eqn.params["branches"]]
     outs = [_join(flows) for flows in zip(*branches, strict=True)]
     if which.varying:
         return [(o | which).through(varying=True) for o in outs]
@@ -237,6 +243,8 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Flow]], Sequence[Flow]]] = {
     "div": _quotient,
     "dot_general": _product,
     "select_n": _select,
+}
+_CONTROL_FLOW: dict[str, Callable[[JaxprEqn, list[Flow], set[Any]], Sequence[Flow]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.step.interpreter import subjaxprs
@@ -29,9 +30,9 @@ def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: 
     """(dtype, size) of each reduction of f(*varying arrays), in order."""
     dtypes = dtypes or [jnp.float32] * len(shapes)
     avals = [jax.ShapeDtypeStruct((4 * s[0], *s[1:]), d) for s, d in zip(shapes, dtypes, strict=True)]
-    sharded = [True] * len(avals)
-    closed = capture(lambda *xs: jax.tree.leaves(f(*xs)), avals, sharded, MESH, check=True)
-    closed = capture(lambda *xs: Fuse(bucket_bytes).run(closed, *xs), avals, sharded, MESH, check=True)
+    specs = [P("data")] * len(avals)
+    closed = capture(lambda *xs: jax.tree.leaves(f(*xs)), avals, specs, MESH, check=True)
+    closed = capture(lambda *xs: Fuse(bucket_bytes).run(closed, *xs), avals, specs, MESH, check=True)
     found: list[tuple[str, int]] = []
 
     def visit(jaxpr: Jaxpr) -> None:

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxdist.step.trace as trace
 from jaxdist.step.passes.layout import Flow, infer
@@ -23,7 +24,7 @@ def flow(f: Callable[..., Any]) -> Flow:
     """Of f(state, batch), in an untyped trace."""
     avals = [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((6,), jnp.float32)]
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    closed = trace.capture(lambda s, x: [f(s, x)], avals, [False, True], mesh, check=False)
+    closed = trace.capture(lambda s, x: [f(s, x)], avals, [P(), P("data")], mesh, check=False)
     return infer(closed, [STATE, BATCH])[0]
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.step.interpreter import subjaxprs
@@ -24,10 +25,10 @@ MESH = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
 def in_loops(f: Callable[..., Any], state: Any = (3,), op: Any = "mean") -> list[tuple[str, tuple[int, ...], int]]:
     """(op, shape, loops around it) of each reduction in f(state, batch of 2 x 3 a device) after the pass, in order."""
     avals = [jax.ShapeDtypeStruct(state, jnp.float32), jax.ShapeDtypeStruct((8, 3), jnp.float32)]
-    closed = capture(lambda s, x: [f(s, x)], avals, [False, True], MESH, check=True)
+    closed = capture(lambda s, x: [f(s, x)], avals, [P(), P("data")], MESH, check=True)
     rules = Reductions(op)
     closed = capture(
-        lambda *xs: [rules.finish(x) for x in rules.run(closed, *xs)], avals, [False, True], MESH, check=True
+        lambda *xs: [rules.finish(x) for x in rules.run(closed, *xs)], avals, [P(), P("data")], MESH, check=True
     )
     found: list[tuple[str, tuple[int, ...], int]] = []
 

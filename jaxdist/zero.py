@@ -1,0 +1,128 @@
+"""`zero`: any optax transformation with its state, the gradients and the parameters in shards."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.step.primitives import mark
+from jaxdist.step.trace import inside_step
+
+Level = Literal[0, 1, 2, 3]
+
+
+def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTransformationExtraArgs:
+    """`tx`, in a decorated step with its state, the gradients and the parameters in shards: ZeRO.
+
+    The step's other lines stay as they are, and so does what it computes. Each device keeps and updates one slice of
+    each leaf, along one of its dimensions; what works on whole arrays (a matrix factorisation, say) gathers them first.
+    Leaves with fewer entries than there are devices stay whole. Outside a decorated step this is `tx`.
+
+    The structure of the optimizer's state is that of `tx`. Wrap all of the optimizer, rather than a part of a chain:
+    what is not wrapped stays whole.
+
+    Args:
+      tx: any optax transformation.
+      level: what is kept in shards, and what a device then holds of 16 bytes a parameter (float32, Adam, N devices):
+        0 nothing; 1 the optimizer's state, 8 + 8/N; 2 the gradients too, which are reduced straight into shards,
+        4 + 12/N; 3 the parameters too, 16/N: each is gathered where it is used, in the forward and in the backward
+        pass, one layer at a time where ``jax.lax.scan`` runs over the layers. They are then in shards between steps:
+        see `jaxdist.unshard`.
+
+    Returns:
+      A transformation with the states, updates and extra arguments of `tx`.
+
+    Raises:
+      TypeError: `tx` is no gradient transformation.
+      ValueError: another level; (from ``update``) state or gradients that don't belong to the parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxdist, optax
+      >>> tx = jaxdist.zero(optax.adam(0.1), level=2)
+      >>> @jaxdist.data_parallel
+      ... def step(w, opt_state, batch):
+      ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+      ...     updates, opt_state = tx.update(grads, opt_state, w)
+      ...     return optax.apply_updates(w, updates), opt_state
+      >>> w = jnp.ones(3)
+      >>> w, opt_state = step(w, tx.init(w), jnp.ones((8, 3)))
+      >>> [round(float(x), 3) for x in w]
+      [0.9, 0.9, 0.9]
+
+    References:
+      Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv 1910.02054.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(f"zero takes an optax gradient transformation (init and update), not {tx!r}")
+    if type(level) is not int or level not in (0, 1, 2, 3):
+        raise ValueError(
+            f"zero(level={level!r}): 0 (nothing in shards), 1 (the optimizer's state), 2 (and gradients) or 3 (and "
+            "parameters)"
+        )
+    tx = optax.with_extra_args_support(tx)
+    if level == 0:
+        return tx
+
+    def init(params: Any) -> Any:
+        state = tx.init(params)
+        return _marked(state, "state", level) if inside_step() else state
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if not inside_step():
+            return tx.update(updates, state, params, **extra)
+        _check(tx, level, updates, state, params)
+        return tx.update(
+            _marked(updates, "gradient", level),
+            _marked(state, "state", level),
+            _marked(params, "parameter", level),
+            **extra,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _marked(tree: Any, role: str, level: int) -> Any:
+    return jax.tree.map(lambda x: mark(x, role, level), tree)
+
+
+def _check(tx: optax.GradientTransformation, level: int, updates: Any, state: Any, params: Any) -> None:
+    """Say what does not belong together before `tx` stumbles over it, or broadcasts one to the other."""
+    if params is None:
+        if level == 3:
+            raise ValueError(
+                "zero(level=3) keeps the parameters in shards and has to be told which they are: "
+                "tx.update(grads, state, params)"
+            )
+        return
+    alike = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
+    if alike and (problem := _difference(updates, params)):
+        raise ValueError(f"the gradients are not those of the parameters: {problem}")
+    try:
+        expected = jax.eval_shape(tx.init, params)
+    except Exception:  # an init that wants real numbers: then `tx` itself has to find what is wrong
+        return
+    if problem := _difference(state, expected):
+        raise ValueError(
+            f"the optimizer's state was not made for these parameters: {problem}. Make it anew with tx.init(params), "
+            "or restore both from one checkpoint"
+        )
+
+
+def _difference(tree: Any, expected: Any) -> str | None:
+    """The first leaf in which two trees differ, in place or shape."""
+    ours, ours_tree = jax.tree_util.tree_flatten_with_path(tree)
+    theirs, theirs_tree = jax.tree_util.tree_flatten_with_path(expected)
+    mine, wanted = (
+        {jax.tree_util.keystr(path) or "the only leaf": jnp.shape(x) for path, x in leaves} for leaves in (ours, theirs)
+    )
+    for name in [*wanted, *mine]:
+        if name not in mine:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} is not expected"
+        if mine[name] != wanted[name]:
+            return f"{name} has shape {mine[name]}, expected {wanted[name]}"
+    return None if ours_tree == theirs_tree else f"their structures are {ours_tree} and {theirs_tree}"
