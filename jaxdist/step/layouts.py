@@ -58,7 +58,7 @@ class Layout:
 
 
 @functools.cache
-def layout(dim: int, pad: int = 0) -> Layout:
+def layout(dim: int, pad: int) -> Layout:
     """The one `Layout` of these values: they are compared by identity in every call of a step."""
     return Layout(dim, pad)
 

@@ -68,7 +68,7 @@ class Placement:
             split = [d for d, axis in enumerate(own.spec) if axis in (AXIS, (AXIS,))]
             if len(split) != 1 or own.memory_kind != self.state_sharding.memory_kind:
                 return ELSEWHERE
-            how = layout(split[0])
+            how = layout(split[0], 0)
         if len(self._layouts) < 256:
             self._known[id(own)] = own, how  # kept alive here, so that the id stays its own
             self._layouts[id(own)] = how

@@ -28,7 +28,7 @@ from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.step.interpreter import Interpreter, called, live, retrace, subjaxprs
-from jaxdist.step.layouts import Layout, choose
+from jaxdist.step.layouts import Layout, choose, layout
 from jaxdist.step.primitives import (
     AXIS,
     all_reduce,
@@ -165,8 +165,6 @@ class Shards(Interpreter):
         return how and how.dim
 
     def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
-        from jaxdist.step.layouts import layout
-
         return layout(dim, -shape[dim] % self.devices)
 
     def _rows(self, size: int) -> int:
