@@ -27,6 +27,9 @@ from jaxdist.step.passes.shards import Gathered, Shards
 from jaxdist.step.primitives import AXIS, Op, all_reduce, shard_p
 from jaxdist.step.trace import capture
 
+_GATHERED_AT_ONCE = 64
+"""Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
+
 _Traced = tuple[ClosedJaxpr, Any, Exception | None]
 
 
@@ -187,7 +190,8 @@ class Program:
         weak = [aval.weak_type for aval in closed.out_avals]
         closed = self._finished(closed, outputs, avals, checked)
         closed, layouts = self._in_shards(closed, outputs, held, checked)
-        fuse = Fuse(self._bucket_bytes)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        fuse = Fuse(self._bucket_bytes, self._stored_bytes(avals) // _GATHERED_AT_ONCE, barriers=not on_cpu)
         closed = capture(lambda *xs: fuse.run(closed, *xs), held, self._specs, mesh, check=checked)
         if self._on_traced is not None:
             self._on_traced(closed)
@@ -220,6 +224,10 @@ class Program:
 
         closed = capture(run, avals, self._logical_specs, self._mesh, check=checked)
         return closed, list(rules.shapes), list(rules.loops)
+
+    def _stored_bytes(self, avals: Sequence[Any]) -> int:
+        """Of the leaves that are kept in shards."""
+        return sum(a.size * a.dtype.itemsize for a, how in zip(avals, self.layouts, strict=True) if how)
 
     @property
     def _logical_specs(self) -> list[P]:

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jaxdist import compat
 from jaxdist.step.interpreter import Interpreter, has_effect, live
 from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, joined, reduce_shard_p, slices
 
@@ -36,33 +39,96 @@ class Fuse(Interpreter):
 
     Args:
       bucket_bytes: on the wire, of a full bucket. 0: each tensor travels alone.
+      ahead: how many bytes may be gathered before they are used.
+      barriers: whether the compiler keeps to ``lax.optimization_barrier``. XLA's for CPUs drops it before it merges
+        equal operations and decides on an order; there what has to come before a gather travels with it.
     """
 
-    def __init__(self, bucket_bytes: int):
+    def __init__(self, bucket_bytes: int, ahead: int = 0, barriers: bool = True):
         super().__init__({})
+        self.barriers = barriers
+        self._nested = False
+        self.ahead = ahead
         self.rewritten = _FUSED
         self.bucket_bytes = bucket_bytes
 
     def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
+        producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
-        for item in schedule(live(jaxpr), self.bucket_bytes):
+        pace = _Pace(self.ahead, None if self.barriers or not self._nested else _given(jaxpr))
+        for item in schedule(live(jaxpr), self.bucket_bytes, min(self.bucket_bytes, self.ahead)):
             if isinstance(item, JaxprEqn):
                 outs = self.eval_eqn(item, *map(read, item.invars))
                 env.update(zip(item.outvars, outs, strict=True))
+                continue
+            operands = [read(eqn.invars[0]) for eqn in item.eqns]
+            cause = None if item.use is None else pace.cause(item, producers)
+            if cause in env:
+                outs = self._gathered_after(env[cause], operands, item.eqns)
+            elif len(item.eqns) == 1:
+                outs = [item.eqns[0].primitive.bind(*operands, **item.eqns[0].params)]
             else:
-                outs = _TOGETHER[item[0].primitive]([read(eqn.invars[0]) for eqn in item], item)
-                env.update(zip((eqn.outvars[0] for eqn in item), outs, strict=True))
+                outs = _TOGETHER[item.eqns[0].primitive](operands, item.eqns)
+            env.update(zip((eqn.outvars[0] for eqn in item.eqns), outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        if eqn.primitive in _FUSED:
-            return [eqn.primitive.bind(*args, **eqn.params)]
-        return super().eval_eqn(eqn, *args)
+    def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        nested, self._nested = self._nested, True
+        try:
+            return super().rewrite(closed)
+        finally:
+            self._nested = nested
+
+    def _gathered_after(self, cause: Any, operands: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
+        """Gather when `cause` is known."""
+        if self.barriers:
+            *operands, _ = lax.optimization_barrier((*operands, cause))
+            if len(eqns) == 1:
+                return [gather_shards_p.bind(*operands, **eqns[0].params)]
+            return _gathered_together(operands, eqns)
+        sent = cause.reshape(-1)[:1].astype(operands[0].dtype)
+        if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(sent)):
+            sent = lax.pcast(sent, AXIS, to="varying")
+        return _gathered_together(operands, eqns, sent)
+
+
+class _Pace:
+    """When to gather what is used within the step: at most so many bytes before it is used.
+
+    Nothing that a gather of stored shards takes has to be computed first: without more XLA would do all of them first,
+    and one for the forward and the backward pass.
+
+    Args:
+      ahead: in bytes.
+      first: what the first gather has to wait for.
+    """
+
+    def __init__(self, ahead: int, first: Any):
+        self.ahead, self.first = ahead, first
+        self._gathered: list[tuple[int, Any]] = []  # its bytes, and what the first use of it takes besides
+
+    def cause(self, bucket: Bucket, producers: Mapping[Any, JaxprEqn]) -> Any:
+        """The variable that has to be computed before `bucket` is gathered, if there is one."""
+        assert bucket.use is not None
+        size, cause = bucket.bytes, self.first
+        for earlier, taken in reversed(self._gathered):
+            if size >= self.ahead and taken is not None:
+                cause = taken
+                break
+            size += earlier
+        computed = [
+            v
+            for v in bucket.use.invars
+            if not isinstance(v, Literal) and v in producers and producers[v].primitive is not gather_shards_p
+            and jnp.issubdtype(v.aval.dtype, jnp.floating)  # type: ignore[attr-defined]
+        ]  # fmt: skip
+        self._gathered.append((bucket.bytes, computed[0] if computed else None))
+        return cause
 
 
 def _reduced_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
@@ -82,11 +148,11 @@ def _scattered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[
     return [piece.reshape(r.shape[1:]) for piece, r in zip(pieces, rows, strict=True)]
 
 
-def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
-    """Several arrays from everyone's slices."""
+def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], sent: Any = None) -> list[Any]:
+    """Several arrays from everyone's slices; `sent` travels with them."""
     params = eqns[0].params
     devices = params["devices"]
-    flat = jnp.concatenate([x.reshape(1, -1) for x in parts], 1)
+    flat = jnp.concatenate([x.reshape(1, -1) for x in (*parts, *(() if sent is None else (sent,)))], 1)
     whole = gather_shards_p.bind(flat, **{**params, "dim": 0, "size": devices})
     pieces = _split(whole, [x.size for x in parts])
     return [
@@ -145,19 +211,46 @@ class _Collective:
         return self.level, self.needed if self.gathers else self.ready, self.at
 
 
-def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int) -> list[JaxprEqn | list[JaxprEqn]]:
-    """The equations in an order to evaluate them in, with the collectives that travel together in lists.
+def _given(jaxpr: Jaxpr) -> Any:
+    """An input of a body that is computed just before it: one of its own floats, and no shard."""
+    shards = {eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive is gather_shards_p}
+    for v in reversed(jaxpr.invars):  # cotangents come last
+        aval: Any = v.aval
+        own = not compat.checking_types() or AXIS in compat.varying_axes(aval)
+        if own and v not in shards and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size:
+            return v
+    return None
+
+
+@dataclass
+class Bucket:
+    """Collectives that travel together.
+
+    Attributes:
+      eqns: one or more of one kind.
+      bytes: of all of them.
+      use: of gathered arrays, the first equation that takes one; None: they are results.
+    """
+
+    eqns: list[JaxprEqn]
+    bytes: int
+    use: JaxprEqn | None = None
+
+
+def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, gather_bytes: int) -> list[JaxprEqn | Bucket]:
+    """The equations in an order to evaluate them in, with the collectives in buckets.
 
     Args:
       eqns: of a jaxpr, in order.
       bucket_bytes: of a full bucket.
+      gather_bytes: of one of arrays that are gathered to be used here.
     """
     producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     needs = [{producer[v] for v in e.invars if not isinstance(v, Literal) and v in producer} for e in eqns]
     needed = [len(eqns)] * len(eqns)
     for i in reversed(range(len(eqns))):
         for j in needs[i]:
-            needed[j] = i
+            needed[j] = min(needed[j], needed[i] if eqns[i].primitive is compat.pvary_p else i)
     last: int | None = None
     for i, eqn in enumerate(eqns):  # effects keep their order
         if has_effect(eqn):
@@ -176,13 +269,23 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int) -> list[JaxprEqn | lis
         ready[i] = made if eqn.primitive.name in _CHEAP else i
     # Each bucket of reductions as soon as the backward pass has made its last member; everything else when it is
     # needed, a bucket of gathers with the first of its members.
-    buckets = _buckets(collectives, bucket_bytes)
+    buckets = _buckets(collectives, lambda c: gather_bytes if c.gathers and c.needed < len(eqns) else bucket_bytes)
     gathers = {c.at: bucket for bucket in buckets for c in bucket if c.gathers}
     done: set[int] = set()
-    out: list[JaxprEqn | list[JaxprEqn]] = []
+    out: list[JaxprEqn | Bucket] = []
+
+    # What only retypes a gathered array stays with it.
+    retyped = {i for i, eqn in enumerate(eqns) if eqn.primitive is compat.pvary_p and needs[i] & gathers.keys()}
+
+    def place(i: int) -> float:
+        if i in gathers:
+            return gathers[i][0].needed - 0.5
+        return needed[i] - 0.25 if i in retyped else i
 
     def append(bucket: Sequence[_Collective]) -> None:
-        out.append([c.eqn for c in bucket] if len(bucket) > 1 else bucket[0].eqn)
+        first = min(c.needed for c in bucket)
+        use = eqns[first] if bucket[0].gathers and first < len(eqns) else None
+        out.append(Bucket([c.eqn for c in bucket], sum(c.bytes for c in bucket), use))
         done.update(c.at for c in bucket)
 
     def emit(targets: Sequence[int]) -> None:
@@ -195,7 +298,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int) -> list[JaxprEqn | lis
             together = [c.at for c in gathers.get(j, ())] or [j]
             missing.update(together)
             todo.extend(k for i in together for k in needs[i])
-        for j in sorted(missing, key=lambda j: gathers[j][0].needed - 0.5 if j in gathers else j):
+        for j in sorted(missing, key=place):
             if j in done:
                 continue
             if j in gathers:
@@ -209,7 +312,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int) -> list[JaxprEqn | lis
             emit([c.at for c in bucket])
             append(bucket)
     for i in range(len(eqns)):
-        if i not in done and i not in gathers:
+        if i not in done and i not in gathers and i not in retyped:
             emit([i])
             out.append(eqns[i])
             done.add(i)
@@ -217,20 +320,21 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int) -> list[JaxprEqn | lis
         if i not in done:
             emit([c.at for c in bucket])
             append(bucket)
+    out.extend(eqns[i] for i in sorted(retyped - done))
     return out
 
 
-def _buckets(collectives: Sequence[_Collective], bucket_bytes: int) -> list[list[_Collective]]:
+def _buckets(collectives: Sequence[_Collective], limit: Callable[[_Collective], int]) -> list[list[_Collective]]:
     open_: dict[Any, list[_Collective]] = defaultdict(list)
     size: dict[Any, int] = defaultdict(int)
     closed: list[list[_Collective]] = []
     for c in sorted(collectives, key=lambda c: c.order):
         key = (c.level, c.kind)
-        if c.bytes >= bucket_bytes or not c.bytes:
+        if c.bytes >= limit(c) or not c.bytes:
             closed.append([c])
             continue
         late = c.gathers and open_[key] and c.ready >= open_[key][0].needed
-        if size[key] + c.bytes > bucket_bytes or late:
+        if size[key] + c.bytes > limit(c) or late:
             if open_[key]:
                 closed.append(open_.pop(key))
             size[key] = 0

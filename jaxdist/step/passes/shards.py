@@ -137,7 +137,6 @@ class Shards(Interpreter):
         self._dims = {a.shape: how.dim for a, how in zip(closed.in_avals, inputs, strict=True) if how}
         self._scattered = _destined(closed, outputs, self._dim)
         self._backward = False
-        self._trigger: Any = None
 
     def __call__(self, *args: Any) -> tuple[list[Any], list[Layout | None]]:
         """The outputs as this device holds them, and how."""
@@ -181,11 +180,7 @@ class Shards(Interpreter):
         if not isinstance(x, Shard):
             return x
         if self._backward not in x.wholes:
-            local = x.local
-            if x.wholes and self._trigger is not None:
-                # Again, in the backward pass: not kept since the forward pass, which XLA would make of two equal ones.
-                local, _ = lax.optimization_barrier((local, self._trigger))
-            x.wholes[self._backward] = _typed(gather_shards(local, x.dim, x.aval.shape[x.dim]), x.aval)
+            x.wholes[self._backward] = _typed(gather_shards(x.local, x.dim, x.aval.shape[x.dim]), x.aval)
         return x.wholes[self._backward]
 
     def local(self, x: Any, dim: int) -> Any:
@@ -216,8 +211,6 @@ class Shards(Interpreter):
         before = self._backward
         self._backward = before or compat.in_backward_pass(eqn)
         try:
-            if self._backward and self._trigger is None:
-                self._trigger = next((a for a in map(_plain_array, args) if a is not None), None)
             return self._eval(eqn, args)
         finally:
             self._backward = before
@@ -321,10 +314,9 @@ class Shards(Interpreter):
           wants: how each output is to come out: split along a dimension, None: whole, ``"any"``: as it comes.
         """
         body = _Body([], [], {})
-        backward, trigger = self._backward, self._trigger
+        backward = self._backward
 
         def run(*xs: Any) -> list[Any]:
-            self._trigger = None
             body.dims.clear()
             body.same.clear()
             held = [
@@ -346,7 +338,7 @@ class Shards(Interpreter):
         body.jaxpr = retrace(run, avals)
         body.noted = self.gathered[noted:]
         del self.gathered[noted:]
-        self._backward, self._trigger = backward, trigger
+        self._backward = backward
         return body
 
     def _accept(self, body: _Body) -> Callable[..., Sequence[Any]]:
@@ -501,13 +493,6 @@ class _Body:
     same: dict[int, int]
     jaxpr: Any = None
     noted: list[Gathered] = field(default_factory=list)
-
-
-def _plain_array(x: Any) -> Any:
-    """`x` if it is this device's own array of floats."""
-    if isinstance(x, (Shard, _Fill)) or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        return None
-    return x if not compat.checking_types() or AXIS in compat.varying_axes(jax.typeof(x)) else None
 
 
 def _type(x: Any, aval: Any, dim: int | None) -> Any:
