@@ -17,9 +17,10 @@ from jaxdist.collectives import (
 from jaxdist.context import Context, get_context, init
 from jaxdist.errors import StepError
 from jaxdist.grad import grad, value_and_grad
+from jaxdist.memory import memory
 from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
-from jaxdist.zero import zero
+from jaxdist.zero import shard, unshard, zero
 
 __all__ = [
     "Context",
@@ -35,12 +36,15 @@ __all__ = [
     "get_context",
     "grad",
     "init",
+    "memory",
     "permute",
     "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send",
+    "shard",
+    "unshard",
     "value_and_grad",
     "zero",
 ]

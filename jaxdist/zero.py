@@ -1,13 +1,17 @@
-"""`zero`: any optax transformation with its state, the gradients and the parameters in shards."""
+"""`zero`: any optax transformation with its state, the gradients and the parameters in shards; `shard`, `unshard`."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
 
+from jaxdist.step.data_parallel import data_parallel
+from jaxdist.step.layouts import Padded
 from jaxdist.step.primitives import mark
 from jaxdist.step.trace import inside_step
 
@@ -82,6 +86,85 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def shard(tree: Any) -> Any:
+    """The leaves of a tree in shards, as `zero` keeps parameters at level 3.
+
+    For trees that `zero` does not know: a moving average of the parameters, parameters for an evaluating function. A
+    decorated step keeps state that comes in shards in shards. Leaves with fewer entries than there are devices, and
+    those that are no arrays of numbers, are whole on each device.
+
+    Args:
+      tree: logical arrays, the same on every process (the root's are taken). In a decorated step: values that may be
+        returned in shards.
+
+    Returns:
+      The tree, its leaves as global arrays, `Padded` where the devices don't divide the dimension. Every process must
+      call it.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist
+      >>> jaxdist.unshard(jaxdist.shard({"w": jnp.arange(3.0)}))["w"].tolist()
+      [0.0, 1.0, 2.0]
+    """
+    if inside_step():
+        return jax.tree.map(lambda x: mark(x, "asked", 3), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    return jax.tree.unflatten(structure, [x for (x,) in _sharder()(leaves)])
+
+
+def unshard(tree: Any) -> Any:
+    """Plain arrays, whole, on this process: of a state of any level.
+
+    For evaluation outside a decorated step, export, tests. (A decorated function takes shards as they are.) A
+    collective: every process must call it.
+
+    Args:
+      tree: of arrays; those that are not on the mesh stay as they are.
+
+    Returns:
+      The tree, each leaf with its logical shape on this process's first device. They are copies: a step that is given
+      the original may take its memory.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist
+      >>> jaxdist.unshard({"w": jnp.arange(3.0)})["w"].tolist()
+      [0.0, 1.0, 2.0]
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    split: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        own = getattr(x, "sharding", None)
+        if not isinstance(own, NamedSharding):
+            continue
+        if type(x) is Padded or not own.is_fully_replicated:
+            split.setdefault(own.mesh, []).append(i)
+        else:
+            leaves[i] = jnp.copy(x.addressable_data(0))
+    for mesh, at in split.items():
+        for i, (whole,) in zip(at, _gatherer(mesh)([leaves[i] for i in at]), strict=True):
+            leaves[i] = whole.addressable_data(0)
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.cache
+def _sharder() -> Any:
+    # A tuple around each leaf: not the next value of the argument, which would be kept as it came.
+    def shard_leaves(leaves: list[Any]) -> list[Any]:
+        return [(mark(x, "asked", 3),) for x in leaves]
+
+    return data_parallel(shard_leaves, batch_argnums=(), donate=False)
+
+
+@functools.cache
+def _gatherer(mesh: Mesh) -> Any:
+    def unshard_leaves(leaves: list[Any]) -> list[Any]:
+        return [(x,) for x in leaves]
+
+    return data_parallel(unshard_leaves, batch_argnums=(), donate=False, mesh=mesh)
 
 
 def _marked(tree: Any, role: str, level: int) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
@@ -13,12 +14,14 @@ from typing import Any, Literal, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from jaxdist.communicators import default_bucket_bytes
 from jaxdist.context import Context, get_context
 from jaxdist.step.agree import Agreement, Description
 from jaxdist.step.layouts import Layout
+from jaxdist.step.passes.shards import Gathered
 from jaxdist.step.placement import ELSEWHERE, Placement
 from jaxdist.step.primitives import AXIS, Op
 from jaxdist.step.program import Program, Signature, Static, Traces, is_array
@@ -28,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Compression = Literal["bf16", "fp16"]
 _COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
+_log = logging.getLogger("jaxdist")
 _names: dict[str, itertools.count[int]] = {}
 
 
@@ -177,6 +181,7 @@ class _DataParallel:
         self._signatures: dict[Any, Signature] = {}
         self._latest: dict[Any, _Latest] = {}
         self._agreed: set[Any] = set()
+        self._told = False  # what is gathered
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # Decorated in a class body: the instance is the first state argument, as for a plain function.
@@ -306,9 +311,25 @@ class _DataParallel:
                 self._donate,
                 bucket_bytes,
                 _COMPRESSIONS[self._compress] if self._compress else None,
-                functools.partial(self._agreement.traced, self._name),
+                self._traced,
             )
         return program
+
+    def _traced(self, program: ClosedJaxpr, gathered: Sequence[Gathered]) -> None:
+        """A program is about to be compiled."""
+        assert self._context is not None
+        self._agreement.traced(self._name, program)
+        if gathered and self._context.is_root and not self._told:
+            self._told = True
+            sizes: dict[str, int] = {}
+            for one in gathered:
+                sizes[one.primitive] = sizes.get(one.primitive, 0) + one.bytes
+            what = ", ".join(f"{name} ({size / 1e6:.3g} MB)" for name, size in sizes.items())
+            _log.warning(
+                "step %r: each call gathers whole arrays from their shards for what can't be computed on shards: %s",
+                self._name,
+                what,
+            )
 
     def _place(self, program: Program, leaves: list[Any]) -> None:
         """Bring the state's leaves to where `program` takes them."""

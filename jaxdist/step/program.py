@@ -120,7 +120,8 @@ class Program:
       donate: whether the state's memory may be reused.
       bucket_bytes: see `passes.fuse`.
       compress: the dtype in which gradients travel; None: their own.
-      on_traced: told what is about to be lowered, whenever jit traces anew.
+      on_traced: told what is about to be lowered, and what it gathers for operations that need whole arrays, whenever
+        jit traces anew.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Program:
         donate: bool,
         bucket_bytes: int,
         compress: str | None,
-        on_traced: Callable[[ClosedJaxpr], None] | None = None,
+        on_traced: Callable[[ClosedJaxpr, Sequence[Gathered]], None] | None = None,
     ):
         self._traces, self.layouts = traces, tuple(layouts)
         self.signature, self._mesh = traces.signature, traces.mesh
@@ -189,12 +190,12 @@ class Program:
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, untyped)
         weak = [aval.weak_type for aval in closed.out_avals]
         closed = self._finished(closed, outputs, avals, checked)
-        closed, layouts = self._in_shards(closed, outputs, held, checked)
+        closed, layouts, gathered = self._in_shards(closed, outputs, held, checked)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         fuse = Fuse(self._bucket_bytes, self._stored_bytes(avals) // _GATHERED_AT_ONCE, barriers=not on_cpu)
         closed = capture(lambda *xs: fuse.run(closed, *xs), held, self._specs, mesh, check=checked)
         if self._on_traced is not None:
-            self._on_traced(closed)
+            self._on_traced(closed, gathered)
 
         def on_device(*xs: Any) -> list[Any]:
             return lowering(self._communicator, mesh).run(closed, *xs)
@@ -246,10 +247,10 @@ class Program:
 
     def _in_shards(
         self, closed: ClosedJaxpr, outputs: Sequence[_Output], held: Sequence[Any], checked: bool
-    ) -> tuple[ClosedJaxpr, list[Layout | None]]:
-        """The step on what its devices hold, after the *shards* pass, and how each output is held."""
+    ) -> tuple[ClosedJaxpr, list[Layout | None], list[Gathered]]:
+        """The step on what its devices hold, after the *shards* pass, how each output is held, and what it gathers."""
         if not any(self.layouts) and not contains(closed.jaxpr, {shard_p}):
-            return closed, [None] * len(outputs)
+            return closed, [None] * len(outputs), []
         wanted = ["any" if out.source is None else self.layouts[out.source] or "whole" for out in outputs]
         varying: set[Any] = set()
         infer(closed, _inputs(self.signature), varying)
@@ -263,8 +264,7 @@ class Program:
             return outs
 
         closed = capture(run, held, self._specs, self._mesh, check=checked)
-        self.gathered = tuple(gathered)
-        return closed, layouts
+        return closed, layouts, gathered
 
     def _refuse_per_example(self, shapes: list[tuple[int, ...]], loops: list[int], avals: Sequence[Any]) -> None:
         """Refuse to reduce gradients one example at a time (``vmap(grad(loss))``, ``lax.map`` of it).

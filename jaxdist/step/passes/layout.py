@@ -137,9 +137,9 @@ def _equation(eqn: JaxprEqn, args: list[Flow], varying: set[Any]) -> Sequence[Fl
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         axes = axes if isinstance(axes, (tuple, list)) else (axes,)
         whole = AXIS in axes and eqn.params.get("axis_index_groups") is None
-        varying = joined.varying and not whole
+        differs = joined.varying and not whole
         bent = joined.bent if name in _MESH_SUMS else joined.deps
-        return [Flow(varying, joined.deps, bent, joined.scaled)] * len(eqn.outvars)
+        return [Flow(differs, joined.deps, bent, joined.scaled)] * len(eqn.outvars)
     return [joined.through(varying=name in _SOURCES)] * len(eqn.outvars)
 
 

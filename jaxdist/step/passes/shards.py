@@ -75,6 +75,7 @@ class Shard:
       dim: along which it is split.
       stored: it is the state's own, at most in another dtype.
       asked: the user, or the optimizer's `init`, wants it in shards.
+      narrower: what it is a conversion of that takes fewer bytes to gather, and that conversion.
     """
 
     local: Any
@@ -82,19 +83,27 @@ class Shard:
     dim: int
     stored: bool = False
     asked: bool = False
+    narrower: tuple[Shard, JaxprEqn] | None = None
     wholes: dict[bool, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _Fill:
-    """A broadcast that nobody has needed yet: whole, or of which slice."""
+    """A broadcast that nobody has needed yet: whole, or of which slice.
+
+    Attributes:
+      eqn: that makes it.
+      operand: of that: a value, or a `Shard`, which is gathered before it becomes larger.
+      aval: its type.
+    """
 
     eqn: JaxprEqn
     operand: Any
+    aval: Any
 
     @property
-    def aval(self) -> Any:
-        return self.eqn.outvars[0].aval
+    def in_shards(self) -> bool:
+        return isinstance(self.operand, Shard)
 
     def of(self, shape: tuple[int, ...], operand: Any) -> Any:
         return compat.bind(self.eqn, {**self.eqn.params, "shape": shape}, [operand])[0]
@@ -176,9 +185,12 @@ class Shards(Interpreter):
     def whole(self, x: Any) -> Any:
         """The value as one array."""
         if isinstance(x, _Fill):
-            return x.of(x.aval.shape, x.operand)
+            return _typed(x.of(x.aval.shape, self.whole(x.operand)), x.aval)
         if not isinstance(x, Shard):
             return x
+        if x.narrower is not None and not x.wholes:
+            source, eqn = x.narrower
+            return _typed(compat.bind(eqn, eqn.params, [self.whole(source)])[0], x.aval)
         if self._backward not in x.wholes:
             x.wholes[self._backward] = _typed(gather_shards(x.local, x.dim, x.aval.shape[x.dim]), x.aval)
         return x.wholes[self._backward]
@@ -191,7 +203,8 @@ class Shards(Interpreter):
             if x.dim == dim:
                 return x.local
             x = self.whole(x)
-        return _vary(self._slice(x, dim)) if jnp.ndim(x) else _vary(x)
+        # A scalar, or an operand that is broadcast along the dimension, as elementwise operations do.
+        return _vary(x if jnp.ndim(x) == 0 or jnp.shape(x)[dim] == 1 else self._slice(x, dim))
 
     def _slice(self, x: Any, dim: int) -> Any:
         rows = self._rows(x.shape[dim])
@@ -201,8 +214,10 @@ class Shards(Interpreter):
 
     def _fill(self, fill: _Fill, dim: int) -> Any:
         operand, dims = fill.operand, fill.eqn.params["broadcast_dimensions"]
-        if dim in dims and operand.shape[dims.index(dim)] > 1:
-            operand = self._slice(operand, dims.index(dim))
+        shape = operand.aval.shape if fill.in_shards else operand.shape
+        if dim in dims and shape[dims.index(dim)] > 1:
+            operand = self.local(operand, dims.index(dim))
+        operand = self.whole(operand)
         return fill.of(self._sliced_shape(fill.aval.shape, dim), operand)
 
     # --- equations
@@ -218,7 +233,7 @@ class Shards(Interpreter):
     def _eval(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive in self.rules:
             return super().eval_eqn(eqn, *args)
-        shards = any(isinstance(a, Shard) for a in args)
+        shards = any(isinstance(a, Shard) or (isinstance(a, _Fill) and a.in_shards) for a in args)
         if not shards and not self.touches(eqn):
             return compat.bind(eqn, eqn.params, list(map(self.whole, args)))
         if body := called(eqn):
@@ -234,7 +249,7 @@ class Shards(Interpreter):
         return self._on_slices(eqn, args) or self._on_wholes(eqn, args)
 
     def _on_wholes(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-        for a in args:
+        for a in (a.operand if isinstance(a, _Fill) else a for a in args):
             if isinstance(a, Shard) and not a.stored and not a.wholes:
                 size = a.aval.size * a.aval.dtype.itemsize
                 self.gathered.append(Gathered(eqn.primitive.name, a.aval.shape, size))
@@ -247,23 +262,32 @@ class Shards(Interpreter):
         if eqn.primitive.name in ELEMENTWISE:
             return self._elementwise(eqn, args)
         rule = _RULES.get(eqn.primitive.name)
-        return rule(self, eqn, args) if rule else None
+        args = [self.whole(a) if isinstance(a, _Fill) else a for a in args]
+        return rule(self, eqn, args) if rule and any(isinstance(a, Shard) for a in args) else None
 
-    def _elementwise(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-        first = next(a for a in args if isinstance(a, Shard))
-        outs = compat.bind(eqn, eqn.params, [self.local(a, first.dim) for a in args])
-        stored = eqn.primitive.name in ("convert_element_type", "copy", "copy_p") and first.stored
-        return [self._result(v, x, first.dim, stored) for v, x in zip(eqn.outvars, outs, strict=True)]
+    def _elementwise(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
+        first = next((a for a in args if isinstance(a, Shard)), None)
+        out: Any = eqn.outvars[0].aval
+        dim = first.dim if first else self._dim(out.shape)
+        if dim is None:
+            return None
+        outs = compat.bind(eqn, eqn.params, [self.local(a, dim) for a in args])
+        results = [self._result(v, x, dim) for v, x in zip(eqn.outvars, outs, strict=True)]
+        if first and eqn.primitive.name in ("convert_element_type", "copy", "copy_p"):
+            results[0].stored = first.stored
+            if out.dtype.itemsize > first.aval.dtype.itemsize:
+                results[0].narrower = first, eqn
+        return results
 
-    def _result(self, var: Any, local: Any, dim: int, stored: bool = False) -> Any:
-        return Shard(local, var.aval, dim, stored)
+    def _result(self, var: Any, local: Any, dim: int, like: Shard | None = None) -> Shard:
+        return Shard(local, var.aval, dim, stored=like is not None and like.stored)
 
     # --- where shards begin
 
     def _mark(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         asked = eqn.params["role"] in ("asked", "state")
         if isinstance(x, Shard):
-            return Shard(x.local, x.aval, x.dim, x.stored, asked, x.wholes)
+            return Shard(x.local, x.aval, x.dim, x.stored, asked, x.narrower, x.wholes)
         aval: Any = eqn.outvars[0].aval
         dim = self._dim(aval.shape)
         if dim is None or self._varies(eqn.invars[0]):
@@ -283,19 +307,20 @@ class Shards(Interpreter):
 
     def _cast(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if isinstance(x, Shard):
-            return Shard(x.local, eqn.outvars[0].aval, x.dim, x.stored, x.asked)
+            return Shard(x.local, eqn.outvars[0].aval, x.dim, x.stored, x.asked, x.narrower)
+        if isinstance(x, _Fill):
+            return _Fill(x.eqn, x.operand, eqn.outvars[0].aval)
         return compat.bind(eqn, eqn.params, [self.whole(x)])[0]
 
     def _broadcast(self, _: Interpreter, eqn: JaxprEqn, x: Any, *dynamic: Any) -> Any:
         aval: Any = eqn.outvars[0].aval
-        if isinstance(x, Shard) and not dynamic:
+        if isinstance(x, Shard) and not dynamic and aval.size == x.aval.size:
             dim = eqn.params["broadcast_dimensions"][x.dim]
             (out,) = compat.bind(eqn, {**eqn.params, "shape": self._sliced_shape(aval.shape, dim)}, [x.local])
-            return self._result(eqn.outvars[0], out, dim)
-        x = self.whole(x)
-        if dynamic or aval.size < self.devices or self._varies(eqn.invars[0]):
-            return compat.bind(eqn, eqn.params, [x, *dynamic])[0]
-        return _Fill(eqn, jnp.asarray(x))
+            return self._result(eqn.outvars[0], out, dim, x)
+        if dynamic or aval.size < self.devices or self._varies(eqn.invars[0]) or isinstance(x, _Fill):
+            return compat.bind(eqn, eqn.params, [self.whole(x), *dynamic])[0]
+        return _Fill(eqn, x if isinstance(x, Shard) else jnp.asarray(x), aval)
 
     def _varies(self, atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in self.varying
@@ -325,7 +350,8 @@ class Shards(Interpreter):
             ]
             outs = []
             for i, (x, want) in enumerate(zip(self.run(closed, *held), wants, strict=True)):
-                dim = x.dim if isinstance(x, Shard) and want == "any" else None if want == "any" else want
+                natural = x.dim if isinstance(x, Shard) else None
+                dim = natural if isinstance(want, str) else want
                 body.dims.append(dim)
                 out = _typed(self.whole(x), closed.out_avals[i]) if dim is None else self.local(x, dim)
                 if isinstance(x, Shard) and dim is not None:
@@ -597,12 +623,13 @@ def _unmoved(axis: str) -> _Rule:
 
 def _transpose(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     (out,) = compat.bind(eqn, eqn.params, [args[0].local])
-    return [s._result(eqn.outvars[0], out, eqn.params["permutation"].index(args[0].dim))]
+    return [s._result(eqn.outvars[0], out, eqn.params["permutation"].index(args[0].dim), args[0])]
 
 
 def _squeeze(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     (out,) = compat.bind(eqn, eqn.params, [args[0].local])
-    return [s._result(eqn.outvars[0], out, args[0].dim - sum(d < args[0].dim for d in eqn.params["dimensions"]))]
+    dim = args[0].dim - sum(d < args[0].dim for d in eqn.params["dimensions"])
+    return [s._result(eqn.outvars[0], out, dim, args[0])]
 
 
 def _reshape(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
@@ -618,7 +645,7 @@ def _reshape(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | N
         return None
     new = s._sliced_shape(shape, dim)
     (out,) = compat.bind(eqn, {**eqn.params, "new_sizes": new}, [x.local])
-    return [s._result(var, out, dim)]
+    return [s._result(var, out, dim, x)]
 
 
 def _product(sizes: Sequence[int]) -> int:
