@@ -41,7 +41,7 @@ class Fuse(Interpreter):
       bucket_bytes: on the wire, of a full bucket. 0: each tensor travels alone.
       ahead: how many bytes may be gathered before they are used.
       barriers: whether the compiler keeps to ``lax.optimization_barrier``. XLA's for CPUs drops it before it merges
-        equal operations and decides on an order; there what has to come before a gather travels with it.
+        equal operations and decides on an order; there a gather is made to depend on what has to come before it.
     """
 
     def __init__(self, bucket_bytes: int, ahead: int = 0, barriers: bool = True):
@@ -61,19 +61,25 @@ class Fuse(Interpreter):
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         pace = _Pace(self.ahead, None if self.barriers or not self._nested else _given(jaxpr))
-        for item in schedule(live(jaxpr), self.bucket_bytes, min(self.bucket_bytes, self.ahead)):
+        result = None  # of those gathered because they are results, the latest: one after another, in less memory
+        for item in schedule(live(jaxpr), self.bucket_bytes, self.ahead):
             if isinstance(item, JaxprEqn):
                 outs = self.eval_eqn(item, *map(read, item.invars))
                 env.update(zip(item.outvars, outs, strict=True))
                 continue
             operands = [read(eqn.invars[0]) for eqn in item.eqns]
-            cause = None if item.use is None else pace.cause(item, producers)
+            if item.use is not None:
+                cause = pace.cause(item, producers)
+            else:
+                cause = result if item.gathers and not self.barriers else None
             if cause in env:
-                outs = self._gathered_after(env[cause], operands, item.eqns)
-            elif len(item.eqns) == 1:
+                operands = self._after(env[cause], operands)
+            if len(item.eqns) == 1:
                 outs = [item.eqns[0].primitive.bind(*operands, **item.eqns[0].params)]
             else:
                 outs = _TOGETHER[item.eqns[0].primitive](operands, item.eqns)
+            if item.gathers and item.use is None:
+                result = item.eqns[0].outvars[0]
             env.update(zip((eqn.outvars[0] for eqn in item.eqns), outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -84,17 +90,16 @@ class Fuse(Interpreter):
         finally:
             self._nested = nested
 
-    def _gathered_after(self, cause: Any, operands: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
-        """Gather when `cause` is known."""
+    def _after(self, cause: Any, operands: Sequence[Any]) -> list[Any]:
+        """The operands of a gather, but not before `cause` is known."""
         if self.barriers:
-            *operands, _ = lax.optimization_barrier((*operands, cause))
-            if len(eqns) == 1:
-                return [gather_shards_p.bind(*operands, **eqns[0].params)]
-            return _gathered_together(operands, eqns)
-        sent = cause.reshape(-1)[:1].astype(operands[0].dtype)
-        if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(sent)):
-            sent = lax.pcast(sent, AXIS, to="varying")
-        return _gathered_together(operands, eqns, sent)
+            return lax.optimization_barrier((*operands, cause))[:-1]
+        first = cause.reshape(-1)[0]
+        bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
+        ready = bits | 1 != 0  # always; XLA does not know, and makes this part of what computes the operand
+        if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(ready)):
+            ready = lax.pcast(ready, AXIS, to="varying")
+        return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
 
 
 class _Pace:
@@ -148,11 +153,11 @@ def _scattered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[
     return [piece.reshape(r.shape[1:]) for piece, r in zip(pieces, rows, strict=True)]
 
 
-def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], sent: Any = None) -> list[Any]:
-    """Several arrays from everyone's slices; `sent` travels with them."""
+def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
+    """Several arrays from everyone's slices."""
     params = eqns[0].params
     devices = params["devices"]
-    flat = jnp.concatenate([x.reshape(1, -1) for x in (*parts, *(() if sent is None else (sent,)))], 1)
+    flat = jnp.concatenate([x.reshape(1, -1) for x in parts], 1)
     whole = gather_shards_p.bind(flat, **{**params, "dim": 0, "size": devices})
     pieces = _split(whole, [x.size for x in parts])
     return [
@@ -236,14 +241,18 @@ class Bucket:
     bytes: int
     use: JaxprEqn | None = None
 
+    @property
+    def gathers(self) -> bool:
+        return self.eqns[0].primitive is gather_shards_p
 
-def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, gather_bytes: int) -> list[JaxprEqn | Bucket]:
+
+def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[JaxprEqn | Bucket]:
     """The equations in an order to evaluate them in, with the collectives in buckets.
 
     Args:
       eqns: of a jaxpr, in order.
       bucket_bytes: of a full bucket.
-      gather_bytes: of one of arrays that are gathered to be used here.
+      ahead: how many bytes may be gathered before they are used; of results, before they are complete, four times that.
     """
     producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     needs = [{producer[v] for v in e.invars if not isinstance(v, Literal) and v in producer} for e in eqns]
@@ -267,9 +276,15 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, gather_bytes: int) -> 
             collectives.append(_Collective(i, level, at, needed[i], eqn))
         levels[i] = level + fusible
         ready[i] = made if eqn.primitive.name in _CHEAP else i
+
+    def limit(c: _Collective) -> int:
+        if not c.gathers:
+            return bucket_bytes
+        return min(bucket_bytes, ahead if c.needed < len(eqns) else 4 * ahead)
+
     # Each bucket of reductions as soon as the backward pass has made its last member; everything else when it is
     # needed, a bucket of gathers with the first of its members.
-    buckets = _buckets(collectives, lambda c: gather_bytes if c.gathers and c.needed < len(eqns) else bucket_bytes)
+    buckets = _buckets(collectives, limit)
     gathers = {c.at: bucket for bucket in buckets for c in bucket if c.gathers}
     done: set[int] = set()
     out: list[JaxprEqn | Bucket] = []
