@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,7 +67,8 @@ def run_decorated(case: Case, rank: int = 0, size: int = 1, steps: int = STEPS, 
         n = x.shape[0] // size
         return x[rank * n : (rank + 1) * n]
 
-    return _run(lambda state, i: step(*state, jax.tree.map(part, case.batch(i))), case.state, steps)
+    state, losses = _run(lambda state, i: step(*state, jax.tree.map(part, case.batch(i))), case.state, steps)
+    return jaxdist.unshard(state), losses
 
 
 def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
@@ -78,9 +80,20 @@ def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
 
 
 @functools.cache
-def case(name: str) -> Case:
-    """A case by its name, built once."""
-    return CASES[name]()
+def case(name: str, level: int = 0) -> Case:
+    """A case by its name, its optimizer at a level of `jaxdist.zero`; built once."""
+    token = _level.set(level)
+    try:
+        return CASES[name]()
+    finally:
+        _level.reset(token)
+
+
+_level: ContextVar[int] = ContextVar("level", default=0)
+
+
+def _zero(tx: Any) -> Any:
+    return jaxdist.zero(tx, _level.get())  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -191,7 +204,7 @@ def lenet_train_state() -> Case:
     state = TrainState.create(
         apply_fn=model.apply,
         params=model.init(jax.random.key(0), jnp.zeros((1, 12, 12, 1)))["params"],
-        tx=optax.sgd(0.1, momentum=0.9),
+        tx=_zero(optax.sgd(0.1, momentum=0.9)),
     )
 
     def step(state: TrainState, batch: Any) -> Any:
@@ -238,7 +251,7 @@ def transformer() -> Case:
         x, _ = lax.scan(jax.checkpoint(block), x, p["blocks"])
         return _xent(x @ p["embed"].T, tokens[:, 1:])  # tied: input and output embedding
 
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    tx = _zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)))
     return _params_case("transformer, scan + checkpoint, tied", loss_fn, params, tx, _tokens)
 
 
@@ -254,7 +267,7 @@ def lstm(value_and_grad: Any, name: str) -> Case:
     model = Lstm()
     params = model.init(jax.random.key(0), jnp.zeros((1, 4), int))
     loss_fn = lambda p, tokens: _xent(model.apply(p, tokens[:, :-1]), tokens[:, 1:])
-    tx = optax.adam(1e-2)
+    tx = _zero(optax.adam(1e-2))
     step = _params_step(loss_fn, tx, value_and_grad)
     return Case(name, step, (params, tx.init(params)), _tokens)
 
@@ -273,20 +286,20 @@ def odd_parameters() -> Case:
         h = jnp.where(h > p["s"], h, p["t"]) * p["s"]
         return _xent(h, batch["y"]) + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
 
-    return _params_case("unused, scalar and masked parameters", loss_fn, params, optax.adam(1e-2), _vectors)
+    return _params_case("unused, scalar and masked parameters", loss_fn, params, _zero(optax.adam(1e-2)), _vectors)
 
 
 def low_precision() -> Case:
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _mlp_params())
     loss_fn = lambda p, b: _xent(_mlp(p, b["x"].astype(jnp.bfloat16)).astype(jnp.float32), b["y"])
     # bf16 keeps 8 bits: sums over the batch in another order differ by some units of 2^-8.
-    tx = optax.sgd(0.05)
+    tx = _zero(optax.sgd(0.05))
     return _params_case("bf16 parameters, float32 loss", loss_fn, params, tx, _vectors, tolerance=3e-2)
 
 
 def user_accumulation(plain_carry: bool) -> Case:
     """Accumulation by hand in lax.scan, with plain jax.grad; the loss starts as a constant."""
-    tx = optax.adam(1e-2)
+    tx = _zero(optax.adam(1e-2))
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
@@ -316,7 +329,7 @@ def user_accumulation(plain_carry: bool) -> Case:
 
 
 def microbatches(k: int) -> Case:
-    tx = optax.adam(1e-2)
+    tx = _zero(optax.adam(1e-2))
 
     def loss_fn(p: Any, batch: Any) -> Any:
         logits = _mlp(p, batch["x"])
@@ -347,7 +360,7 @@ def microbatches(k: int) -> Case:
 
 def weighted(k: int) -> Case:
     """Devices with different numbers of valid tokens, one with none: the mean is over all valid tokens."""
-    tx = optax.adam(1e-2)
+    tx = _zero(optax.adam(1e-2))
 
     def batch(i: int) -> Any:
         b = _vectors(i)
@@ -391,7 +404,7 @@ def sync_batch_norm() -> Case:
             return nn.Dense(5, param_dtype=jnp.float64)(nn.relu(x))
 
     variables = Net(None).init(jax.random.key(0), jnp.zeros((2, 7)))
-    tx = optax.sgd(0.1)  # not Adam: the bias before a BatchNorm has a gradient of rounding errors alone
+    tx = _zero(optax.sgd(0.1))  # not Adam: the bias before a BatchNorm has a gradient of rounding errors alone
 
     def step_of(model: Net) -> Any:
         def step(params: Any, stats: Any, opt_state: Any, batch: Any) -> Any:
@@ -416,7 +429,7 @@ def averaged_loss() -> Case:
     def loss_fn(p: Any, batch: Any) -> Any:
         return lax.pmean(_mlp_loss(p, batch), "data")
 
-    tx = optax.sgd(0.1)
+    tx = _zero(optax.sgd(0.1))
     params = _mlp_params()
     return Case(
         "loss averaged by the user",
@@ -429,7 +442,7 @@ def averaged_loss() -> Case:
 
 def summed_loss() -> Case:
     loss_fn = lambda p, b: _mlp_loss(p, b) * b["x"].shape[0]
-    tx = optax.sgd(0.01)
+    tx = _zero(optax.sgd(0.01))
     return _params_case("a loss that is a sum", loss_fn, _mlp_params(), tx, _vectors, settings={"reduce": "sum"})
 
 
@@ -440,7 +453,7 @@ def second_order() -> Case:
         inner = jax.grad(_mlp_loss)(p, batch)
         return _mlp_loss(jax.tree.map(lambda w, g: w - 0.1 * g, p, inner), batch)
 
-    return _params_case("second order (MAML)", loss_fn, _mlp_params(), optax.sgd(0.1), _vectors)
+    return _params_case("second order (MAML)", loss_fn, _mlp_params(), _zero(optax.sgd(0.1)), _vectors)
 
 
 def running_loss() -> Case:
@@ -474,7 +487,7 @@ def with_nnx() -> Case:
 
     model = Net(nnx.Rngs(0))
     graph, params = nnx.split(model)
-    tx = optax.adamw(1e-2)
+    tx = _zero(optax.adamw(1e-2))
     loss_fn = lambda p, b: _xent(nnx.merge(graph, p)(b["x"]), b["y"])
     return _params_case("flax nnx, split and merge", loss_fn, params, tx, _vectors)
 
@@ -482,7 +495,7 @@ def with_nnx() -> Case:
 def with_equinox() -> Case:
     """A module whose leaves are arrays and functions."""
     model = eqx.nn.MLP(7, 5, 9, 2, dtype=jnp.float64, key=jax.random.key(1))
-    tx = optax.adam(1e-2)
+    tx = _zero(optax.adam(1e-2))
 
     def step(model: Any, opt_state: Any, batch: Any) -> Any:
         @eqx.filter_value_and_grad
@@ -500,7 +513,7 @@ def with_equinox() -> Case:
 
 
 def optimizer(name: str, tx: Any) -> Case:
-    return _params_case(f"MLP, {name}", _mlp_loss, _mlp_params(), tx, _vectors)
+    return _params_case(f"MLP, {name}", _mlp_loss, _mlp_params(), _zero(tx), _vectors)
 
 
 CASES: dict[str, Callable[[], Case]] = {

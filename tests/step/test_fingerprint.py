@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.step.fingerprint import fingerprint
 from jaxdist.step.program import Program

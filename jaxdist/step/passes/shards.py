@@ -48,6 +48,7 @@ ELEMENTWISE = {
     "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
     "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 }  # fmt: skip
+_FORM = {"convert_element_type", "copy", "copy_p", "broadcast_in_dim", "transpose", "squeeze", "reshape"}
 _CHECKPOINT = {"checkpoint", "remat", "remat2"}
 
 
@@ -75,7 +76,7 @@ class Shard:
       dim: along which it is split.
       stored: it is the state's own, at most in another dtype.
       asked: the user, or the optimizer's `init`, wants it in shards.
-      narrower: what it is a conversion of that takes fewer bytes to gather, and that conversion.
+      made: of what by which operation, if to gather that is as cheap: it may be gathered already.
     """
 
     local: Any
@@ -83,7 +84,7 @@ class Shard:
     dim: int
     stored: bool = False
     asked: bool = False
-    narrower: tuple[Shard, JaxprEqn] | None = None
+    made: tuple[Shard, JaxprEqn] | None = None
     wholes: dict[bool, Any] = field(default_factory=dict)
 
 
@@ -188,12 +189,12 @@ class Shards(Interpreter):
             return _typed(x.of(x.aval.shape, self.whole(x.operand)), x.aval)
         if not isinstance(x, Shard):
             return x
-        if x.narrower is not None and not x.wholes:
-            source, eqn = x.narrower
+        if x.made is not None:
+            source, eqn = x.made
             return _typed(compat.bind(eqn, eqn.params, [self.whole(source)])[0], x.aval)
         if self._backward not in x.wholes:
-            x.wholes[self._backward] = _typed(gather_shards(x.local, x.dim, x.aval.shape[x.dim]), x.aval)
-        return x.wholes[self._backward]
+            x.wholes[self._backward] = gather_shards(x.local, x.dim, x.aval.shape[x.dim])
+        return _typed(x.wholes[self._backward], x.aval)
 
     def local(self, x: Any, dim: int) -> Any:
         """This device's slice along `dim`."""
@@ -249,11 +250,15 @@ class Shards(Interpreter):
         return self._on_slices(eqn, args) or self._on_wholes(eqn, args)
 
     def _on_wholes(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-        for a in (a.operand if isinstance(a, _Fill) else a for a in args):
-            if isinstance(a, Shard) and not a.stored and not a.wholes:
-                size = a.aval.size * a.aval.dtype.itemsize
-                self.gathered.append(Gathered(eqn.primitive.name, a.aval.shape, size))
-        return compat.bind(eqn, eqn.params, list(map(self.whole, args)))
+        return compat.bind(eqn, eqn.params, [self._whole_for(eqn, a) for a in args])
+
+    def _whole_for(self, eqn: JaxprEqn, x: Any) -> Any:
+        """The whole value, and a note if it is not the state's own."""
+        a = x.operand if isinstance(x, _Fill) else x
+        if isinstance(a, Shard) and not a.stored and not a.wholes:
+            size = a.aval.size * a.aval.dtype.itemsize
+            self.gathered.append(Gathered(eqn.primitive.name, a.aval.shape, size))
+        return self.whole(x)
 
     def _on_slices(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
         """The equation's results from slices, or None if they can't be had so."""
@@ -272,22 +277,24 @@ class Shards(Interpreter):
         if dim is None:
             return None
         outs = compat.bind(eqn, eqn.params, [self.local(a, dim) for a in args])
-        results = [self._result(v, x, dim) for v, x in zip(eqn.outvars, outs, strict=True)]
-        if first and eqn.primitive.name in ("convert_element_type", "copy", "copy_p"):
-            results[0].stored = first.stored
-            if out.dtype.itemsize > first.aval.dtype.itemsize:
-                results[0].narrower = first, eqn
-        return results
+        if first and len(args) == 1 and out.dtype.itemsize >= first.aval.dtype.itemsize:
+            return [self._like(first, eqn, outs[0], dim)]
+        return [self._result(v, x, dim) for v, x in zip(eqn.outvars, outs, strict=True)]
 
-    def _result(self, var: Any, local: Any, dim: int, like: Shard | None = None) -> Shard:
-        return Shard(local, var.aval, dim, stored=like is not None and like.stored)
+    def _result(self, var: Any, local: Any, dim: int) -> Shard:
+        return Shard(local, var.aval, dim)
+
+    def _like(self, x: Shard, eqn: JaxprEqn, local: Any, dim: int) -> Shard:
+        """The result of an operation on one shard that can as well be done once it is gathered."""
+        stored = x.stored and eqn.primitive.name in _FORM
+        return Shard(local, eqn.outvars[0].aval, dim, stored, made=(x, eqn))
 
     # --- where shards begin
 
     def _mark(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         asked = eqn.params["role"] in ("asked", "state")
         if isinstance(x, Shard):
-            return Shard(x.local, x.aval, x.dim, x.stored, asked, x.narrower, x.wholes)
+            return Shard(x.local, x.aval, x.dim, x.stored, asked, x.made, x.wholes)
         aval: Any = eqn.outvars[0].aval
         dim = self._dim(aval.shape)
         if dim is None or self._varies(eqn.invars[0]):
@@ -307,7 +314,7 @@ class Shards(Interpreter):
 
     def _cast(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if isinstance(x, Shard):
-            return Shard(x.local, eqn.outvars[0].aval, x.dim, x.stored, x.asked, x.narrower)
+            return Shard(x.local, eqn.outvars[0].aval, x.dim, x.stored, x.asked, x.made, x.wholes)
         if isinstance(x, _Fill):
             return _Fill(x.eqn, x.operand, eqn.outvars[0].aval)
         return compat.bind(eqn, eqn.params, [self.whole(x)])[0]
@@ -317,7 +324,7 @@ class Shards(Interpreter):
         if isinstance(x, Shard) and not dynamic and aval.size == x.aval.size:
             dim = eqn.params["broadcast_dimensions"][x.dim]
             (out,) = compat.bind(eqn, {**eqn.params, "shape": self._sliced_shape(aval.shape, dim)}, [x.local])
-            return self._result(eqn.outvars[0], out, dim, x)
+            return self._like(x, eqn, out, dim)
         if dynamic or aval.size < self.devices or self._varies(eqn.invars[0]) or isinstance(x, _Fill):
             return compat.bind(eqn, eqn.params, [self.whole(x), *dynamic])[0]
         return _Fill(eqn, x if isinstance(x, Shard) else jnp.asarray(x), aval)
@@ -328,13 +335,19 @@ class Shards(Interpreter):
     # --- control flow
 
     def _traced(
-        self, closed: ClosedJaxpr, avals: Sequence[Any], dims: Sequence[int | None], wants: Sequence[int | str | None]
+        self,
+        closed: ClosedJaxpr,
+        args: Sequence[Any],
+        avals: Sequence[Any],
+        dims: Sequence[int | None],
+        wants: Sequence[int | str | None],
     ) -> _Body:
         """`closed` on slices.
 
         Args:
           closed: a body of control flow.
-          avals: of what it is given, sliced.
+          args: what it is given, or slices of that.
+          avals: the types of that, sliced.
           dims: along which each input is split; None: it is whole.
           wants: how each output is to come out: split along a dimension, None: whole, ``"any"``: as it comes.
         """
@@ -345,8 +358,8 @@ class Shards(Interpreter):
             body.dims.clear()
             body.same.clear()
             held = [
-                x if dim is None else Shard(x, aval, dim, stored=True)
-                for x, aval, dim in zip(xs, closed.in_avals, dims, strict=True)
+                x if dim is None else Shard(x, aval, dim, stored=a.stored)
+                for x, a, aval, dim in zip(xs, args, closed.in_avals, dims, strict=True)
             ]
             outs = []
             for i, (x, want) in enumerate(zip(self.run(closed, *held), wants, strict=True)):
@@ -396,12 +409,14 @@ class Shards(Interpreter):
                 a.update(shape=x.shape[1:]) if d is not None else a
                 for a, x, d in zip(avals[rest:], values[rest:], dims[rest:], strict=True)
             ]
-            body = self._traced(closed, avals, dims, wants)
+            body = self._traced(closed, args, avals, dims, wants)
             # What each turn would gather anew (the weights of a recurrence) is gathered once, before the loop; but for
             # a loop over microbatches: each of its turns gathers next to the use.
-            constants = [i for i in range(first) if body.gathers[i] and not _differentiates(closed.jaxpr)]
+            constants = [i for i in range(rest) if body.gathers[i] and not _differentiates(closed.jaxpr)]
             for i in constants:
-                args[i] = self.whole(args[i])
+                args[i] = self._whole_for(eqn, args[i])
+                if i >= first:
+                    wants[i - first] = None
             # A carry that the body leaves in shards starts in shards.
             start = [
                 (first + i, d) for i, d in enumerate(body.dims[:count]) if d is not None and dims[first + i] is None
@@ -453,10 +468,12 @@ class Shards(Interpreter):
             given = [
                 _type(x, aval, d) for x, aval, d in zip(values[n_cond:], closed.in_avals, dims[n_cond:], strict=True)
             ]
-            body = self._traced(closed, given, dims[n_cond:], wants)
-            constants = [n_cond + i for i in range(n_body) if body.gathers[i]]
+            body = self._traced(closed, args[n_cond:], given, dims[n_cond:], wants)
+            constants = [n_cond + i for i, gathers in enumerate(body.gathers) if gathers]
             for i in constants:
-                args[i] = self.whole(args[i])
+                args[i] = self._whole_for(eqn, args[i])
+                if i >= first:
+                    wants[i - first] = None
             start = self._start(args, dims, body.dims, first, [None] * n_cond + closed.in_avals)
             if constants or start:
                 continue
@@ -466,7 +483,8 @@ class Shards(Interpreter):
         asked = [*values[:n_cond], *values[first:]]
         asked_dims = [*dims[:n_cond], *dims[first:]]
         avals = [_type(x, aval, d) for x, aval, d in zip(asked, cond.in_avals, asked_dims, strict=True)]
-        again = self._accept(self._traced(cond, avals, asked_dims, [None]))
+        given = [*args[:n_cond], *args[first:]]
+        again = self._accept(self._traced(cond, given, avals, asked_dims, [None]))
         run = self._accept(body)
         outs = lax.while_loop(
             lambda carry: again(*values[:n_cond], *carry)[0],
@@ -482,10 +500,10 @@ class Shards(Interpreter):
         values, dims = self._held(operands)
         branches = eqn.params["branches"]
         avals = [_type(x, aval, d) for x, aval, d in zip(values, branches[0].in_avals, dims, strict=True)]
-        bodies = [self._traced(b, avals, dims, ["any"] * len(eqn.outvars)) for b in branches]
+        bodies = [self._traced(b, operands, avals, dims, ["any"] * len(eqn.outvars)) for b in branches]
         wants = [next((d for d in ds if d is not None), None) for ds in zip(*(b.dims for b in bodies), strict=True)]
         bodies = [
-            body if body.dims == wants else self._traced(b, avals, dims, wants)
+            body if body.dims == wants else self._traced(b, operands, avals, dims, wants)
             for b, body in zip(branches, bodies, strict=True)
         ]
         index = jnp.asarray(self.whole(which), jnp.int32)
@@ -496,7 +514,7 @@ class Shards(Interpreter):
         closed = ClosedJaxpr(eqn.params["jaxpr"], ())
         values, dims = self._held(args)
         avals = [_type(x, aval, d) for x, aval, d in zip(values, closed.in_avals, dims, strict=True)]
-        body = self._traced(closed, avals, dims, ["any"] * len(eqn.outvars))
+        body = self._traced(closed, args, avals, dims, ["any"] * len(eqn.outvars))
         self.gathered += body.noted
         if body.jaxpr.consts:
             raise NotImplementedError("constants inside jax.checkpoint")
@@ -623,13 +641,13 @@ def _unmoved(axis: str) -> _Rule:
 
 def _transpose(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     (out,) = compat.bind(eqn, eqn.params, [args[0].local])
-    return [s._result(eqn.outvars[0], out, eqn.params["permutation"].index(args[0].dim), args[0])]
+    return [s._like(args[0], eqn, out, eqn.params["permutation"].index(args[0].dim))]
 
 
 def _squeeze(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     (out,) = compat.bind(eqn, eqn.params, [args[0].local])
     dim = args[0].dim - sum(d < args[0].dim for d in eqn.params["dimensions"])
-    return [s._result(eqn.outvars[0], out, dim, args[0])]
+    return [s._like(args[0], eqn, out, dim)]
 
 
 def _reshape(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
@@ -645,7 +663,7 @@ def _reshape(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | N
         return None
     new = s._sliced_shape(shape, dim)
     (out,) = compat.bind(eqn, {**eqn.params, "new_sizes": new}, [x.local])
-    return [s._result(var, out, dim, x)]
+    return [s._like(x, eqn, out, dim)]
 
 
 def _product(sizes: Sequence[int]) -> int:

@@ -1,0 +1,374 @@
+"""`zero`, `shard`, `unshard`: what users see, what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from jax.sharding import Mesh
+
+import jaxdist
+from jaxdist.step.layouts import Padded
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal(size=(5, 8))), "s": jnp.asarray(2.0)}
+BATCH = RNG.normal(size=(16, 6))
+
+
+def mesh(devices: int) -> Mesh:
+    return Mesh(jax.devices()[:devices], ("data",))
+
+
+def loss_fn(p: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ p["w"] @ p["v"] * p["s"]) ** 2)
+
+
+def step_of(tx: Any, loss_fn: Any = loss_fn) -> Any:
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss, "norm": optax.global_norm(grads)}
+
+    return step
+
+
+def run(step: Any, state: Any, steps: int = 3, x: Any = BATCH) -> Any:
+    for i in range(steps):
+        *state, aux = step(*state, np.roll(x, i, 0))
+    return state, aux
+
+
+def gap(a: Any, b: Any) -> float:
+    pairs = zip(jax.tree.leaves(jaxdist.unshard(a)), jax.tree.leaves(jaxdist.unshard(b)), strict=True)
+    arrays = ((np.asarray(x, float), np.asarray(y, float)) for x, y in pairs)
+    return max(float(np.max(np.abs(x - y) / (1 + np.abs(x)), initial=0)) for x, y in arrays)
+
+
+def state_of(tx: Any, params: Any = PARAMS) -> Any:
+    return params, tx.init(params)
+
+
+ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+def held(x: Any) -> int:
+    """Entries of an array on one device."""
+    return jaxdist.memory([x]).total.device // x.dtype.itemsize
+
+
+# --- what is in shards at which level
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_what_a_level_keeps_in_shards(level: Any) -> None:
+    tx = jaxdist.zero(ADAM, level)
+    (params, opt_state), _ = run(jaxdist.data_parallel(step_of(tx), mesh=mesh(4)), state_of(tx))
+    moments = opt_state[1][0].mu
+    expected = {"w": 10, "v": 10, "s": 1}  # 6x5 in slices of 2x5, 5x8 in slices of 5x2
+    whole = {k: x.size for k, x in PARAMS.items()}
+    assert jax.tree.map(held, moments) == (expected if level else whole)
+    assert jax.tree.map(held, params) == (expected if level == 3 else whole)
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, PARAMS)
+    assert jax.tree.structure(opt_state) == jax.tree.structure(ADAM.init(PARAMS))
+    assert isinstance(moments["w"], Padded) == bool(level)
+    assert not isinstance(moments["v"], Padded)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_shapes_of_all_kinds(level: Any, devices: int) -> None:
+    shapes = [(), (1,), (3,), (7, 5), (2, 3, 5, 7), (0, 4), (33, 1)]
+    params = [jnp.asarray(RNG.normal(size=s)) for s in shapes]
+    x = {f"{i}": np.random.default_rng(i).normal(size=(24, *s)) for i, s in enumerate(shapes)}
+
+    def loss(p: Any, x: Any) -> Any:
+        return sum(jnp.mean(jnp.sum(jnp.tanh(w - x[f"{i}"]).reshape(len(x["0"]), -1) ** 2, 1)) for i, w in enumerate(p))
+
+    tx = jaxdist.zero(ADAM, level)
+    plain, decorated = jax.jit(step_of(ADAM, loss)), jaxdist.data_parallel(step_of(tx, loss), mesh=mesh(devices))
+    a, b = state_of(ADAM, params), state_of(tx, params)
+    for _ in range(3):
+        *a, aux_a = plain(*a, x)
+        *b, aux_b = decorated(*b, x)
+    assert gap((a, aux_a), (b, aux_b)) < 1e-12
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_large_leaves(level: Any) -> None:
+    params = {"a": jnp.asarray(RNG.normal(size=(1023, 1023))), "b": jnp.asarray(RNG.normal(size=(50257, 64)))}
+    x = {"a": RNG.normal(size=(8, 1023)), "b": RNG.integers(0, 50257, 8)}
+    loss = lambda p, x: jnp.mean(jnp.tanh(x["a"] @ p["a"])[:, :64] * p["b"][x["b"]])
+    tx = jaxdist.zero(ADAM, level)
+    a, b = state_of(ADAM, params), state_of(tx, params)
+    *a, _ = jax.jit(step_of(ADAM, loss))(*a, x)
+    *b, _ = jaxdist.data_parallel(step_of(tx, loss))(*b, x)
+    assert gap(a, b) < 1e-10
+
+
+def test_one_device_keeps_everything() -> None:
+    tx = jaxdist.zero(ADAM, 3)
+    (params, _), _ = run(jaxdist.data_parallel(step_of(tx), mesh=mesh(1)), state_of(tx))
+    assert not isinstance(params["w"], Padded)
+
+
+def test_outside_a_decorated_step_it_is_the_transformation() -> None:
+    tx = jaxdist.zero(ADAM, 3)
+    assert gap(run(jax.jit(step_of(tx)), state_of(tx)), run(jax.jit(step_of(ADAM)), state_of(ADAM))) == 0
+    assert jaxdist.zero(ADAM, 0).update is optax.with_extra_args_support(ADAM).update
+
+
+def test_levels_can_change_on_the_way() -> None:
+    expected, state = state_of(ADAM), state_of(ADAM)
+    for level in (1, 3, 2, 0):
+        tx = jaxdist.zero(ADAM, level)
+        expected, _ = run(jax.jit(step_of(ADAM)), expected)
+        state, _ = run(jaxdist.data_parallel(step_of(tx)), state)
+        assert gap(expected, state) < 1e-12
+    assert isinstance(state[0]["w"], Padded)  # what is in shards stays so, until it is made whole
+
+
+def test_frozen_tied_masked_and_mixed_leaves() -> None:
+    params = {**PARAMS, "half": PARAMS["v"].astype(jnp.float32), "frozen": PARAMS["w"].T, "empty": jnp.zeros((0, 3))}
+    labels = {k: "freeze" if k == "frozen" else "train" for k in params}
+    inner = optax.partition({"freeze": optax.set_to_zero(), "train": optax.masked(ADAM, lambda p: True)}, labels)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ p["w"] @ p["half"]) ** 2) + jnp.mean((x @ p["frozen"].T @ p["v"]) ** 2) * p["s"]
+
+    for level in (1, 2, 3):
+        tx = jaxdist.zero(inner, level)  # type: ignore[arg-type]
+        a, _ = run(jax.jit(step_of(inner, loss)), state_of(inner, params))
+        b, _ = run(jaxdist.data_parallel(step_of(tx, loss)), state_of(tx, params))
+        assert gap(a, b) < 1e-6  # float32
+        assert gap(a[0]["frozen"], b[0]["frozen"]) == 0
+
+
+def test_the_same_array_twice_in_the_state() -> None:
+    tx = jaxdist.zero(optax.sgd(0.1, momentum=0.9), 3)
+    params = {"a": PARAMS["v"], "b": PARAMS["v"], "w": PARAMS["w"], "s": PARAMS["s"]}
+    loss = lambda p, x: jnp.mean((x @ p["w"] @ (p["a"] + 2 * p["b"])) ** 2)
+    plain = optax.sgd(0.1, momentum=0.9)
+    a = run(jax.jit(step_of(plain, loss)), state_of(plain, params))
+    assert gap(a, run(jaxdist.data_parallel(step_of(tx, loss)), state_of(tx, params))) < 1e-12
+
+
+def test_elementwise_work_of_the_users_own_runs_on_shards() -> None:
+    """A moving average of the parameters, in shards because it came so."""
+    tx = jaxdist.zero(ADAM, 3)
+
+    def step(params: Any, opt_state: Any, average: Any, x: Any) -> Any:
+        params, opt_state, aux = step_of(tx)(params, opt_state, x)
+        return params, opt_state, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params), aux
+
+    state, _ = run(jaxdist.data_parallel(step), (*state_of(tx), jaxdist.shard(PARAMS)))
+    assert isinstance(state[2]["w"], Padded)
+    tx0 = tx
+    expected, _ = run(jax.jit(step), (*state_of(tx0), PARAMS))
+    assert gap(expected, state) < 1e-12
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_step_that_needs_whole_gradients_and_parameters(level: Any) -> None:
+    def of(tx: Any) -> Any:
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            grads = jax.grad(loss_fn)(params, x)
+            aux = {"sorted": jnp.sort(grads["w"].ravel()), "rank": jnp.linalg.norm(grads["v"], 2), "all": grads}
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            return params, opt_state, {**aux, "largest": jnp.max(jnp.abs(params["w"]))}
+
+        return step
+
+    a = run(jax.jit(of(ADAM)), state_of(ADAM))
+    b = run(jaxdist.data_parallel(of(jaxdist.zero(ADAM, level))), state_of(ADAM))
+    assert gap(a, b) < 1e-12
+    assert isinstance(b[1]["all"]["w"], jax.Array)  # aux values are whole
+
+
+def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tx = jaxdist.zero(optax.contrib.muon(1e-2), 2)
+    with caplog.at_level(logging.WARNING, "jaxdist"):
+        run(jaxdist.data_parallel(step_of(tx)), state_of(tx))
+    (said,) = caplog.messages
+    assert "gathers whole arrays" in said
+    assert "scan (" in said  # muon's iteration of matrix products
+    assert "MB)" in said
+    caplog.clear()
+    tx = jaxdist.zero(ADAM, 3)
+    run(jaxdist.data_parallel(step_of(tx)), state_of(tx))
+    assert not caplog.messages
+
+
+# --- accumulation and mixed precision
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_gradient_accumulation(level: Any) -> None:
+    tx = jaxdist.zero(ADAM, level)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jaxdist.value_and_grad(loss_fn, microbatches=2)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss, "norm": optax.global_norm(grads)}
+
+    a, b = run(jax.jit(step_of(ADAM)), state_of(ADAM)), run(jaxdist.data_parallel(step, mesh=mesh(4)), state_of(tx))
+    assert gap(a, b) < 1e-12
+
+
+def test_compressed_gradients() -> None:
+    tx = jaxdist.zero(optax.sgd(0.1), 2)
+    state, _ = run(jaxdist.data_parallel(step_of(tx), compress="bf16"), state_of(tx))
+    expected, _ = run(jax.jit(step_of(tx)), state_of(tx))
+    assert 0 < gap(expected, state) < 1e-2
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_dynamic_loss_scaling_skips_the_step_on_all_devices(level: Any) -> None:
+    """flax's DynamicScale; one device's part of the batch overflows."""
+    tx = jaxdist.zero(optax.adam(1e-2), level)
+
+    def step(params: Any, opt_state: Any, scale: Any, x: Any) -> Any:
+        scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, x)
+        updates, new_state = tx.update(grads, opt_state, params)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        return keep(optax.apply_updates(params, updates), params), keep(new_state, opt_state), scale, loss
+
+    decorated, plain = jaxdist.data_parallel(step), jax.jit(step)
+    start = DynamicScale(scale=jnp.asarray(2.0**16))
+    a, b = (*state_of(tx), start), (*state_of(tx), start)
+    bad = BATCH.copy()
+    bad[3] = np.inf
+    for x in (BATCH, bad, BATCH):
+        before = jaxdist.unshard(b[0])
+        *a, _ = plain(*a, x)
+        *b, _ = decorated(*b, x)
+        assert (gap(before, b[0]) == 0) == (x is bad)
+        assert gap(a[:2], b[:2]) < 1e-10
+    assert float(b[2].scale) == 2.0**15
+
+
+# --- shard, unshard, evaluation
+
+
+def test_evaluating_functions_take_shards() -> None:
+    tx = jaxdist.zero(ADAM, 3)
+    state, _ = run(jaxdist.data_parallel(step_of(tx)), state_of(tx))
+    evaluate = jaxdist.data_parallel(loss_fn, donate=False)
+    got = float(evaluate(state[0], BATCH))
+    assert got == pytest.approx(float(loss_fn(jaxdist.unshard(state[0]), BATCH)), rel=1e-12)
+    assert float(evaluate(state[0], BATCH)) == got  # not donated
+
+
+def test_a_copy_made_whole_survives_the_next_step() -> None:
+    tx = jaxdist.zero(ADAM, 1)
+    step = jaxdist.data_parallel(step_of(tx))
+    state, _ = run(step, state_of(tx))
+    copy = jaxdist.unshard(state)
+    before = jax.tree.map(np.array, copy)
+    run(step, state)
+    assert gap(before, copy) == 0
+
+
+def test_state_made_inside_a_decorated_function_is_in_shards() -> None:
+    tx = jaxdist.zero(optax.adam(1e-2), 3)
+
+    @jaxdist.data_parallel(batch_argnums=())
+    def init(key: Any) -> Any:
+        params = jaxdist.shard({"w": jax.random.normal(key, (6, 5)), "v": jnp.ones((5, 8)), "s": jnp.ones(())})
+        return params, tx.init(params)
+
+    params, opt_state = init(jax.random.key(0))
+    assert held(params["v"]) == held(opt_state[0].mu["v"]) == 5
+    plain = {"w": jax.random.normal(jax.random.key(0), (6, 5)), "v": jnp.ones((5, 8)), "s": jnp.ones(())}
+    assert gap(plain, params) == 0
+    a = run(jaxdist.data_parallel(step_of(tx)), (params, opt_state))
+    assert gap(a, run(jax.jit(step_of(tx)), state_of(tx, plain))) < 1e-12
+
+
+def test_a_padded_leaf_looks_like_the_array() -> None:
+    x = jaxdist.shard(PARAMS)["w"]
+    assert (x.shape, x.ndim, x.size, x.dtype, x.nbytes) == ((6, 5), 2, 30, np.float64, 240)
+    assert np.array_equal(np.asarray(x), PARAMS["w"])
+    assert np.array_equal(jnp.sum(jnp.asarray(x), 1), jnp.sum(PARAMS["w"], 1))
+    assert "6/data" in repr(x)
+    assert jax.block_until_ready(x) is x
+
+
+def test_memory_names_replicated_and_padding() -> None:
+    tx = jaxdist.zero(optax.adam(1e-2), 3)
+    step = jaxdist.data_parallel(step_of(tx), mesh=mesh(4))
+    (params, opt_state), _ = run(step, state_of(tx))
+    table = jaxdist.memory({"params": params, "opt_state": opt_state}, step.lower(params, opt_state, BATCH).compile())
+    rows = {r.kind: r for r in table.rows}
+    assert rows["params"].whole == 8 * (30 + 40 + 1)
+    assert rows["params"].device == 8 * (10 + 10 + 1)
+    assert rows["params"].replicated == 8
+    assert rows["params"].padding == pytest.approx(8 * (10 - 30 / 4), abs=8)
+    assert table.compiled["arguments"] >= table.total.device
+    assert all(word in str(table) for word in ("params", "opt_state", "replicated", "padding", "temporaries", "total"))
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("level", [4, -1, "2", 1.0, True, None])
+def test_levels_that_are_not_there(level: Any) -> None:
+    with pytest.raises(ValueError, match=r"level=.*0 .*1 .*2 .*3"):
+        jaxdist.zero(ADAM, level)
+
+
+@pytest.mark.parametrize("tx", [None, 1e-3, optax.adam, lambda g: g])
+def test_what_is_no_transformation(tx: Any) -> None:
+    with pytest.raises(TypeError, match="init and update"):
+        jaxdist.zero(tx, 1)
+
+
+def test_parameters_other_than_those_at_init() -> None:
+    tx = jaxdist.zero(ADAM, 2)
+    step = jaxdist.data_parallel(step_of(tx))
+    other = {**PARAMS, "more": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"not made for these parameters: .*\['more'\].* is missing"):
+        step(other, tx.init(PARAMS), BATCH)
+    with pytest.raises(ValueError, match=r"\['v'\].* has shape \(5, 8\), expected \(9, 8\)"):
+        step({**PARAMS, "w": jnp.ones((6, 9)), "v": jnp.ones((9, 8))}, tx.init(PARAMS), BATCH)
+
+
+def test_parameters_not_given() -> None:
+    def of(tx: Any) -> Any:
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state)
+            return optax.apply_updates(params, updates), opt_state
+
+        return jaxdist.data_parallel(step)
+
+    with pytest.raises(ValueError, match=r"level=3.*has to be told"):
+        of(jaxdist.zero(optax.adam(1e-2), 3))(*state_of(optax.adam(1e-2)), BATCH)
+    with pytest.raises(ValueError, match="params"):
+        of(jaxdist.zero(ADAM, 1))(*state_of(ADAM), BATCH)
+    of(jaxdist.zero(optax.adam(1e-2), 2))(*state_of(optax.adam(1e-2)), BATCH)
+
+
+def test_state_of_another_number_of_devices() -> None:
+    tx = jaxdist.zero(ADAM, 1)
+    state, _ = run(jaxdist.data_parallel(step_of(tx), mesh=mesh(4)), state_of(tx))
+    with pytest.raises(ValueError, match=r"opt_state.*in shards over 4 devices.*on 8 others.*checkpoint"):
+        jaxdist.data_parallel(step_of(tx))(*state, BATCH)
+    state, _ = run(jaxdist.data_parallel(step_of(tx)), jaxdist.unshard(state))
+
+
+def test_gradients_of_other_shapes() -> None:
+    tx = jaxdist.zero(optax.sgd(0.1), 1)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        grads = jax.grad(loss_fn)(params, x)
+        updates, opt_state = tx.update({**grads, "w": grads["w"][:1]}, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with pytest.raises(ValueError, match=r"gradients.*\['w'\] has shape \(1, 5\), expected \(6, 5\)"):
+        jaxdist.data_parallel(step)(*state_of(tx), BATCH)
