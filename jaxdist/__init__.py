@@ -18,6 +18,7 @@ from jaxdist.context import Context, get_context, init
 from jaxdist.errors import StepError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
+from jaxdist.precision import master_weights
 from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
 from jaxdist.zero import shard, unshard, zero
@@ -36,6 +37,7 @@ __all__ = [
     "get_context",
     "grad",
     "init",
+    "master_weights",
     "memory",
     "permute",
     "recv",

@@ -187,7 +187,9 @@ def test_level_2_against_sharding_constraints() -> None:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         grads = jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding(x)), grads)
         updates, opt_state = TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        opt_state = jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding(x)), opt_state)
+        params = lax.with_sharding_constraint(optax.apply_updates(params, updates), NamedSharding(mesh, P()))
+        return params, opt_state, loss
 
     params = params_of(True)
     opt_state = TX.init(params)
