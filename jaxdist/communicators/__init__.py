@@ -38,8 +38,10 @@ def default_bucket_bytes(communicator: str, mesh: Mesh) -> int:
     """How many bytes of gradients travel together if the user does not say.
 
     Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo 0.2 ms and more, so that copying pays at
-    any size; it costs MPI 0.01 ms, and from 1 MiB a tensor the copy costs more. On GPUs XLA's own combiner does it: it
-    merges the reductions without copying them (see ``docs/communication.md``).
+    any size; it costs MPI 0.01 ms, and from 1 MiB a tensor the copy costs more. Between virtual devices of one process
+    it costs little as well, and large buckets make XLA compile long: what it unpacks from one place for each of many
+    alike layers is another kernel each. On GPUs XLA's own combiner does it: it merges the reductions without copying
+    them (see ``docs/communication.md``).
 
     Args:
       communicator: ``"xla"`` or ``"mpi"``.
@@ -47,7 +49,9 @@ def default_bucket_bytes(communicator: str, mesh: Mesh) -> int:
     """
     if mesh.devices.flat[0].platform != "cpu":
         return 0
-    return 1 << 20 if communicator == "mpi" else 32 << 20
+    if communicator == "mpi":
+        return 1 << 20
+    return 32 << 20 if _over_gloo(mesh) else 1 << 18
 
 
 def _over_gloo(mesh: Mesh) -> bool:

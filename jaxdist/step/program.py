@@ -189,8 +189,7 @@ class Program:
         flows = infer(closed, _inputs(signature))
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, untyped)
         weak = [aval.weak_type for aval in closed.out_avals]
-        closed = self._finished(closed, outputs, avals, checked)
-        closed, layouts, gathered = self._in_shards(closed, outputs, held, checked)
+        closed, layouts, gathered = self._finished(closed, outputs, held, checked)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         fuse = Fuse(self._bucket_bytes, self._stored_bytes(avals) // _GATHERED_AT_ONCE, barriers=not on_cpu)
         closed = capture(lambda *xs: fuse.run(closed, *xs), held, self._specs, mesh, check=checked)
@@ -235,33 +234,29 @@ class Program:
         return [P(AXIS) if batch else P() for batch in self.signature.is_batch]
 
     def _finished(
-        self, closed: ClosedJaxpr, outputs: Sequence[_Output], avals: Sequence[Any], checked: bool
-    ) -> ClosedJaxpr:
-        """The step with what becomes of its outputs."""
-
-        def run(*args: Any) -> list[Any]:
-            outs = jaxpr_as_fun(closed)(*args)
-            return [_finish(how.action, x) for how, x in zip(outputs, outs, strict=True)]
-
-        return capture(run, avals, self._logical_specs, self._mesh, check=checked)
-
-    def _in_shards(
         self, closed: ClosedJaxpr, outputs: Sequence[_Output], held: Sequence[Any], checked: bool
     ) -> tuple[ClosedJaxpr, list[Layout | None], list[Gathered]]:
-        """The step on what its devices hold, after the *shards* pass, how each output is held, and what it gathers."""
-        if not any(self.layouts) and not contains(closed.jaxpr, {shard_p}):
-            return closed, [None] * len(outputs), []
-        wanted = ["any" if out.source is None else self.layouts[out.source] or "whole" for out in outputs]
-        varying: set[Any] = set()
-        infer(closed, _inputs(self.signature), varying)
-        layouts: list[Layout | None] = []
+        """The step on what its devices hold, with what becomes of its outputs.
+
+        Returns:
+          The step after the *shards* pass, if it has anything in shards; how each output is held; what it gathers.
+        """
+        layouts: list[Layout | None] = [None] * len(outputs)
         gathered: list[Gathered] = []
+        varying: set[Any] = set()
+        in_shards = any(self.layouts) or contains(closed.jaxpr, {shard_p})
+        if in_shards:
+            infer(closed, _inputs(self.signature), varying)
 
         def run(*args: Any) -> list[Any]:
-            shards = Shards(closed, self.layouts, varying, wanted, self._mesh.size)
-            outs, layouts[:] = shards(*args)
-            gathered[:] = shards.gathered
-            return outs
+            if not in_shards:
+                outs = jaxpr_as_fun(closed)(*args)
+            else:
+                wanted = ["any" if out.source is None else self.layouts[out.source] or "whole" for out in outputs]
+                shards = Shards(closed, self.layouts, varying, wanted, self._mesh.size)
+                outs, layouts[:] = shards(*args)
+                gathered[:] = shards.gathered
+            return [_finish(how.action, x) for how, x in zip(outputs, outs, strict=True)]
 
         closed = capture(run, held, self._specs, self._mesh, check=checked)
         return closed, layouts, gathered
