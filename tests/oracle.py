@@ -203,7 +203,7 @@ def lenet_train_state() -> Case:
     model = LeNet()
     state = TrainState.create(
         apply_fn=model.apply,
-        params=model.init(jax.random.key(0), jnp.zeros((1, 12, 12, 1)))["params"],
+        params=jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 12, 12, 1)))["params"],
         tx=_zero(optax.sgd(0.1, momentum=0.9)),
     )
 
@@ -263,9 +263,13 @@ class Lstm(nn.Module):
         return nn.Dense(11, param_dtype=jnp.float64)(x)
 
 
+@functools.cache
+def _lstm_params() -> Any:
+    return jax.jit(Lstm().init)(jax.random.key(0), jnp.zeros((1, 4), int))
+
+
 def lstm(value_and_grad: Any, name: str) -> Case:
-    model = Lstm()
-    params = model.init(jax.random.key(0), jnp.zeros((1, 4), int))
+    model, params = Lstm(), _lstm_params()
     loss_fn = lambda p, tokens: _xent(model.apply(p, tokens[:, :-1]), tokens[:, 1:])
     tx = _zero(optax.adam(1e-2))
     step = _params_step(loss_fn, tx, value_and_grad)
@@ -403,7 +407,7 @@ def sync_batch_norm() -> Case:
             x = nn.BatchNorm(use_running_average=False, axis_name=self.axis, param_dtype=jnp.float64)(x)
             return nn.Dense(5, param_dtype=jnp.float64)(nn.relu(x))
 
-    variables = Net(None).init(jax.random.key(0), jnp.zeros((2, 7)))
+    variables = jax.jit(Net(None).init)(jax.random.key(0), jnp.zeros((2, 7)))
     tx = _zero(optax.sgd(0.1))  # not Adam: the bias before a BatchNorm has a gradient of rounding errors alone
 
     def step_of(model: Net) -> Any:

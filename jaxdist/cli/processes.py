@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -27,6 +28,8 @@ LineFilter = Callable[[bytes], bytes | None]
 # stuck in a collective. After the user's own signal they have longer, to write a checkpoint.
 FAILURE_GRACE_S = 2.0
 SIGNAL_GRACE_S = 10.0
+# What a rank started and left behind may hold its pipe open; for so long its silence is waited for.
+_SILENCE_S = 1.0
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
@@ -83,6 +86,26 @@ class _Signal:
     number: int
 
 
+class _Pump(threading.Thread):
+    """Passes lines on from a process's pipe.
+
+    Attributes:
+        writing: it waits for whoever reads our own output, not for the process.
+    """
+
+    def __init__(self, source: IO[bytes], show: Callable[[bytes], None]) -> None:
+        super().__init__(daemon=True)
+        self.writing = False
+        self._source = source
+        self._show = show
+
+    def run(self) -> None:
+        for line in self._source:
+            self.writing = True
+            self._show(line)
+            self.writing = False
+
+
 _Event = _Exit | _PartFailed | _LastWords | _Signal
 
 
@@ -112,7 +135,7 @@ def run_job(
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in caught}
     running: dict[int, subprocess.Popen[bytes]] = {}
-    pumps: list[threading.Thread] = []
+    pumps: list[_Pump] = []
     started: list[subprocess.Popen[bytes]] = []
     try:
         if on_start is not None:
@@ -133,8 +156,7 @@ def run_job(
         for process in started:
             _signal_group(process, signal.SIGKILL)
         _kill_sessions({process.pid for process in started})
-        for pump in pumps:
-            pump.join(timeout=1.0)
+        _drain(pumps, events)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -205,35 +227,48 @@ def _start(program: Program) -> "subprocess.Popen[bytes]":
     return process
 
 
+def _drain(pumps: Sequence[_Pump], events: "queue.SimpleQueue[_Event]") -> None:
+    """Lets the last lines out, however slowly they are read (`| less`), unless a signal says to stop."""
+    for pump in pumps:
+        give_up_at = time.monotonic() + _SILENCE_S
+        while pump.is_alive() and time.monotonic() < give_up_at:
+            begin = time.monotonic()
+            pump.join(timeout=0.05)
+            if pump.writing:
+                give_up_at += time.monotonic() - begin
+            with contextlib.suppress(queue.Empty):
+                if isinstance(events.get_nowait(), _Signal):
+                    return
+
+
 def _pump_output(
     process: "subprocess.Popen[bytes]", program: Program, index: int, events: "queue.SimpleQueue[_Event]"
-) -> list[threading.Thread]:
+) -> list[_Pump]:
     line_filter, mark, last_words = program.line_filter, program.failure_mark, program.last_words
     if line_filter is None:
         return []
 
-    def pump(source: IO[bytes], target: IO[bytes]) -> None:
-        for line in source:
-            if mark is not None and target is sys.stderr.buffer and line.startswith(mark):
-                events.put(_PartFailed(index, int(line.removeprefix(mark))))
-                continue
-            if last_words is not None and last_words.search(line):
-                events.put(_LastWords())
-            shown = line_filter(line if line.endswith(b"\n") else line + b"\n")
-            if shown is not None:
-                # One write per line: lines of several ranks don't mix.
-                target.write(shown)
-                target.flush()
+    def show(target: IO[bytes], line: bytes) -> None:
+        if mark is not None and target is sys.stderr.buffer and line.startswith(mark):
+            events.put(_PartFailed(index, int(line.removeprefix(mark))))
+            return
+        if last_words is not None and last_words.search(line):
+            events.put(_LastWords())
+        shown = line_filter(line if line.endswith(b"\n") else line + b"\n")
+        if shown is not None:
+            # One write per line: lines of several ranks don't mix.
+            target.write(shown)
+            target.flush()
 
     assert process.stdout is not None
     assert process.stderr is not None
-    threads = [
-        threading.Thread(target=pump, args=(process.stdout, sys.stdout.buffer), daemon=True),
-        threading.Thread(target=pump, args=(process.stderr, sys.stderr.buffer), daemon=True),
+    pumps = [
+        _Pump(process.stdout, partial(show, sys.stdout.buffer)),
+        _Pump(process.stderr, partial(show, sys.stderr.buffer)),
     ]
-    for thread in threads:
-        thread.start()
-    return threads
+    for pump in pumps:
+        pump.start()
+    return pumps
 
 
 def _signal_all(

@@ -13,6 +13,8 @@ def own_processes(
     environment: Mapping[str, str],
     prefix: bool,
     only_rank: int | None,
+    *,
+    whole_lines: bool = False,
 ) -> list[Program]:
     """The processes of `ranks`, which are all that run on this machine.
 
@@ -22,6 +24,8 @@ def own_processes(
         environment: what they share: WORLD_SIZE, MASTER_ADDR, MASTER_PORT, …
         prefix: write the rank before each line.
         only_rank: show the output of this one only.
+        whole_lines: pass output on line by line, where the ranks would share one pipe: what they write in pieces
+            (all print()s under PYTHONUNBUFFERED, tracebacks) would mix there.
     """
     shared = {**environment, "LOCAL_WORLD_SIZE": str(len(ranks))}
     return [
@@ -29,7 +33,7 @@ def own_processes(
             name=f"rank {rank}",
             command=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-            line_filter=_lines_of(rank, prefix, only_rank),
+            line_filter=_lines_of(rank, prefix, only_rank, whole_lines),
         )
         for local_rank, rank in enumerate(ranks)
     ]
@@ -59,9 +63,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _lines_of(rank: int, prefix: bool, only_rank: int | None) -> LineFilter | None:
+def _lines_of(rank: int, prefix: bool, only_rank: int | None, whole_lines: bool) -> LineFilter | None:
     if only_rank is not None and rank != only_rank:
         return lambda line: None
     if prefix:
         return lambda line: b"[%d] %b" % (rank, line)
-    return None
+    return (lambda line: line) if whole_lines else None

@@ -110,6 +110,17 @@ def test_output_without_a_last_newline_is_not_lost(jaxdist, script, launcher):
     assert done.stdout == "[0] no newline\n", done.stderr
 
 
+def test_a_slow_reader_gets_the_last_line_too(script, tmp_path):
+    # More than one pipe holds and less than two: the rank has ended and half of its output waits in its pipe.
+    path = script("print(('x' * 99 + '\\n') * 900, end='')")
+    command = [*CLI, "run", "-n", "1", "--launcher", "env", "--prefix", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as job:
+        time.sleep(3)  # a rank's silence is waited for 1 s
+        assert job.stdout is not None
+        assert len(job.stdout.readlines()) == 900
+        assert job.wait(timeout=10) == 0
+
+
 def test_first_failing_exit_code_and_the_others_end(jaxdist, script, launcher, wait_gone):
     mark = f"mark-{os.getpid()}-fail-{launcher}"
     path = script("""
