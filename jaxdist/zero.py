@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Literal
 
 import jax
@@ -66,19 +67,21 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
             f"zero(level={level!r}): 0 (nothing in shards), 1 (the optimizer's state), 2 (and gradients) or 3 (and "
             "parameters)"
         )
-    tx = optax.with_extra_args_support(tx)
+    if not any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
+        tx = optax.with_extra_args_support(tx)  # else it takes them already, of whatever class it is (`MultiSteps`)
+    inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if level == 0:
-        return tx
+        return inner
 
     def init(params: Any) -> Any:
-        state = tx.init(params)
+        state = inner.init(params)
         return _marked(state, "state", level) if inside_step() else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not inside_step():
-            return tx.update(updates, state, params, **extra)
-        _check(tx, level, updates, state, params)
-        return tx.update(
+            return inner.update(updates, state, params, **extra)
+        _check(inner, level, updates, state, params, extra)
+        return inner.update(
             _marked(updates, "gradient", level),
             _marked(state, "state", level),
             _marked(params, "parameter", level),
@@ -171,7 +174,9 @@ def _marked(tree: Any, role: str, level: int) -> Any:
     return jax.tree.map(lambda x: mark(x, role, level), tree)
 
 
-def _check(tx: optax.GradientTransformation, level: int, updates: Any, state: Any, params: Any) -> None:
+def _check(
+    tx: optax.GradientTransformationExtraArgs, level: int, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> None:
     """Say what does not belong together before `tx` stumbles over it, or broadcasts one to the other."""
     if params is None:
         if level == 3:
@@ -183,15 +188,22 @@ def _check(tx: optax.GradientTransformation, level: int, updates: Any, state: An
     alike = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
     if alike and (problem := _difference(updates, params)):
         raise ValueError(f"the gradients are not those of the parameters: {problem}")
-    try:
-        expected = jax.eval_shape(tx.init, params)
-    except Exception:  # an init that wants real numbers: then `tx` itself has to find what is wrong
-        return
-    if problem := _difference(state, expected):
-        raise ValueError(
-            f"the optimizer's state was not made for these parameters: {problem}. Make it anew with tx.init(params), "
-            "or restore both from one checkpoint"
-        )
+    # An update may leave a state of another structure than the first one has (`optax.monitor`).
+    first = lambda _, params: tx.init(params)
+    later = lambda updates, params: tx.update(updates, tx.init(params), params, **extra)[1]
+    problems = []
+    for made in (first, later):
+        try:
+            expected = jax.eval_shape(made, updates, params)
+        except Exception:  # an init that wants real numbers: then `tx` itself has to find what is wrong
+            return
+        problems.append(_difference(state, expected))
+        if problems[-1] is None:
+            return
+    raise ValueError(
+        f"the optimizer's state was not made for these parameters: {problems[0]}. Make it anew with tx.init(params), "
+        "or restore both from one checkpoint"
+    )
 
 
 def _difference(tree: Any, expected: Any) -> str | None:

@@ -94,7 +94,7 @@ class Fuse(Interpreter):
         """The operands of a gather, but not before `cause` is known."""
         if self.barriers:
             return lax.optimization_barrier((*operands, cause))[:-1]
-        first = cause.reshape(-1)[0]
+        first = cause.reshape(-1)[0].real
         bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
         ready = bits | 1 != 0  # always; XLA does not know, and makes this part of what computes the operand
         if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(ready)):
