@@ -546,3 +546,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "nnx": with_nnx,
     "equinox": with_equinox,
 }
+
+IN_SHARDS = {
+    "clip_adamw": 1, "lamb": 2, "multisteps": 3, "lenet": 2, "transformer": 3, "lstm": 3, "odd_parameters": 3,
+    "user_accumulation": 2,
+}  # fmt: skip
+"""Cases to run under `jaxdist.zero` between processes too, and their level."""

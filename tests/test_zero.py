@@ -394,4 +394,4 @@ def test_gradients_of_other_shapes() -> None:
         return optax.apply_updates(params, updates), opt_state
 
     with pytest.raises(ValueError, match=r"gradients.*\['w'\] has shape \(1, 5\), expected \(6, 5\)"):
-        jaxdist.data_parallel(step)(*state_of(tx), BATCH)
+        jaxdist.data_parallel(step)(PARAMS, tx.init(PARAMS), BATCH)

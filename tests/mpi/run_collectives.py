@@ -149,7 +149,7 @@ def of_jaxdist() -> int:
 
 def of_scatter(mib: int = 35) -> int:
     """Gloo's own reduce-scatter is wrong in a few of 200 such turns (jax#40830)."""
-    turns = 200 if ctx.communicator == "xla" else 40
+    turns = 200
     rows = (mib << 18) // 1024 // N * N
 
     @jaxdist.data_parallel

@@ -24,6 +24,10 @@ def main() -> None:
         got = oracle.run_decorated(oracle.case(name), ctx.rank, ctx.size)
         # Every rank compares: state that differs between processes would show on one of them.
         report[name] = max(ctx.control.exchange(name, oracle.difference(expected, got)))
+        if level := oracle.IN_SHARDS.get(name):
+            got = oracle.run_decorated(oracle.case(name, level), ctx.rank, ctx.size)
+            gap = oracle.difference(expected, got)
+            report[f"{name} at level {level}"] = max(ctx.control.exchange(f"{name} in shards", gap))
     if ctx.is_root:
         print("REPORT " + json.dumps({"communicator": ctx.communicator, "size": ctx.size, "gaps": report}), flush=True)
 
