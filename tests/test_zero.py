@@ -179,6 +179,7 @@ def test_a_step_that_needs_whole_gradients_and_parameters(level: Any) -> None:
         def step(params: Any, opt_state: Any, x: Any) -> Any:
             grads = jax.grad(loss_fn)(params, x)
             aux = {"sorted": jnp.sort(grads["w"].ravel()), "rank": jnp.linalg.norm(grads["v"], 2), "all": grads}
+            aux |= {"positive": grads["w"] > 0, "signs": jnp.sign(grads["v"]).astype(int)}
             updates, opt_state = tx.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
             return params, opt_state, {**aux, "largest": jnp.max(jnp.abs(params["w"]))}

@@ -95,6 +95,7 @@ class Fuse(Interpreter):
         if self.barriers:
             return lax.optimization_barrier((*operands, cause))[:-1]
         first = cause.reshape(-1)[0].real
+        first = first.astype(jnp.uint8) if first.dtype == bool else first
         bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
         ready = bits | 1 != 0  # always; XLA does not know, and makes this part of what computes the operand
         if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(ready)):
@@ -130,7 +131,7 @@ class _Pace:
             v
             for v in bucket.use.invars
             if not isinstance(v, Literal) and v in producers and producers[v].primitive is not gather_shards_p
-            and jnp.issubdtype(v.aval.dtype, jnp.floating)  # type: ignore[attr-defined]
+            and jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size  # type: ignore[attr-defined]
         ]  # fmt: skip
         self._gathered.append((bucket.bytes, computed[0] if computed else None))
         return cause
