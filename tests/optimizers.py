@@ -109,18 +109,20 @@ def loss(params: dict[str, Any], seen: dict[str, Any], poisoned: bool = False) -
     return total
 
 
-def step_of(
-    names: Sequence[str], wrap: Callable[[Any], Any], mean: Callable[[Any], Any], big: bool = False
-) -> Callable[..., Any]:
+def step_of(names: Sequence[str], levels: Sequence[Any] | None = None, big: bool = False) -> Callable[..., Any]:
     """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
 
     Args:
       names: of the entries.
-      wrap: what is done to each transformation.
-      mean: over the devices.
+      levels: of `jaxdist.zero` for each; None: a plain step, for one device.
       big: train the large model.
     """
-    txs: dict[str, Any] = {name: wrap(ENTRIES[name].make()) for name in names}
+    txs: dict[str, Any] = {name: ENTRIES[name].make() for name in names}
+    if levels is not None:
+        txs = {name: jaxdist.zero(tx, level) for (name, tx), level in zip(txs.items(), levels, strict=True)}
+
+    def mean(x: Any) -> Any:
+        return x if levels is None else lax.pmean(x, "data")
 
     def one(name: str, params: Any, opt_state: Any, seen: Any) -> Any:
         entry = ENTRIES[name]
@@ -151,7 +153,7 @@ def start(names: Sequence[str], big: bool = False) -> tuple[Any, ...]:
 
 def run_plain(names: Sequence[str], big: bool = False) -> tuple[Any, ...]:
     """Parameters and state of each, after all steps on one device."""
-    step = jax.jit(step_of(names, lambda tx: tx, lambda x: x, big))
+    step = jax.jit(step_of(names, None, big))
     state = start(names, big)
     for i in range(STEPS):
         state = step(*state, batch(i))
@@ -159,12 +161,10 @@ def run_plain(names: Sequence[str], big: bool = False) -> tuple[Any, ...]:
 
 
 def run_sharded(
-    names: Sequence[str], level: Any, rank: int = 0, size: int = 1, big: bool = False, **settings: Any
+    names: Sequence[str], levels: Sequence[Any], rank: int = 0, size: int = 1, big: bool = False, **settings: Any
 ) -> Any:
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
-    step = jaxdist.data_parallel(
-        step_of(names, lambda tx: jaxdist.zero(tx, level), lambda x: lax.pmean(x, "data"), big), **settings
-    )
+    step = jaxdist.data_parallel(step_of(names, levels, big), **settings)
     state = start(names, big)
     n = BATCH // size
     for i in range(STEPS):
@@ -476,7 +476,7 @@ ENTRIES: dict[str, Entry] = {
             weight_dimension_numbers=_galore_dimensions), unlike="adamw",
     ),
     "hutchinson_estimator_diag_hessian": Entry(
-        _down(_con.hutchinson_estimator_diag_hessian, jax.random.key(7)), _objective
+        lambda: _opt.chain(_con.hutchinson_estimator_diag_hessian(jax.random.key(7)), _opt.scale(-0.1)), _objective
     ),
     "madgrad": Entry(_of(_con.madgrad, 0.05)),
     "mechanize": Entry(_of(_con.mechanize, _opt.adam(0.5), s_init=1e-3)),
