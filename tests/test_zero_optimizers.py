@@ -87,13 +87,13 @@ def test_it_does_its_work_here(name: str) -> None:
 )
 def test_large_matrices(name: str, level: int, devices: int) -> None:
     """Of which the devices divide no dimension, or only the short one."""
-    got = optimizers.run_sharded([name], [level], big=True, mesh=mesh(devices))
+    got = optimizers.run_sharded([name], [level], shapes=optimizers.BIG, mesh=mesh(devices))
     assert optimizers.gap(_large(name), got) <= 1e-10
 
 
 @functools.cache
 def _large(name: str) -> Any:
-    return optimizers.run_plain([name], big=True)
+    return optimizers.run_plain([name], shapes=optimizers.BIG)
 
 
 def test_every_public_name_is_known() -> None:
