@@ -7,7 +7,7 @@ takes besides gradients, state and parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,8 +23,9 @@ from jaxdist.step.layouts import Layout, Padded, physical
 
 BATCH = 24  # parts for 2, 3, 4 and 8 devices
 STEPS = 5
-SHAPES = {"scalar": (), "one": (1,), "vector": (3,), "matrix": (7, 5), "tensor": (2, 3, 5, 7), "tall": (33, 8)}
-BIG = {"square": (1023, 1023), "embedding": (50257, 64)}
+Shapes = Mapping[str, tuple[int, ...]]
+SHAPES: Shapes = {"scalar": (), "one": (1,), "vector": (3,), "matrix": (7, 5), "tensor": (2, 3, 5, 7), "tall": (33, 8)}
+BIG: Shapes = {"square": (1023, 1023), "embedding": (50257, 64)}
 
 
 class Told(NamedTuple):
@@ -69,11 +70,10 @@ class Entry:
 # --- the model
 
 
-@functools.cache
-def parameters(big: bool = False) -> dict[str, np.ndarray]:
+def parameters(shapes: Shapes = SHAPES) -> dict[str, np.ndarray]:
     """The model's first parameters."""
     rng = np.random.default_rng(0)
-    return {k: 0.5 * rng.normal(size=shape) for k, shape in (BIG if big else SHAPES).items()}
+    return {k: 0.5 * rng.normal(size=shape) for k, shape in shapes.items()}
 
 
 def batch(i: int) -> dict[str, np.ndarray]:
@@ -84,11 +84,11 @@ def batch(i: int) -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(1 + i).uniform(0.3, 1.7, (BATCH, 2)), "poison": poison}
 
 
-def features(data: dict[str, Any], big: bool = False) -> dict[str, Any]:
+def features(data: dict[str, Any], shapes: Shapes = SHAPES) -> dict[str, Any]:
     """What the model sees of a batch: for each leaf two factors an example; the same for all entries of a step."""
     first, second = data["x"][:, :1], data["x"][:, 1:]
     out = {}
-    for name, shape in (BIG if big else SHAPES).items():
+    for name, shape in shapes.items():
         rows = shape[0] if shape else 1
         out[name] = (
             jnp.cos(first * jnp.arange(1, rows + 1)),
@@ -109,18 +109,20 @@ def loss(params: dict[str, Any], seen: dict[str, Any], poisoned: bool = False) -
     return total
 
 
-def step_of(
-    names: Sequence[str], wrap: Callable[[Any], Any], mean: Callable[[Any], Any], big: bool = False
-) -> Callable[..., Any]:
+def step_of(names: Sequence[str], levels: Sequence[Any] | None = None, shapes: Shapes = SHAPES) -> Callable[..., Any]:
     """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
 
     Args:
       names: of the entries.
-      wrap: what is done to each transformation.
-      mean: over the devices.
-      big: train the large model.
+      levels: of `jaxdist.zero` for each; None: a plain step, for one device.
+      shapes: of the model's leaves.
     """
-    txs: dict[str, Any] = {name: wrap(ENTRIES[name].make()) for name in names}
+    txs: dict[str, Any] = {name: ENTRIES[name].make() for name in names}
+    if levels is not None:
+        txs = {name: jaxdist.zero(tx, level) for (name, tx), level in zip(txs.items(), levels, strict=True)}
+
+    def mean(x: Any) -> Any:
+        return x if levels is None else lax.pmean(x, "data")
 
     def one(name: str, params: Any, opt_state: Any, seen: Any) -> Any:
         entry = ENTRIES[name]
@@ -132,40 +134,38 @@ def step_of(
 
     def step(*args: Any) -> Any:
         *state, data = args
-        seen = features(data, big)
+        seen = features(data, shapes)
         out = [one(name, state[2 * i], state[2 * i + 1], seen) for i, name in enumerate(names)]
         return tuple(part for pair in out for part in pair)
 
     return step
 
 
-def start(names: Sequence[str], big: bool = False) -> tuple[Any, ...]:
+def start(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
     """The first state of `step_of`."""
     state = []
     for name in names:
         entry = ENTRIES[name]
-        params = entry.wrap(jax.tree.map(jnp.array, parameters(big)))
+        params = entry.wrap(jax.tree.map(jnp.array, parameters(shapes)))
         state += [params, entry.make().init(params)]
     return tuple(state)
 
 
-def run_plain(names: Sequence[str], big: bool = False) -> tuple[Any, ...]:
+def run_plain(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
     """Parameters and state of each, after all steps on one device."""
-    step = jax.jit(step_of(names, lambda tx: tx, lambda x: x, big))
-    state = start(names, big)
+    step = jax.jit(step_of(names, None, shapes))
+    state = start(names, shapes)
     for i in range(STEPS):
         state = step(*state, batch(i))
     return state
 
 
 def run_sharded(
-    names: Sequence[str], level: Any, rank: int = 0, size: int = 1, big: bool = False, **settings: Any
+    names: Sequence[str], levels: Sequence[Any], rank: int = 0, size: int = 1, shapes: Shapes = SHAPES, **settings: Any
 ) -> Any:
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
-    step = jaxdist.data_parallel(
-        step_of(names, lambda tx: jaxdist.zero(tx, level), lambda x: lax.pmean(x, "data"), big), **settings
-    )
-    state = start(names, big)
+    step = jaxdist.data_parallel(step_of(names, levels, shapes), **settings)
+    state = start(names, shapes)
     n = BATCH // size
     for i in range(STEPS):
         state = step(*state, {k: x[rank * n : (rank + 1) * n] for k, x in batch(i).items()})
@@ -476,7 +476,7 @@ ENTRIES: dict[str, Entry] = {
             weight_dimension_numbers=_galore_dimensions), unlike="adamw",
     ),
     "hutchinson_estimator_diag_hessian": Entry(
-        _down(_con.hutchinson_estimator_diag_hessian, jax.random.key(7)), _objective
+        lambda: _opt.chain(_con.hutchinson_estimator_diag_hessian(jax.random.key(7)), _opt.scale(-0.1)), _objective
     ),
     "madgrad": Entry(_of(_con.madgrad, 0.05)),
     "mechanize": Entry(_of(_con.mechanize, _opt.adam(0.5), s_init=1e-3)),

@@ -64,7 +64,7 @@ def mesh(devices: int) -> Mesh:
 @pytest.mark.parametrize(("group", "level", "devices"), CASES)
 def test_as_on_one_device(group: int, level: int, devices: int) -> None:
     names = GROUPS[group]
-    got = optimizers.run_sharded(names, level, mesh=mesh(devices))
+    got = optimizers.run_sharded(names, [level] * len(names), mesh=mesh(devices))
     gaps = {name: optimizers.gap(expected(group)[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
     assert {name: gap for name, gap in gaps.items() if gap > 1e-10} == {}
 
@@ -81,17 +81,19 @@ def test_it_does_its_work_here(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "level", "devices"),
-    itertools.product(("adam", "adafactor", "lamb"), (1, 2, 3), (2, 3, 4, 8)) if EVERYTHING else [("adafactor", 2, 3)],
+    list(itertools.product(("adam", "adafactor", "lamb"), (1, 2, 3), (2, 3, 4, 8)))
+    if EVERYTHING
+    else [("adafactor", 2, 3)],
 )
 def test_large_matrices(name: str, level: int, devices: int) -> None:
     """Of which the devices divide no dimension, or only the short one."""
-    got = optimizers.run_sharded([name], level, big=True, mesh=mesh(devices))
+    got = optimizers.run_sharded([name], [level], shapes=optimizers.BIG, mesh=mesh(devices))
     assert optimizers.gap(_large(name), got) <= 1e-10
 
 
 @functools.cache
 def _large(name: str) -> Any:
-    return optimizers.run_plain([name], big=True)
+    return optimizers.run_plain([name], shapes=optimizers.BIG)
 
 
 def test_every_public_name_is_known() -> None:

@@ -110,6 +110,14 @@ class _Fill:
         return compat.bind(self.eqn, {**self.eqn.params, "shape": shape}, [operand])[0]
 
 
+@dataclass(eq=False)
+class _Raveled:
+    """All entries of a shard in one dimension, which nobody has needed yet in their order."""
+
+    eqn: JaxprEqn
+    operand: Shard
+
+
 class Shards(Interpreter):
     """Evaluates a step on one device, with some values in shards.
 
@@ -187,6 +195,8 @@ class Shards(Interpreter):
         """The value as one array."""
         if isinstance(x, _Fill):
             return _typed(x.of(x.aval.shape, self.whole(x.operand)), x.aval)
+        if isinstance(x, _Raveled):
+            return compat.bind(x.eqn, x.eqn.params, [self._whole_for(x.eqn, x.operand)])[0]
         if not isinstance(x, Shard):
             return x
         if x.made is not None:
@@ -232,6 +242,10 @@ class Shards(Interpreter):
             self._backward = before
 
     def _eval(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        if any(isinstance(a, _Raveled) for a in args) and not called(eqn):
+            if eqn.primitive is p.dot_general_p and (out := self._inner_product(eqn, args)):
+                return out
+            args = [self.whole(a) if isinstance(a, _Raveled) else a for a in args]
         if eqn.primitive in self.rules:
             return super().eval_eqn(eqn, *args)
         shards = any(isinstance(a, Shard) or (isinstance(a, _Fill) and a.in_shards) for a in args)
@@ -281,6 +295,32 @@ class Shards(Interpreter):
             return [self._like(first, eqn, outs[0], dim)]
         return [self._result(v, x, dim) for v, x in zip(eqn.outvars, outs, strict=True)]
 
+    def _inner_product(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
+        """Of two arrays of which at least one is raveled (``jnp.vdot``): the sum of the slices' products."""
+        like = next(a.operand for a in args if isinstance(a, _Raveled))
+        shape, dim = like.aval.shape, like.dim
+        parts = []
+        for a, var in zip(args, eqn.invars, strict=True):
+            if isinstance(a, _Raveled) and (a.operand.aval.shape, a.operand.dim) == (shape, dim):
+                part = self._zero_padded(a.operand)
+            elif isinstance(a, (Shard, _Raveled)) or var.aval.shape != (_product(shape),):  # type: ignore[attr-defined]
+                return None
+            else:
+                part = self.local(self.whole(a).reshape(shape), dim)
+            parts.append(part.reshape(-1))
+        if any(map(self._varies, eqn.invars)):
+            return None
+        (part,) = compat.bind(eqn, eqn.params, parts)
+        return [_typed(_across(_vary(part), "sum"), eqn.outvars[0].aval)]
+
+    def _zero_padded(self, x: Shard) -> Any:
+        """This device's slice with zeros for padding."""
+        size, rows = x.aval.shape[x.dim], x.local.shape[x.dim]
+        if not size % self.devices:
+            return x.local
+        at = lax.axis_index(AXIS) * rows + lax.broadcasted_iota(jnp.int32, x.local.shape, x.dim)
+        return jnp.where(at < size, x.local, jnp.zeros_like(x.local))
+
     def _result(self, var: Any, local: Any, dim: int) -> Shard:
         return Shard(local, var.aval, dim)
 
@@ -293,6 +333,8 @@ class Shards(Interpreter):
 
     def _mark(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         asked = eqn.params["role"] in ("asked", "state")
+        if isinstance(x, Shard) and eqn.params["role"] == "gradient":
+            x = self._as_kept(eqn, x)
         if isinstance(x, Shard):
             return Shard(x.local, x.aval, x.dim, x.stored, asked, x.made, x.wholes)
         aval: Any = eqn.outvars[0].aval
@@ -300,6 +342,13 @@ class Shards(Interpreter):
         if dim is None or self._varies(eqn.invars[0]):
             return x
         return Shard(self.local(x, dim), aval, dim, asked=asked)
+
+    def _as_kept(self, eqn: JaxprEqn, x: Shard) -> Shard:
+        """A gradient, split as the state that it meets is: else all of the state would have to follow it."""
+        dim = self._dims.get(x.aval.shape, x.dim)
+        if x.stored or dim == x.dim:
+            return x
+        return Shard(self.local(self._whole_for(x.made[1] if x.made else eqn, x), dim), x.aval, dim)
 
     def _reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         x = self.whole(x)
@@ -653,17 +702,24 @@ def _squeeze(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
 def _reshape(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
     x, var = args[0], eqn.outvars[0]
     shape = var.aval.shape  # type: ignore[attr-defined]
-    before = _product(x.aval.shape[: x.dim])
     size = x.aval.shape[x.dim]
-    dim = next((d for d in range(len(shape)) if _product(shape[:d]) == before and shape[d] > 1), None)
-    if len(args) > 1 or eqn.params["dimensions"] is not None or dim is None:
+    dim = _same_place(x.aval.shape, x.dim, shape)
+    if len(args) > 1 or eqn.params["dimensions"] is not None:
         return None
+    if dim is None:
+        return [_Raveled(eqn, x)] if len(shape) == 1 else None
     # The same dimension, or one that starts with it or that it starts with, and is cut in the same places.
     if shape[dim] != size and (size % s.devices or shape[dim] % s.devices):
         return None
     new = s._sliced_shape(shape, dim)
     (out,) = compat.bind(eqn, {**eqn.params, "new_sizes": new}, [x.local])
     return [s._like(x, eqn, out, dim)]
+
+
+def _same_place(shape: Sequence[int], dim: int, other: Sequence[int]) -> int | None:
+    """The dimension of another shape of the same entries that starts where `dim` of this one does."""
+    before = _product(shape[:dim])
+    return next((d for d in range(len(other)) if _product(other[:d]) == before and other[d] > 1), None)
 
 
 def _product(sizes: Sequence[int]) -> int:
@@ -697,18 +753,25 @@ def _dot(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
     (left, right), _ = eqn.params["dimension_numbers"]
     if not (isinstance(a, Shard) and isinstance(b, Shard)) or (a.dim, b.dim) not in zip(left, right, strict=True):
         return None
-    size = a.aval.shape[a.dim]
-    parts = []
-    for x in (a, b):
-        local = x.local
-        if size % s.devices:
-            rows = local.shape[x.dim]
-            at = lax.axis_index(AXIS) * rows + lax.broadcasted_iota(jnp.int32, local.shape, x.dim)
-            local = jnp.where(at < size, local, jnp.zeros_like(local))
-        parts.append(local)
+    parts = [s._zero_padded(x) for x in (a, b)]
     (part,) = compat.bind(eqn, eqn.params, parts)
     var: Any = eqn.outvars[0]
     return [_typed(_across(_vary(part), "sum"), var.aval)]
+
+
+def _scatter(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
+    """Entries along another dimension are replaced (``x.at[i].set(row)``)."""
+    x, indices, updates = args
+    numbers = eqn.params["dimension_numbers"]
+    moved = {*numbers.inserted_window_dims, *numbers.operand_batching_dims, *numbers.scatter_dims_to_operand_dims}
+    if not isinstance(x, Shard) or x.dim in moved:
+        return None
+    window = [d for d in range(len(x.aval.shape)) if d not in numbers.inserted_window_dims]
+    dim = numbers.update_window_dims[window.index(x.dim)]
+    if eqn.invars[2].aval.shape[dim] != x.aval.shape[x.dim]:  # type: ignore[attr-defined]
+        return None
+    (out,) = compat.bind(eqn, eqn.params, [x.local, _vary(s.whole(indices)), s.local(updates, dim)])
+    return [s._result(eqn.outvars[0], out, x.dim)]
 
 
 _RULES: Mapping[str, _Rule] = {
@@ -718,6 +781,7 @@ _RULES: Mapping[str, _Rule] = {
     "rev": _unmoved("dimensions"), "sort": _unmoved("dimension"), "concatenate": _unmoved("dimension"),
     "transpose": _transpose, "squeeze": _squeeze, "reshape": _reshape, "slice": _slice, "pad": _pad,
     "dot_general": _dot,
+    "scatter": _scatter,
 }  # fmt: skip
 
 
@@ -800,6 +864,9 @@ def _through(eqn: JaxprEqn, outs: list[_Want], found: dict[int, _Want], dim_of: 
     if name == "transpose":
         dim = first.dim
         return [first._replace(dim=None if dim is None else eqn.params["permutation"][dim])]
+    if name == "reshape" and first.dim is not None:
+        given, made = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
+        return [first._replace(dim=_same_place(made, first.dim, given))] * n
     if name in _SHAPED:
         return [first._replace(dim=None)] * n
     if name in _REDUCED:

@@ -1,0 +1,42 @@
+"""`jaxdist.zero` between processes: some optimizers of the catalog on 2 and 3 ranks, over both communicators.
+
+One step trains them all, each at a level of its own: another one in each job.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+
+import jax
+import launch
+import optimizers
+import pytest
+
+SCRIPT = str(Path(__file__).with_name("run_zero_optimizers.py"))
+NAMES = ["chain", "lamb", "adafactor", "muon", "apply_if_finite"]  # the last one sees a NaN of the last rank
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Parameters and state of each optimizer on one device, in a file."""
+    out = jax.device_get(optimizers.run_plain(NAMES))
+    path = tmp_path_factory.mktemp("zero") / "expected.pickle"
+    path.write_bytes(pickle.dumps({name: out[2 * i : 2 * i + 2] for i, name in enumerate(NAMES)}))
+    return str(path)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "communicator", "shift"), [(2, "xla", 0), (2, "mpi", 1), (3, "xla", 2), (3, "mpi", 0)]
+)
+def test_as_on_one_device(ranks: int, communicator: str, shift: int, expected: str) -> None:
+    result = launch.mpirun(ranks, [SCRIPT, communicator, expected, str(shift)], timeout=300)
+    assert result.returncode == 0, result.output
+    found = re.search(r"^.*REPORT (.*)$", result.stdout, re.MULTILINE)
+    assert found, result.output
+    report = json.loads(found[1])
+    assert (report["communicator"], report["size"], len(report["gaps"])) == (communicator, ranks, len(NAMES))
+    assert {name: gap for name, gap in report["gaps"].items() if gap > 1e-10} == {}
