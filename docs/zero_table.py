@@ -30,7 +30,7 @@ from jaxdist.step.primitives import all_reduce_p, gather_shards_p
 
 FILE = Path(__file__).with_name("zero-optimizers.md")
 DEVICES = 4
-SHAPES = {"scalar": (), "one": (1,), "vector": (64,), "matrix": (64, 32), "tensor": (4, 16, 8, 32), "tall": (256, 64)}
+SHAPES = {"scalar": (), "one": (1,), "vector": (64,), "matrix": (64, 32), "tensor": (16, 1024), "tall": (256, 64)}
 HEADER = f"""\
 # How each transformation runs in shards
 
@@ -88,7 +88,7 @@ def row(name: str) -> Row:
     reductions = [eqn for eqn in equations if _is_reduction(eqn)]
     if "DEBUG" in os.environ:
         print(*gathered, sep="\n")
-    print(name, _bytes(e for e in equations if e.primitive is gather_shards_p)/parameters)
+    print(name, _bytes(e for e in equations if e.primitive is gather_shards_p) / parameters)
     return Row(
         len(reductions),
         _bytes(reductions),
