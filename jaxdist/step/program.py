@@ -95,18 +95,22 @@ class Traces:
 
     def __init__(self, step: Callable[..., Any], signature: Signature, mesh: Mesh):
         self.step, self.signature, self.mesh = step, signature, mesh
-        self._latest: tuple[Any, _Traced] | None = None
+        self._latest: tuple[Any, _Traced, list[Layout | None]] | None = None
 
     def __call__(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Traced:
         """The step at arguments of these types."""
-        key = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
-        if self._latest is None or self._latest[0] != key:
-            self._latest = key, _trace(self.step, self.signature, avals, self.mesh)
-        return self._latest[1]
+        return self._at(avals)[1]
 
     def homes(self, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Layout | None]:
         """How the step wants each argument to be kept; None: whole."""
-        return homes(self(avals)[0], self.mesh.size)
+        return list(self._at(avals)[2])
+
+    def _at(self, avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, _Traced, list[Layout | None]]:
+        key = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        if self._latest is None or self._latest[0] != key:
+            traced = _trace(self.step, self.signature, avals, self.mesh)
+            self._latest = key, traced, homes(traced[0], self.mesh.size)
+        return self._latest
 
 
 class Program:

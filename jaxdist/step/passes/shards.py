@@ -210,6 +210,8 @@ class Shards(Interpreter):
         """This device's slice along `dim`."""
         if isinstance(x, _Fill):
             return _vary(self._fill(x, dim))
+        if isinstance(x, _Raveled):
+            x = self.whole(x)
         if isinstance(x, Shard):
             if x.dim == dim:
                 return x.local
