@@ -71,7 +71,7 @@ def test_a_step_that_is_called_or_lowered_is_told_of_once_traced(monkeypatch: py
     original: Any = Program.__init__
 
     def init(self: Any, *args: Any) -> None:
-        original(self, *args[:-1], lambda closed: told.append(fingerprint(closed)))
+        original(self, *args[:-1], lambda closed, _: told.append(fingerprint(closed)))
 
     monkeypatch.setattr(Program, "__init__", init)
 
