@@ -30,7 +30,7 @@ from jaxdist.step.primitives import all_reduce_p, gather_shards_p
 
 FILE = Path(__file__).with_name("zero-optimizers.md")
 DEVICES = 4
-SHAPES = {"scalar": (), "one": (1,), "vector": (64,), "matrix": (64, 32), "tensor": (16, 1024), "tall": (256, 64)}
+SHAPES = {"scalar": (), "one": (1,), "vector": (64,), "matrix": (64, 32), "tensor": (32, 4, 8, 16), "tall": (256, 64)}
 HEADER = f"""\
 # How each transformation runs in shards
 
@@ -55,12 +55,14 @@ class Row(NamedTuple):
       bytes: of them.
       gathers: share of the parameters' bytes.
       operations: for which.
+      others: gathers that nothing asked for by name, as a share: those of the new parameters.
     """
 
     reductions: int
     bytes: int
     gathers: float
     operations: tuple[str, ...]
+    others: float
 
     @property
     def line(self) -> str:
@@ -86,14 +88,12 @@ def row(name: str) -> Row:
     parameters = sum(x.nbytes for x in jax.tree.leaves(state[0]))
     equations = list(_equations(closed.jaxpr))
     reductions = [eqn for eqn in equations if _is_reduction(eqn)]
-    if "DEBUG" in os.environ:
-        print(*gathered, sep="\n")
-    print(name, _bytes(e for e in equations if e.primitive is gather_shards_p) / parameters)
     return Row(
         len(reductions),
         _bytes(reductions),
         sum(g.bytes for g in gathered) / parameters,
         tuple(sorted({g.primitive for g in gathered})),
+        (_bytes(e for e in equations if e.primitive is gather_shards_p) - sum(g.bytes for g in gathered)) / parameters,
     )
 
 

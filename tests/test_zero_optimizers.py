@@ -7,10 +7,13 @@ of devices, another one for each; with JAXDIST_FULL set, at all levels on all of
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -94,6 +97,24 @@ def test_large_matrices(name: str, level: int, devices: int) -> None:
 @functools.cache
 def _large(name: str) -> Any:
     return optimizers.run_plain([name], shapes=optimizers.BIG)
+
+
+@pytest.mark.parametrize("name", ["adam", "chain", "adafactor", "flatten", "prodigy", "muon"])
+def test_the_documentation_says_how_they_run(name: str) -> None:
+    spec = importlib.util.spec_from_file_location("zero_table", Path(__file__).parents[1] / "docs" / "zero_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    zero_table = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = zero_table
+    spec.loader.exec_module(zero_table)
+    row = zero_table.row(name)
+    assert row.others < 1.02  # the new parameters, and rows and columns of adafactor: nothing that goes unsaid
+    assert f"| {name} | {row.line}" in zero_table.FILE.read_text().splitlines()
+
+
+def test_the_documentation_has_them_all() -> None:
+    lines = (Path(__file__).parents[1] / "docs" / "zero-optimizers.md").read_text().splitlines()
+    assert [line.split(" | ")[0][2:] for line in lines if line.startswith("| ")][1:] == list(ENTRIES)
 
 
 def test_every_public_name_is_known() -> None:

@@ -708,11 +708,9 @@ def _reshape(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | N
     dim = _same_place(x.aval.shape, x.dim, shape)
     if len(args) > 1 or eqn.params["dimensions"] is not None:
         return None
-    if dim is None:
-        return [_Raveled(eqn, x)] if len(shape) == 1 else None
     # The same dimension, or one that starts with it or that it starts with, and is cut in the same places.
-    if shape[dim] != size and (size % s.devices or shape[dim] % s.devices):
-        return None
+    if dim is None or (shape[dim] != size and (size % s.devices or shape[dim] % s.devices)):
+        return [_Raveled(eqn, x)] if len(shape) == 1 else None
     new = s._sliced_shape(shape, dim)
     (out,) = compat.bind(eqn, {**eqn.params, "new_sizes": new}, [x.local])
     return [s._like(x, eqn, out, dim)]
@@ -750,14 +748,21 @@ def _pad(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def _dot(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
-    """A product whose split dimension is contracted on both sides: sums of the slices' products."""
-    a, b = args
-    (left, right), _ = eqn.params["dimension_numbers"]
-    if not (isinstance(a, Shard) and isinstance(b, Shard)) or (a.dim, b.dim) not in zip(left, right, strict=True):
-        return None
-    parts = [s._zero_padded(x) for x in (a, b)]
-    (part,) = compat.bind(eqn, eqn.params, parts)
+    """A product whose split dimension is contracted: sums of the slices' products."""
     var: Any = eqn.outvars[0]
+    (left, right), _ = eqn.params["dimension_numbers"]
+    shards = [(x, dims) for x, dims in zip(args, (left, right), strict=True) if isinstance(x, Shard)]
+    at = {dims.index(x.dim) if x.dim in dims else None for x, dims in shards}
+    if len(at) > 1 or None in at:
+        return None
+    if len(shards) == 1 and var.aval.size > shards[0][0].aval.size:
+        return None  # to reduce it would be more than to gather
+    (i,) = at
+    parts = [
+        s._zero_padded(x) if isinstance(x, Shard) else s.local(x, dims[i])
+        for x, dims in zip(args, (left, right), strict=True)
+    ]
+    (part,) = compat.bind(eqn, eqn.params, parts)
     return [_typed(_across(_vary(part), "sum"), var.aval)]
 
 
@@ -776,6 +781,30 @@ def _scatter(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | N
     return [s._result(eqn.outvars[0], out, x.dim)]
 
 
+def _gather(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
+    """Entries along another dimension are picked (``x[i]``)."""
+    x, indices = args
+    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    if not isinstance(x, Shard) or x.dim in gone or sizes[x.dim] != x.aval.shape[x.dim]:
+        return None
+    dim = numbers.offset_dims[[d for d in range(len(sizes)) if d not in gone].index(x.dim)]
+    sizes[x.dim] = x.local.shape[x.dim]
+    (out,) = compat.bind(eqn, {**eqn.params, "slice_sizes": tuple(sizes)}, [x.local, _vary(s.whole(indices))])
+    return [s._result(eqn.outvars[0], out, dim)]
+
+
+def _dynamic_slice(s: Shards, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any] | None:
+    x, *starts = args
+    sizes = list(eqn.params["slice_sizes"])
+    if not isinstance(x, Shard) or sizes[x.dim] != x.aval.shape[x.dim]:
+        return None
+    sizes[x.dim] = x.local.shape[x.dim]
+    params = {**eqn.params, "slice_sizes": tuple(sizes)}
+    (out,) = compat.bind(eqn, params, [x.local, *(_vary(s.whole(i)) for i in starts)])
+    return [s._result(eqn.outvars[0], out, x.dim)]
+
+
 _RULES: Mapping[str, _Rule] = {
     **{f"reduce_{name}": _reduction for name in _IDENTITY},
     "argmax": _reduction, "argmin": _reduction,
@@ -783,7 +812,7 @@ _RULES: Mapping[str, _Rule] = {
     "rev": _unmoved("dimensions"), "sort": _unmoved("dimension"), "concatenate": _unmoved("dimension"),
     "transpose": _transpose, "squeeze": _squeeze, "reshape": _reshape, "slice": _slice, "pad": _pad,
     "dot_general": _dot,
-    "scatter": _scatter,
+    "gather": _gather, "dynamic_slice": _dynamic_slice, "scatter": _scatter,
 }  # fmt: skip
 
 
