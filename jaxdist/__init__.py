@@ -1,5 +1,6 @@
 """jaxdist: train on many devices with a step written for one."""
 
+from jaxdist.checkpoint import latest_step, restore, save
 from jaxdist.collectives import (
     all_to_all,
     allgather,
@@ -15,7 +16,7 @@ from jaxdist.collectives import (
     send,
 )
 from jaxdist.context import Context, get_context, init
-from jaxdist.errors import StepError
+from jaxdist.errors import CheckpointError, StepError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
 from jaxdist.precision import master_weights
@@ -24,6 +25,7 @@ from jaxdist.step.data_parallel import data_parallel
 from jaxdist.zero import shard, unshard, zero
 
 __all__ = [
+    "CheckpointError",
     "Context",
     "StepError",
     "all_to_all",
@@ -37,12 +39,15 @@ __all__ = [
     "get_context",
     "grad",
     "init",
+    "latest_step",
     "master_weights",
     "memory",
     "permute",
     "recv",
     "reduce",
     "reduce_scatter",
+    "restore",
+    "save",
     "scatter",
     "send",
     "shard",
