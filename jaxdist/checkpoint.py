@@ -480,8 +480,8 @@ def _check_leaf(
     if _is_key(x):
         if impl is None and (name in saved or label in notes["empty"]):
             raise CheckpointError(f"{of} is no PRNG key, as it is in `like`")
-        if impl is not None and impl != str(jax.random.key_impl(x)):
-            raise CheckpointError(f"{of} is a PRNG key of {impl}, in `like` of {jax.random.key_impl(x)}")
+        if impl is not None and (kind := jax.random.key(0, impl=impl).dtype) != x.dtype:
+            raise CheckpointError(f"{of} is a PRNG key {kind}, in `like` {x.dtype}")
         x = jax.eval_shape(jax.random.key_data, x)
     elif impl is not None:
         raise CheckpointError(f"{of} is a PRNG key, in `like` it is not")
@@ -543,7 +543,7 @@ def _placed(value: Any, x: Any, notes: dict[str, Any], name: tuple[str, ...]) ->
         own = x.sharding if isinstance(getattr(x, "sharding", None), NamedSharding) else None
         return keys if own is None else jax.device_put(keys, own)
     if isinstance(x, (np.ndarray, np.generic)):
-        return np.asarray(value, x.dtype)
+        return np.asarray(value, x.dtype) if isinstance(x, np.ndarray) else x.dtype.type(value)
     own = _on_mesh(x)
     if own is not None and not isinstance(value, jax.Array):
         value = np.asarray(value, x.dtype)

@@ -84,7 +84,8 @@ def test_shards_have_their_logical_shape_on_disk(tmp_path: Path) -> None:
     # As plain orbax sees it.
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 7
-        plain = manager.restore(7, args=ocp.args.PyTreeRestore())
+        as_numpy = dict.fromkeys(state, ocp.RestoreArgs(restore_type=np.ndarray))
+        plain = manager.restore(7, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
     assert {k: v.shape for k, v in plain.items()} == {"even": (16,), "padded": (33, 1), "whole": (2,)}
     assert np.asarray(plain["padded"]).ravel().tolist() == list(range(33))
     got = jaxdist.restore(tmp_path, state)
@@ -136,7 +137,7 @@ def test_training_goes_on(level: int, tmp_path: Path, x64: None) -> None:
 def test_in_the_background(tmp_path: Path) -> None:
     @jaxdist.data_parallel
     def step(w: Any, batch: Any) -> Any:
-        return w - 0.1 * jnp.mean(batch)
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(batch) * jnp.sum(w))(w)
 
     w = step(jaxdist.shard(jnp.arange(64.0)), np.ones(8))
     expected = np.asarray(w)
@@ -198,7 +199,7 @@ def test_what_killed_writers_left_is_passed_over_and_removed(tmp_path: Path) -> 
         ({"n": 1.5}, r"model\.n .* is int64, in `like` float"),
         ({"n": "1"}, r"model\.n .*string"),
         ({"key": np.zeros(2, np.uint32)}, r"model\.key .* is a PRNG key"),
-        ({"key": jax.random.key(0, impl="rbg")}, r"model\.key .*fry2x32"),
+        ({"key": jax.random.key(0, impl="rbg")}, r"model\.key .*key<fry>.*key<rbg>"),
         ({"w": jax.random.key(0)}, r"model\.w .* is no PRNG key"),
         ({"w": None}, r"has a leaf model\.w that `like` has not"),
         ({"none": np.zeros((0, 2))}, r"model\.none .*\(0, 3\), in `like` \(0, 2\)"),
@@ -235,7 +236,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 def test_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="can't write into .*file"):
+    with pytest.raises(CheckpointError, match=r"can't write into .*file"):
         jaxdist.save(tmp_path / "file", {"w": 0}, 1)
     assert jaxdist.latest_step(tmp_path / "file") is None
 
