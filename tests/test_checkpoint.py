@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,16 +112,8 @@ def test_into_a_described_place(tmp_path: Path) -> None:
     assert got["w"].sharding == place
 
 
-@pytest.fixture
-def x64() -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
 @pytest.mark.parametrize("level", [0, 2, 3])
-def test_training_goes_on(level: int, tmp_path: Path, x64: None) -> None:
+def test_training_goes_on(level: int, tmp_path: Path) -> None:
     straight = training.run(str(tmp_path / "straight"), 20, level)
     training.run(str(tmp_path / "cut"), 10, level)
     cut = training.run(str(tmp_path / "cut"), 20, level)
@@ -152,7 +143,7 @@ def test_in_the_background(tmp_path: Path) -> None:
 def test_a_failure_in_the_background_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxdist.save(tmp_path, {"w": np.ones(3)}, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(jaxdist.checkpoint, "_write", _no_space)
+        patch.setattr("jaxdist.checkpoint._write", _no_space)
         jaxdist.save(tmp_path, {"w": np.ones(3)}, 2, wait=False)
         with pytest.raises(CheckpointError, match=r"2 was not written.*No space left"):
             jaxdist.save(tmp_path, {"w": np.ones(3)}, 3)

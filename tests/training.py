@@ -62,7 +62,7 @@ def make_step(level: int) -> tuple[Any, Any]:
 def run(path: str, steps: int, level: int, die_at: int | None = None, rank: int | None = None) -> dict[str, Any]:
     """Train until `steps`; what the parameters have become."""
     ctx = jaxdist.get_context()
-    dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+    dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
     tx, train = make_step(level)
     state = init(dtype)
     state["opt_state"] = tx.init(state["params"])
@@ -75,7 +75,7 @@ def run(path: str, steps: int, level: int, die_at: int | None = None, rank: int 
         state.pop("loss")
         if state["step"] % 5 == 0 or state["step"] == steps:
             jaxdist.save(path, state, state["step"])
-        if state["step"] == die_at and rank in (None, ctx.rank) and not os.environ.get("JAXDIST_RESTARTS"):
+        if state["step"] == die_at and rank in (None, ctx.rank) and os.environ.get("JAXDIST_RESTARTS", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
     params = {k: np.asarray(v) for k, v in jaxdist.unshard(state["params"]).items()}
     bits = hashlib.sha256(b"".join(params[k].tobytes() for k in sorted(params))).hexdigest()

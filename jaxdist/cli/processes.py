@@ -196,7 +196,7 @@ def _supervise(
         if running:
             others = {index: process for index, process in running.items() if index != event.index}
             rest = f"; ending the other {len(others)}" if others else ""
-            _say(f"{programs[event.index].name} failed with exit code {verdict}{rest}")
+            say(f"{programs[event.index].name} failed with exit code {verdict}{rest}")
             # Not the part's own program: it sees to its other parts, and a second signal would end them at once.
             _signal_all(programs, others, signal.SIGTERM)
             kill_at = time.monotonic() + FAILURE_GRACE_S
@@ -305,5 +305,6 @@ def _shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line of `run` itself."""
     print(f"jaxdist run: {text}", file=sys.stderr, flush=True)

@@ -55,11 +55,7 @@ def check_hosts(hosts: Sequence[Host]) -> dict[str, int]:
     Raises:
         ValueError: names each host that could not, and why.
     """
-    remote = [host for host in hosts if not host.local]
-    if remote and shutil.which("ssh") is None:
-        raise ValueError(f"no ssh on PATH to reach {remote[0].name} with: apt-get install openssh-client")
-    with ThreadPoolExecutor(32) as pool:
-        answers = dict(zip([host.name for host in remote], pool.map(_probe, remote), strict=True))
+    answers = _answers(hosts)
     problems = [f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str)]
     if problems:
         raise ValueError(
@@ -69,6 +65,21 @@ def check_hosts(hosts: Sequence[Host]) -> dict[str, int]:
         )
     ports = {name: answer for name, answer in answers.items() if isinstance(answer, int)}
     return {host.name: ports[host.name] if host.name in ports else free_port() for host in hosts}
+
+
+def that_answer(hosts: Sequence[Host]) -> list[Host]:
+    """Those that could be used now."""
+    answers = _answers(hosts)
+    return [host for host in hosts if not isinstance(answers.get(host.name), str)]
+
+
+def _answers(hosts: Sequence[Host]) -> dict[str, int | str]:
+    """A free port on each other host, or why it can't be used."""
+    remote = [host for host in hosts if not host.local]
+    if remote and shutil.which("ssh") is None:
+        raise ValueError(f"no ssh on PATH to reach {remote[0].name} with: apt-get install openssh-client")
+    with ThreadPoolExecutor(32) as pool:
+        return dict(zip([host.name for host in remote], pool.map(_probe, remote), strict=True))
 
 
 def remote_programs(

@@ -1,6 +1,7 @@
 """`jaxdist run`: one program on N ranks, through mpirun or as processes of its own."""
 
 import importlib.util
+import itertools
 import re
 import secrets
 import signal
@@ -14,10 +15,10 @@ from typer.core import TyperCommand
 
 from jaxdist.cli.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.cli.mpi import Mpirun, find_mpirun, mpi_library, split_tag
-from jaxdist.cli.processes import LineFilter, Program, run_job
+from jaxdist.cli.processes import LineFilter, Program, run_job, say
 from jaxdist.cli.program import program_command
 from jaxdist.cli.ranks import cores, free_port, own_processes, thread_environment
-from jaxdist.cli.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_programs
+from jaxdist.cli.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_programs, that_answer
 
 _GET_MPI = "pip install 'jaxdist[mpi]' brings mpirun and mpi4py (see `jaxdist info`)"
 
@@ -99,6 +100,13 @@ def run(
             help="A host a line: `node1 slots=2`, `node1:2` or `node1`.", exists=True, dir_okay=False, readable=True
         ),
     ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start the job again when a rank fails, so many times: from its last checkpoint.")
+    ] = 0,
+    shrink: Annotated[
+        bool,
+        typer.Option("--shrink", help="Without the hosts that don't answer any more; if all do, with one rank fewer."),
+    ] = False,
 ) -> None:
     """Runs SCRIPT on N ranks, here or on several hosts. The exit code is that of the first rank that fails."""
     try:
@@ -111,15 +119,33 @@ def run(
         environment = {"JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi"}
         if communicator is not Communicator.auto:
             environment["JAXDIST_COMMUNICATOR"] = str(communicator)
-        if mpirun is not None:
-            programs = [_under_mpirun(mpirun, command, size, placed, environment, prefix, only_rank)]
-        elif placed:
-            programs = remote_programs(command, placed, environment, prefix, only_rank)
-        else:
-            programs = own_processes(command, range(size), {**environment, **_alone(size)}, prefix, only_rank)
+        for restart in itertools.count():
+            environment["JAXDIST_RESTARTS"] = str(restart)
+            if mpirun is not None:
+                programs = [_under_mpirun(mpirun, command, size, placed, environment, prefix, only_rank)]
+            elif placed:
+                programs = remote_programs(command, placed, environment, prefix, only_rank)
+            else:
+                programs = own_processes(command, range(size), {**environment, **_alone(size)}, prefix, only_rank)
+            failed: list[int] = []  # stays empty if it was the user who ended the job
+            code = run_job(programs, on_failure=failed.append)
+            if not failed or restart == max_restarts:
+                raise typer.Exit(code)
+            if shrink and size > 1:
+                placed = _what_remains(placed)
+                size = sum(host.slots for host in placed) if placed else size - 1
+            say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(run_job(programs))
+
+
+def _what_remains(hosts: list[Host]) -> list[Host]:
+    """Those that answer; if all do, one slot fewer on the last."""
+    answering = that_answer(hosts)
+    if not answering or answering != hosts:
+        return answering
+    *others, last = hosts
+    return [*others, Host(last.name, last.slots - 1)] if last.slots > 1 else others
 
 
 def _hosts(hosts: str | None, hostfile: Path | None) -> list[Host]:

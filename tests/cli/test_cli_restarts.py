@@ -1,0 +1,85 @@
+"""`jaxdist run --max-restarts`: a job that starts again, from its last checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.cli.hosts import Host, parse_hosts
+from jaxdist.cli.run import _what_remains
+
+TRAINING = Path(__file__).parents[1] / "training.py"
+
+
+def found(output: str) -> dict[str, Any]:
+    line = re.search(r"FOUND (.*)", output)
+    assert line, output
+    return json.loads(line[1])
+
+
+def test_a_killed_rank_costs_nothing(jaxdist, launcher, tmp_path):
+    straight = jaxdist("run", "-n", 2, "--launcher", launcher, TRAINING, tmp_path / "straight", 20, 2, timeout=120)
+    assert straight.returncode == 0, straight.stderr
+    args = [TRAINING, tmp_path / "cut", 20, 2, "--die-at", 10, "--rank", 1]
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "--max-restarts", 1, *args, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1, with 2 ranks" in done.stderr
+    assert found(done.stdout)["bits"] == found(straight.stdout)["bits"]
+
+
+def test_with_the_ranks_that_remain(jaxdist, tmp_path):
+    args = [TRAINING, tmp_path / "cut", 20, 3, "--x64", "--die-at", 10, "--rank", 1]
+    done = jaxdist(
+        "run", "-n", 3, "--launcher", "env", "--max-restarts", 2, "--shrink", *args, timeout=180
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 2, with 2 ranks" in done.stderr
+    got = found(done.stdout)
+    assert got["devices"] == 2
+    alone = found(jaxdist("run", TRAINING, tmp_path / "alone", 20, 0, "--x64", timeout=120).stdout)
+    assert max(np.abs(np.subtract(got["params"][k], v)).max() for k, v in alone["params"].items()) <= 1e-10
+
+
+def test_no_more_than_asked_for(jaxdist, launcher, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os, sys\nprint('TRY', os.environ['JAXDIST_RESTARTS'], flush=True)\nsys.exit(3)\n")
+    done = jaxdist("run", "--launcher", launcher, "--max-restarts", 2, script)
+    assert done.returncode == 3
+    assert re.findall(r"TRY (\d)", done.stdout) == ["0", "1", "2"]
+
+
+def test_not_after_the_user_has_ended_it(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import time\nprint('TRY', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "jaxdist", "run", "--launcher", "env", "--max-restarts", "3", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "TRY\n"
+        job.send_signal(signal.SIGINT)
+        rest, _ = job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert rest == ""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "silent", "left"),
+    [
+        ("a:2,b:2", "a", [Host("b", 2)]),
+        ("a:2,b:2", "", [Host("a", 2), Host("b", 1)]),
+        ("a:2,b:1", "", [Host("a", 2)]),
+    ],
+)
+def test_hosts_that_remain(hosts, silent, left, monkeypatch):
+    module = importlib.import_module("jaxdist.cli.run")  # `jaxdist.cli.run` is the function
+    monkeypatch.setattr(module, "that_answer", lambda hosts: [h for h in hosts if h.name != silent])
+    assert _what_remains(parse_hosts(hosts)) == left
