@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import quick
 
 _MARK = "JAXDIST_TEST_JOB"  # in the environment of every process of a job, to find it again
 _FOREIGN = (
@@ -161,7 +162,7 @@ def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]
     env |= OPEN_MPI | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     # Each rank compiles for itself, and that is most of what a job does. What the code computes is the same; the tests
     # on virtual devices, in this process, are compiled as a user's step is.
-    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {quick.XLA_FLAGS}".strip()
     for name, value in (extra or {}).items():
         if value is None:
             env.pop(name, None)

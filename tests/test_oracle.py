@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import oracle
 import pytest
+import quick
 from jax.sharding import Mesh
 
 EVERYTHING = "JAXDIST_FULL" in os.environ
@@ -19,9 +20,8 @@ LEVELS = [(level, n) for level in (1, 2, 3) for n in (2, 3, 4, 8)] if EVERYTHING
 @pytest.fixture
 def compiled(devices: int) -> Iterator[None]:
     """On one device and on all it is compiled as a user's step is; on the others faster."""
-    jax.config.update("jax_disable_most_optimizations", devices not in (1, 8))
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with quick.compilation(devices not in (1, 8)):
+        yield
 
 
 def check(case: oracle.Case, expected: list[Any], devices: int) -> None:

@@ -22,6 +22,7 @@ import optax
 import optax.contrib
 import optimizers
 import pytest
+import quick
 from jax.sharding import Mesh
 from optimizers import ENTRIES
 
@@ -41,9 +42,8 @@ CASES = [
 @pytest.fixture(autouse=True, scope="module")
 def _quick_compilation() -> Iterator[None]:
     """Running the steps takes milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with quick.compilation():
+        yield
 
 
 @functools.cache

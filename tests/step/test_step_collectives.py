@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import collective_cases as cases
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
@@ -16,6 +18,13 @@ from jax.sharding import Mesh
 import jaxdist
 
 N = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    """These are tests of results."""
+    with quick.compilation():
+        yield
 
 
 @settings(max_examples=8, deadline=None)

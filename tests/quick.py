@@ -1,0 +1,40 @@
+"""Compile with little work, for tests whose programs run for milliseconds: what is computed stays the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import pytest
+from jax._src import compiler
+
+# XLA ends a process that names a flag it does not know: only for versions that were tried.
+KNOWN = tuple(map(int, version("jaxlib").split(".")[:2])) <= (0, 10)
+FLAG = "xla_cpu_use_fusion_emitters"
+"""Without them each fusion takes a third of the time to compile."""
+XLA_FLAGS = f"--xla_backend_optimization_level=0 {f'--{FLAG}=false' if KNOWN else ''}".strip()
+"""The same for processes that a test starts."""
+
+
+_original = compiler.get_compile_options
+
+
+def _get_compile_options(*args: Any, **kwargs: Any) -> Any:
+    kwargs["env_options_overrides"] = {FLAG: False, **(kwargs.get("env_options_overrides") or {})}
+    return _original(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def compilation(quick: bool = True) -> Iterator[None]:
+    """Within it programs are compiled quickly, or else as a user's are. Last bits may differ between the two."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", _get_compile_options if quick and KNOWN else _original)
+        jax.config.update("jax_disable_most_optimizations", quick)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
