@@ -15,6 +15,7 @@ from jaxdist.collectives import (
     send,
 )
 from jaxdist.context import Context, get_context, init
+from jaxdist.data import loader
 from jaxdist.errors import StepError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
@@ -37,6 +38,7 @@ __all__ = [
     "get_context",
     "grad",
     "init",
+    "loader",
     "master_weights",
     "memory",
     "permute",
