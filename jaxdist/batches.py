@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from jaxdist.step.placement import Placement
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order
@@ -86,6 +89,37 @@ class Reader:
             # By grain's convention an index beyond the end is one of a later epoch: it draws other random numbers.
             batch = _stack([(i, self.examples[epoch * self.plan.length + int(i)]) for i in indices])
         return (batch, real.astype(np.float32)) if self.plan.pad else batch
+
+
+def stream(read: Reader, workers: int, threads: int, prefetch: int, place: Callable[[Any], Any] | None = None) -> Any:
+    """Grain's iterator over all batches from the reader's start on, through all epochs: workers live on meanwhile."""
+    import grain  # slow to import
+
+    threads = min(threads, prefetch)  # grain's log warns of more
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+    batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
+    if workers:
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
+            flags.FLAGS.mark_as_parsed()
+        batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(workers, max(1, prefetch)))
+    if place:
+        batches = grain.experimental.ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=prefetch)
+    return iter(batches)
+
+
+def placer(context: Any, batch_size: int) -> Callable[[Any], Any]:
+    """Puts this process's part of a batch on its devices, as part of a global array."""
+    placement = Placement(context, context.mesh)
+    if batch_size % (n := len(placement.local_devices)):
+        raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
+
+    def place(batch: Any) -> Any:
+        leaves, structure = jax.tree.flatten(batch)
+        return jax.tree.unflatten(structure, placement.place_batch(leaves))
+
+    return place
 
 
 class Arrays:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxdist import collectives
-from jaxdist.batches import MOST, Plan, Reader, fingerprint, open_source
+from jaxdist.batches import MOST, Plan, Reader, fingerprint, open_source, placer, stream
 from jaxdist.context import get_context
 from jaxdist.zero import unshard
 
@@ -144,7 +143,7 @@ class Loader:
                 )
             self._plan = Plan(length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad")
             if on_devices:
-                self._place = _placer(job.context, size)
+                self._place = placer(job.context, size)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
                 "the checksum of the first and last example": fingerprint(self._source),
@@ -277,32 +276,12 @@ class Loader:
             return self._peeked.pop()
         try:
             if self._stream is None:
-                self._stream = self._start()
+                read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
+                self._stream = stream(read, self._workers, self._threads, self._prefetch, self._place)
             return next(self._stream)
         except BaseException:
             self.close()  # grain's iterator may have moved on
             raise
-
-    def _start(self) -> Any:
-        """Grain's iterator over all batches from here on, through all epochs: workers live on between them."""
-        import grain  # slow to import
-
-        read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
-        options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._prefetch)
-        if self._prefetch < self._threads:  # grain's log warns of it
-            options = grain.ReadOptions(num_threads=self._prefetch, prefetch_buffer_size=self._prefetch)
-        batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
-        if self._workers:
-            from absl import flags
-
-            if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
-                flags.FLAGS.mark_as_parsed()
-            ahead = max(1, self._prefetch)
-            batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(self._workers, ahead))
-        if self._place:
-            batches = batches.map(self._place)
-            batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=self._prefetch)
-        return iter(batches)
 
     def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `check` returns, if it does so on every rank and returns the same; else an error on every rank."""
@@ -326,21 +305,6 @@ class Loader:
                     f"{what}: {name} is {values}. Give the same data set (all of it) and settings on every rank"
                 )
         return mine
-
-
-def _placer(context: Any, batch_size: int) -> Callable[[Any], Any]:
-    """Puts this process's part of a batch on its devices, as part of a global array."""
-    from jaxdist.step.placement import Placement
-
-    placement = Placement(context, context.mesh)
-    if batch_size % (n := len(placement.local_devices)):
-        raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
-
-    def place(batch: Any) -> Any:
-        leaves, structure = jax.tree.flatten(batch)
-        return jax.tree.unflatten(structure, placement.place_batch(leaves))
-
-    return place
 
 
 def gather_for_metrics(tree: Any, weight: Any) -> Any:

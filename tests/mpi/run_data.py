@@ -1,6 +1,7 @@
-"""`jaxdist.loader` in one MPI job: `python run_data.py COMMUNICATOR STATE.json`; the root prints what it found.
+"""`jaxdist.loader` in one MPI job: `python run_data.py COMMUNICATOR STATE.json all|go`; the root prints what it found.
 
-STATE.json holds what jobs of other sizes have handed out of one epoch, and where they stopped; this one goes on.
+STATE.json holds what jobs of other sizes have handed out of one epoch, and where they stopped; this one goes on, and
+with "go" does no more.
 """
 
 from __future__ import annotations
@@ -18,12 +19,8 @@ from jaxdist.control import ControlError
 from jaxdist.data import gather_for_metrics
 
 
-def main() -> None:
-    jax.config.update("jax_enable_x64", True)
-    ctx = jaxdist.init(communicator=sys.argv[1])
-    report: dict[str, object] = {"size": ctx.size, "communicator": ctx.communicator}
-
-    # Steps, losses and evaluation counts on an odd number of examples.
+def run_epochs(ctx, report):
+    """Steps, losses and evaluation counts on an odd number of examples."""
     n = 101 + ctx.size
     x = np.random.default_rng(0).normal(size=(n, 3))
 
@@ -73,20 +70,10 @@ def main() -> None:
     worked = [batch.tolist() for batch in jaxdist.loader(list(range(n)), 8, workers=1, shuffle=False)]
     report["workers"] = worked[0] == list(range(ctx.rank * 8, ctx.rank * 8 + 8)) and len(worked) == n // (8 * ctx.size)
 
-    # Some steps of an epoch that jobs of other sizes have begun.
-    file = Path(sys.argv[2])
-    saved = ctx.broadcast(json.loads(file.read_text()) if file.exists() else {"seen": []})
-    batches = jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3)
-    if "state" in saved:
-        batches.set_state(saved["state"])
-    for _, (batch, weight) in zip(range(3), batches, strict=False):
-        saved["seen"] += gather_for_metrics(batch, weight).tolist()
-    states = ctx.control.exchange("states", batches.get_state())
-    report["same states"] = all(s == states[0] for s in states)
-    if ctx.is_root:
-        file.write_text(json.dumps({"seen": saved["seen"], "state": states[0]}))
 
-    # Errors on every rank, and no hang.
+def errors_of(ctx, batches):
+    """What this rank is told; no rank hangs."""
+    x = np.ones((12, 3))
     errors = []
     for source, size in [(x, 0 if ctx.is_root else 4), (x[ctx.rank :], 4), (x + ctx.rank, 4), (x[:0], 4), (x[:1], 4)]:
         try:
@@ -94,10 +81,35 @@ def main() -> None:
         except ValueError as error:
             errors.append(str(error))
     try:
-        batches.set_state({**states[0], "position": ctx.rank})
+        batches.set_state({**batches.get_state(), "position": ctx.rank})
     except ValueError as error:
         errors.append(str(error))
-    said = ctx.control.exchange("errors", errors)
+    return errors
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    ctx = jaxdist.init(communicator=sys.argv[1])
+    report: dict[str, object] = {"size": ctx.size, "communicator": ctx.communicator}
+
+    if sys.argv[3] == "all":
+        run_epochs(ctx, report)
+
+    # Some steps of an epoch that jobs of other sizes have begun.
+    file = Path(sys.argv[2])
+    saved = ctx.broadcast(json.loads(file.read_text()) if file.exists() else {"seen": []})
+    batches = jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3)
+    if "state" in saved:
+        batches.set_state(saved["state"])
+    steps = 3 if sys.argv[3] == "all" else 100
+    for _, (batch, weight) in zip(range(steps), batches, strict=False):
+        saved["seen"] += gather_for_metrics(batch, weight).tolist()
+    states = ctx.control.exchange("states", batches.get_state())
+    report["same states"] = all(s == states[0] for s in states)
+    if ctx.is_root:
+        file.write_text(json.dumps({"seen": saved["seen"], "state": states[0]}))
+
+    said = ctx.control.exchange("errors", errors_of(ctx, batches) if sys.argv[3] == "all" else [])
     if ctx.is_root:
         print("REPORT " + json.dumps({**report, "errors": said}), flush=True)
 
