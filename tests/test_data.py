@@ -197,8 +197,8 @@ class Squares:
     def __len__(self) -> int:
         return 12
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"i": i, "square": np.full(2, i * i)}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"i": index, "square": np.full(2, index**2)}
 
 
 SOURCES: dict[str, Callable[[], Any]] = {

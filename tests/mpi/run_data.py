@@ -73,7 +73,7 @@ def run_epochs(ctx, report):
 
 def errors_of(ctx, batches):
     """What this rank is told; no rank hangs."""
-    x = np.ones((12, 3))
+    x = np.ones((24, 3))
     errors = []
     for source, size in [(x, 0 if ctx.is_root else 4), (x[ctx.rank :], 4), (x + ctx.rank, 4), (x[:0], 4), (x[:1], 4)]:
         try:
