@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -76,19 +76,25 @@ class Reader:
 
     def __init__(self, plan: Plan, epoch: int, position: int, source: Any, transform: Callable[..., Any] | None):
         self.plan, self.start = plan, (epoch, position)
-        self.arrays = source if isinstance(source, Arrays) and transform is None else None
-        if self.arrays is None:
-            self.examples = _grain_dataset(source, transform, plan.seed)
+        self.source, self.transform = source, transform
+        self.examples = _grain_dataset(source, transform, plan.seed)
 
     def __call__(self, step: int) -> Any:
         epoch, position = self.plan.seek(*self.start, step)
         indices, real = self.plan.part(epoch, position)
-        if self.arrays is not None:
-            batch = self.arrays[indices]
+        if isinstance(self.source, Arrays) and self.transform is None:
+            batch = jax.tree.map(lambda x: x[indices], self.source.tree)
         else:
-            # By grain's convention an index beyond the end is one of a later epoch: it draws other random numbers.
-            batch = _stack([(i, self.examples[epoch * self.plan.length + int(i)]) for i in indices])
+            batch = _stack([(i, self.example(epoch, i)) for i in indices.tolist()])
         return (batch, real.astype(np.float32)) if self.plan.pad else batch
+
+    def example(self, epoch: int, index: int) -> Any:
+        """An example, transformed."""
+        if self.examples is not None:
+            # By grain's convention an index beyond the end is one of a later epoch: it draws other random numbers.
+            return self.examples[epoch * self.plan.length + index]
+        example = self.source[index]
+        return example if self.transform is None else self.transform(example)
 
 
 def stream(read: Reader, workers: int, threads: int, prefetch: int, place: Callable[[Any], Any] | None = None) -> Any:
@@ -122,6 +128,12 @@ def placer(context: Any, batch_size: int) -> Callable[[Any], Any]:
     return place
 
 
+def close(streams: list[Any]) -> None:
+    """End what `stream` has started, and forget it."""
+    while streams:
+        streams.pop().close()
+
+
 class Arrays:
     """A pytree of arrays with one entry an example, as a source."""
 
@@ -144,8 +156,9 @@ class Arrays:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: Any) -> Any:
-        return jax.tree.map(lambda x: x[index], self.tree)
+    def __getitem__(self, index: int) -> Any:
+        # A copy: a transform may write into it.
+        return jax.tree.map(lambda x: x[index : index + 1].copy()[0], self.tree)
 
 
 def open_source(source: Any) -> tuple[Any, int]:
@@ -169,16 +182,19 @@ def fingerprint(source: Any) -> int:
 
 
 def _grain_dataset(source: Any, transform: Callable[..., Any] | None, seed: int) -> Any:
-    import grain
+    """Source and transform as grain's, where that is what they are or need; an example through it costs 20 us more."""
+    import grain  # slow to import
 
+    own = isinstance(transform, (grain.transforms.Map, grain.transforms.RandomMap))
+    at_random = transform is not None and (
+        isinstance(transform, grain.transforms.RandomMap) if own else _takes_rng(transform)
+    )
+    if not (own or at_random or isinstance(source, grain.MapDataset)):
+        return None
     examples = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
-    if transform is None:
-        return examples
-    if isinstance(transform, grain.transforms.RandomMap) or (
-        not isinstance(transform, grain.transforms.Map) and _takes_rng(transform)
-    ):
-        return examples.random_map(transform, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    return examples.map(transform)
+    if at_random:
+        return examples.random_map(cast(Any, transform), seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    return examples if transform is None else examples.map(transform)
 
 
 def _takes_rng(transform: Callable[..., Any]) -> bool:

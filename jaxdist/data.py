@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist import collectives
-from jaxdist.batches import MOST, Plan, Reader, fingerprint, open_source, placer, stream
+from jaxdist.batches import MOST, Plan, Reader, close, fingerprint, open_source, placer, stream
 from jaxdist.context import get_context
 from jaxdist.zero import unshard
 
@@ -117,7 +118,9 @@ class Loader:
         self._plan: Plan
         self._workers, self._threads, self._prefetch = workers, threads, prefetch
         self._place: Callable[[Any], Any] | None = None
-        self._stream: Any = None  # grain's iterator; what it gives next is the batch at (epoch, position)
+        self._stream: list[Any] = []  # grain's iterator, if any; what it gives next is the batch at (epoch, position)
+        # At exit: while the interpreter still has what grain's iterators need to clean up.
+        weakref.finalize(self, close, self._stream)
         self._peeked: list[Any] = []
         self._epoch, self._position = 0, 0
         self._begun = False  # a loop is in the midst of this epoch, or was left there
@@ -255,9 +258,8 @@ class Loader:
 
     def close(self) -> None:
         """End worker processes and what is read ahead; the next loop starts them again."""
-        stream, self._stream, self._peeked = self._stream, None, []
-        if stream is not None:
-            stream.close()
+        self._peeked = []
+        close(self._stream)
 
     def _go(self, epoch: int, position: int) -> None:
         was = self._epoch, self._position
@@ -275,10 +277,10 @@ class Loader:
         if self._peeked:
             return self._peeked.pop()
         try:
-            if self._stream is None:
+            if not self._stream:
                 read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
-                self._stream = stream(read, self._workers, self._threads, self._prefetch, self._place)
-            return next(self._stream)
+                self._stream.append(stream(read, self._workers, self._threads, self._prefetch, self._place))
+            return next(self._stream[0])
         except BaseException:
             self.close()  # grain's iterator may have moved on
             raise

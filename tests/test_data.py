@@ -245,6 +245,15 @@ def test_random_transforms_do_not_depend_on_the_ranks() -> None:
     assert not np.array_equal(one, np.sort(next(iter(make(np.arange(12), 12, transform=noisy, seed=1)))))
 
 
+def test_a_transform_may_write_into_its_example() -> None:
+    def double(x: Any) -> Any:
+        x *= 2
+        return x
+
+    loader = make(np.ones((4, 3)), 4, transform=double)
+    assert [float(next(iter(loader)).sum()) for _ in range(2)] == [24, 24]
+
+
 def test_worker_processes() -> None:
     want, got = make(Squares(), 2, tail="pad"), make(Squares(), 2, tail="pad", workers=2, prefetch=1)
     for _ in range(2):
