@@ -16,6 +16,7 @@ from jaxdist.collectives import (
     send,
 )
 from jaxdist.context import Context, get_context, init
+from jaxdist.data import loader
 from jaxdist.errors import CheckpointError, StepError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
@@ -40,6 +41,7 @@ __all__ = [
     "grad",
     "init",
     "latest_step",
+    "loader",
     "master_weights",
     "memory",
     "permute",

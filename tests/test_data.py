@@ -1,0 +1,443 @@
+"""`jaxdist.loader`: who gets which example, without starting processes (tests/mpi/test_data_mpi.py does)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxdist
+from jaxdist import batches
+from jaxdist.data import Loader, _Job, gather_for_metrics
+
+
+def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings_: Any) -> Loader:
+    """The loader of one rank of several, that finds the others agree."""
+    job = _Job(rank, size, lambda _, mine: [mine] * size)
+    settings_ = {"shuffle": True, "seed": 0, "tail": "drop", "transform": None} | settings_
+    return Loader(job, source, batch_size, **settings_)
+
+
+def ranks(n: int, size: int, batch_size: int, **settings_: Any) -> list[Loader]:
+    return [make(np.arange(n), batch_size, rank, size, **settings_) for rank in range(size)]
+
+
+def epoch(loaders: Sequence[Loader], steps: int | None = None) -> list[list[int]]:
+    """The real examples of each global batch, of one loop of all ranks, or the first steps of it."""
+    loops = [iter(loader) for loader in loaders]
+    out = []
+    for parts in zip(*loops, strict=True):  # strict: the same number of steps
+        batch: list[int] = []
+        for loader, part in zip(loaders, parts, strict=True):
+            x, weight = part if loader._plan.pad else (part, np.ones(len(part)))
+            assert len(x) == loader._plan.batch_size
+            batch += x[weight > 0].tolist()
+        out.append(batch)
+        if len(out) == steps:
+            break
+    return out
+
+
+def flat(batches_: list[list[int]]) -> list[int]:
+    return [i for batch in batches_ for i in batch]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 60),
+    size=st.integers(1, 5),
+    batch_size=st.integers(1, 9),
+    tail=st.sampled_from(["drop", "pad"]),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**40),
+)
+def test_an_epoch(n: int, size: int, batch_size: int, tail: str, shuffle: bool, seed: int) -> None:
+    """Equal steps, no example twice, all of them but for a dropped tail, as one rank with the whole batch has them."""
+    whole = size * batch_size
+    if tail == "drop" and n < whole:
+        with pytest.raises(ValueError, match=rf"{n} examples, fewer than one batch of all ranks .* {whole} in all"):
+            ranks(n, size, batch_size, tail=tail)
+        return
+    loaders = ranks(n, size, batch_size, tail=tail, shuffle=shuffle, seed=seed)
+    alone = ranks(n, 1, whole, tail=tail, shuffle=shuffle, seed=seed)
+    for number in range(2):
+        assert {loader.epoch for loader in loaders} == {number}
+        got = epoch(loaders)
+        assert got == epoch(alone)
+        assert len(got) == len(loaders[0]) == (n // whole if tail == "drop" else -(-n // whole))
+        assert len(flat(got)) == (n - n % whole if tail == "drop" else n)
+        assert max(Counter(flat(got)).values()) == 1
+        assert set(flat(got)) <= set(range(n))
+        if not shuffle:
+            assert flat(got) == list(range(len(flat(got))))
+
+
+def test_restarts_with_a_dropped_tail_repeat_nothing() -> None:
+    want = flat(epoch(ranks(50, 1, 50)))
+    seen: list[int] = []
+    state: Any = None
+    for size, batch_size, steps in [(2, 4, 3), (3, 3, 1), (1, 2, 1), (2, 3, 9)]:  # 24, 9, 2 and 12; 3 are dropped
+        loaders = ranks(50, size, batch_size)
+        for loader in loaders if state else ():
+            loader.set_state(state)
+        seen += flat(epoch(loaders, steps))
+        state = loaders[0].get_state()
+    assert seen == want[:47]
+    assert (state["epoch"], state["position"]) == (1, 0)
+    (late,) = ranks(50, 1, 8)
+    late.set_state({**state, "epoch": 0, "position": 47})  # no batch of 8 is left: the next epoch
+    assert (late.epoch, len(epoch([late]))) == (1, 6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 60),
+    sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=4),
+)
+def test_restarts_on_other_ranks_skip_and_repeat_nothing(n: int, sizes: list[tuple[int, int, int]]) -> None:
+    want = epoch(ranks(n, 1, n, tail="pad"))[0]
+    state: Any = None
+    seen: list[int] = []
+    for size, batch_size, steps in [*sizes, (3, 2, 1000)]:
+        loaders = ranks(n, size, batch_size, tail="pad")
+        for loader in loaders if state else ():
+            loader.set_state(json.loads(json.dumps(state)))
+        if loaders[0].epoch:
+            break
+        seen += flat(epoch(loaders, steps)) if steps else []
+        state = loaders[0].get_state()
+        assert [loader.get_state() for loader in loaders] == [state] * size
+    assert seen == want
+    assert (state["epoch"], state["position"]) == (1, 0)
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+@pytest.mark.parametrize("n", [1, 101])
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_odd_lengths(n: int, size: int, tail: str) -> None:
+    n += 0 if n == 1 else size
+    if tail == "drop" and n < 4 * size:
+        with pytest.raises(ValueError, match="there would be no step"):
+            ranks(n, size, 4, tail=tail)
+        return
+    got = epoch(ranks(n, size, 4, tail=tail))
+    assert len(set(flat(got))) == len(flat(got)) == (n if tail == "pad" else n // (4 * size) * 4 * size)
+
+
+def test_orders() -> None:
+    first, second = (flat(epoch(ranks(50, 1, 50, seed=s))) for s in (0, 1))
+    loaders = ranks(50, 2, 5)
+    epochs = [flat(epoch(loaders)) for _ in range(3)]
+    assert epochs[0] == first != second
+    assert len({tuple(e) for e in [*epochs, second]}) == 4
+    for loader in loaders:
+        loader.set_epoch(1)
+    assert flat(epoch(loaders)) == epochs[1]
+    assert loaders[0].epoch == 2
+
+
+def test_a_loop_that_is_left_is_not_repeated() -> None:
+    (loader,) = loaders = ranks(20, 1, 2)
+    left = epoch(loaders, 3)
+    assert (loader.epoch, loader.get_state()["position"]) == (0, 6)
+    assert epoch(loaders, 3) != left
+    assert (loader.epoch, loader.get_state()["position"]) == (1, 6)
+    loader.set_epoch(0)
+    assert epoch(loaders, 3) == left
+    epoch(loaders, 10)  # left at its last batch: there is no more
+    assert loader.epoch == 2
+    assert len(epoch(loaders)) == 10
+
+
+def test_set_epoch_keeps_what_was_restored() -> None:
+    (a,) = ranks(20, 1, 4)
+    first = epoch([a], 2)
+    state = a.get_state()
+    (b,) = ranks(20, 1, 4)
+    b.set_state(state)
+    b.set_epoch(0)
+    assert first + epoch([b]) == epoch(ranks(20, 1, 4))
+    b.set_state(state)
+    b.set_epoch(3)
+    assert len(epoch([b])) == 5
+
+
+def test_one_loop_at_a_time() -> None:
+    (loader,) = ranks(20, 1, 4)
+    loop = iter(loader)
+    next(loop)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="this loop over the loader is over"):
+        next(loop)
+
+
+def test_peek() -> None:
+    loader = make(np.arange(20), 4, prefetch=2)
+    first = loader.peek()
+    assert loader.get_state()["position"] == 0
+    got = list(loader)
+    np.testing.assert_array_equal(got[0], first)
+    assert len(got) == 5
+    assert loader.peek().shape == (4,)
+    loader.set_epoch(0)
+    np.testing.assert_array_equal(next(iter(loader)), first)
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 4}, {"prefetch": 4, "threads": 3}, {"threads": 2}])
+def test_what_is_read_ahead_does_not_count(how: dict[str, Any]) -> None:
+    want, got = make(list(range(23)), 4, tail="pad"), make(list(range(23)), 4, tail="pad", **how)
+    for _ in range(2):
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_array_equal(a[0], b[0])
+            assert want.get_state() == got.get_state()
+    epoch([want], 2)
+    epoch([got], 2)
+    again = make(list(range(23)), 4, tail="pad", **how)
+    again.set_state(got.get_state())
+    assert flat(epoch([again])) == flat([b[0][b[1] > 0].tolist() for b in want._run(want._loop)])
+    got.close()
+    again.close()
+
+
+class Squares:
+    """Anything with __len__ and __getitem__."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"i": index, "square": np.full(2, index**2)}
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "tree": lambda: {"i": np.arange(12), "square": np.arange(12)[:, None].repeat(2, 1) ** 2},
+    "jax": lambda: {"i": jnp.arange(12), "square": jnp.arange(12)[:, None].repeat(2, 1) ** 2},
+    "list": lambda: [Squares()[i] for i in range(12)],
+    "own": Squares,
+    "grain": lambda: grain.MapDataset.source(Squares()),
+}
+
+
+@pytest.mark.parametrize("kind", list(SOURCES))
+def test_sources(kind: str) -> None:
+    for transform in (None, lambda e: e, lambda e, rng: e, grain.transforms.Map):
+        if isinstance(transform, type):
+            transform = type("Same", (transform,), {"map": lambda self, e: e})()
+        loader = make(SOURCES[kind](), 3, transform=transform)
+        got = list(loader)
+        i = np.concatenate([b["i"] for b in got])
+        assert sorted(i.tolist()) == list(range(12))
+        np.testing.assert_array_equal(np.concatenate([b["square"] for b in got]), (i**2)[:, None].repeat(2, 1))
+        assert all(isinstance(b["i"], np.ndarray) for b in got)
+
+
+def test_a_tuple_is_its_parts_and_nesting_is_kept() -> None:
+    x, y = np.arange(6), np.arange(6) * 2
+    ((a, (b,)),) = make((x, (y,)), 6)
+    np.testing.assert_array_equal(a * 2, b)
+
+
+def test_a_grain_source() -> None:
+    source = grain.sources.RangeDataSource(start=0, stop=12, step=1)
+    assert next(iter(make(source, 12, shuffle=False))).tolist() == list(range(12))
+
+
+def test_random_transforms_do_not_depend_on_the_ranks() -> None:
+    noisy: Any = lambda x, rng: x + rng.uniform(0, 0.5)
+    alone = make(np.arange(12), 12, transform=noisy)
+    one, two = np.sort(next(iter(alone))), np.sort(next(iter(alone)))
+    parts = [list(make(np.arange(12), 2, rank, 3, transform=noisy)) for rank in range(3)]
+    np.testing.assert_array_equal(one, np.sort(np.ravel(parts)))
+    np.testing.assert_array_equal(np.floor(one), np.arange(12))
+    assert not np.array_equal(one, two)  # another epoch
+    assert not np.array_equal(one, np.sort(next(iter(make(np.arange(12), 12, transform=noisy, seed=1)))))
+
+
+def test_a_transform_may_write_into_its_example() -> None:
+    def double(x: Any) -> Any:
+        x *= 2
+        return x
+
+    loader = make(np.ones((4, 3)), 4, transform=double)
+    assert [float(next(iter(loader)).sum()) for _ in range(2)] == [24, 24]
+
+
+def test_worker_processes() -> None:
+    squares = [Squares()[i] for i in range(12)]
+    want, got = make(squares, 2, tail="pad"), make(squares, 2, tail="pad", workers=2, prefetch=1)
+    for _ in range(2):
+        for a, b in zip(want, got, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, a, b)
+    got.close()
+
+
+def test_large_data_sets_are_ordered_by_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "EXACT", 100)
+    got = [flat(epoch(loaders)) for loaders in [ranks(101, 1, 101)] for _ in range(2)]
+    assert sorted(got[0]) == sorted(got[1]) == list(range(101))
+    assert got[0] != got[1]
+
+
+# --- with a step
+
+
+def each_loss(w: Any, x: Any) -> Any:
+    return (x @ w - 1) ** 2
+
+
+def test_padded_steps_are_those_of_one_device_with_the_ragged_batch() -> None:
+    x = np.random.default_rng(0).normal(size=(43, 3))
+
+    def loss_fn(w: Any, batch: Any) -> Any:
+        x, weight = batch
+        return jnp.sum(each_loss(w, x) * weight) / jnp.sum(weight)
+
+    @jaxdist.data_parallel
+    def step(w: Any, batch: Any) -> Any:
+        loss, grads = jaxdist.value_and_grad(loss_fn, weight=lambda w, batch: batch[1])(w, batch)
+        return w - 0.1 * grads, loss
+
+    for on_devices in (False, True):
+        w, plain = jnp.ones(3), jnp.ones(3)
+        padded = jaxdist.loader(x, 16, tail="pad", on_devices=on_devices)  # the last: 11 real ones on 8 devices
+        order = epoch(ranks(43, 1, 16, tail="pad"))
+        for batch, rows in zip(padded, order, strict=True):
+            w, loss = step(w, batch)
+            want, grads = jax.value_and_grad(lambda w, x: each_loss(w, x).mean())(plain, x[rows])
+            plain = plain - 0.1 * grads
+            np.testing.assert_allclose(loss, want, rtol=1e-10)
+            np.testing.assert_allclose(w, plain, rtol=1e-10)
+
+
+def test_evaluation_counts_each_example_once() -> None:
+    x = {"x": np.arange(43.0), "id": np.arange(43)}
+
+    @jaxdist.data_parallel(donate=False)
+    def evaluate(w: Any, batch: Any) -> Any:
+        x, weight = batch
+        right = x["x"] * w > 20
+        return {
+            "right": jnp.sum(right & (weight > 0), dtype=jnp.int32),
+            "loss": jax.lax.psum(jnp.sum(x["x"] * weight), "data"),
+            "each": (x["id"], right, weight),
+        }
+
+    right, loss, ids = 0, 0.0, []
+    for batch in jaxdist.loader(x, 16, shuffle=False, tail="pad"):
+        out = evaluate(jnp.ones(()), batch)
+        right, loss = right + int(out["right"]), loss + float(out["loss"])
+        i, _, weight = out["each"]
+        ids += gather_for_metrics({"id": i}, weight)["id"].tolist()
+        assert gather_for_metrics(batch[0]["id"], batch[1]).tolist() == ids[-int(batch[1].sum()) :]
+    assert (right, loss, ids) == (22, x["x"].sum(), list(range(43)))
+    with pytest.raises(ValueError, match=r"\['a'\] has shape \(3,\), and there are 2 examples"):
+        gather_for_metrics({"a": np.ones(3)}, np.ones(2))
+
+
+def test_on_devices() -> None:
+    ctx = jaxdist.get_context()
+    loader = jaxdist.loader({"x": np.arange(48.0)}, 16, on_devices=True, prefetch=2)
+    got = list(loader)
+    assert all(b["x"].sharding.mesh == ctx.mesh and not b["x"].sharding.is_fully_replicated for b in got)
+    assert sorted(np.concatenate([b["x"] for b in got]).tolist()) == list(range(48))
+    loader.close()
+    with pytest.raises(ValueError, match="batch_size=12 can't be divided over this process's 8 devices"):
+        jaxdist.loader(np.arange(48), 12, on_devices=True)
+
+
+# --- what goes wrong
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("source", "settings_", "message"),
+    [
+        (np.arange(3), {"batch_size": 0}, "batch_size=0: expected an integer of at least 1"),
+        (np.arange(3), {"batch_size": -1}, "batch_size=-1: expected"),
+        (np.arange(3), {"batch_size": 1.5}, "batch_size=1.5: expected"),
+        (np.arange(3), {"batch_size": True}, "batch_size=True: expected"),
+        (np.arange(3), {"seed": -1}, "seed=-1: expected"),
+        (np.arange(3), {"workers": -1}, "workers=-1: expected"),
+        (np.arange(3), {"tail": "keep"}, "tail='keep': 'drop' or 'pad'"),
+        (np.arange(3), {"batch_size": 4}, r"3 examples, fewer than one batch of all ranks \(4 on each of 1, 4 in all"),
+        ([], {"tail": "pad"}, "has 0 examples: expected at least one"),
+        (np.zeros((0, 3)), {}, "has 0 examples: expected at least one"),
+        ({}, {}, "it has no arrays"),
+        ({"x": np.ones(3), "y": np.ones(4)}, {}, r"source\['x'\] has 3, source\['y'\] has 4"),
+        ({"x": [1, 2, 3]}, {}, r"source\['x'\]\[0\] is a int: expected an array"),
+        ((np.ones(3), np.float32(1)), {}, r"source\[1\] is a float32: expected an array"),
+        (np.array(1.0), {}, "source is a scalar"),
+        (Endless(), {}, "a stream can't be shuffled"),
+        (iter([1]), {}, "list_iterator has not both"),
+    ],
+)
+def test_bad_input(source: Any, settings_: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(source, **{"batch_size": 1} | settings_)
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        (
+            [np.ones(2), np.ones(3)],
+            r"example has shape \(3,\) in example 1 of the data set and \(2,\) in example 0: pad",
+        ),
+        ([{"a": 1}, {"b": 1}], "example 1 of the data set has structure"),
+        ([1, None], "example 1 of the data set is None"),
+    ],
+)
+def test_bad_examples(examples: list[Any], message: str) -> None:
+    loader = make(examples, 2, shuffle=False)
+    for _ in range(2):  # again and again, not a hang or a skip
+        with pytest.raises(ValueError, match=message):
+            next(iter(loader))
+
+
+def test_ranks_that_differ() -> None:
+    def answers(*theirs: Any) -> _Job:
+        return _Job(
+            0, 2, lambda _, mine: [mine, *(({**mine[0], **t}, None) if isinstance(t, dict) else t for t in theirs)]
+        )
+
+    def load(job: _Job) -> Loader:
+        return Loader(job, np.arange(9), 2, shuffle=True, seed=0, tail="drop", transform=None)
+
+    with pytest.raises(ValueError, match=r"len\(source\) is 9 on rank 0, 2; 8 on rank 1"):
+        load(answers({"len(source)": 8}, {}))
+    with pytest.raises(ValueError, match="seed is 0 on rank 0; 1 on rank 1"):
+        load(answers({"seed": 1}))
+    with pytest.raises(ValueError, match="checksum of the first and last example is"):
+        load(answers({"the checksum of the first and last example": 1}))
+    with pytest.raises(ValueError, match="loader, on rank 1: OSError: no such file"):
+        load(answers(({}, "OSError: no such file")))
+
+
+def test_states_of_others() -> None:
+    state = make(np.arange(9), 2).get_state()
+    for name, value, message in [
+        ("length", 8, "a data set of length 8, and this loader's is 9"),
+        ("seed", 3, "of seed 3, and this loader's is 0"),
+        ("shuffle", False, "of shuffle False, and"),
+        ("position", 10, "not the state"),
+        ("epoch", -1, "not the state"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(np.arange(9), 2).set_state({**state, name: value})
+    with pytest.raises(ValueError, match="not the state of a loader"):
+        make(np.arange(9), 2).set_state({"epoch": 1})
+    with pytest.raises(ValueError, match="set_epoch"):
+        make(np.arange(9), 2).set_epoch(-1)
