@@ -18,6 +18,7 @@ from jaxdist.context import Context, get_context, init
 from jaxdist.errors import StepError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
+from jaxdist.metrics import run_log
 from jaxdist.precision import master_weights
 from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
@@ -43,6 +44,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "run_log",
     "scatter",
     "send",
     "shard",
