@@ -20,6 +20,7 @@ from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
 from jaxdist.metrics import run_log
 from jaxdist.precision import master_weights
+from jaxdist.profile import profile
 from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
 from jaxdist.zero import shard, unshard, zero
@@ -41,6 +42,7 @@ __all__ = [
     "master_weights",
     "memory",
     "permute",
+    "profile",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -146,7 +146,7 @@ def run_log(
     Every rank calls it; only the root writes. On a terminal the progress is a bar, else a line about every ten seconds.
     Each line of the file is a JSON object with ``step``, ``time`` (seconds since 1970, when the step was seen to have
     ended), the metrics, and ``examples_per_s`` and ``tokens_per_s`` over the last five seconds. JSON has no NaN: it is
-    written as the string ``"NaN"``, infinities as ``"Infinity"`` and ``"-Infinity"``; Python's ``float`` takes them back.
+    written as the string ``"NaN"``, infinities as ``"Infinity"`` and ``"-Infinity"``; Python's ``float`` takes these.
 
     A run that starts again at step k replaces the lines of step k and later ones, so no step is there twice; the file
     as it was is kept beside it as ``metrics.jsonl.bak``.

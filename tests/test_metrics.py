@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -70,10 +69,14 @@ def test_what_is_not_computed_yet_is_held_back(tmp_path: Path) -> None:
 
 
 def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), jaxdist.run_log(tmp_path) as log:
-        log(0, loss=1.0)
-        log(1, loss=NotYet(1.0))
-        raise KeyError
+    def train() -> None:
+        with jaxdist.run_log(tmp_path) as log:
+            log(0, loss=1.0)
+            log(1, loss=NotYet(1.0))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        train()
     assert steps(tmp_path) == [0]
 
 
@@ -93,9 +96,9 @@ def test_metrics_of_a_decorated_step(tmp_path: Path) -> None:
 def test_donated_state_is_named(tmp_path: Path) -> None:
     x = jnp.ones(())
     x.delete()
-    with pytest.raises(RuntimeError, match=r"'norm' of step 4 was donated.*log float\(norm\)"):
-        with jaxdist.run_log(tmp_path) as log:
-            log(4, norm=x)
+    said = r"'norm' of step 4 was donated.*log float\(norm\)"
+    with pytest.raises(RuntimeError, match=said), jaxdist.run_log(tmp_path) as log:
+        log(4, norm=x)
 
 
 def test_a_restart_leaves_no_step_twice(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         log(3, loss=1.0)
         with pytest.raises(ValueError, match=r"'loss' of step 4 has shape \(2,\); expected a scalar"):
             log(4, loss=jnp.ones(2))
-        with pytest.raises(ValueError, match="'time'.*choose another"):
+        with pytest.raises(ValueError, match=r"'time'.*choose another"):
             log(4, time=1.0)
         with pytest.raises(ValueError, match="step 2 was logged after step 3"):
             log(2, loss=1.0)

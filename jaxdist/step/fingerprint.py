@@ -39,13 +39,14 @@ def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
 
 def _lines(jaxpr: Jaxpr, place: str) -> Iterator[str]:
     for eqn in live(jaxpr):
-        if _moves(eqn):
+        if moves(eqn):
             yield place + _describe(eqn)
         for i, sub in enumerate(subjaxprs(eqn)):
-            yield from _lines(sub, place + _place(eqn, i))
+            yield from _lines(sub, place + place(eqn, i))
 
 
-def _moves(eqn: JaxprEqn) -> bool:
+def moves(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a collective over the devices."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = AXIS in axes if isinstance(axes, (tuple, list)) else axes == AXIS
     return named and eqn.primitive.name not in _SILENT
@@ -66,7 +67,7 @@ def _plain(value: Any) -> str:
     return str(value) if isinstance(value, (str, bool, int, np.dtype)) else ""
 
 
-def _place(eqn: JaxprEqn, i: int) -> str:
+def place(eqn: JaxprEqn, i: int) -> str:
     """How the collectives in the i-th jaxpr of an equation are called."""
     match eqn.primitive.name:
         case "scan":
