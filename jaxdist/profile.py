@@ -52,9 +52,9 @@ class Share:
 def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[None]:
     """Trace what the devices of every rank do, and say on the root's standard error what collectives take of it.
 
-    Every rank enters and leaves it; rank r writes into ``path/rank{r}``. ``tensorboard --logdir path`` reads that (with
-    tensorboard-plugin-profile), https://ui.perfetto.dev the ``perfetto_trace.json.gz`` inside. Leaving waits for the
-    work under way on this process's devices. Run the step once before: a trace of its compilation says little.
+    Every rank enters and leaves it; rank r writes into ``path/rank{r}``. TensorBoard reads that (with its plugin
+    tensorboard-plugin-profile), https://ui.perfetto.dev the ``perfetto_trace.json.gz`` inside. Entering and leaving
+    wait for the work under way on this process's devices. Run the step once before, or its compilation is in the trace.
 
     What is counted: on each thread (CPU) or stream (GPU) the time in operations of compiled programs, and of these in
     collectives, where the wait for a slower rank is part of the collective. Collectives outside of a step that go
@@ -74,6 +74,7 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
       ...     _ = jax.numpy.ones(3) + 1
     """
     ctx, root = get_context(), Path(path)
+    _finish_dispatched()
     folder = root / f"rank{ctx.rank}"
     problem = None
     try:
@@ -90,13 +91,18 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
     jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
     try:
         yield
-        jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])  # what was dispatched, ends
+        _finish_dispatched()
     finally:
         jax.profiler.stop_trace()
     traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     shares = ctx.control.exchange("end of jaxdist.profile", share(traces[-1]), ctx.timeout)
     if ctx.is_root:
         print(_said(shares, root), file=sys.stderr, flush=True)
+
+
+def _finish_dispatched() -> None:
+    """Wait for the programs under way on this process's devices."""
+    jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])
 
 
 def share(trace: str | os.PathLike[str]) -> Share:

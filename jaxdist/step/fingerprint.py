@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxdist.step.interpreter import live, subjaxprs
-from jaxdist.step.primitives import AXIS
+from jaxdist.step.primitives import AXIS, group_reduce_p
 
 # They name the axis and move nothing.
 _SILENT = {"axis_index", "axis_size", "pvary", "jaxdist_expand"}
@@ -47,6 +47,8 @@ def _lines(jaxpr: Jaxpr, place: str) -> Iterator[str]:
 
 def moves(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective over the devices."""
+    if eqn.primitive is group_reduce_p:  # it does not name the axis
+        return True
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = AXIS in axes if isinstance(axes, (tuple, list)) else axes == AXIS
     return named and eqn.primitive.name not in _SILENT
