@@ -266,7 +266,7 @@ def _lines(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
             return
         try:
             line = json.loads(text)
-            line["step"] + 0
+            int(line["step"])
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{file}, line {number} is no line of jaxdist.run_log: {text.strip()[:60]!r}") from None
         yield line, text

@@ -131,8 +131,8 @@ def share(trace: str | os.PathLike[str]) -> Share:
                 if kind := kind_of(event.name):
                     collectives[where].append(interval)
                     kinds[kind] += 1
-    seconds = (sum(map(union, each.values())) / 1e9 for each in (busy, collectives))
-    return Share(*seconds, dict(kinds.most_common()))
+    in_all, in_collectives = (sum(map(union, each.values())) / 1e9 for each in (busy, collectives))
+    return Share(in_all, in_collectives, dict(kinds.most_common()))
 
 
 def kind_of(operation: str) -> str | None:

@@ -37,12 +37,12 @@ def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     return tuple(_lines(closed_jaxpr.jaxpr, ""))
 
 
-def _lines(jaxpr: Jaxpr, place: str) -> Iterator[str]:
+def _lines(jaxpr: Jaxpr, where: str) -> Iterator[str]:
     for eqn in live(jaxpr):
         if moves(eqn):
-            yield place + _describe(eqn)
+            yield where + _describe(eqn)
         for i, sub in enumerate(subjaxprs(eqn)):
-            yield from _lines(sub, place + place(eqn, i))
+            yield from _lines(sub, where + place(eqn, i))
 
 
 def moves(eqn: JaxprEqn) -> bool:

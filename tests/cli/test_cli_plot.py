@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -40,10 +41,14 @@ def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     runs = [write_run(tmp_path / name, ["3", "2", "1"]) for name in "ab"]
     draw({run: read_metrics(run) for run in runs}, ["loss", "accuracy"], tmp_path / "x.png")
     loss, accuracy, rate = seen[0].axes
+
+    def lines(axes: Any) -> list[list[float]]:
+        return [list(line.get_ydata()) for line in axes.lines]
+
     assert [axes.get_ylabel() for axes in seen[0].axes] == ["loss", "accuracy", "examples per second"]
-    assert [list(line.get_ydata()) for line in loss.lines] == [[3, 2, 1]] * 2
-    assert [list(line.get_xdata()) for line in accuracy.lines] == [[1]] * 2
-    assert [list(line.get_ydata()) for line in rate.lines] == [[100, 101, 102]] * 2
+    assert lines(loss) == [[3, 2, 1]] * 2
+    assert lines(accuracy) == [[0.5]] * 2
+    assert lines(rate) == [[100, 101, 102]] * 2
     legend = loss.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == list(map(str, runs))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxdist
+from jaxdist.metrics import read_metrics
 
 ctx = jaxdist.init(communicator=sys.argv[1])
 folder = Path(sys.argv[2])
@@ -39,7 +40,7 @@ with jaxdist.run_log(folder / "run", total=4, examples_per_step=8) as log:
     w, aux = step(w, batch)
     if ctx.is_root:
         log(1, **aux)
-        written = len(jaxdist.metrics.read_metrics(folder / "run"))
+        written = len(read_metrics(folder / "run"))
         print(f"WRITTEN {written}", flush=True)
         ctx.barrier()
     else:
