@@ -80,6 +80,18 @@ def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path)
     assert steps(tmp_path) == [0]
 
 
+def test_a_host_too_far_ahead_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxdist.metrics._MOST", 2)
+
+    def train() -> None:
+        with jaxdist.run_log(tmp_path) as log:
+            for step in range(3):
+                log(step, loss=NotYet(1.0))
+
+    with pytest.raises(AssertionError, match="fetched before"):
+        train()
+
+
 def test_metrics_of_a_decorated_step(tmp_path: Path) -> None:
     @jaxdist.data_parallel
     def step(w: Any, batch: Any) -> Any:
