@@ -20,7 +20,9 @@ from jaxdist.data import loader
 from jaxdist.errors import CheckpointError, StepError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
+from jaxdist.metrics import run_log
 from jaxdist.precision import master_weights
+from jaxdist.profile import profile
 from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
 from jaxdist.zero import shard, unshard, zero
@@ -45,10 +47,12 @@ __all__ = [
     "master_weights",
     "memory",
     "permute",
+    "profile",
     "recv",
     "reduce",
     "reduce_scatter",
     "restore",
+    "run_log",
     "save",
     "scatter",
     "send",

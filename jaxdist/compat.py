@@ -104,9 +104,14 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
     return out if eqn.primitive.multiple_results else [out]
 
 
+def name_stack(eqn: Any) -> str:
+    """In which `jax.named_scope`s and transformations an equation was traced (no public access)."""
+    return str(eqn.source_info.name_stack)
+
+
 def in_backward_pass(eqn: Any) -> bool:
-    """Whether differentiation made an equation for its backward pass: its name stack (no public access) says so."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    """Whether differentiation made an equation for its backward pass: its name stack says so."""
+    return "transpose(" in name_stack(eqn)
 
 
 def all_gather_replicated(x: Any, axis: str) -> Any:

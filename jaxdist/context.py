@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist import compat, connectors, devices, failfast, rendezvous, transfer
+from jaxdist import commlog, compat, connectors, devices, failfast, rendezvous, transfer
 from jaxdist.connectors import Connector
 from jaxdist.control import Control, ControlError
 from jaxdist.watchdog import Watchdog
@@ -189,6 +189,7 @@ def init(
             if wanted not in COMMUNICATORS:
                 raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
         timeout = _timeout(timeout)
+        commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, _control(found, timeout), timeout)
         failfast.install(ctx)  # from here on, a failure of one rank ends the job

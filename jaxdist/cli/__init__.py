@@ -4,6 +4,7 @@ import typer
 
 from jaxdist.cli.bench import bench
 from jaxdist.cli.info import info
+from jaxdist.cli.plot import plot
 from jaxdist.cli.run import RunCommand, run
 
 __all__ = ["app"]
@@ -18,3 +19,4 @@ app = typer.Typer(
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
 app.command()(bench)
+app.command()(plot)

@@ -23,7 +23,7 @@ from jaxdist.cli.run import Communicator, Connector, Launcher, run
 
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _UNITS = ("B", "KiB", "MiB", "GiB")
-_GET_MATPLOTLIB = "--plot needs matplotlib: pip install 'jaxdist[plots]'"
+_GET_MATPLOTLIB = "needs matplotlib: pip install 'jaxdist[plots]'"
 
 
 class Dtype(StrEnum):
@@ -156,14 +156,14 @@ def parse_sizes(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, option: str = "--plot") -> None:
     """Raises ValueError if nothing could be drawn there: better now than after the measurement."""
     if path.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--plot {path}: the name must end in .png, .pdf or .svg")
+        raise ValueError(f"{option} {path}: the name must end in .png, .pdf or .svg")
     if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(_GET_MATPLOTLIB)
+        raise ValueError(f"{option} {_GET_MATPLOTLIB}")
 
 
 def _names(option: str, text: str | None, valid: Sequence[str]) -> list[str]:

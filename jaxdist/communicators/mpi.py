@@ -32,11 +32,7 @@ from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, group_r
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
 
-_call_p = Primitive("jaxdist_mpi")
-_call_p.multiple_results = True
 
-
-@_call_p.def_abstract_eval
 def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], replicated: bool, **_: Any) -> Any:
     out = x.update(shape=shape, weak_type=False)
     if compat.checking_types():
@@ -52,8 +48,15 @@ def _call_lowering(
     return rule(ctx, x, token, **{name: np.int64(value) for name, value in attributes})
 
 
-mlir.register_lowering(_call_p, _call_lowering, platform="cpu")
-mlir.register_lowering(_call_p, _call_lowering, platform="cuda")
+@functools.cache
+def _call_p(name: str) -> Primitive:
+    """A call into MPI; XLA names its operation after the primitive, and so do traces (`jaxdist.profile`)."""
+    call = Primitive(f"jaxdist_mpi_{name}")
+    call.multiple_results = True
+    call.def_abstract_eval(_call_type)
+    mlir.register_lowering(call, _call_lowering, platform="cpu")
+    mlir.register_lowering(call, _call_lowering, platform="cuda")
+    return call
 
 
 @functools.cache
@@ -212,7 +215,7 @@ class MpiLowering(Interpreter):
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to move; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype) if replicated else _varying(jnp.zeros(shape, x.dtype))
-        out, self._token = _call_p.bind(
+        out, self._token = _call_p(target.removeprefix("mpi_").removesuffix("_ffi")).bind(
             x, self._token, target=target, shape=shape, replicated=replicated,
             attributes=tuple(sorted(attributes.items())),
         )  # fmt: skip
@@ -303,7 +306,7 @@ class MpiLowering(Interpreter):
             "comm": _handle(mpi.COMM_SELF),
             "dtype": _mpi_type(np.int32),
         }
-        return _call_p.bind(
+        return _call_p("order").bind(
             x, token, target="mpi_allreduce_ffi", shape=(), replicated=True,
             attributes=tuple(sorted(attributes.items())),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist import commlog
 from jaxdist.eager.call import Call
 
 _DETAILS = "details of an eager collective"
@@ -86,6 +87,7 @@ class Eager:
         self.ctx = ctx
         self.timeout: float = getattr(ctx, "timeout", 300.0)
         self.debug = os.environ.get("JAXDIST_DEBUG", "0") not in ("", "0")
+        self._logs = ctx.is_root and commlog.asked()
         self._sequence = 0
         self._world = Call("barrier").group(ctx.rank, ctx.size)
         self._lock = threading.Lock()  # of threads that call at once, the order is still to be the same on every rank
@@ -135,6 +137,8 @@ class Eager:
         call = ready.call
         assert call is not None
         group = self._world if call.groups is None else call.group(self.ctx.rank, self.ctx.size)
+        if self._logs:
+            commlog.eager(self._sequence, mine, kind, sum(x.nbytes for x in ready.leaves), group.n)
         if group.n == 1:
             return call, None
         return call, self.wire.run(call, ready.leaves, group)
@@ -168,6 +172,8 @@ class Eager:
         except Exception as error:  # the other rank must not wait for it
             self.wire.send(Description("send", problem=f"{type(error).__name__}: {error}"), [], to)
             raise
+        if self._logs:
+            commlog.say(f"{ready.description} to rank {to}: {sum(x.nbytes for x in ready.leaves)} bytes")
         self.wire.send(ready.description, ready.leaves, to)
 
     def recv(self, mine: Description, likes: Sequence[jax.ShapeDtypeStruct], source: int) -> list[jax.Array]:

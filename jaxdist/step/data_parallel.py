@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
+from jaxdist import commlog
 from jaxdist.communicators import default_bucket_bytes
 from jaxdist.context import Context, get_context
 from jaxdist.step.agree import Agreement, Description
@@ -182,6 +183,7 @@ class _DataParallel:
         self._latest: dict[Any, _Latest] = {}
         self._agreed: set[Any] = set()
         self._told = False  # what is gathered
+        self._log: commlog.StepLog | None = None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # Decorated in a class body: the instance is the first state argument, as for a plain function.
@@ -198,6 +200,8 @@ class _DataParallel:
             self._agreed.clear()  # the next call finds out whether it failed on every rank
             raise
         self._agreement.returned(self._name, result)
+        if self._log is not None:
+            self._log.called(call, program, [*state, *batch])
         if self._check_finite:
             _raise_if_not_finite(result, self._name, call)
         return result
@@ -229,6 +233,9 @@ class _DataParallel:
             self._mesh = self._mesh or self._context.mesh
             self._placement = Placement(self._context, self._mesh)
             self._agreement = _agreement(self._context)
+            if self._context.is_root and commlog.asked():
+                on_cpu = self._mesh.devices.flat[0].platform == "cpu"
+                self._log = commlog.StepLog(self._name, self._mesh.size, on_cpu)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> tuple[Any, list[Any], list[Any]]:
         """The program for these arguments, and their leaves on the mesh."""
@@ -319,6 +326,8 @@ class _DataParallel:
         """A program is about to be compiled."""
         assert self._context is not None
         self._agreement.traced(self._name, program)
+        if self._log is not None:
+            self._log.traced(program)
         if gathered and self._context.is_root and not self._told:
             self._told = True
             sizes: dict[str, int] = {}

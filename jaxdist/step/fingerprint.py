@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxdist.step.interpreter import live, subjaxprs
-from jaxdist.step.primitives import AXIS
+from jaxdist.step.primitives import AXIS, group_reduce_p
 
 # They name the axis and move nothing.
 _SILENT = {"axis_index", "axis_size", "pvary", "jaxdist_expand"}
@@ -37,15 +37,18 @@ def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     return tuple(_lines(closed_jaxpr.jaxpr, ""))
 
 
-def _lines(jaxpr: Jaxpr, place: str) -> Iterator[str]:
+def _lines(jaxpr: Jaxpr, where: str) -> Iterator[str]:
     for eqn in live(jaxpr):
-        if _moves(eqn):
-            yield place + _describe(eqn)
+        if moves(eqn):
+            yield where + _describe(eqn)
         for i, sub in enumerate(subjaxprs(eqn)):
-            yield from _lines(sub, place + _place(eqn, i))
+            yield from _lines(sub, where + place(eqn, i))
 
 
-def _moves(eqn: JaxprEqn) -> bool:
+def moves(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a collective over the devices."""
+    if eqn.primitive is group_reduce_p:  # it does not name the axis
+        return True
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = AXIS in axes if isinstance(axes, (tuple, list)) else axes == AXIS
     return named and eqn.primitive.name not in _SILENT
@@ -66,7 +69,7 @@ def _plain(value: Any) -> str:
     return str(value) if isinstance(value, (str, bool, int, np.dtype)) else ""
 
 
-def _place(eqn: JaxprEqn, i: int) -> str:
+def place(eqn: JaxprEqn, i: int) -> str:
     """How the collectives in the i-th jaxpr of an equation are called."""
     match eqn.primitive.name:
         case "scan":

@@ -77,7 +77,8 @@ class Fuse(Interpreter):
             if len(item.eqns) == 1:
                 outs = [item.eqns[0].primitive.bind(*operands, **item.eqns[0].params)]
             else:
-                outs = _TOGETHER[item.eqns[0].primitive](operands, item.eqns)
+                with jax.named_scope(f"bucket_of_{len(item.eqns)}"):  # for the log of `step.wire`, and for traces
+                    outs = _TOGETHER[item.eqns[0].primitive](operands, item.eqns)
             if item.gathers and item.use is None:
                 result = item.eqns[0].outvars[0]
             env.update(zip((eqn.outvars[0] for eqn in item.eqns), outs, strict=True))

@@ -1,0 +1,214 @@
+"""`run_log`: what is in the file, after a restart and a failure too, and that nothing waits for the device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jaxdist
+from jaxdist.metrics import FILE, read_metrics
+
+
+class NotYet:
+    """A scalar that its device has not computed."""
+
+    shape = ()
+
+    def __init__(self, value: float):
+        self.value, self.computed = value, False
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return self.computed
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        assert self.computed, "fetched before it was computed"
+        return jnp.asarray(self.value).__array__()
+
+
+def steps(path: Path) -> list[float]:
+    return [line["step"] for line in read_metrics(path)]
+
+
+def log_steps(path: Path, first: int, last: int, **kwargs: Any) -> None:
+    with jaxdist.run_log(path, **kwargs) as log:
+        for step in range(first, last):
+            log(step, loss=jnp.float32(step))
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    with jaxdist.run_log(tmp_path / "a" / "run", total=3, examples_per_step=64, tokens_per_step=640) as log:
+        for step in range(3):
+            log(step, loss=jnp.float32(step), correct=jnp.int32(step), lr=0.5)
+    lines = read_metrics(tmp_path / "a" / "run")
+    assert [(x["step"], x["loss"], x["correct"], x["lr"]) for x in lines] == [(i, float(i), i, 0.5) for i in range(3)]
+    assert "examples_per_s" not in lines[0], "the first step is compiled: it says nothing of the throughput"
+    assert all(x["tokens_per_s"] == pytest.approx(10 * x["examples_per_s"], rel=1e-4) for x in lines[1:])
+    assert [x["time"] for x in lines] == sorted(x["time"] for x in lines)
+
+
+def test_what_is_not_computed_yet_is_held_back(tmp_path: Path) -> None:
+    slow, quick = NotYet(1.0), NotYet(2.0)
+    quick.computed = True
+    with jaxdist.run_log(tmp_path) as log:
+        log(0, loss=slow)
+        log(1, loss=quick)
+        assert steps(tmp_path) == [], "in order: step 1 waits for step 0"
+        slow.computed = True
+        log(2, loss=(never := NotYet(3.0)))
+        assert steps(tmp_path) == [0, 1]
+        never.computed = True
+    assert steps(tmp_path) == [0, 1, 2]
+
+
+def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path) -> None:
+    def train() -> None:
+        with jaxdist.run_log(tmp_path) as log:
+            log(0, loss=1.0)
+            log(1, loss=NotYet(1.0))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        train()
+    assert steps(tmp_path) == [0]
+
+
+def test_a_host_too_far_ahead_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxdist.metrics._MOST", 2)
+
+    def train() -> None:
+        with jaxdist.run_log(tmp_path) as log:
+            for step in range(3):
+                log(step, loss=NotYet(1.0))
+
+    with pytest.raises(AssertionError, match="fetched before"):
+        train()
+
+
+def test_metrics_of_a_decorated_step(tmp_path: Path) -> None:
+    @jaxdist.data_parallel
+    def step(w: Any, batch: Any) -> Any:
+        return w - 1, {"loss": jnp.mean(batch) * w}
+
+    w = jnp.ones(())
+    with jaxdist.run_log(tmp_path) as log:
+        for i in range(3):
+            w, aux = step(w, jnp.ones((8, 2)))
+            log(i, **aux)
+    assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 0.0, -1.0]
+
+
+def test_donated_state_is_named(tmp_path: Path) -> None:
+    x = jnp.ones(())
+    x.delete()
+    said = r"'norm' of step 4 was donated.*log float\(norm\)"
+    with pytest.raises(RuntimeError, match=said), jaxdist.run_log(tmp_path) as log:
+        log(4, norm=x)
+
+
+def test_a_restart_leaves_no_step_twice(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 6)
+    before = (tmp_path / FILE).read_text()
+    log_steps(tmp_path, 4, 7)
+    assert steps(tmp_path) == [0, 1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "metrics.jsonl.bak").read_text() == before
+    log_steps(tmp_path, 7, 8)
+    assert steps(tmp_path) == list(range(8))
+    assert (tmp_path / "metrics.jsonl.bak").read_text() == before, "nothing was dropped: nothing to keep"
+
+
+def test_a_line_cut_off_by_a_kill_goes(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 2)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert steps(tmp_path) == [0, 1]
+    log_steps(tmp_path, 2, 3)
+    assert steps(tmp_path) == [0, 1, 2]
+
+
+def test_opening_alone_changes_nothing(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 2)
+    with jaxdist.run_log(tmp_path):
+        pass
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:
+    with jaxdist.run_log(tmp_path) as log:
+        log(0, a=jnp.nan, b=jnp.float32(jnp.inf), c=-jnp.inf)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    (line,) = (json.loads(text, parse_constant=refuse) for text in (tmp_path / FILE).read_text().splitlines())
+    assert (line["a"], line["b"], line["c"]) == ("NaN", "Infinity", "-Infinity")
+    (back,) = read_metrics(tmp_path)
+    assert back["a"] != back["a"]
+    assert (back["b"], back["c"]) == (jnp.inf, -jnp.inf)
+
+
+def test_evaluation_at_the_same_step_is_a_line_of_its_own(tmp_path: Path) -> None:
+    with jaxdist.run_log(tmp_path) as log:
+        log(0, loss=1.0)
+        log(0, accuracy=0.5)
+    assert [(x["step"], x.get("accuracy")) for x in read_metrics(tmp_path)] == [(0, None), (0, 0.5)]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with jaxdist.run_log(tmp_path) as log:
+        log(3, loss=1.0)
+        with pytest.raises(ValueError, match=r"'loss' of step 4 has shape \(2,\); expected a scalar"):
+            log(4, loss=jnp.ones(2))
+        with pytest.raises(ValueError, match=r"'time'.*choose another"):
+            log(4, time=1.0)
+        with pytest.raises(ValueError, match="step 2 was logged after step 3"):
+            log(2, loss=1.0)
+    (tmp_path / FILE).write_text("not JSON\n")
+    with pytest.raises(ValueError, match=r"line 1 is no line of jaxdist.run_log: 'not JSON'"):
+        read_metrics(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"there is no metrics.jsonl"):
+        read_metrics(tmp_path / "nowhere")
+
+
+def test_a_folder_that_can_t_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(OSError, match=r"the root can't write there: .*file/run"),
+        jaxdist.run_log(tmp_path / "file/run"),
+    ):
+        pass
+
+
+def test_event_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboardX")
+    log_steps(tmp_path, 0, 2, tensorboard=True)
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    assert b"loss" in events.read_bytes()
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxdist\[tensorboard\]'"):
+        log_steps(tmp_path, 0, 1, tensorboard=True)
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_steps(tmp_path, 0, 50, total=50, examples_per_step=8)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0] == "step 1/50  loss=0"
+    assert lines[-1].startswith("step 50/50  loss=49  ")
+    assert lines[-1].endswith(" examples/s")
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    log_steps(tmp_path, 2, 4, total=4)
+    assert "4/4" in capsys.readouterr().err
