@@ -3,6 +3,7 @@
 import typer
 
 from jaxdist.cli.bench import bench
+from jaxdist.cli.export import export
 from jaxdist.cli.info import info
 from jaxdist.cli.plot import plot
 from jaxdist.cli.run import RunCommand, run
@@ -19,4 +20,5 @@ app = typer.Typer(
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
 app.command()(bench)
+app.command()(export)
 app.command()(plot)
