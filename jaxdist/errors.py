@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class StepError(TypeError):
     """A step can't run on several devices as it stands: a result would silently be another one."""
+
+
+class SyncError(RuntimeError):
+    """What should be the same on every rank and device is not."""
