@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
@@ -69,7 +70,7 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
         return tree
     arrays = [(path, getattr(x, "array", x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
     for path, x in arrays:
-        if not _is_float(x) or isinstance(x, jax.core.Tracer):
+        if not _is_float(x) or isinstance(x, Tracer):
             continue
         shards = x.addressable_shards if isinstance(x, jax.Array) else []
         parts = {str(s.index): s.data for s in shards} or {"": x}  # each value once
@@ -140,7 +141,7 @@ def examine(names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str) -> 
     bad = counts.any(axis=(0, 2))
     first = int(bad.argmax())
     rows = counts[:, first]
-    at = np.flatnonzero(rows.any(axis=1))
+    at = np.flatnonzero(rows.any(axis=1)).tolist()
     same = bool((rows == rows[0]).all())
     more = f" ({int(bad.sum()) - 1} more of what was checked are not finite.)" if bad.sum() > 1 else ""
     where = "on every device" if same else _devices(mesh, at)

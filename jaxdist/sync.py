@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxdist.context import Context, get_context
@@ -48,7 +49,7 @@ def check_sync(tree: Any) -> None:
       >>> import jax.numpy as jnp, jaxdist
       >>> jaxdist.check_sync({"w": jnp.ones(3), "epoch": 7})
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
             "check_sync compares values and needs them: call it between steps, not inside of one that jax traces (or "
             "say jaxdist.data_parallel(check_every=...))"
@@ -201,4 +202,4 @@ def _checksum_scalar(x: Any) -> int:
 
 def _checksum(x: np.ndarray) -> int:
     # As bytes: NumPy exports no buffer of bfloat16 and its kin. On CPU devices no copy is made.
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return zlib.crc32(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))

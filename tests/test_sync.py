@@ -55,8 +55,11 @@ def test_what_is_the_same_everywhere_passes() -> None:
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        ([np.float32([1, 2])] * 7 + [np.float32([2, 1])], "float32"),  # the same entries in another order
-        ([np.float32([0.0, 1])] * 7 + [np.float32([-0.0, 1])], "float32"),
+        (
+            [np.asarray([1, 2], np.float32)] * 7 + [np.asarray([2, 1], np.float32)],
+            "float32",
+        ),  # the same entries in another order
+        ([np.asarray([0.0, 1], np.float32)] * 7 + [np.asarray([-0.0, 1], np.float32)], "float32"),
         ([np.asarray([1, 2], jnp.bfloat16)] * 7 + [np.asarray([1, 2.5], jnp.bfloat16)], "bfloat16"),
     ],
 )
