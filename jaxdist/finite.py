@@ -57,12 +57,12 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
       >>> @jaxdist.data_parallel
       ... def step(w, batch):
       ...     loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.log(batch @ w["a"])))(w)
-      ...     jaxdist.check_finite({"loss": loss, "grads": grads}, "step")
+      ...     jaxdist.check_finite((loss, grads), "(loss, grads)")
       ...     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
       >>> step({"a": jnp.zeros(3)}, jnp.ones((8, 3)))
       Traceback (most recent call last):
         ...
-      FloatingPointError: step 'step', call 1: step['loss'] is not finite: 1 infinite on every device. ...
+      FloatingPointError: step 'step...', call 1: (loss, grads)[0] is not finite: 1 infinite on every device. ...
     """
     found = _collector.get()
     if found is not None:

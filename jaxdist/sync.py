@@ -31,7 +31,7 @@ def check_sync(tree: Any) -> None:
     What is whole on each device (replicated) must have the same bits on every device of every process, so NaN equals
     NaN and 0.0 differs from -0.0. So must arrays of NumPy, Python's numbers and strings. Of arrays in shards the type
     and the layout are compared; of other leaves (functions, objects) the Python type. Only checksums (CRC-32) travel,
-    over the control channel: nothing is gathered. Bytes are read where they lie, at about 1 GB/s a process; arrays of
+    over the control channel: nothing is gathered. Bytes are read where they lie, at about 2 GB/s a core; arrays of
     a GPU are copied to the host first.
 
     A collective: every process must call it. Waits for the arrays to be computed.
@@ -202,4 +202,4 @@ def _checksum_scalar(x: Any) -> int:
 
 def _checksum(x: np.ndarray) -> int:
     # As bytes: NumPy exports no buffer of bfloat16 and its kin. On CPU devices no copy is made.
-    return zlib.crc32(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)

@@ -192,7 +192,9 @@ class Program:
         Raises:
           StepError: the proof that the new state is the same on every device fails.
         """
-        result, found = self._jitted(state, batch)
+        result, found = self._jitted(state, batch), None
+        if self.checked:  # as of its trace
+            result, found = result
         if self._padded_outputs:
             leaves, tree = jax.tree.flatten(result)
             for i, how in self._padded_outputs:
@@ -241,7 +243,8 @@ class Program:
         # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
         outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         found = outs.pop() if self.checked else None
-        return jax.tree.unflatten(out_tree, outs), found
+        result = jax.tree.unflatten(out_tree, outs)
+        return (result, found) if self.checked else result
 
     def _reductions(
         self, closed: ClosedJaxpr, avals: Sequence[Any], checked: bool
