@@ -17,7 +17,8 @@ from jaxdist.collectives import (
 )
 from jaxdist.context import Context, get_context, init
 from jaxdist.data import loader
-from jaxdist.errors import CheckpointError, StepError
+from jaxdist.errors import CheckpointError, StepError, SyncError
+from jaxdist.finite import check_finite
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
 from jaxdist.metrics import run_log
@@ -25,17 +26,21 @@ from jaxdist.precision import master_weights
 from jaxdist.profile import profile
 from jaxdist.rng import fold_rank
 from jaxdist.step.data_parallel import data_parallel
+from jaxdist.sync import check_sync
 from jaxdist.zero import shard, unshard, zero
 
 __all__ = [
     "CheckpointError",
     "Context",
     "StepError",
+    "SyncError",
     "all_to_all",
     "allgather",
     "allreduce",
     "barrier",
     "broadcast",
+    "check_finite",
+    "check_sync",
     "data_parallel",
     "fold_rank",
     "gather",

@@ -17,7 +17,10 @@ from typing import Any
 from jaxdist import rendezvous
 from jaxdist.hub import PRINT_SECONDS, Hub, lost, receive_cast, send_cast
 from jaxdist.rendezvous import Member
+from jaxdist.stacks import main_thread_stack
 
+_STACK_SECONDS = 2.0  # to print a stack
+_OTHERS_SECONDS = 1.0  # for the other ranks to print theirs: launchers kill them when one ends
 _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
 
 
@@ -247,19 +250,26 @@ class Control:
                 send_cast(self._root, flat)
         return flat
 
-    def alarm(self, message: str) -> None:
+    def alarm(self, message: str, *, stacks: bool = False) -> None:
         """Make every other rank print `message` and end at once with a non-zero code.
 
         The caller goes on, to raise its own error.
+
+        Args:
+          message: why.
+          stacks: whether they print where their main threads are, too.
         """
         self._alarmed = True
         if self.size > 1 and self._is_owner():
-            self._send(("alarm", message))
+            self._send(("alarm", message, stacks))
 
     def fail(self, message: str) -> None:
-        """End the job, whatever its main threads do: every rank prints `message` and ends with a non-zero code."""
-        self.end_because_of(message, pause=0.5)
-        self.alarm(message)
+        """End the job, whatever its main threads do.
+
+        Every rank prints `message` and the stack of its main thread, and ends with a non-zero code.
+        """
+        self.end_because_of(message, pause=0.5, stacks=True)
+        self.alarm(message, stacks=True)
 
     def close(self, farewell: Any = None) -> None:
         """Say goodbye: what the others see next is an orderly end, not a death.
@@ -330,7 +340,7 @@ class Control:
                 self.notices.pop(tag, None)
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
-            self.end_because_of(message[1], message[2])
+            self.end_because_of(*message[1:])
 
     def _call(self, hook: Callable[..., None] | None, *args: Any) -> None:
         if hook is not None:
@@ -339,13 +349,14 @@ class Control:
             except Exception as error:  # a broken hook must not stop the watcher
                 self.say(f"a hook of the control channel failed: {error!r}")
 
-    def end_because_of(self, message: str, pause: float) -> None:
+    def end_because_of(self, message: str, pause: float, stacks: bool = False) -> None:
         """Print why, and end this process soon; unless its main thread already sees to that.
 
         Args:
           message: why.
           pause: seconds to leave to the rank that failed: launchers report the code of the rank
             that ends first.
+          stacks: whether to print where the main thread is.
         """
         if self.ending or not self._is_owner():
             return
@@ -356,7 +367,11 @@ class Control:
 
         # Not on rank 0's watcher itself: it goes on to see the others leave.
         def end() -> None:
-            time.sleep(pause)
+            if stacks:  # in a thread of its own: source files may lie where nothing can be read any more
+                printer = threading.Thread(target=lambda: self.say(main_thread_stack()), daemon=True)
+                printer.start()
+                printer.join(_STACK_SECONDS)
+            time.sleep(max(pause, _OTHERS_SECONDS) if stacks else pause)
             self.depart(1)
 
         threading.Thread(target=end, daemon=True).start()
@@ -389,9 +404,11 @@ class Control:
         leave(code, "", self.abort if abort else None)
 
     def say(self, message: str) -> None:
-        """Print a line on stderr, marked with the rank."""
-        # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe.
-        os.write(2, f"[jaxdist rank {self.rank}] {message}\n".encode())
+        """Print a message on stderr, each line marked with the rank."""
+        # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe. A line at a time: the system
+        # keeps a short write in one piece, and ranks may share the pipe.
+        for line in message.splitlines():
+            os.write(2, f"[jaxdist rank {self.rank}] {line}\n".encode())
 
     # --- forks
 

@@ -9,3 +9,7 @@ class StepError(TypeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
+
+
+class SyncError(RuntimeError):
+    """What should be the same on every rank and device is not."""

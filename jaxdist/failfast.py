@@ -78,7 +78,9 @@ def _end(ctx: Context, kind: type[BaseException], error: BaseException | None) -
         ctx.control.depart(1)
     lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
     # The first line of a message says most; notes and chained text follow.
-    ctx.control.alarm(f"{ctx.control.who(ctx.rank)} failed: {lines[0] if lines else kind}")
+    text = f"{ctx.control.who(ctx.rank)} failed: {lines[0] if lines else kind}"
+    # A rank that did not come (to an exchange) shows where it was.
+    ctx.control.alarm(text, stacks=issubclass(kind, ControlError))
     # 130 is what shells report for Ctrl-C
     ctx.control.depart(130 if issubclass(kind, KeyboardInterrupt) else 1, abort=True)
 

@@ -98,7 +98,7 @@ class Hub:
                 if self.entered:
                     self.fail(self.why_gone())
             elif kind == "alarm":
-                self.end_all(message[1], spare=rank, pause=2 * PRINT_SECONDS)
+                self.end_all(message[1], spare=rank, pause=2 * PRINT_SECONDS, stacks=message[2])
 
     def enter(self, rank: int, tag: str, value: Any) -> None:
         if self.failure is None:
@@ -171,9 +171,9 @@ class Hub:
         self.timer, self.failure = None, None
         self.entered, self.told = {}, set()
 
-    def end_all(self, message: str, spare: int, pause: float = 0.0) -> None:
+    def end_all(self, message: str, spare: int, pause: float = 0.0, stacks: bool = False) -> None:
         for r in self.others(spare):
-            self.send(r, ("end", message, pause))
+            self.send(r, ("end", message, pause, stacks))
 
     # --- broadcast
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.control import Control
 from jaxdist.progress import Call, Progress
+from jaxdist.stacks import main_thread_line
 
 _ASK, _TELL = "where are you", "I am here"
 _ANSWER_SECONDS = 10.0  # for a thread of a rank to answer: Python's lock may be held, the host may be swapping
@@ -38,8 +36,8 @@ class Watchdog:
 
     A call that was committed to longer than `timeout` ago and is not over makes it ask the other ranks over the
     control channel, whose threads answer whatever the main thread does. If one has not come to that call, and is not
-    merely slow in a call in which this rank has been too, the job ends, with a message that names it. If all have
-    come (a long compilation, a slow step), a line says so.
+    merely slow in a call in which this rank has been too, the job ends, with a message that names it; every rank that
+    still can prints it and its own stack. If all have come (a long compilation, a slow step), a line says so.
 
     Args:
       control: of the job.
@@ -163,23 +161,5 @@ class Watchdog:
             {step: p.committed for step, p in steps},
             [step for step, p in steps if p.busy],
             {step: p.failed for step, p in steps if p.failed},
-            _main_thread_is_at(),
+            main_thread_line(),
         )
-
-
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_JAXDIST = f"{Path(__file__).parent}/"
-
-
-def _main_thread_is_at() -> str:
-    """File and line that the main thread executes; of the user's own code, where there is any."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "its end"
-    lines = []
-    while frame is not None:
-        code = frame.f_code
-        lines.append((code.co_filename, f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"))
-        frame = frame.f_back
-    foreign = ("<frozen", _JAXDIST, *_LIBRARIES)
-    return next((line for file, line in lines if not file.startswith(foreign)), lines[0][1])

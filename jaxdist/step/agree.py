@@ -185,7 +185,7 @@ def explain(step: str, everyone: Sequence[Description]) -> str:
     if problems:
         rank, problem = problems[0]
         others = [r for r, _ in problems[1:]]
-        also = f" (and on rank {_ranks(others)})" if others else ""
+        also = f" (and on rank {list_ranks(others)})" if others else ""
         return f"step {step!r}, on rank {rank}{also}: {problem}"
     tables = [dict(d.entries) for d in everyone]
     names = list(dict.fromkeys(name for table in tables for name in table))
@@ -194,7 +194,7 @@ def explain(step: str, everyone: Sequence[Description]) -> str:
         for rank, table in enumerate(tables):
             by_type.setdefault(table.get(name, "absent"), []).append(rank)
         if len(by_type) > 1:
-            values = "; ".join(f"{kind} on rank {_ranks(ranks)}" for kind, ranks in by_type.items())
+            values = "; ".join(f"{kind} on rank {list_ranks(ranks)}" for kind, ranks in by_type.items())
             return (
                 f"the ranks call step {step!r} with different arguments: {name} is {values}. Build the same model on "
                 "every rank, and pass batches of the same shape (drop or pad the tail of the data)."
@@ -202,7 +202,7 @@ def explain(step: str, everyone: Sequence[Description]) -> str:
     return f"the ranks call step {step!r} with the same leaves in a different order"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[Any]) -> str:
     if len(ranks) > 8:
         return ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more"
     return ", ".join(map(str, ranks))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist import commlog
+from jaxdist import commlog, finite, sync
 from jaxdist.communicators import default_bucket_bytes
 from jaxdist.context import Context, get_context
 from jaxdist.step.agree import Agreement, Description
@@ -44,6 +44,7 @@ def data_parallel(
     reduce: Op = ...,
     donate: bool = ...,
     check_finite: bool = ...,
+    check_every: int = ...,
     bucket_bytes: int | None = ...,
     compress: Compression | None = ...,
     enabled: bool = ...,
@@ -56,6 +57,7 @@ def data_parallel(
     reduce: Op = ...,
     donate: bool = ...,
     check_finite: bool = ...,
+    check_every: int = ...,
     bucket_bytes: int | None = ...,
     compress: Compression | None = ...,
     enabled: bool = ...,
@@ -68,6 +70,7 @@ def data_parallel(
     reduce: Op = "mean",
     donate: bool = True,
     check_finite: bool = False,
+    check_every: int = 0,
     bucket_bytes: int | None = None,
     compress: Compression | None = None,
     enabled: bool = True,
@@ -99,8 +102,12 @@ def data_parallel(
         summed as well).
       donate: let the new state reuse the memory of the old one, which can't be used afterwards. State that was not on
         the mesh yet is copied and stays usable.
-      check_finite: after each call look for NaN and infinity in the result and raise, on every rank, naming the first
-        such leaf. Waits for the step to end.
+      check_finite: after each call look for NaN and infinity in the result (and what `jaxdist.check_finite` names
+        inside the step) and raise, on every rank, naming the first such leaf. Waits for the step to end; the state is
+        not donated, so that the one given is still there after the error.
+      check_every: after so many calls, and again after as many, compare what the result holds whole on each device,
+        bit for bit, over all devices and ranks, as `jaxdist.check_sync` does, and raise on every rank. Waits for that
+        step to end. 0: never.
       bucket_bytes: gradients of one dtype travel together in messages of about so many bytes; a larger one travels
         alone. 0: each travels alone. Default: by measurement, see ``jaxdist.communicators.default_bucket_bytes``.
       compress: ``"bf16"`` or ``"fp16"``: wider floating gradients are cast to it on the wire, half the bytes of
@@ -118,6 +125,7 @@ def data_parallel(
       ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
       StepError: (when first called) a result would differ between devices.
       FloatingPointError: see `check_finite`.
+      SyncError: see `check_every`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist
@@ -133,6 +141,8 @@ def data_parallel(
       Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020;
       https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
+    if type(check_every) is not int or check_every < 0:
+        raise ValueError(f"check_every={check_every!r}: a number of calls, or 0 for never")
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce={reduce!r}: the losses of the devices are combined by 'mean' or 'sum'")
     if compress not in (None, *_COMPRESSIONS):
@@ -149,7 +159,7 @@ def data_parallel(
             return step
         argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
         return functools.update_wrapper(
-            _DataParallel(step, argnums, reduce, donate, check_finite, mesh, bucket_bytes, compress), step
+            _DataParallel(step, argnums, reduce, donate, check_finite, check_every, mesh, bucket_bytes, compress), step
         )
 
     return decorate if step is None else decorate(step)
@@ -165,6 +175,7 @@ class _DataParallel:
         op: Op,
         donate: bool,
         check_finite: bool,
+        check_every: int,
         mesh: Mesh | None,
         bucket_bytes: int | None,
         compress: Compression | None,
@@ -172,7 +183,8 @@ class _DataParallel:
         self._step, self._argnums = step, argnums
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._op: Op = op
-        self._donate, self._check_finite, self._mesh = donate, check_finite, mesh
+        self._donate, self._mesh = donate, mesh
+        self._check_finite, self._check_every = check_finite, check_every
         name = getattr(step, "__qualname__", type(step).__name__)
         count = next(_names.setdefault(name, itertools.count()))
         self._name = f"{name}#{count}" if count else name
@@ -194,7 +206,7 @@ class _DataParallel:
         call = self._agreement.enter(self._name)
         try:
             program, state, batch = self._prepare(args, kwargs, call)
-            result = program(state, batch)
+            result, found = program(state, batch)
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
             self._agreed.clear()  # the next call finds out whether it failed on every rank
@@ -202,8 +214,13 @@ class _DataParallel:
         self._agreement.returned(self._name, result)
         if self._log is not None:
             self._log.called(call, program, [*state, *batch])
-        if self._check_finite:
-            _raise_if_not_finite(result, self._name, call)
+        if found is not None:
+            assert self._mesh is not None
+            finite.examine(program.checked, found, self._mesh, f"step {self._name!r}, call {call}: ")
+        if self._check_every and call % self._check_every == 0:
+            assert self._context is not None
+            sync.compare(self._context, result, f"check of {self._name} call {call}",
+                         f"step {self._name!r}, call {call}: result")  # fmt: skip
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +310,7 @@ class _DataParallel:
         assert self._context is not None
         placement = self._placement
         if signature not in self._traces:
-            self._traces[signature] = Traces(self._step, signature, self._mesh)
+            self._traces[signature] = Traces(self._step, signature, self._mesh, self._check_finite)
         traces = self._traces[signature]
         avals = [
             placement.abstract_batch(x) if batch else placement.abstract_logical(x)
@@ -315,7 +332,7 @@ class _DataParallel:
                 layouts,
                 self._op,
                 communicator,
-                self._donate,
+                self._donate and not traces(avals).checked,  # an error must not cost the state
                 bucket_bytes,
                 _COMPRESSIONS[self._compress] if self._compress else None,
                 self._traced,
@@ -450,22 +467,3 @@ def _without_aliases(state: list[Any]) -> list[Any]:
         seen.add(id(x))
         out.append(jnp.copy(x) if twin else x)
     return out
-
-
-def _raise_if_not_finite(result: Any, step: str, call: int) -> None:
-    paths, _ = jax.tree_util.tree_flatten_with_path(result)
-    floats = [(p, x) for p, x in paths if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not floats:
-        return
-    finite = _all_finite([x for _, x in floats])
-    for (path, _), ok in zip(floats, np.asarray(finite.addressable_data(0)), strict=True):
-        if not ok:
-            raise FloatingPointError(
-                f"step {step!r}, call {call}: result{jax.tree_util.keystr(path)} is not finite. Every rank sees the "
-                "same; look at the learning rate, the data of this step, or clip the gradients"
-            )
-
-
-@jax.jit
-def _all_finite(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import compat
+from jaxdist import compat, finite
 from jaxdist.communicators import lowering
 from jaxdist.errors import StepError
 from jaxdist.step.interpreter import contains
@@ -30,7 +30,21 @@ from jaxdist.step.trace import capture
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
 
-_Traced = tuple[ClosedJaxpr, Any, Exception | None]
+
+class _Traced(NamedTuple):
+    """A step as a jaxpr.
+
+    Attributes:
+      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
+      tree: of the result.
+      untyped: why JAX's types refuse the step, if they do.
+      checked: what the findings are about (see `jaxdist.finite`).
+    """
+
+    jaxpr: ClosedJaxpr
+    tree: Any
+    untyped: Exception | None
+    checked: tuple[str, ...]
 
 
 @jax.tree_util.register_static
@@ -91,10 +105,11 @@ class Traces:
       step: written for one device.
       signature: structure of its arguments.
       mesh: one axis, ``"data"``.
+      check_finite: whether the result is looked at.
     """
 
-    def __init__(self, step: Callable[..., Any], signature: Signature, mesh: Mesh):
-        self.step, self.signature, self.mesh = step, signature, mesh
+    def __init__(self, step: Callable[..., Any], signature: Signature, mesh: Mesh, check_finite: bool = False):
+        self.step, self.signature, self.mesh, self.check_finite = step, signature, mesh, check_finite
         self._latest: tuple[Any, _Traced, list[Layout | None]] | None = None
 
     def __call__(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Traced:
@@ -105,16 +120,21 @@ class Traces:
         """How the step wants each argument to be kept; None: whole."""
         return list(self._at(avals)[2])
 
+    def trace(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Traced:
+        """The step at arguments of these types, not kept."""
+        return _trace(self.step, self.signature, avals, self.mesh, self.check_finite)
+
     def _at(self, avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, _Traced, list[Layout | None]]:
         key = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
         if self._latest is None or self._latest[0] != key:
-            traced = _trace(self.step, self.signature, avals, self.mesh)
-            self._latest = key, traced, homes(traced[0], self.mesh.size)
+            traced = self.trace(avals)
+            self._latest = key, traced, homes(traced.jaxpr, self.mesh.size)
         return self._latest
 
 
 class Program:
-    """The function ``(state leaves, batch leaves) -> step's result`` on global arrays, compiled per shape by jit.
+    """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays, compiled per shape by
+    jit.
 
     Args:
       traces: of the step.
@@ -126,6 +146,9 @@ class Program:
       compress: the dtype in which gradients travel; None: their own.
       on_traced: told what is about to be lowered, and what it gathers for operations that need whole arrays, whenever
         jit traces anew.
+
+    Attributes:
+      checked: what the findings are about; nothing: there are none.
     """
 
     def __init__(
@@ -148,6 +171,7 @@ class Program:
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = False
+        self.checked: tuple[str, ...] = ()
         self._padded_outputs: list[tuple[int, Layout]] = []
         self._specs = [
             P(AXIS) if batch else P() if how is None else how.spec
@@ -159,19 +183,24 @@ class Program:
         batch = NamedSharding(self._mesh, P(AXIS))
         self._jitted = jax.jit(run, in_shardings=(state, batch), donate_argnums=(0,) if donate else ())
 
-    def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it.
+
+        Returns:
+          The step's result, and the findings of `jaxdist.finite` (None: it has none).
 
         Raises:
           StepError: the proof that the new state is the same on every device fails.
         """
-        result = self._jitted(state, batch)
+        result, found = self._jitted(state, batch), None
+        if self.checked:  # as of its trace
+            result, found = result
         if self._padded_outputs:
             leaves, tree = jax.tree.flatten(result)
             for i, how in self._padded_outputs:
                 leaves[i] = Padded(leaves[i], how)
             result = jax.tree.unflatten(tree, leaves)
-        return constants_back(result) if self._has_constants else result
+        return constants_back(result) if self._has_constants else result, found
 
     def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
         """As ``jax.jit(f).lower``."""
@@ -185,7 +214,7 @@ class Program:
             jax.ShapeDtypeStruct(how.logical(a.shape), a.dtype, weak_type=a.weak_type) if how else a
             for a, how in zip(held, self.layouts, strict=True)
         ]
-        closed, out_tree, untyped = self._traces(avals)
+        closed, out_tree, untyped, self.checked = self._traces(avals)
         checked = untyped is None
         self._has_constants = _has_constants(out_tree)
         closed, shapes, loops = self._reductions(closed, avals, checked)
@@ -213,7 +242,9 @@ class Program:
         )
         # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
         outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
-        return jax.tree.unflatten(out_tree, outs)
+        found = outs.pop() if self.checked else None
+        result = jax.tree.unflatten(out_tree, outs)
+        return (result, found) if self.checked else result
 
     def _reductions(
         self, closed: ClosedJaxpr, avals: Sequence[Any], checked: bool
@@ -284,7 +315,7 @@ class Program:
             for a, b in zip(avals, is_batch, strict=True)
         ]
         try:
-            closed, _, untyped = _trace(self._traces.step, self.signature, twice, self._mesh)
+            closed, _, untyped, _ = self._traces.trace(twice)
             _, shapes, loops = self._reductions(closed, twice, untyped is None)
         except Exception as error:
             if not odd:
@@ -329,27 +360,34 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _trace(step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh) -> _Traced:
-    """The step's jaxpr, the structure of its result, and why JAX's types refuse it, if they do."""
-    trees: list[Any] = []
+def _trace(
+    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh, check_finite: bool
+) -> _Traced:
+    trees: list[tuple[Any, tuple[str, ...]]] = []
 
     def flat(*leaves: Any) -> list[Any]:
         args = constants_back(jax.tree.unflatten(signature.tree, leaves))
-        result = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), step(*args))
+        with finite.collecting() as found:
+            result = step(*args)
+            if check_finite:
+                found.look_at(result, "result")
+        result = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), result)
         outs, tree = jax.tree.flatten(result)
-        trees.append(tree)
-        return outs
+        trees.append((tree, tuple(found.names)))
+        return [*outs, found.everywhere()] if found.names else outs
 
     specs = [P(AXIS) if batch else P() for batch in signature.is_batch]
     try:
-        return capture(flat, avals, specs, mesh, check=True), trees[-1], None
+        jaxpr = capture(flat, avals, specs, mesh, check=True)
+        return _Traced(jaxpr, trees[-1][0], None, trees[-1][1])
     except StepError:
         raise
     except (TypeError, ValueError, NotImplementedError) as refused:
         # A model that the types can't follow (a Pallas kernel, say) or an error of the step's own: the untyped trace
         # tells which. There only `jaxdist.value_and_grad` knows what a gradient is, and the proof below insists on it.
         try:
-            return capture(flat, avals, specs, mesh, check=False), trees[-1], refused
+            jaxpr = capture(flat, avals, specs, mesh, check=False)
+            return _Traced(jaxpr, trees[-1][0], refused, trees[-1][1])
         except Exception:
             raise refused from None
 
@@ -371,6 +409,8 @@ def _outputs(
     """Decide what becomes of each output leaf, or refuse."""
     state = match_state(out_tree, closed.out_avals, flows, signature, avals)
     names = leaf_names(out_tree)
+    if len(flows) > len(names):  # findings
+        state, names = [*state, None], [*names, ""]
     outputs: list[_Output] = []
     refused: list[str] = []
     # A running statistic depends on no state that varies itself other than affinely (see `passes.layout`).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -44,6 +45,10 @@ def slowly(value: Any) -> Any:
 
 def stuck_in_the_loader() -> Any:
     if ODD:
+        if MODE == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while MODE == "spins":
+            pass
         time.sleep(100)
     return batch()
 
@@ -122,8 +127,8 @@ def main() -> None:
         for i in range(1, 60):
             step(state(), batch(i % 7 + 1))
         print(f"OK {ctx.rank}", flush=True)
-    elif MODE in ("stuck", "stuck first"):
-        for _ in range(2 if MODE == "stuck" else 0):
+    elif MODE in ("stuck", "spins", "stops", "stuck first"):
+        for _ in range(0 if MODE == "stuck first" else 2):
             s, _ = step(s, batch())
         for _ in range(100):
             s, aux = step(s, stuck_in_the_loader())

@@ -16,14 +16,38 @@ WHO = r"rank 1 \(\S+, pid \d+\)"
 BOTH = pytest.mark.parametrize("communicator", ["xla", "mpi"])
 
 
+WAITED = r"step 'step', call 3: rank ([02]) has waited for \d+ s, and not every rank has come to it: "
+WHERE = rf"{WHO} has made 2 calls of it and is at \S*bad_calls.py:\d+ in stuck_in_the_loader\. "
+
+
+def stack(rank: int, output: str) -> str:
+    """What a rank printed of its main thread."""
+    mine = [line for line in output.splitlines() if line.startswith(f"[jaxdist rank {rank}] ")]
+    start = mine.index(f"[jaxdist rank {rank}] its main thread (most recent call last):")
+    return "\n".join(mine[start:])
+
+
 @pytest.mark.mpi
-@BOTH
-def test_who_does_not_come_to_a_call_is_named_and_where_it_is(communicator: str) -> None:
-    result = launch.mpirun(3, [SCRIPT, "stuck", communicator], {"JAXDIST_TIMEOUT": "2"})
+@pytest.mark.parametrize(
+    ("mode", "communicator"), [("stuck", "xla"), ("spins", "mpi"), ("stops", "xla"), ("stops", "mpi")]
+)
+def test_who_does_not_come_to_a_call_is_named_and_where_it_is(mode: str, communicator: str) -> None:
+    result = launch.mpirun(3, [SCRIPT, mode, communicator], {"JAXDIST_TIMEOUT": "2"})
     assert result.returncode != 0
-    waited = r"step 'step', call 3: rank [02] has waited for \d+ s, and not every rank has come to it: "
-    where = rf"{WHO} has made 2 calls of it and is at \S*bad_calls.py:\d+ in stuck_in_the_loader\. "
-    assert re.search(waited + where, result.output), result.output
+    where = rf"{WHO} does not answer: stopped, swapping" if mode == "stops" else WHERE
+    found = re.search(WAITED + where, result.output)
+    assert found, result.output
+    # Of the rank that found out; mpirun may kill the others before they have printed theirs.
+    assert "in main\n" in stack(int(found[1]), result.output), result.output
+
+
+def test_every_rank_prints_its_stack() -> None:
+    results = launch.spawn_env(3, [SCRIPT, "stuck"], {"JAXDIST_TIMEOUT": "2"})
+    for rank, result in enumerate(results):
+        assert result.returncode != 0
+        assert re.search(rf"\[jaxdist rank {rank}\] {WAITED}{WHERE}", result.stderr), result.output
+        at = "in stuck_in_the_loader\n" if rank == 1 else "/jaxdist/step/data_parallel.py"
+        assert at in stack(rank, result.stderr), result.output
 
 
 def test_who_does_not_come_to_the_first_call_is_named_on_all() -> None:
