@@ -183,6 +183,7 @@ def init(
             return _context
         if communicator not in COMMUNICATORS:
             raise ValueError(f"unknown communicator {communicator!r}; valid: {', '.join(COMMUNICATORS)}")
+        _refuse_workers()
         wanted = communicator
         if wanted == "auto":
             wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
@@ -211,6 +212,18 @@ def get_context() -> Context:
       True
     """
     return init() if _context is None else _context
+
+
+def _refuse_workers() -> None:
+    """A data worker that multiprocessing spawns imports the script anew, under another name."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__":
+            raise RuntimeError(
+                "jaxdist.init was called in a data worker, which imports the script anew and would join the job a "
+                'second time: put what the script does into a function, called under `if __name__ == "__main__":`'
+            )
+        frame = frame.f_back
 
 
 def _timeout(given: float | None) -> float:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grain
 import jax
 import jax.numpy as jnp
+import launch
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -441,3 +445,14 @@ def test_states_of_others() -> None:
         make(np.arange(9), 2).set_state({"epoch": 1})
     with pytest.raises(ValueError, match="set_epoch"):
         make(np.arange(9), 2).set_epoch(-1)
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jaxdist, numpy as np\njaxdist.init()\nfor b in jaxdist.loader(np.arange(10), 2, workers=1): print(b)\n"
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=launch.environment(), check=False)
+    assert done.returncode != 0
+    assert 'called under `if __name__ == "__main__":`' in done.stderr
