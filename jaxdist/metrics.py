@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -28,9 +32,23 @@ _OWN = ("step", "time", "examples_per_s", "tokens_per_s")
 _GET_TENSORBOARD = "tensorboard=True needs tensorboardX: pip install 'jaxdist[tensorboard]'"
 
 
-class _Entry(NamedTuple):
+@dataclass(eq=False)
+class _Entry:
     step: int
     metrics: dict[str, Any]
+    ended: float | None = None  # when its arrays were computed; of `time.monotonic`
+
+
+def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
+    """When each step ends, which a host that runs ahead of its device learns too late for a throughput."""
+    while (entry := entries.get()) is not None:
+        x = None
+        for x in entry.metrics.values():
+            with contextlib.suppress(RuntimeError):  # donated, or its computation failed: `_number` says so
+                if isinstance(x, jax.Array):
+                    x.block_until_ready()
+        entry.ended = time.monotonic()
+        del entry, x  # else they would stay until the next step ends
 
 
 class RunLog:
@@ -45,6 +63,7 @@ class RunLog:
         self._total, self._per_step, self._tensorboard = total, per_step, tensorboard
         self._last: int | None = None  # step given
         self._pending: deque[_Entry] = deque()
+        self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._ended: deque[tuple[float, int]] = deque()  # when a step was seen to have ended, and which
         self._file: TextIO | None = None
         self._events: Any = None
@@ -75,7 +94,8 @@ class RunLog:
             return
         if first:
             self._open(step)
-        self._pending.append(_Entry(step, metrics))
+        self._pending.append(entry := _Entry(step, metrics))
+        self._running.put(entry)
         self._write(wait=False)
 
     def _open(self, step: int) -> None:
@@ -86,20 +106,23 @@ class RunLog:
 
             self._events = SummaryWriter(str(self._path), purge_step=step)
         self._show.start(step)
+        # A daemon: what a failed job's device still computes may never come.
+        threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True).start()
 
     def _write(self, wait: bool) -> None:
         """Writes what has been computed, in order; the rest too if it may wait."""
         written = False
         while self._pending and (wait or len(self._pending) > _MOST or _ready(self._pending[0])):
             entry = self._pending.popleft()
-            self._write_one(entry.step, {name: _number(entry.step, name, x) for name, x in entry.metrics.items()})
+            numbers = {name: _number(entry.step, name, x) for name, x in entry.metrics.items()}
+            self._write_one(entry.step, numbers, entry.ended or time.monotonic())
             written = True
         if written and self._file is not None:
             self._file.flush()
 
-    def _write_one(self, step: int, metrics: dict[str, float | int]) -> None:
-        now = time.time()
-        rates = {f"{name}_per_s": rate for name, rate in self._rates(step).items()}
+    def _write_one(self, step: int, metrics: dict[str, float | int], ended: float) -> None:
+        now = time.time() - (time.monotonic() - ended)
+        rates = {f"{name}_per_s": rate for name, rate in self._rates(step, ended).items()}
         assert self._file is not None
         line = {"step": step, "time": round(now, 3), **metrics, **rates}
         self._file.write(json.dumps({name: _in_json(x) for name, x in line.items()}) + "\n")
@@ -108,9 +131,8 @@ class RunLog:
                 self._events.add_scalar(name, x, step, now)
         self._show.update(step, metrics, rates)
 
-    def _rates(self, step: int) -> dict[str, float]:
+    def _rates(self, step: int, now: float) -> dict[str, float]:
         """Examples and tokens per second over the last seconds; not for the first step, which is compiled first."""
-        now = time.monotonic()
         if not self._ended or step > self._ended[-1][1]:
             self._ended.append((now, step))
         while len(self._ended) > 2 and now - self._ended[1][0] > _WINDOW:
@@ -121,6 +143,7 @@ class RunLog:
         return {name: float(f"{n * (step - before) / (now - since):.6g}") for name, n in self._per_step.items()}
 
     def _close(self, failed: bool) -> None:
+        self._running.put(None)
         if self._file is None:
             return
         try:
@@ -144,9 +167,9 @@ def run_log(
     """Log a training run: progress on the root's standard error, metrics into ``path/metrics.jsonl``.
 
     Every rank calls it; only the root writes. On a terminal the progress is a bar, else a line about every ten seconds.
-    Each line of the file is a JSON object with ``step``, ``time`` (seconds since 1970, when the step was seen to have
-    ended), the metrics, and ``examples_per_s`` and ``tokens_per_s`` over the last five seconds. JSON has no NaN: it is
-    written as the string ``"NaN"``, infinities as ``"Infinity"`` and ``"-Infinity"``; Python's ``float`` takes these.
+    Each line of the file is a JSON object with ``step``, ``time`` (seconds since 1970, when the step ended), the
+    metrics, and ``examples_per_s`` and ``tokens_per_s`` over the last five seconds. JSON has no NaN: it is written as
+    the string ``"NaN"``, infinities as ``"Infinity"`` and ``"-Infinity"``; Python's ``float`` takes these.
 
     A run that starts again at step k replaces the lines of step k and later ones, so no step is there twice; the file
     as it was is kept beside it as ``metrics.jsonl.bak``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist
-from jaxdist.metrics import FILE, read_metrics
+from jaxdist.metrics import FILE, _Entry, read_metrics
 
 
 class NotYet:
@@ -90,6 +91,24 @@ def test_a_host_too_far_ahead_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(AssertionError, match="fetched before"):
         train()
+
+
+def test_the_end_of_a_step_is_noted_when_it_ends(tmp_path: Path) -> None:
+    """Not when the host next looks, which may be long after: the throughput would be that of the looking."""
+    with jaxdist.run_log(tmp_path, examples_per_step=1) as log:
+        for step in range(3):
+            log._pending.append(entry := _Entry(step, {"loss": jnp.float32(step)}))
+            log._open(step) if step == 0 else None
+            log._running.put(entry)
+            deadline = time.monotonic() + 60
+            while entry.ended is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        ends = [entry.ended for entry in log._pending]
+        time.sleep(0.2)
+    lines = read_metrics(tmp_path)
+    assert lines[2]["examples_per_s"] == pytest.approx(2 / (ends[2] - ends[0]), rel=1e-4)
+    assert lines[2]["time"] <= time.time() - 0.2 + 0.002
 
 
 def test_metrics_of_a_decorated_step(tmp_path: Path) -> None:
