@@ -21,6 +21,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import jaxdist
+from jaxdist.data import Loader
 
 VOCABULARY = 256
 
@@ -85,7 +86,7 @@ def eval_step(state: TrainState, batch):
     return {"nats": jnp.sum(nats(state, state.params, windows_BxT) * weight_B), "windows": jnp.sum(weight_B)}
 
 
-def evaluate(state: TrainState, held_out: jaxdist.data.Loader, batches: int) -> float:
+def evaluate(state: TrainState, held_out: Loader, batches: int) -> float:
     """Nats a byte on the first batches of the held-out text."""
     held_out.set_epoch(0)
     sums = [eval_step(state, batch) for batch in itertools.islice(held_out, batches)]

@@ -104,7 +104,7 @@ def test_the_end_of_a_step_is_noted_when_it_ends(tmp_path: Path) -> None:
             while entry.ended is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-        ends = [entry.ended for entry in log._pending]
+        ends = [entry.ended or 0.0 for entry in log._pending]
         time.sleep(0.2)
     lines = read_metrics(tmp_path)
     assert lines[2]["examples_per_s"] == pytest.approx(2 / (ends[2] - ends[0]), rel=1e-4)

@@ -1,0 +1,82 @@
+"""`examples/gpt.py` in a small form: in one process, in two, interrupted, at other levels."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
+SMALL = [
+    "--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=8", "--steps=12", "--eval-every=4",
+    "--save-every=4", "--eval-batches=3", "--sample=5", "--lr=1e-2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_bytes(Path(subprocess.__file__).read_bytes())
+    return str(path)
+
+
+def alone(run: Path, text: str, *more: str) -> launch.Result:
+    command = [sys.executable, SCRIPT, "--run", str(run), "--text", text, *SMALL, *more]
+    done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True, timeout=240, check=False)
+    return launch.Result(done.returncode, done.stdout, done.stderr, 0)
+
+
+def held_out(result: launch.Result) -> float:
+    assert result.returncode == 0, result.output
+    found = re.search(r"final held_out=(\S+) nats/byte", result.stdout)
+    assert found, result.output
+    return float(found[1])
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.mpi
+def test_the_same_on_two_ranks(text: str, tmp_path: Path) -> None:
+    one = alone(tmp_path / "one", text, "--level=0")
+    assert len(losses(tmp_path / "one")) == 12
+    assert losses(tmp_path / "one")[-1] < losses(tmp_path / "one")[0] - 0.5
+    args = [SCRIPT, "--run", str(tmp_path / "two"), "--text", text, *SMALL, "--level=3", "--microbatches=2"]
+    two = launch.mpirun(2, args, timeout=240)
+    assert abs(held_out(two) - held_out(one)) < 2e-3
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True)) < 2e-3
+
+
+def test_interrupted(text: str, tmp_path: Path) -> None:
+    straight = held_out(alone(tmp_path / "straight", text))
+    killer = (
+        "import os, runpy, signal, sys\nimport jaxdist\nrestore = jaxdist.save\n"
+        "def save(path, state, step, **kw):\n    restore(path, state, step, **{**kw, 'wait': True})\n"
+        "    if step == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "jaxdist.save = save\nsys.argv = sys.argv[1:]\nsys.path.insert(0, os.path.dirname(sys.argv[0]))\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", killer, SCRIPT, "--run", str(tmp_path / "cut"), "--text", text, *SMALL]
+    cut = subprocess.run(command, env=launch.environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert cut.returncode == -9, cut.stderr
+    assert held_out(alone(tmp_path / "cut", text)) == straight
+    assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
+
+
+def test_in_16_bits(text: str, tmp_path: Path) -> None:
+    done = alone(tmp_path / "run", text, "--bf16", "--level=2")
+    assert 0 < held_out(done) < 5.0
+
+
+def test_bad_arguments(text: str, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    assert "too few for a window" in alone(tmp_path / "run", str(short)).stderr
