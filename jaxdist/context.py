@@ -54,6 +54,12 @@ class Context:
       control: the channel beside the training (`jaxdist.control`).
       watchdog: knows how far this process is with each step, and asks the others (`jaxdist.watchdog`).
       saving: the checkpoint that is being written in the background (`jaxdist.save`), if any.
+
+    Example:
+      >>> import jaxdist
+      >>> ctx = jaxdist.init()
+      >>> ctx.is_root, ctx.local_rank, ctx.mesh.axis_names
+      (True, 0, ('data',))
     """
 
     root_rank = 0

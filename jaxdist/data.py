@@ -97,6 +97,12 @@ class Loader:
     """Iterates over one epoch in each loop; made by `loader`.
 
     Where it stands is where the next batch begins: what was read ahead does not count.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> batches = jaxdist.loader(np.arange(10), 4, shuffle=False)
+      >>> len(batches), [batch.tolist() for batch in batches], batches.epoch
+      (2, [[0, 1, 2, 3], [4, 5, 6, 7]], 1)
     """
 
     def __init__(
@@ -186,7 +192,14 @@ class Loader:
             yield batch
 
     def peek(self) -> Any:
-        """The batch that comes next, without moving: for shapes, say. (``next(iter(loader))`` begins an epoch.)"""
+        """The batch that comes next, without moving: for shapes, say. (``next(iter(loader))`` begins an epoch.)
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader({"x": np.zeros((10, 3))}, 4)
+          >>> batches.peek()["x"].shape
+          (4, 3)
+        """
         if not self._peeked:
             self._peeked = [self._draw()]
         return self._peeked[0]
@@ -198,6 +211,13 @@ class Loader:
 
         Args:
           epoch: from 0.
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader(np.arange(10), 4)
+          >>> batches.set_epoch(7)
+          >>> batches.epoch
+          7
         """
         if isinstance(epoch, bool) or not hasattr(epoch, "__index__") or epoch < 0:
             raise ValueError(f"set_epoch({epoch!r}): expected an integer of at least 0")
@@ -234,6 +254,15 @@ class Loader:
 
         Raises:
           ValueError: (on every rank) it is of another data set, seed or shuffle, or not the same on all ranks.
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader(np.arange(8), 4, shuffle=False)
+          >>> _ = next(iter(batches))
+          >>> other = jaxdist.loader(np.arange(8), 2, shuffle=False)
+          >>> other.set_state(batches.get_state())
+          >>> [batch.tolist() for batch in other]
+          [[4, 5], [6, 7]]
         """
 
         def check() -> State:
@@ -257,7 +286,14 @@ class Loader:
         self._loop = None
 
     def close(self) -> None:
-        """End worker processes and what is read ahead; the next loop starts them again."""
+        """End worker processes and what is read ahead; the next loop starts them again.
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader(np.arange(10), 4)
+          >>> _ = batches.peek()
+          >>> batches.close()
+        """
         self._peeked = []
         close(self._stream)
 
