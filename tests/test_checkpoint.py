@@ -143,7 +143,7 @@ def test_in_the_background(tmp_path: Path) -> None:
 def test_a_failure_in_the_background_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxdist.save(tmp_path, {"w": np.ones(3)}, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxdist.checkpoint._write", _no_space)
+        patch.setattr("jaxdist.checkpoint.writing._write", _no_space)
         jaxdist.save(tmp_path, {"w": np.ones(3)}, 2, wait=False)
         with pytest.raises(CheckpointError, match=r"2 was not written.*No space left"):
             jaxdist.save(tmp_path, {"w": np.ones(3)}, 3)
@@ -267,3 +267,15 @@ def test_states_of_flax_and_optax(tmp_path: Path) -> None:
     jaxdist.save(tmp_path, state, 1)
     fresh = TrainState.create(apply_fn=state.apply_fn, params=params, tx=state.tx)
     assert same(jaxdist.restore(tmp_path, fresh), state)
+
+
+def test_killed_between_the_renames_of_a_replacement(tmp_path: Path) -> None:
+    jaxdist.save(tmp_path, {"w": jnp.ones(3)}, 5)
+    (tmp_path / "5").rename(tmp_path / "5.replaced.orbax-checkpoint-tmp")
+    assert jaxdist.latest_step(tmp_path) == 5
+    assert jaxdist.restore(tmp_path, {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+    with pytest.raises(FileExistsError, match="there is a checkpoint of this step"):
+        jaxdist.save(tmp_path, {"w": jnp.zeros(3)}, 5)
+    jaxdist.save(tmp_path, {"w": jnp.zeros(3)}, 6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["5", "6"]
+    assert jaxdist.restore(tmp_path, {"w": jnp.zeros(3)}, step=5)["w"].tolist() == [1, 1, 1]
