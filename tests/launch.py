@@ -72,7 +72,9 @@ class Job:
             self.processes.append(
                 subprocess.Popen(
                     list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                    env=environment({**(env or {}), _MARK: self.id}), start_new_session=True,
+                    # A killed mpirun leaves files by its number, and the next to get that number can't start.
+                    env=environment({"PRTE_MCA_prte_tmpdir_base": str(self._dir), **(env or {}), _MARK: self.id}),
+                    start_new_session=True,
                     preexec_fn=_hear_ctrl_c,
                 )
             )  # fmt: skip

@@ -5,6 +5,7 @@ import itertools
 import re
 import secrets
 import signal
+import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -121,14 +122,15 @@ def run(
             environment["JAXDIST_COMMUNICATOR"] = str(communicator)
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)
-            if mpirun is not None:
-                programs = [_under_mpirun(mpirun, command, size, placed, environment, prefix, only_rank)]
-            elif placed:
-                programs = remote_programs(command, placed, environment, prefix, only_rank)
-            else:
-                programs = own_processes(command, range(size), {**environment, **_alone(size)}, prefix, only_rank)
             failed: list[int] = []  # stays empty if it was the user who ended the job
-            code = run_job(programs, on_failure=failed.append)
+            with tempfile.TemporaryDirectory(prefix="jaxdist-", ignore_cleanup_errors=True) as scratch:
+                if mpirun is not None:
+                    programs = [_under_mpirun(mpirun, command, size, placed, environment, prefix, only_rank, scratch)]
+                elif placed:
+                    programs = remote_programs(command, placed, environment, prefix, only_rank)
+                else:
+                    programs = own_processes(command, range(size), {**environment, **_alone(size)}, prefix, only_rank)
+                code = run_job(programs, on_failure=failed.append)
             if not failed or restart == max_restarts:
                 raise typer.Exit(code)
             if shrink and size > 1:
@@ -164,13 +166,16 @@ def _under_mpirun(
     environment: dict[str, str],
     prefix: bool,
     only_rank: int | None,
+    scratch: str,
 ) -> Program:
     if hosts:
         if mpirun_uses_ssh():
             check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
         export = {**forwarded_environment(), **environment}
     else:
-        environment = {**environment, **thread_environment(size)}
+        # In /tmp a job of Open MPI that was killed leaves a directory by its number, and the next to get that number
+        # fails: "The PMIx server's listener thread failed to start".
+        environment = {"PRTE_MCA_prte_tmpdir_base": scratch, **environment, **thread_environment(size)}
         export = {}
     line_filter: LineFilter | None = (lambda line: line) if hosts else None
     tag = prefix or only_rank is not None
