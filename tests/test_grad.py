@@ -152,7 +152,7 @@ def test_any_shape_and_dtype(rows: int, width: int, hidden: int, dtype: str, k: 
         loss, grads = jaxdist.value_and_grad(f, microbatches=k)(p, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
 
-    want, got = step(params, x), jaxdist.data_parallel(step)(params, x)
+    want, got = jax.jit(step)(params, x), jaxdist.data_parallel(step)(params, x)
     tolerance = 1e-5 if dtype == "float32" else 1e-12
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
     assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: a.dtype, want)

@@ -26,8 +26,8 @@ def run(ranks: int, communicator: str, *parts: str, timeout: float = 120, **env:
 @WIRES
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_values_gradients_and_errors(ranks: int, communicator: str) -> None:
-    # Each new shape is a program to compile for "xla".
-    calls = "random_calls:200" if communicator == "mpi" else "random_calls:40"
+    # Each new shape is a program to compile for "xla"; and here are few cores.
+    calls = f"random_calls:{(200 if communicator == 'mpi' else 40) // (4 if ranks == 4 else 1)}"
     run(ranks, communicator, "acceptance", "details", "gradients", "mismatches", calls)
 
 

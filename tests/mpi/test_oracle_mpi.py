@@ -1,8 +1,12 @@
-"""The one promise, between processes: every case of `oracle` on 2 and 3 ranks, over both communicators."""
+"""The one promise, between processes: every case of `oracle` on 2 and 3 ranks, over both communicators.
+
+With 3 ranks half of the cases over one, half over the other; with JAXDIST_FULL set, all over both.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -22,9 +26,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def check(report: dict[str, float]) -> None:
-    in_shards = {f"{name} at level {level}" for name, level in oracle.IN_SHARDS.items()}
-    assert set(report) == set(oracle.CASES) | in_shards
+def check(report: dict[str, float], names: list[str]) -> None:
+    in_shards = {f"{name} at level {level}" for name, level in oracle.IN_SHARDS.items() if name in names}
+    assert set(report) == set(names) | in_shards
     wrong = {name: gap for name, gap in report.items() if gap > oracle.case(name.split(" at ")[0]).tolerance}
     assert not wrong
 
@@ -33,10 +37,13 @@ def check(report: dict[str, float]) -> None:
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_n_processes_compute_what_one_would(ranks: int, communicator: str, expected: str) -> None:
-    result = launch.mpirun(ranks, [SCRIPT, communicator, expected], timeout=540)
+    names = list(oracle.CASES)
+    if ranks == 3 and "JAXDIST_FULL" not in os.environ:
+        names = names[communicator == "mpi" :: 2]
+    result = launch.mpirun(ranks, [SCRIPT, communicator, expected, ",".join(names)], timeout=540)
     assert result.returncode == 0, result.output
     found = re.search(r"^.*REPORT (.*)$", result.stdout, re.MULTILINE)
     assert found, result.output
     report = json.loads(found[1])
     assert (report["communicator"], report["size"]) == (communicator, ranks)
-    check(report["gaps"])
+    check(report["gaps"], names)
