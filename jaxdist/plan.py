@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
@@ -116,13 +115,14 @@ class Plan:
         """All figures (bytes, seconds, shares between 0 and 1) as a JSON object."""
         kind = dataclasses.asdict(self.topology.kind)
         del kind["target"]
-        levels = []
-        for one in self.levels:
-            levels.append({
+        levels = [
+            {
                 "level": one.level, "own": one.own, "bytes": one.bytes, "peak": one.peak, "fits": one.fits,
                 "traffic": [dataclasses.asdict(row) for row in (*one.traffic, one.total)],
                 "compile_seconds": one.compile_seconds,
-            })  # fmt: skip
+            }
+            for one in self.levels
+        ]  # fmt: skip
         topology = {"hosts": self.topology.hosts, "per_host": self.topology.per_host, "kind": kind}
         return json.dumps(
             {
@@ -250,7 +250,9 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
         notes.append("the step does not use jaxdist.zero: there are no other levels to compare it with")
         levels = ()
     elif own is None:
-        notes.append(f"the step uses jaxdist.zero at several levels, {sorted(ahead.levels)}: each in turn for all of it")
+        notes.append(
+            f"the step uses jaxdist.zero at several levels, {sorted(ahead.levels)}: each in turn for all of it"
+        )
     if 3 in levels and not ahead.knows_parameters and own != 3:
         notes.append("no level 3: it needs tx.update(grads, opt_state, params)")
         levels = [level for level in levels if level != 3]
@@ -266,6 +268,8 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
             began = time.monotonic()
             one = _Compiled.of(step.ahead(mesh, args, level), mesh.size, time.monotonic() - began)
         found.append(_level(one, level, level == own, topology, memory, activations, compiled_for))
+    if compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
+        notes.append(f"{', '.join(large)}: XLA orders what does not fit so as to save memory, not to overlap anything")
     name = getattr(step, "__name__", "step")
     return Plan(name, topology, compiled_for, memory, tuple(found), tuple(notes))
 
@@ -311,8 +315,8 @@ class _Compiled:
         compiled = ahead.lowered.compile()
         analysis = compiled.memory_analysis()
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        # What is allocated: XLA takes its temporaries as one block. Its `peak_memory_in_bytes` is how much of them is in
-        # use at once, a little less (and on CPUs it leaves them out).
+        # What is allocated: XLA takes its temporaries as one block. Its `peak_memory_in_bytes` is how much of them is
+        # in use at once, a little less (and on CPUs it leaves them out).
         peak = analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
         # Arguments that the step does not use are not the program's, and still there.
         peak += max(0, sum(x.bytes for x in ahead.arguments) - analysis.argument_size_in_bytes)

@@ -25,8 +25,8 @@ _KINDS = {
 }
 # They start no kernel, or only move what is there.
 _FREE = {
-    "add-dependency", "after-all", "bitcast", "constant", "copy", "copy-done", "copy-start", "get-tuple-element", "iota",
-    "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
+    "add-dependency", "after-all", "bitcast", "constant", "copy", "copy-done", "copy-start", "get-tuple-element",
+    "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
 _BITS = re.compile(r"\d+")
 
@@ -187,12 +187,12 @@ def _hidden(body: list[_Instruction], start: int, types: dict[str, str]) -> bool
         if one.opcode.endswith("-done") and body[start].name in one.operands:
             return work
         if one.opcode not in _FREE and not one.opcode.endswith(("-start", "-done", "-update")):
-            work = work or any("[]" not in types.get(x, "[]") for x in (one.name, *one.operands))
+            work = work or any(re.search(r"\[\d", types.get(x, "")) for x in (one.name, *one.operands))
     return False
 
 
 def _moved(type_: str, kind: str, started: bool) -> tuple[int, str]:
-    """Bytes of what an instruction's type says of the whole arrays (of a reduction's results or operands), and dtypes."""
+    """Bytes and dtypes of the whole arrays: of the larger of what goes in and comes out, as far as a type tells."""
     parts = _parts(type_)
     if started and kind != "all-reduce" and len(parts) > 1:
         # (operands, results, …); an all-reduce's start has the type of its results.

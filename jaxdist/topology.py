@@ -57,9 +57,9 @@ def _gpu(
     return Kind(name, model, memory, link, network, target=target)
 
 
-_AMPERE = dict(capability=8, cores=108, fpus=64, shared=167936, l2=41943040, clock=1.41)
-_HOPPER = dict(capability=9, cores=132, fpus=128, shared=233472, l2=52428800, clock=1.98)
-_BLACKWELL = dict(capability=10, cores=148, fpus=128, shared=233472, l2=132644864, clock=1.965)
+_AMPERE = {"capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41}
+_HOPPER = {"capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98}
+_BLACKWELL = {"capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965}
 
 # Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
 # NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s).

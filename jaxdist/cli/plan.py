@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,7 @@ def plan(
     FUNCTION returns `(step, *args)`: what `jaxdist.plan` takes. The arguments may be abstract, as `jax.eval_shape`
     gives them, so that no array of the model is made; the batch is that of all devices together.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's complaints about programs that do not fit
     import jax
 
     from jaxdist.plan import plan as make_plan
