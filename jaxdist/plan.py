@@ -352,7 +352,7 @@ def _level(
     activations: int | None,
     compiled_for: str,
 ) -> LevelPlan:
-    sizes = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
+    sizes: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
     for x in one.arguments:
         sizes[_kind(x)] += x.bytes
     if activations is None:
