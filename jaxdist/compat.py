@@ -177,6 +177,22 @@ def cpus_elsewhere(count: int) -> list[Any]:
     return list(xla_client.make_cpu_client(num_devices=count).devices())
 
 
+@functools.cache
+def compiler_knows(option: str, value: bool | int | str) -> bool:
+    """Whether this version of XLA has a compiler option: they come and go, and one that is not there is an error."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    one = NamedSharding(Mesh(cpus_elsewhere(1), ("one",)), PartitionSpec())
+    lowered = jax.jit(lambda x: x, in_shardings=one).lower(jax.ShapeDtypeStruct((), "float32"))
+    try:
+        lowered.compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" in str(error):
+            return False
+        raise
+    return True
+
+
 # --- process set-up
 
 

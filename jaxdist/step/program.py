@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat, finite
-from jaxdist.communicators import lowering
+from jaxdist.communicators import compiler_options, lowering
 from jaxdist.errors import StepError
 from jaxdist.step.interpreter import contains
 from jaxdist.step.layouts import Layout, Padded, sharding
@@ -195,7 +195,12 @@ class Program:
         run.__name__ = getattr(traces.step, "__name__", "step")  # type: ignore[attr-defined]
         state = [sharding(self._mesh, self.layouts[i]) for i in self.signature.state]
         batch = NamedSharding(self._mesh, P(AXIS))
-        self._jitted = jax.jit(run, in_shardings=(state, batch), donate_argnums=(0,) if donate else ())
+        self._jitted = jax.jit(
+            run,
+            in_shardings=(state, batch),
+            donate_argnums=(0,) if donate else (),
+            compiler_options=compiler_options(self._mesh) or None,
+        )
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it.
