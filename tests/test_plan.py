@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 
 import jaxdist
 from jaxdist import commlog, compat
+from jaxdist.communicators import compiler_options
 from jaxdist.plan import LEVELS, Plan
 from jaxdist.step.wire import Transfer
 from jaxdist.topology import KINDS, Topology
@@ -228,6 +230,18 @@ def test_what_is_refused() -> None:
         jaxdist.plan(step_of(tx), *abstract(tx), topology="3xcpu")
     with pytest.raises(ValueError, match="no kind 'tpu'"):
         jaxdist.plan(step_of(tx), *abstract(tx), topology="8xtpu")
+
+
+def test_options_of_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there in this version of XLA, and what the user says counts."""
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    monkeypatch.delenv("XLA_FLAGS")
+    options = compiler_options(mesh)
+    assert len(options) == 3, options
+    jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=1 --xla_gpu_pipeline_all_reduce=off")
+    assert list(compiler_options(mesh)) == ["xla_gpu_enable_latency_hiding_scheduler"]
+    assert not compat.compiler_knows("xla_gpu_nonsense", True)
 
 
 @pytest.mark.skipif(
