@@ -40,7 +40,8 @@ def plan(
     FUNCTION returns `(step, *args)`: what `jaxdist.plan` takes. The arguments may be abstract, as `jax.eval_shape`
     gives them, so that no array of the model is made; the batch is that of all devices together.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's complaints about programs that do not fit
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":  # JAX's default
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA complains about each program that does not fit
     import jax
 
     from jaxdist.plan import plan as make_plan

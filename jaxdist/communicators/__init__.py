@@ -69,7 +69,7 @@ _FOR_GPUS: tuple[dict[str, bool | int | str], ...] = (  # each under the names t
     },
     # 30 MB by default: gathers of two layers become one, that starts when the second may and ends before the first is
     # used. Reductions may wait for each other.
-    {"xla_gpu_all_gather_combine_threshold_bytes": 8 << 20},
+    {"xla_gpu_all_gather_combine_threshold_bytes": 4 << 20},
 )
 
 
