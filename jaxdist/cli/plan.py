@@ -127,10 +127,12 @@ def draw(plan: "Plan", path: Path) -> None:
     axes = figure.subplots()
     names = [one.name + "\n(this step)" * one.own for one in plan.levels]
     bottom = [0.0] * len(names)
-    for kind in dict.fromkeys(kind for one in plan.levels for kind in one.bytes):
+    visible = max(one.peak for one in plan.levels) / 500
+    for kind in dict.fromkeys(kind for one in plan.levels for kind, size in one.bytes.items() if size > visible):
         heights = [one.bytes.get(kind, 0) / 2**30 for one in plan.levels]
         axes.bar(names, heights, bottom=bottom, label=kind)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    axes.margins(y=0.1)
     axes.axhline(plan.memory / 2**30, color="black", linestyle="--", label="memory that JAX takes")
     axes.set_ylabel("GiB on one device")
     axes.set_title(f"{plan.step} on {plan.topology}")
