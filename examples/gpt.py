@@ -70,6 +70,16 @@ def nats(state: TrainState, params, windows_BxT: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean(axis=-1)
 
 
+def make_optimizer(lr: float, steps: int, clip: float, bf16: bool, level: int) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, max(1, steps // 20), steps, 0.1 * lr)
+    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    tx = optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
+    )
+    return jaxdist.zero(jaxdist.master_weights(tx) if bf16 else tx, level)  # type: ignore[arg-type]
+
+
 def make_train_step(microbatches: int):
     @jaxdist.data_parallel
     def train_step(state: TrainState, windows_BxT: jax.Array):
@@ -84,6 +94,19 @@ def make_train_step(microbatches: int):
 def eval_step(state: TrainState, batch):
     windows_BxT, weight_B = batch
     return {"nats": jnp.sum(nats(state, state.params, windows_BxT) * weight_B), "windows": jnp.sum(weight_B)}
+
+
+def planned(layers=4, heads=4, width=128, context=128, batch_size=16, microbatches=1, bf16=False, level=1):
+    """For `jaxdist plan examples/gpt.py:planned`: the step and the types of its arguments, of a model of any size."""
+    model = GPT(layers, heads, width, context, jnp.bfloat16 if bf16 else jnp.float32)
+    tx = make_optimizer(3e-3, 400, 1.0, bf16, level)
+
+    def make_state():
+        params = model.init(jax.random.key(0), jnp.zeros((1, context), jnp.uint8))
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    windows_BxT = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.uint8)
+    return make_train_step(microbatches), jax.eval_shape(make_state), windows_BxT
 
 
 def evaluate(state: TrainState, held_out: Loader, batches: int) -> float:
@@ -161,16 +184,9 @@ def main() -> None:
     batches = jaxdist.loader(windows(train_text, args.context), batch_size, seed=args.seed)
     held_out = jaxdist.loader(windows(held_out_text, args.context), batch_size, shuffle=False, tail="pad")
 
-    dtype = jnp.bfloat16 if args.bf16 else jnp.float32
-    model = GPT(args.layers, args.heads, args.width, args.context, dtype)
+    model = GPT(args.layers, args.heads, args.width, args.context, jnp.bfloat16 if args.bf16 else jnp.float32)
     params = jax.jit(model.init)(jax.random.key(args.seed), np.zeros((1, args.context), np.uint8))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 20), args.steps, 0.1 * args.lr)
-    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-    tx = optax.chain(
-        optax.clip_by_global_norm(args.clip),
-        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
-    )
-    tx = jaxdist.zero(jaxdist.master_weights(tx) if args.bf16 else tx, args.level)
+    tx = make_optimizer(args.lr, args.steps, args.clip, args.bf16, args.level)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     count = sum(x.size for x in jax.tree.leaves(params))
 

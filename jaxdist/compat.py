@@ -139,6 +139,60 @@ def with_weak_type(x: Any, weak_type: bool) -> Any:
     return _lax._convert_element_type(x, x.dtype, weak_type=weak_type) if weak_type else x
 
 
+# --- devices that are not here
+
+
+def gpus_elsewhere(target: str, hosts: int, per_host: int) -> list[Any]:
+    """Devices that programs can be compiled for, and no more (`jax.experimental.topologies`).
+
+    Args:
+      target: XLA's description of the GPU.
+      hosts: number of them.
+      per_host: GPUs of each, one a process.
+
+    Raises:
+      ImportError: JAX is installed without what compiles for NVIDIA's GPUs.
+    """
+    import os
+
+    from jax.experimental import topologies
+
+    # The plugin of jax[cuda12] would refuse a machine without a driver.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"{hosts}x{per_host}x1")
+    except (NotImplementedError, RuntimeError) as error:
+        raise ImportError(str(error)) from None
+    return list(found.devices)
+
+
+@functools.lru_cache(maxsize=4)
+def cpus_elsewhere(count: int) -> list[Any]:
+    """Virtual CPU devices beside those of the backend, whose number is settled when it starts.
+
+    A client of their own (no public way makes a second one); programs can be compiled for them.
+    """
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    return list(xla_client.make_cpu_client(num_devices=count).devices())
+
+
+@functools.cache
+def compiler_knows(option: str, value: bool | int | str) -> bool:
+    """Whether this version of XLA has a compiler option: they come and go, and one that is not there is an error."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    one = NamedSharding(Mesh(cpus_elsewhere(1), ("one",)), PartitionSpec())
+    lowered = jax.jit(lambda x: x, in_shardings=one).lower(jax.ShapeDtypeStruct((), "float32"))
+    try:
+        lowered.compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" in str(error):
+            return False
+        raise
+    return True
+
+
 # --- process set-up
 
 

@@ -63,12 +63,12 @@ class Memory:
         for row in (*self.rows, self.total):
             if row.kind == "total":
                 table.add_section()
-            sizes = map(_readable, (row.whole, row.device, row.replicated, row.padding))
+            sizes = map(readable, (row.whole, row.device, row.replicated, row.padding))
             table.add_row(row.kind, str(row.leaves), *sizes)
         if self.compiled:
             table.add_section()
         for name, size in self.compiled.items():
-            table.add_row(f"compiled step: {name}", "", "", _readable(size), "", "")
+            table.add_row(f"compiled step: {name}", "", "", readable(size), "", "")
         out = io.StringIO()
         Console(file=out, width=100).print(table)
         return out.getvalue().rstrip()
@@ -125,7 +125,7 @@ def _row(kind: str, leaves: list[Any]) -> Row:
     return Row(kind, len(leaves), whole, device, replicated, padding)
 
 
-def _readable(size: int) -> str:
+def readable(size: int) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

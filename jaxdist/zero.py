@@ -70,8 +70,6 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
     if not any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
         tx = optax.with_extra_args_support(tx)  # else it takes them already, of whatever class it is (`MultiSteps`)
     inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    if level == 0:
-        return inner
 
     def init(params: Any) -> Any:
         state = inner.init(params)
@@ -80,7 +78,8 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not inside_step():
             return inner.update(updates, state, params, **extra)
-        _check(inner, level, updates, state, params, extra)
+        if level:
+            _check(inner, level, updates, state, params, extra)
         return inner.update(
             _marked(updates, "gradient", level),
             _marked(state, "state", level),

@@ -145,7 +145,8 @@ def test_one_device_keeps_everything() -> None:
 def test_outside_a_decorated_step_it_is_the_transformation() -> None:
     tx = jaxdist.zero(ADAM, 3)
     assert gap(run(jax.jit(step_of(tx)), state_of(tx)), run(jax.jit(step_of(ADAM)), state_of(ADAM))) == 0
-    assert jaxdist.zero(ADAM, 0).update is optax.with_extra_args_support(ADAM).update
+    tx = jaxdist.zero(ADAM, 0)
+    assert gap(run(jax.jit(step_of(tx)), state_of(tx)), run(jax.jit(step_of(ADAM)), state_of(ADAM))) == 0
 
 
 def test_levels_can_change_on_the_way() -> None:

@@ -5,6 +5,7 @@ import typer
 from jaxdist.cli.bench import bench
 from jaxdist.cli.export import export
 from jaxdist.cli.info import info
+from jaxdist.cli.plan import plan
 from jaxdist.cli.plot import plot
 from jaxdist.cli.run import RunCommand, run
 
@@ -22,3 +23,4 @@ app.command()(info)
 app.command()(bench)
 app.command()(export)
 app.command()(plot)
+app.command()(plan)

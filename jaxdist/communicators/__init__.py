@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any, Protocol
 
 from jax.sharding import Mesh
+
+from jaxdist import compat
 
 
 class Lowering(Protocol):
@@ -52,6 +56,42 @@ def default_bucket_bytes(communicator: str, mesh: Mesh) -> int:
     if communicator == "mpi":
         return 1 << 20
     return 32 << 20 if _over_gloo(mesh) else 1 << 18
+
+
+# Seen in the schedules that it makes for 8 H100s of a 12-layer transformer (`jaxdist plan`, see docs/plan.md).
+_FOR_GPUS: tuple[dict[str, bool | int | str], ...] = (  # each under the names that versions of XLA have for it
+    # On the A100 and older it is off, and nothing is hidden.
+    {"xla_gpu_enable_latency_hiding_scheduler": True},
+    # A reduction at the end of a loop's body runs beside the next turn. (XLA does it for reduce-scatters by itself.)
+    {
+        "xla_gpu_enable_pipelined_all_reduce": True,  # jax 0.10
+        "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",  # 0.12
+    },
+    # 30 MB by default: gathers of two layers become one, that starts when the second may and ends before the first is
+    # used. Reductions may wait for each other.
+    {"xla_gpu_all_gather_combine_threshold_bytes": 4 << 20},
+)
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """What XLA is told so that messages travel while GPUs compute, but for what the user says in ``XLA_FLAGS``.
+
+    Args:
+      mesh: the devices.
+
+    Example:
+      >>> import jaxdist
+      >>> compiler_options(jaxdist.get_context().mesh)  # CPUs
+      {}
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        return {}
+    own = os.environ.get("XLA_FLAGS", "")
+    options: dict[str, Any] = {}
+    for choices in _FOR_GPUS:
+        if not any(re.search(rf"\b{name}\b", own) for name in choices):
+            options.update([(k, v) for k, v in choices.items() if compat.compiler_knows(k, v)][:1])
+    return options
 
 
 def _over_gloo(mesh: Mesh) -> bool:

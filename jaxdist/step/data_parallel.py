@@ -7,23 +7,25 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist import commlog, finite, sync
 from jaxdist.communicators import default_bucket_bytes
 from jaxdist.context import Context, get_context
 from jaxdist.step.agree import Agreement, Description
-from jaxdist.step.layouts import Layout
+from jaxdist.step.layouts import Layout, choose, sharding
 from jaxdist.step.passes.shards import Gathered
-from jaxdist.step.placement import ELSEWHERE, Placement
+from jaxdist.step.placement import ELSEWHERE, Placement, abstract, batch_problem, in_shards
 from jaxdist.step.primitives import AXIS, Op
 from jaxdist.step.program import Program, Signature, Static, Traces, is_array
 
@@ -159,13 +161,13 @@ def data_parallel(
             return step
         argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
         return functools.update_wrapper(
-            _DataParallel(step, argnums, reduce, donate, check_finite, check_every, mesh, bucket_bytes, compress), step
+            DataParallel(step, argnums, reduce, donate, check_finite, check_every, mesh, bucket_bytes, compress), step
         )
 
     return decorate if step is None else decorate(step)
 
 
-class _DataParallel:
+class DataParallel:
     """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
 
     def __init__(
@@ -321,23 +323,60 @@ class _DataParallel:
             how = placement.layout(leaves[i])
             layouts[i] = how if isinstance(how, Layout) else layouts[i]
         key = (signature, *layouts)
-        program = self._programs.get(key)
-        if program is None:
-            communicator = self._context.communicator
-            bucket_bytes = self._bucket_bytes
-            if bucket_bytes is None:
-                bucket_bytes = default_bucket_bytes(communicator, self._mesh)
-            program = self._programs[key] = Program(
-                traces,
-                layouts,
-                self._op,
-                communicator,
-                self._donate and not traces(avals).checked,  # an error must not cost the state
-                bucket_bytes,
-                _COMPRESSIONS[self._compress] if self._compress else None,
-                self._traced,
-            )
-        return program
+        if key not in self._programs:
+            donate = self._donate and not traces(avals).checked  # an error must not cost the state
+            self._programs[key] = self._program(traces, layouts, self._context.communicator, donate, self._traced)
+        return self._programs[key]
+
+    def _program(
+        self, traces: Traces, layouts: Sequence[Layout | None], communicator: str, donate: bool, told: Any = None
+    ) -> Program:
+        bucket_bytes = self._bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(communicator, traces.mesh)
+        compress = _COMPRESSIONS[self._compress] if self._compress else None
+        return Program(traces, layouts, self._op, communicator, donate, bucket_bytes, compress, told)
+
+    def ahead(self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1) -> Ahead:
+        """The step for other devices than this job's, which need not be here; nothing is sent, no array is made.
+
+        Args:
+          mesh: of them.
+          args: arrays or `jax.ShapeDtypeStruct`s; those of the batch with the examples of all devices together.
+          level: of ZeRO, in place of that which the step says.
+          scale: times as many examples as those of the batch.
+
+        Raises:
+          ValueError: the batch can't be divided over the devices.
+        """
+        signature = self._describe(args)
+        leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
+        avals = [abstract(x) for x in leaves]
+        for i in signature.batch if scale != 1 else ():
+            shape = avals[i].shape
+            avals[i] = jax.ShapeDtypeStruct((round(shape[0] * scale), *shape[1:]), avals[i].dtype)
+        names = [signature.names[i] for i in signature.batch]
+        if problem := batch_problem(names, [avals[i] for i in signature.batch], [mesh.size] * len(names)):
+            raise ValueError(problem)
+        traces = Traces(self._step, signature, mesh, self._check_finite, level)
+        layouts = traces.homes(avals)
+        for i in signature.state:
+            if in_shards(leaves[i]):
+                layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
+        traced = traces(avals)
+        held = []
+        for a, how, is_batch in zip(avals, layouts, signature.is_batch, strict=True):
+            split = NamedSharding(mesh, P(AXIS)) if is_batch else sharding(mesh, how)
+            shape = how.physical(a.shape) if how else a.shape
+            held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
+        program = self._program(traces, layouts, "xla", self._donate and not traced.checked)
+        lowered = program.lower([held[i] for i in signature.state], [held[i] for i in signature.batch])
+        sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
+        roles = [*map(traced.roles.get, range(len(held)))]
+        return Ahead(lowered, traced.levels, "parameter" in traced.roles.values(), tuple(
+            Held(name, "batch" if is_batch else role or "", size)
+            for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
+        ))  # fmt: skip
 
     def _traced(self, program: ClosedJaxpr, gathered: Sequence[Gathered]) -> None:
         """A program is about to be compiled."""
@@ -405,6 +444,37 @@ class _DataParallel:
             if not problem and (stranger := self._placement.stranger(x)):
                 problem = f"state leaf {name} {stranger}"
         self._agreement.check(self._name, call, Description(tuple(entries), problem))
+
+
+class Held(NamedTuple):
+    """An argument of a step, as a device holds it.
+
+    Attributes:
+      name: of the leaf.
+      role: ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``.
+      bytes: on a device.
+    """
+
+    name: str
+    role: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A step for devices that need not be here.
+
+    Attributes:
+      lowered: as of ``jax.jit(step).lower``.
+      levels: of the uses of `jaxdist.zero` in the step, as it was written.
+      knows_parameters: whether `jaxdist.zero` is told which arguments are the parameters.
+      arguments: of the step.
+    """
+
+    lowered: Any
+    levels: frozenset[int]
+    knows_parameters: bool
+    arguments: tuple[Held, ...]
 
 
 @dataclass

@@ -165,31 +165,49 @@ class Placement:
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""
-        sizes: dict[int, str] = {}
-        for name, x in zip(names, leaves, strict=True):
-            shape = np.shape(x)
-            if not shape:
-                return (
-                    f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
-                    "example. Pass settings and counters as part of the state, or close over them"
-                )
-            if not shape[0]:
-                return f"batch leaf {name} is empty (shape {shape}): each device needs at least one example"
-            spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
-            devices = self.mesh.size if spanning else len(self.local_devices)
-            if shape[0] % devices:
-                return (
-                    f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over "
-                    f"{devices} devices: drop or pad the tail, so that the number is a multiple of {devices}"
-                )
-            sizes.setdefault(shape[0], name)
-        if len(sizes) > 1:
-            (a, first), (b, second) = list(sizes.items())[:2]
+        spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
+        return batch_problem(names, leaves, [self.mesh.size if s else len(self.local_devices) for s in spanning])
+
+
+def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
+    """What is wrong with a batch whose leaves are to be divided over so many devices each, or None."""
+    sizes: dict[int, str] = {}
+    for name, x, parts in zip(names, leaves, devices, strict=True):
+        shape = np.shape(x)
+        if not shape:
             return (
-                f"batch leaves have different numbers of examples: {first} has {a}, {second} has {b}. What is not one "
-                "entry an example belongs to the state"
+                f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
+                "example. Pass settings and counters as part of the state, or close over them"
             )
-        return None
+        if not shape[0]:
+            return f"batch leaf {name} is empty (shape {shape}): each device needs at least one example"
+        if shape[0] % parts:
+            return (
+                f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over "
+                f"{parts} devices: drop or pad the tail, so that the number is a multiple of {parts}"
+            )
+        sizes.setdefault(shape[0], name)
+    if len(sizes) > 1:
+        (a, first), (b, second) = list(sizes.items())[:2]
+        return (
+            f"batch leaves have different numbers of examples: {first} has {a}, {second} has {b}. What is not one "
+            "entry an example belongs to the state"
+        )
+    return None
+
+
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of a leaf that may be abstract, without making an array of it."""
+    if type(x) is Padded:
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    aval = jax.eval_shape(lambda x: x, x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def in_shards(x: Any) -> bool:
+    """Whether a leaf says that it is kept in shards, over whichever devices."""
+    own = getattr(x, "sharding", None)
+    return type(x) is Padded or (isinstance(own, NamedSharding) and not own.is_fully_replicated)
 
 
 class _Key:

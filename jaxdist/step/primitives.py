@@ -55,7 +55,8 @@ shard_p = Primitive("jaxdist_shard")
 """``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
 ``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"`` or ``"asked"`` for by the user; ``level``: of
-ZeRO. What the state's leaves are marked as says how they are kept between steps (see `passes.homes`).
+ZeRO. What the state's leaves are marked as says how they are kept between steps (see `passes.homes`). Marks of level 0
+are dropped after the trace (`passes.levels`).
 """
 
 reduce_shard_p = Primitive("jaxdist_reduce_scatter")
@@ -91,6 +92,8 @@ def expand(x: Any, axes: tuple[str, ...]) -> jax.Array:
 
 def mark(x: Any, role: str, level: int) -> Any:
     """Bind :data:`shard_p`, if `x` holds numbers."""
+    if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer
+        return x
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else shard_p.bind(x, role=role, level=level)
 

@@ -15,13 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat, finite
-from jaxdist.communicators import lowering
+from jaxdist.communicators import compiler_options, lowering
 from jaxdist.errors import StepError
 from jaxdist.step.interpreter import contains
 from jaxdist.step.layouts import Layout, Padded, sharding
 from jaxdist.step.passes.fuse import Fuse
-from jaxdist.step.passes.homes import homes
+from jaxdist.step.passes.homes import homes, roles
 from jaxdist.step.passes.layout import Flow, infer
+from jaxdist.step.passes.levels import at_level, levels
 from jaxdist.step.passes.reductions import Reductions
 from jaxdist.step.passes.shards import Gathered, Shards
 from jaxdist.step.primitives import AXIS, Op, all_reduce, shard_p
@@ -39,12 +40,16 @@ class _Traced(NamedTuple):
       tree: of the result.
       untyped: why JAX's types refuse the step, if they do.
       checked: what the findings are about (see `jaxdist.finite`).
+      levels: of the uses of `jaxdist.zero` in the step, as it was written.
+      roles: by input: what it is to `jaxdist.zero`, if anything.
     """
 
     jaxpr: ClosedJaxpr
     tree: Any
     untyped: Exception | None
     checked: tuple[str, ...]
+    levels: frozenset[int]
+    roles: dict[int, str]
 
 
 @jax.tree_util.register_static
@@ -57,7 +62,7 @@ class Static:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is data, as opposed to a constant of the program."""
-    return isinstance(leaf, (jax.Array, bool, int, float, complex)) or hasattr(leaf, "__array__")
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)) or hasattr(leaf, "__array__")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +111,19 @@ class Traces:
       signature: structure of its arguments.
       mesh: one axis, ``"data"``.
       check_finite: whether the result is looked at.
+      level: of ZeRO, in place of those that the step says.
     """
 
-    def __init__(self, step: Callable[..., Any], signature: Signature, mesh: Mesh, check_finite: bool = False):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        signature: Signature,
+        mesh: Mesh,
+        check_finite: bool = False,
+        level: int | None = None,
+    ):
         self.step, self.signature, self.mesh, self.check_finite = step, signature, mesh, check_finite
+        self.level = level
         self._latest: tuple[Any, _Traced, list[Layout | None]] | None = None
 
     def __call__(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Traced:
@@ -122,7 +136,7 @@ class Traces:
 
     def trace(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Traced:
         """The step at arguments of these types, not kept."""
-        return _trace(self.step, self.signature, avals, self.mesh, self.check_finite)
+        return _trace(self.step, self.signature, avals, self.mesh, self.check_finite, self.level)
 
     def _at(self, avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, _Traced, list[Layout | None]]:
         key = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
@@ -181,7 +195,12 @@ class Program:
         run.__name__ = getattr(traces.step, "__name__", "step")  # type: ignore[attr-defined]
         state = [sharding(self._mesh, self.layouts[i]) for i in self.signature.state]
         batch = NamedSharding(self._mesh, P(AXIS))
-        self._jitted = jax.jit(run, in_shardings=(state, batch), donate_argnums=(0,) if donate else ())
+        self._jitted = jax.jit(
+            run,
+            in_shardings=(state, batch),
+            donate_argnums=(0,) if donate else (),
+            compiler_options=compiler_options(self._mesh) or None,
+        )
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it.
@@ -214,7 +233,7 @@ class Program:
             jax.ShapeDtypeStruct(how.logical(a.shape), a.dtype, weak_type=a.weak_type) if how else a
             for a, how in zip(held, self.layouts, strict=True)
         ]
-        closed, out_tree, untyped, self.checked = self._traces(avals)
+        closed, out_tree, untyped, self.checked, *_ = self._traces(avals)
         checked = untyped is None
         self._has_constants = _has_constants(out_tree)
         closed, shapes, loops = self._reductions(closed, avals, checked)
@@ -315,7 +334,7 @@ class Program:
             for a, b in zip(avals, is_batch, strict=True)
         ]
         try:
-            closed, _, untyped, _ = self._traces.trace(twice)
+            closed, _, untyped, *_ = self._traces.trace(twice)
             _, shapes, loops = self._reductions(closed, twice, untyped is None)
         except Exception as error:
             if not odd:
@@ -361,7 +380,12 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _trace(
-    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh, check_finite: bool
+    step: Callable[..., Any],
+    signature: Signature,
+    avals: Sequence[Any],
+    mesh: Mesh,
+    check_finite: bool,
+    level: int | None,
 ) -> _Traced:
     trees: list[tuple[Any, tuple[str, ...]]] = []
 
@@ -377,17 +401,24 @@ def _trace(
         return [*outs, found.everywhere()] if found.names else outs
 
     specs = [P(AXIS) if batch else P() for batch in signature.is_batch]
+
+    def traced(refused: Exception | None) -> _Traced:
+        jaxpr = capture(flat, avals, specs, mesh, check=refused is None)
+        own, known = levels(jaxpr.jaxpr), roles(jaxpr)
+        if 0 in own or (own and level is not None):
+            run = at_level(jaxpr, level)
+            jaxpr = capture(run, avals, specs, mesh, check=refused is None)
+        return _Traced(jaxpr, trees[-1][0], refused, trees[-1][1], own, known)
+
     try:
-        jaxpr = capture(flat, avals, specs, mesh, check=True)
-        return _Traced(jaxpr, trees[-1][0], None, trees[-1][1])
+        return traced(None)
     except StepError:
         raise
     except (TypeError, ValueError, NotImplementedError) as refused:
         # A model that the types can't follow (a Pallas kernel, say) or an error of the step's own: the untyped trace
         # tells which. There only `jaxdist.value_and_grad` knows what a gradient is, and the proof below insists on it.
         try:
-            jaxpr = capture(flat, avals, specs, mesh, check=False)
-            return _Traced(jaxpr, trees[-1][0], refused, trees[-1][1])
+            return traced(refused)
         except Exception:
             raise refused from None
 

@@ -30,6 +30,7 @@ class _From:
 
 @dataclass
 class _Found:
+    roles: dict[int, str] = field(default_factory=dict)
     sharded: set[int] = field(default_factory=set)
     sliced: set[int] = field(default_factory=set)  # a loop takes slices along the first dimension
 
@@ -48,6 +49,13 @@ def homes(closed: ClosedJaxpr, devices: int) -> list[Layout | None]:
     ]
 
 
+def roles(closed: ClosedJaxpr) -> dict[int, str]:
+    """What each input of a traced step is to `jaxdist.zero`, if anything: ``"state"`` or ``"parameter"``."""
+    found = _Found()
+    _follow(closed.jaxpr, [_From(i) for i in range(len(closed.in_avals))], found)
+    return found.roles
+
+
 def _follow(jaxpr: Jaxpr, inputs: Sequence[_From | None], found: _Found) -> list[_From | None]:
     env: dict[Any, _From | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -62,6 +70,8 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[_From | None], found: _Found) -> list
 def _equation(eqn: JaxprEqn, args: list[_From | None], found: _Found) -> Sequence[_From | None]:
     name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
     if eqn.primitive is shard_p:
+        if args[0] is not None and eqn.params["role"] in ("state", "parameter"):
+            found.roles.setdefault(args[0].index, eqn.params["role"])
         kept = {"state": 1, "parameter": 3, "asked": 0}.get(eqn.params["role"])
         if args[0] is not None and args[0].exact and kept is not None and eqn.params["level"] >= kept:
             found.sharded.add(args[0].index)

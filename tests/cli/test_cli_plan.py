@@ -1,0 +1,85 @@
+"""`jaxdist plan`: a function by file or module, tables, JSON and a picture, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import quick
+from conftest import Jaxdist  # type: ignore[attr-defined]
+from typer.testing import CliRunner
+
+from jaxdist.cli import app
+
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+
+
+def plan(*args: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["plan", *map(str, args)])
+    return done.exit_code, " ".join(done.output.replace("│", "").split())
+
+
+def test_the_example():
+    with quick.compilation():
+        code, text = plan(
+            f"{GPT}:planned", "layers=1", "width=32", "bf16=true", "--topology=2xcpu", "--levels=", "--json"
+        )
+    assert code == 0, text
+    (found,) = json.loads(text)["levels"]
+    assert (found["level"], found["own"]) == (1, True)
+    weights = 12 * 32**2 + 3 * 32 + (256 + 128) * 32  # of the layer, of norms, of bytes and places
+    assert found["bytes"]["parameters"] == 2 * weights
+
+
+def test_as_a_program(jaxdist: Jaxdist, tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = jaxdist("plan", "script.py:make", "--topology=2x4xcpu", "--levels=0,1,2,3", "--json", "--plot", "plan.png")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["topology"]["hosts"] == 2
+    assert [one["level"] for one in found["levels"]] == [None]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, jaxdist
+@jaxdist.data_parallel
+def step(w, x):
+    return w - jax.grad(lambda w: jnp.mean(x @ w))(w)
+def make(width=4, name="w"):
+    return step, jax.ShapeDtypeStruct((width,), jnp.float32), jax.ShapeDtypeStruct((8, width), jnp.float32)
+def nothing():
+    return step
+"""
+
+
+def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "planned_module.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    code, text = plan("planned_module:make", "width=16", "name=x", "--topology=2xcpu")
+    assert code == 0, text
+    assert "step 'step' on 2xcpu" in text
+    assert "64 B" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["make"], "expected MODULE:FUNCTION"),
+        (["missing.py:make"], "no such file: missing.py"),
+        (["missing_module:make"], "no such module: missing_module"),
+        (["script.py:other"], "has no function 'other'"),
+        (["script.py:nothing"], "expected a tuple (step, *args)"),
+        (["script.py:make", "4"], "expected NAME=VALUE"),
+        (["script.py:make", "size=4"], "unexpected keyword argument 'size'"),
+        (["script.py:make", "--topology=8xTPU"], "valid: A100-40, A100-80, H100, H200, B200, cpu"),
+        (["script.py:make", "--topology=3xcpu"], "can't be divided over 3 devices"),
+        (["script.py:make", "--levels=a"], "expected numbers from 0 to 3"),
+        (["script.py:make", "--topology=2xcpu", "--plot=x.txt"], "--plot"),
+    ],
+)
+def test_what_is_refused(args: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    code, text = plan(*args)
+    assert code == 2
+    assert said in text

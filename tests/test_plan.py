@@ -1,0 +1,262 @@
+"""`plan` says what a run then shows: bytes, collectives, levels; and makes no array for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxdist
+from jaxdist import commlog, compat
+from jaxdist.communicators import compiler_options
+from jaxdist.plan import LEVELS, Plan
+from jaxdist.step.wire import Transfer
+from jaxdist.topology import KINDS, Topology
+
+N, WIDTH, LAYERS = 8, 32, 3
+ADAM = optax.adam(1e-3)
+# `odd` has padding on 8 devices, `small` is smaller than they are many.
+SHAPES = {"layers": (LAYERS, WIDTH, WIDTH), "odd": (WIDTH, 13), "small": (3,)}
+
+
+def make_params() -> dict[str, Any]:
+    return {name: jnp.full(shape, 0.1, jnp.float32) for name, shape in SHAPES.items()}
+
+
+def loss_fn(p: Any, x: Any) -> Any:
+    x, _ = lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, p["layers"])
+    return jnp.mean((x @ p["odd"]) ** 2) * p["small"].sum()
+
+
+def step_of(tx: Any, **options: Any) -> Any:
+    @jaxdist.data_parallel(**options)
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def abstract(tx: Any = ADAM, rows: int = 2 * N) -> tuple[Any, Any, Any]:
+    params = jax.eval_shape(make_params)
+    return params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+
+
+def planned(level: Any, topology: str = f"{N}xcpu", **options: Any) -> Plan:
+    tx = jaxdist.zero(ADAM, level)
+    return jaxdist.plan(step_of(tx), *abstract(tx), topology=topology, **options)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[int, Plan]:
+    return {2: planned(2)}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bytes_are_those_of_the_real_state(level: Any, plans: dict[int, Plan]) -> None:
+    tx = jaxdist.zero(ADAM, level)
+    params = make_params()
+    state = step_of(tx)(params, tx.init(params), np.ones((2 * N, WIDTH), np.float32))[:2]
+    rows = {row.kind: row.device for row in jaxdist.memory(dict(zip(("params", "opt_state"), state, strict=True))).rows}
+    found = plans[2].levels[level]
+    assert found.level == level
+    assert found.bytes["parameters"] == rows["params"]
+    assert found.bytes["optimizer state"] == rows["opt_state"]
+    assert found.bytes["batch"] == 2 * WIDTH * 4
+    assert sum(found.bytes.values()) == found.peak
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_collectives_are_those_of_the_program(
+    level: Any, plans: dict[int, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Counter[Transfer]] = []
+    monkeypatch.setenv("JAXDIST_LOG", "comm")
+    monkeypatch.setattr(commlog, "table", lambda found: (seen.append(found), "")[1])
+    tx = jaxdist.zero(ADAM, level)
+    step_of(tx).lower(*abstract(tx))
+    expected: Counter[str] = Counter()
+    for one, count in seen[0].items():
+        if one.bytes:
+            expected[one.kind] += count * one.times * one.bytes
+    assert {row.kind: row.bytes for row in plans[2].levels[level].traffic} == expected
+
+
+def test_what_compiles_is_what_is_planned(plans: dict[int, Plan]) -> None:
+    tx = jaxdist.zero(ADAM, 2)
+    analysis = step_of(tx).lower(*abstract(tx)).compile().memory_analysis()
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    assert plans[2].own.peak == analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
+
+
+def test_another_level_is_that_level(plans: dict[int, Plan]) -> None:
+    """Whichever level the step is written with."""
+    for level in (0, 3):
+        assert [one.own for one in planned(level, levels=()).levels] == [True]
+        other = planned(level, levels=(0, 3))
+        for one in other.levels:
+            same = plans[2].levels[one.level or 0]
+            assert (one.peak, one.traffic) == (same.peak, same.traffic)
+
+
+def test_activations_grow_with_the_batch() -> None:
+    tx = jaxdist.zero(ADAM, 1)
+    sizes = [jaxdist.plan(step_of(tx), *abstract(tx, rows), topology="4xcpu", levels=()).own for rows in (512, 1024)]
+    small, large = (one.bytes["activations"] for one in sizes)
+    assert small > 512 // 4 * WIDTH * 4 * LAYERS
+    assert 1.8 < large / small < 2.2
+    assert sizes[0].bytes["gradients and temporaries"] == pytest.approx(
+        sizes[1].bytes["gradients and temporaries"], rel=0.1
+    )
+
+
+def test_no_array_is_made() -> None:
+    before = len(jax.live_arrays())
+    params = {
+        "w": jax.ShapeDtypeStruct((1 << 20, 1 << 14), jnp.bfloat16),
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+    }
+
+    @jaxdist.data_parallel
+    def step(params: Any, count: Any, x: Any) -> Any:
+        g = jax.grad(lambda w: jnp.mean((x @ w).astype(jnp.float32)))(params["w"])
+        return {**params, "w": params["w"] - g}, count + 1
+
+    found = jaxdist.plan(step, params, 0, jax.ShapeDtypeStruct((16, 1 << 20), jnp.bfloat16), topology="16xcpu")
+    assert found.own.bytes["parameters"] == (1 << 35) + 8
+    assert found.own.bytes["other state"] == 4 * (1 + jax.config.read("jax_enable_x64"))
+    assert len(jax.live_arrays()) == before
+
+
+def test_arrays_will_do_as_well() -> None:
+    tx = jaxdist.zero(ADAM, 3)
+    params = make_params()
+    x = np.ones((2 * N, WIDTH), np.float32)
+    state = step_of(tx)(params, tx.init(params), x)[:2]  # in shards, some with padding
+    found = jaxdist.plan(step_of(tx), *state, x, topology="4xcpu", levels=())
+    assert found.own.bytes == jaxdist.plan(step_of(tx), *abstract(tx), topology="4xcpu", levels=()).own.bytes
+    average = {name: jaxdist.shard(x) for name, x in make_params().items()}  # stays in shards whatever the level
+
+    @jaxdist.data_parallel
+    def update(average: Any, x: Any) -> Any:
+        return jax.tree.map(lambda a: a + lax.pmean(x.mean(), "data"), average)
+
+    kept = jaxdist.plan(update, average, x, topology="4xcpu").own.bytes["other state"]
+    assert kept < 0.3 * sum(x.nbytes for x in make_params().values())
+
+
+def test_without_zero_there_is_one_row() -> None:
+    found = jaxdist.plan(step_of(ADAM), *abstract(), topology="2x4xcpu")
+    assert [(one.level, one.own) for one in found.levels] == [(None, True)]
+    assert any("does not use jaxdist.zero" in note for note in found.notes)
+    assert found.own.bytes["parameters"] == sum(x.nbytes for x in make_params().values())
+    assert "as written" in str(found)
+
+
+def test_what_zero_is_not_told() -> None:
+    tx = jaxdist.zero(ADAM, 1)
+
+    @jaxdist.data_parallel
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state)
+        return optax.apply_updates(params, updates), opt_state
+
+    found = jaxdist.plan(step, *abstract(tx), topology="4xcpu", levels=(1, 3))
+    assert [one.level for one in found.levels] == [1]
+    assert any("tx.update(grads, opt_state, params)" in note for note in found.notes)
+
+
+def test_a_device_that_is_too_small(plans: dict[int, Plan]) -> None:
+    peaks = [one.peak for one in plans[2].levels]
+    tiny = Topology(1, N, dataclasses.replace(KINDS["cpu"], memory=(peaks[0] + peaks[3]) // 2))
+    tx = jaxdist.zero(ADAM, 0)
+    found = jaxdist.plan(step_of(tx), *abstract(tx), topology=tiny, levels=(0, 3))
+    assert [one.fits for one in found.levels] == [False, True]
+
+
+def test_without_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise ImportError("no plugin")
+
+    monkeypatch.setattr(compat, "gpus_elsewhere", missing)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    found = planned(1, "2x4xH100", levels=(1,))
+    assert found.compiled_for == "cpu"
+    assert found.own.total.overlapped is None
+    assert found.memory == KINDS["h100"].memory // 2
+    assert "no plugin" in found.notes[0]
+    assert "pip install 'jaxdist[cuda12]'" in str(found)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "much")
+    with pytest.raises(ValueError, match="expected a number"):
+        planned(1, "8xH100", levels=())
+
+
+def test_tables_and_json_say_the_same(plans: dict[int, Plan]) -> None:
+    found, text = json.loads(plans[2].to_json()), str(plans[2])
+    assert [one["level"] for one in found["levels"]] == [0, 1, 2, 3]
+    assert found["topology"]["kind"]["name"] == "cpu"
+    for one, level in zip(found["levels"], plans[2].levels, strict=True):
+        assert one["peak"] == sum(one["bytes"].values()) == level.peak
+        assert one["traffic"][-1]["sent"] == level.total.sent == sum(row["sent"] for row in one["traffic"][:-1])
+    for word in ("level 2 (this step)", "optimizer state", "activations", "fits", "all-gather", "3 GB/s each way"):
+        assert word in text
+
+
+def test_the_time_of_a_collective() -> None:
+    tx = jaxdist.zero(ADAM, 0)
+    found = jaxdist.plan(step_of(tx, bucket_bytes=1 << 30), *abstract(tx), topology="8xcpu", levels=()).own.total
+    kind = KINDS["cpu"]
+    assert found.seconds == pytest.approx(found.count * kind.latency + found.sent / kind.link)
+
+
+def test_what_is_refused() -> None:
+    tx = jaxdist.zero(ADAM, 1)
+    with pytest.raises(TypeError, match=r"decorated with jaxdist\.data_parallel"):
+        jaxdist.plan(lambda x: x, 1, topology="8xcpu")
+    with pytest.raises(ValueError, match="no ZeRO level 4"):
+        jaxdist.plan(step_of(tx), *abstract(tx), topology="8xcpu", levels=(4,))
+    with pytest.raises(ValueError, match=r"x has 16 examples .* can't be divided over 3 devices"):
+        jaxdist.plan(step_of(tx), *abstract(tx), topology="3xcpu")
+    with pytest.raises(ValueError, match="no kind 'tpu'"):
+        jaxdist.plan(step_of(tx), *abstract(tx), topology="8xtpu")
+
+
+def test_options_of_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there in this version of XLA, and what the user says counts."""
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    monkeypatch.delenv("XLA_FLAGS")
+    options = compiler_options(mesh)
+    assert len(options) == 3, options
+    jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=1 --xla_gpu_pipeline_all_reduce=off")
+    assert list(compiler_options(mesh)) == ["xla_gpu_enable_latency_hiding_scheduler"]
+    assert not compat.compiler_knows("xla_gpu_nonsense", True)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="NO COMPILER FOR GPUS: schedules are not tested; pip install 'jaxdist[cuda12]' (needs no GPU)",
+)
+def test_for_gpus() -> None:
+    found = planned(3, "2x4xH100")
+    assert found.compiled_for == "cuda"
+    own = found.own
+    assert own.total.overlapped is not None
+    assert 0 <= own.total.overlapped <= 1
+    assert {row.kind for row in own.traffic} == {"all-gather", "reduce-scatter", "all-reduce"}
+    whole = sum(x.nbytes for x in make_params().values())
+    sent = {row.kind: row.bytes for row in own.traffic}
+    assert whole <= sent["all-gather"] <= 2.5 * whole
+    peaks = [one.peak for one in found.levels]
+    assert peaks == sorted(peaks, reverse=True)
