@@ -47,6 +47,11 @@ def number(x: float) -> str:
     return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
 
 
+def three(x: float) -> str:
+    """Three digits."""
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Markdown; None is an empty cell."""
     lines = [head, ["---"] * len(head), *rows]

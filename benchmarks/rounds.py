@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TextIO
 
-from jaxdist.cli.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV
-
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 300.0  # of whatever a job is told to do
 
@@ -38,6 +36,8 @@ class Job:
     """
 
     def __init__(self, side: Sequence[str], ranks: int, python: str = sys.executable, env: dict[str, str] | None = None):
+        from jaxdist.cli.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV  # not at the top: torch's ranks don't have it
+
         self.side, self._folder = " ".join(side), tempfile.mkdtemp(prefix="benchmark-")
         self._streams: dict[socket.socket, TextIO] = {}
         path = f"{self._folder}/socket"

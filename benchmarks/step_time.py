@@ -116,7 +116,12 @@ def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE) -
 
 
 def measure(
-    model: str, variants: dict[str, tuple[str, str]], rounds: int, seconds: float, torch: str | None
+    model: str,
+    variants: dict[str, tuple[str, str]],
+    rounds: int,
+    seconds: float,
+    torch: str | None = None,
+    tolerance: float = TOLERANCE,
 ) -> dict[str, Any]:
     """All variants with one model.
 
@@ -126,6 +131,7 @@ def measure(
       rounds: how many.
       seconds: of one variant in one round.
       torch: an interpreter.
+      tolerance: of the losses.
     """
     with contextlib.ExitStack() as stack:
         jobs: dict[str, Job] = {}
@@ -136,7 +142,7 @@ def measure(
         tasks = {label: (jobs[job], name) for label, (job, name) in variants.items()}
         built: dict[str, Built] = build(tasks, seconds)
         losses = {label: b.losses for label, b in built.items() if b.losses}
-        worst = check_losses(losses)
+        worst = check_losses(losses, tolerance)
         return {
             "parameters": models.parameters(models.find(model)),
             "leaves": len(models.leaves(models.init(models.find(model)))),
