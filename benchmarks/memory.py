@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py --json memory.json --markdown memory.md --png memory.png
 
-Adam on virtual CPU devices: float32, and bfloat16 parameters with a float32 copy. Between steps a device holds parameters
-and optimizer state; gradients live within a step only, in XLA's temporaries, with activations and messages. Formulas:
-Rajbhandari et al., arXiv 1910.02054, section 5 (for float32 with 4 bytes where 16-bit training has 2, and no copy).
+Adam on virtual CPU devices: float32, and bfloat16 parameters with a float32 copy. Between steps a device holds
+parameters and optimizer state; gradients live within a step only, in XLA's temporaries, with activations and messages.
+Formulas: Rajbhandari et al., arXiv 1910.02054, section 5 (for float32: 4 bytes where 16-bit training has 2, no copy).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def measure(model: str, kind: str, level: Any, n: int, temporaries: bool) -> dic
     dtype = jnp.float32 if kind == KINDS[0] else jnp.bfloat16
     tx = jaxdist.zero(adam if kind == KINDS[0] else jaxdist.master_weights(adam), level)
 
-    @jaxdist.data_parallel(mesh=mesh)
-    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
+    train_step: Any = jaxdist.data_parallel(step, mesh=mesh)
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), models.init(found))
     batch = models.batches(found, list(range(n)))
     params, opt_state, _ = train_step(params, tx.init(params), batch)
@@ -73,15 +73,17 @@ def _array(x: Any) -> Any:
 def markdown(results: dict[str, Any]) -> str:
     """A table for each kind."""
     count, devices = results["parameters"], results["devices"]
-    text = [
-        f"{results['model']}, {count / 1e6:.3g}M parameters. Bytes a parameter on a device between steps, counted on live "
-        f"arrays / by the formula; and in a step on {max(devices)} devices XLA's temporaries / the formula's gradients."
-    ]
+    intro = (
+        f"{results['model']}, {count / 1e6:.3g}M parameters. Bytes a parameter on a device between steps, counted on "
+        f"live arrays / by the formula; and in a step on {max(devices)} devices XLA's temporaries / the formula's "
+        "gradients."
+    )
+    text = [intro]
     worst = 0.0
     for kind in KINDS:
         rows = []
         for level in LEVELS:
-            cells = [f"level {level}"]
+            cells, last = [f"level {level}"], ""
             for row in (r for r in results["rows"] if r["kind"] == kind and r["level"] == level):
                 state, gradients = formula(kind, level, row["devices"])
                 cells.append(f"{row['state'] / count:.3f} / {state:.3f}")
@@ -96,10 +98,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 def draw(results: dict[str, Any], figure: Any) -> None:
     """Dots for what was counted, lines for the formulas."""
+    devices = results["devices"]
     for panel, kind in zip(figure.subplots(1, 2, sharey=True), KINDS, strict=True):
         for level in LEVELS:
             mine = [r for r in results["rows"] if r["kind"] == kind and r["level"] == level]
-            devices = [r["devices"] for r in mine]
             panel.plot(devices, [formula(kind, level, n)[0] for n in devices], color=f"C{level}", linewidth=1)
             counted = [r["state"] / results["parameters"] for r in mine]
             panel.plot(devices, counted, "o", color=f"C{level}", label=f"level {level}")
@@ -121,7 +123,9 @@ def main() -> None:
     report.add_arguments(parser)
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={max(args.devices)}"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(args.devices)}"
+    )
     rows = [
         measure(args.model, kind, level, n, temporaries=n == max(args.devices))
         for kind in KINDS for level in LEVELS for n in args.devices

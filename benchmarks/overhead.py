@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py --json overhead.json --markdown overhead.md --png overhead.png
 
-One process, pinned to a core. The timed step does next to nothing, so that the time of a call is the host's; a decorated
-step and a plain `jax.jit` one take turns. Trace and compile time is that of an MLP's train step on virtual devices.
+One process, pinned to a core. The timed step does next to nothing, so that the time of a call is the host's; a
+decorated step and a plain `jax.jit` one take turns. Trace and compile time is that of an MLP's train step on virtual
+devices.
 """
 
 from __future__ import annotations
@@ -126,15 +127,16 @@ def markdown(results: dict[str, Any]) -> str:
     text = [f"Microseconds a call, medians of {results['rounds']} rounds (smallest–largest).", report.table(head, rows)]
     found = results["compilations"]
     names = list(next(iter(found.values())))
-    cells = [
-        [depth, *(" + ".join(report.number(report.spread(x).median) for x in zip(*times[n], strict=True)) for n in names)]
-        for depth, times in found.items()
-    ]
-    text += [
-        f"Seconds to trace + compile the step of an MLP of so many layers on {results['devices']} virtual devices (plain "
-        "jit: on one of them).",
-        report.table(["layers", *names], cells),
-    ]
+
+    def both(times: list[list[float]]) -> str:
+        return " + ".join(report.number(report.spread(part).median) for part in zip(*times, strict=True))
+
+    said = (
+        f"Seconds to trace + compile the step of an MLP of so many layers on {results['devices']} virtual devices "
+        "(plain jit: on one of them)."
+    )
+    rows = [[depth, *(both(times[name]) for name in names)] for depth, times in found.items()]
+    text += [said, report.table(["layers", *names], rows)]
     return "\n\n".join(text)
 
 
@@ -174,7 +176,7 @@ def main() -> None:
     report.add_arguments(parser)
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices}"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     results = {
         "command": report.command(), "machine": report.machine(), "rounds": args.rounds, "devices": args.devices,

@@ -71,7 +71,7 @@ def machine(torch: str | None = None) -> dict[str, Any]:
         "processor": models[0] if models else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory[0] / 2**20, 1) if memory else None,
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "python": platform.python_version(),
         **found,
     }
@@ -86,7 +86,8 @@ def said(machine: dict[str, Any]) -> str:
 
 def command() -> str:
     """This program's command line, without the paths of this machine."""
-    words = ["PYTHON" if Path(w).name.startswith("python") else w for w in sys.argv[1:]]
+    words = [Path(w).name if "/" in w else w for w in sys.argv[1:]]
+    words = ["PYTHON" if w.startswith("python") else w for w in words]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
@@ -114,7 +115,7 @@ def write(
     text = markdown(results)
     print(text, flush=True)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        args.json.write_text(json.dumps(results) + "\n")
     if args.markdown:
         args.markdown.write_text(text + "\n")
     if args.png:

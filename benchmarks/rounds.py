@@ -29,13 +29,12 @@ class Job:
       side: ``module:function`` that says what they can do, and its arguments.
       ranks: how many.
       python: their interpreter.
-      env: for them, besides this process's own.
 
     Raises:
       SystemExit: (from every method) a rank failed, or was silent for `TIMEOUT` seconds.
     """
 
-    def __init__(self, side: Sequence[str], ranks: int, python: str = sys.executable, env: dict[str, str] | None = None):
+    def __init__(self, side: Sequence[str], ranks: int, python: str = sys.executable):
         from jaxdist.cli.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV  # not at the top: torch's ranks don't have it
 
         self.side, self._folder = " ".join(side), tempfile.mkdtemp(prefix="benchmark-")
@@ -46,7 +45,8 @@ class Job:
         command += [python, HERE / "worker.py", *side]
         env = {
             **os.environ, **ROOT_ENV, **OVERSUBSCRIBE_ENV, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "BENCHMARK_SOCKET": path, **(env or {}),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            "BENCHMARK_SOCKET": path, "TMPDIR": self._folder,
         }  # fmt: skip
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
@@ -175,7 +175,7 @@ def take_turns(tasks: dict[str, tuple[Job, str]], built: dict[str, Built], round
     for _ in range(rounds):
         for label in order:
             job, name = tasks[label]
-            times[label].append(job.milliseconds("run", name, built[label].steps))
+            times[label].append(round(job.milliseconds("run", name, built[label].steps), 5))
         order.append(order.pop(0))
     return times
 

@@ -158,56 +158,58 @@ def markdown(results: dict[str, Any]) -> str:
     """The tables."""
     found = results["models"]
     labels = [label for label in VARIANTS if any(label in m["ms"] for m in found.values())]
-    heads = [f"{name}" for name in found]
 
-    def each(cell: Any) -> list[Any]:
-        return [cell(name, m["ms"]) for name, m in found.items()]
+    def times(label: str) -> list[Any]:
+        return [
+            report.number(report.spread(m["ms"][label]).median) if label in m["ms"] else None for m in found.values()
+        ]
+
+    def first_call(label: str) -> list[Any]:
+        calls = [m["first_call_s"].get(label) for m in found.values()]
+        return [x if x is None else report.number(x) for x in calls]
 
     def compared(c: Comparison) -> list[Any]:
-        def cell(name: str, ms: Any) -> str | None:
-            value = report.ratio(ms, c.one, c.other)
-            limit = c.limits.get(name)
-            if value is None:
-                return None
-            return str(value) + (f", {'≤' if value.median <= limit else '**over**'} {limit}" if limit else "")
+        return [_said(report.ratio(m["ms"], c.one, c.other), c.limits.get(name)) for name, m in found.items()]
 
-        return [c.title, *each(cell)]
-
-    def efficiency(label: str, alone: str, ideal: float) -> list[Any]:
-        def cell(name: str, ms: Any) -> str | None:
-            value = report.ratio(ms, alone, (label,))
-            least = LEAST_EFFICIENCY.get((label, name)) if ideal == 1 else None
-            if value is None:
-                return None
-            value = report.Spread(*(x / ideal for x in value))
-            return str(value) + (f", {'≥' if value.median >= least else '**under**'} {least}" if least else "")
-
-        return [label, *each(cell)]
+    def efficiency(label: str, alone: str, least: bool) -> list[Any]:
+        return [
+            _said(report.ratio(m["ms"], alone, (label,)), LEAST_EFFICIENCY.get((label, name)) if least else None, -1)
+            for name, m in found.items()
+        ]
 
     sizes = [f"{m['parameters'] / 1e6:.3g}M in {m['leaves']} leaves, batch {m['rows']} a rank" for m in found.values()]
-    sections = [
-        ("Medians of ms a step.", [["", *sizes], *(
-            [label, *each(lambda _, ms, label=label: report.number(report.spread(ms[label]).median) if label in ms else None)]
-            for label in labels)]),
-        ("Ratios within rounds, and what they must not exceed.", [compared(c) for c in COMPARISONS]),
-        ("Weak scaling: the step of one rank / that of two with as large a batch each.",
-         [efficiency(label, f"1 rank: {kind}", 1) for label, kind in SCALING.items()]),
-        ("Strong scaling: the step of one rank with the batch of both / that of two, / 2.",
-         [efficiency(label, f"1 rank x2: {kind}", 2) for label, kind in SCALING.items()]),
-        ("Seconds of the first call: trace, compile, run.", [
-            [label, *(report.number(m["first_call_s"][label]) if label in m["first_call_s"] else None for m in found.values())]
-            for label in labels if label != "raw allreduce"]),
-    ]  # fmt: skip
     worst = max(m["largest_difference"] for m in found.values())
-    text = [
-        f"Medians of {results['rounds']} rounds (smallest–largest). The losses of the first three steps agree between all "
-        f"variants to {worst:.1e} (relative; {TOLERANCE:g} is allowed)."
-    ]
-    for title, rows in sections:
+    sections = {
+        "Medians of ms a step.": [["", *sizes], *([label, *times(label)] for label in labels)],
+        "Ratios within rounds, and what they must not exceed.": [[c.title, *compared(c)] for c in COMPARISONS],
+        "Weak scaling, 1 → 2 ranks, as large a batch for each: the step of one / that of two, at best 1.": [
+            [label, *efficiency(label, f"1 rank: {kind}", True)] for label, kind in SCALING.items()
+        ],
+        "Strong scaling, 1 → 2 ranks, the same batch in all: the step of one / that of two, at best 2.": [
+            [label, *efficiency(label, f"1 rank x2: {kind}", False)] for label, kind in SCALING.items()
+        ],
+        "Seconds of the first call: trace, compile, run.": [
+            [label, *first_call(label)] for label in labels if label != "raw allreduce"
+        ],
+    }
+    intro = (
+        f"Medians of {results['rounds']} rounds (smallest–largest). The losses of the first three steps agree between "
+        f"all variants to {worst:.1e} (relative; {TOLERANCE:g} is allowed)."
+    )
+    text = [intro]
+    for title, rows in sections.items():
         rows = [row for row in rows if any(cell is not None for cell in row[1:])]
         if rows:
-            text += [title, report.table(["", *heads], rows)]
+            text += [title, report.table(["", *found], rows)]
     return "\n\n".join(text)
+
+
+def _said(value: report.Spread | None, limit: float | None, sign: int = 1) -> str | None:
+    """A ratio, and whether its median is below the limit (sign -1: above)."""
+    if value is None or limit is None:
+        return None if value is None else str(value)
+    holds = sign * (value.median - limit) <= 0
+    return f"{value}; {'holds' if holds else '**missed**'}: {'≤' if sign > 0 else '≥'} {limit}"
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:

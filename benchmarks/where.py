@@ -3,8 +3,8 @@
     python benchmarks/where.py --json where.json --markdown where.md --png where.png
 
 - compute: the same step on one rank with one rank's batch, the whole of it: what two ranks can't undercut.
-- collectives: by the step's profile (`jaxdist.profile`), with the wait for the other rank. A trace slows small steps, so
-  it is the share in the time of the traced steps that counts.
+- collectives: by the step's profile (`jaxdist.profile`), with the wait for the other rank. A trace slows small steps:
+  what counts is the share in the time of the traced steps.
 - raw: mpi4py's all-reduce of as many bytes as there are gradients: what the wire alone takes.
 - host: until a call of the step returns, with idle devices. XLA's thread has the same core, so it adds up.
 - rest: the step less compute and collectives: copies into and out of messages, and what two ranks take of each other
