@@ -158,6 +158,7 @@ def build(tasks: dict[str, tuple[Job, str]], seconds: float) -> dict[str, Built]
     found = {}
     for label, (job, name) in tasks.items():
         replies = job.ask("build", name)
+        print(f"{label}: first call {replies[0]['first_call_s']:.1f} s", file=sys.stderr, flush=True)
         each = [r["losses"] for r in replies]
         found[label] = Built(
             max(r["first_call_s"] for r in replies),
@@ -172,7 +173,8 @@ def take_turns(tasks: dict[str, tuple[Job, str]], built: dict[str, Built], round
     heavier work is slower."""
     times: dict[str, list[float]] = {label: [] for label in tasks}
     order = list(tasks)
-    for _ in range(rounds):
+    for i in range(rounds):
+        print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
         for label in order:
             job, name = tasks[label]
             times[label].append(round(job.milliseconds("run", name, built[label].steps), 5))

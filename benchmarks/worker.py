@@ -79,18 +79,17 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[RANK % len(cores)]})
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(os.environ["BENCHMARK_SOCKET"])
-    with channel.makefile("rw") as stream:
+    with channel.makefile() as orders:
 
         def say(**reply: Any) -> None:
-            stream.write(json.dumps(reply) + "\n")
-            stream.flush()
+            channel.sendall(json.dumps(reply).encode() + b"\n")
 
         variants: dict[str, Variant] = {}
         try:
             module, _, function = sys.argv[1].partition(":")
             build = getattr(importlib.import_module(module), function)(*sys.argv[2:])
             say(rank=RANK)
-            for line in stream:
+            for line in orders:
                 order = json.loads(line)
                 name, steps = order["name"], order.get("steps", 0)
                 match order["do"]:
@@ -103,9 +102,11 @@ def main() -> None:
                         say(ms=dispatch(variants[name], steps))
                     case "profile":
                         say(**build.profile(variants[name], steps))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the other end is gone
         except Exception:
             say(error=f"rank {RANK}: {traceback.format_exc()}")
-            stream.readline()  # the others may still be on their way to say so
+            orders.readline()  # the others may still be on their way to say so
 
 
 if __name__ == "__main__":
