@@ -1,6 +1,6 @@
 """The losses of the models in JAX.
 
-Shape suffixes: B batch, T time, D width, H heads, K width of a head, V bytes.
+Shape suffixes: B batch, T time, D width, H heads, K width of a head, V bytes; of images C channels, Y height, X width.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def loss_of(model: models.Model) -> Callable[[Any, Any], jax.Array]:
     match model:
         case models.Mlp():
             forward = mlp
-        case models.LeNet():
-            forward = lenet
+        case models.LeNet(patches=patches):
+            forward = functools.partial(lenet, convolution=of_patches if patches else of_xla)
         case models.Gpt(heads=heads):
             forward = functools.partial(gpt, heads=heads)
 
@@ -41,17 +41,34 @@ def mlp(params: Any, x: jax.Array) -> jax.Array:
     return x @ params[-1]["w"] + params[-1]["b"]
 
 
-def lenet(params: Any, x: jax.Array) -> jax.Array:
+def lenet(params: Any, x_BxYxXxC: jax.Array, convolution: Callable[[Any, Any], jax.Array]) -> jax.Array:
     """Logits."""
-    for layer, padding in zip(params[:2], ("SAME", "VALID"), strict=True):
-        x = lax.conv_general_dilated(x, layer["w"], (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        x = jax.nn.relu(x + layer["b"])
-        b, h, w, c = x.shape
-        x = x.reshape(b, h // 2, 2, w // 2, 2, c).max((2, 4))  # of reduce_window the gradient is slow on CPUs
-    x = x.reshape(len(x), -1)
+    x_CxYxXxB = jnp.pad(x_BxYxXxC.transpose(3, 1, 2, 0), ((0, 0), (2, 2), (2, 2), (0, 0)))
+    for layer in params[:2]:
+        x_CxYxXxB = jax.nn.relu(convolution(x_CxYxXxB, layer["w"]) + layer["b"][:, None, None, None])
+        # Not reduce_window, whose gradient is slow on CPUs.
+        C, Y, X, B = x_CxYxXxB.shape
+        pairs = x_CxYxXxB.reshape(C, Y // 2, 2, X // 2, 2, B)
+        pairs = jnp.maximum(pairs[:, :, 0], pairs[:, :, 1])
+        x_CxYxXxB = jnp.maximum(pairs[:, :, :, 0], pairs[:, :, :, 1])
+    x = x_CxYxXxB.transpose(3, 1, 2, 0).reshape(x_CxYxXxB.shape[-1], -1)
     for layer in params[2:-1]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
     return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def of_xla(x_CxYxXxB: jax.Array, w: jax.Array) -> jax.Array:
+    """A convolution without padding."""
+    return lax.conv_general_dilated(x_CxYxXxB, w, (1, 1), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
+
+
+def of_patches(x_CxYxXxB: jax.Array, w: jax.Array) -> jax.Array:
+    """The same as one matrix product."""
+    height, width, _, out = w.shape
+    Y, X = x_CxYxXxB.shape[1] - height + 1, x_CxYxXxB.shape[2] - width + 1
+    patches = [x_CxYxXxB[:, i : i + Y, j : j + X] for i in range(height) for j in range(width)]
+    columns = jnp.concatenate(patches).reshape(w.size // out, -1)
+    return (w.reshape(-1, out).T @ columns).reshape(out, Y, X, -1)
 
 
 def gpt(params: Any, tokens_BxT: jax.Array, heads: int) -> jax.Array:
