@@ -1,82 +1,91 @@
-"""Step time by bucket size and wire dtype, beside the same step unfused, in one job, in interleaved rounds.
+"""Step time by bucket size and wire dtype, beside the same step with each gradient alone.
 
-    mpirun -np 2 --bind-to core python benchmarks/buckets.py
+    python benchmarks/buckets.py --json buckets.json --markdown buckets.md --png buckets.png
 
-The models of benchmarks/step_time.py. This is where `jaxdist.communicators.default_bucket_bytes` comes from.
+Two ranks, a core each; what is compared takes turns, as in step_time.py. This is where
+`jaxdist.communicators.default_bucket_bytes` comes from.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import models
+import report
 import step_time
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import jaxdist
+KIB = (0, 64, 256, 1024, 4096, 16384, 65536)
+
+
+def variants(communicators: list[str], kib: list[int], compress: list[str]) -> dict[str, tuple[str, str]]:
+    """Label -> job, and name there."""
+    options = [f"bucket={k << 10}" for k in kib] + [f"compress={c}" for c in compress]
+    return {f"{c} {option}": ("jax 2", f"jaxdist {c} 0 {option}") for c in communicators for option in options}
+
+
+def _said(label: str) -> str:
+    communicator, option = label.split()
+    kind, value = option.split("=")
+    what = value if kind == "compress" else f"{int(value) >> 10} KiB" if value != "0" else "each alone"
+    return f"{communicator}, {what}"
+
+
+def _ratios(results: dict[str, Any], label: str) -> list[Any]:
+    """To each gradient alone over the same wire, by model."""
+    alone = f"{label.split()[0]} bucket=0"
+    return [report.ratio(m["ms"], label, (alone,)) for m in results["models"].values()]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Times and ratios, a row for each setting."""
+    found = results["models"].values()
+    labels = list(next(iter(found))["ms"])
+    rows = []
+    for label in labels:
+        cells = zip(found, _ratios(results, label), strict=True)
+        rows.append([_said(label), *(f"{report.number(report.spread(m['ms'][label]).median)}; {r}" for m, r in cells)])
+    return (
+        f"ms a step, median of {results['rounds']} rounds; and the ratio to each gradient alone (smallest–largest).\n\n"
+        + report.table(["", *results["models"]], rows)
+    )
+
+
+def draw(results: dict[str, Any], figure: Any) -> None:
+    """The ratio over the bucket's size, a panel for each wire."""
+    labels = [x for x in next(iter(results["models"].values()))["ms"] if "bucket=" in x]
+    wires = list(dict.fromkeys(label.split()[0] for label in labels))
+    for panel, wire in zip(figure.subplots(1, len(wires), sharey=True, squeeze=False)[0], wires, strict=True):
+        mine = [label for label in labels if label.split()[0] == wire and not label.endswith("=0")]
+        sizes = [int(label.partition("=")[2]) / 2**20 for label in mine]
+        for i, name in enumerate(results["models"]):
+            panel.plot(sizes, [_ratios(results, label)[i].median for label in mine], "o-", label=name)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("bucket, MiB")
+        panel.set_title(wire)
+        panel.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("step time / that with each gradient alone")
+    figure.axes[0].legend()
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(models.MODELS), choices=[*models.MODELS, *models.TINY])
+    parser.add_argument("--communicators", nargs="*", default=["mpi", "xla"])
+    parser.add_argument("--kib", nargs="*", type=int, default=list(KIB), help="must have 0, which is compared to")
+    parser.add_argument("--compress", nargs="*", default=[], help="of: bf16, fp16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="of one variant in one round")
-    parser.add_argument("--models", nargs="*", default=list(step_time.MODELS))
-    parser.add_argument("--communicators", nargs="*", default=["mpi", "xla"])
-    parser.add_argument("--kib", nargs="*", type=int, default=[0, 64, 256, 1024, 4096, 16384, 65536])
-    parser.add_argument("--compress", nargs="*", default=[])
+    report.add_arguments(parser)
     args = parser.parse_args()
-    ctx = jaxdist.init(communicator="mpi")
-
-    def globally(tree: Any, *axes: str) -> Any:
-        sharding = NamedSharding(ctx.mesh, P(*axes))
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree)
-
-    for name in args.models:
-        rng = np.random.default_rng(ctx.rank)
-        rows = step_time.BATCH
-        batch = globally(
-            (rng.normal(size=(rows, 784)).astype(np.float32), rng.integers(0, 10, rows).astype(np.int32)), "data"
-        )
-        params = step_time.init(step_time.MODELS[name])
-        state = globally((params, step_time.tx.init(params)))
-        for communicator in args.communicators:
-            ctx.communicator = communicator  # read when a program is built
-            settings = [{"bucket_bytes": k << 10} for k in args.kib] + [{"compress": c} for c in args.compress]
-            steps = [jaxdist.data_parallel(step_time.plain, **s) for s in settings]
-            counts, states = [], []
-            for step in steps:
-                *s, _ = step(*jax.tree.map(jnp.copy, state), batch)
-                jax.block_until_ready(s)
-                start = time.perf_counter()
-                *s, _ = step(*s, batch)
-                jax.block_until_ready(s)
-                counts.append(max(2, min(300, int(args.seconds / ctx.broadcast(time.perf_counter() - start)))))
-                states.append(s)
-            times: list[list[float]] = [[] for _ in steps]
-            for _ in range(args.rounds):
-                for i, step in enumerate(steps):
-                    ctx.barrier()
-                    start = time.perf_counter()
-                    for _ in range(counts[i]):
-                        *states[i], _ = step(*states[i], batch)
-                    jax.block_until_ready(states[i])
-                    times[i].append((time.perf_counter() - start) / counts[i] * 1e3)
-            for setting, mine in zip(settings, times, strict=True):
-                ratios = [x / y for x, y in zip(mine, times[0], strict=True)]
-                line = {
-                    "model": name, "communicator": communicator, **setting, "ms": round(statistics.median(mine), 2),
-                    "over first": [round(f(ratios), 2) for f in (statistics.median, min, max)],
-                }  # fmt: skip
-                if ctx.is_root:
-                    print(json.dumps(line), flush=True)
+    chosen = variants(args.communicators, args.kib, args.compress)
+    tolerance = 0.05 if args.compress else step_time.TOLERANCE
+    results = {"command": report.command(), "machine": report.machine(), "rounds": args.rounds, "models": {}}
+    for model in args.models:
+        results["models"][model] = step_time.measure(model, chosen, args.rounds, args.seconds, tolerance=tolerance)
+    report.write(args, results, markdown, draw)
 
 
 if __name__ == "__main__":

@@ -1,181 +1,256 @@
-"""Step time of jaxdist beside the same step written by hand, in one job, in interleaved rounds.
+"""Step time of jaxdist beside torch and beside JAX by hand: two ranks, a core each, the same weights and batches.
 
-    mpirun -np 2 --bind-to core python benchmarks/step_time.py
+    python benchmarks/step_time.py --torch PYTHON --json step_time.json --markdown step_time.md --png step_time.png
 
-Models (float32, Adam, cross-entropy, GELU, batch 64 per rank): MLP-10M: 784 -> 1024, 9 x 1024 -> 1024, -> 10;
-MLP-0.4M: 784 -> 256, 3 x 256 -> 256, -> 10; MLP-deep: 784 -> 64, 100 x 64 -> 64, -> 10. By hand: `shard_map` with a
-`pmean` per leaf over gloo, and one `mpi4jax.allreduce` per leaf in a local `jit`. Prints medians of rounds, and medians
-of the ratios within rounds.
+PYTHON is an interpreter that has torch (CPU); without it torch is left out. float32, Adam, one thread a rank. What is
+compared takes turns in each round; printed are medians of rounds, and medians of the ratios within rounds. The losses
+of the first three steps must agree between all variants, or it fails. What the variants are: jax_steps.py and
+torch_steps.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import fnmatch
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+import models
+import report
+from rounds import Built, Job, build, take_turns
 
-import jaxdist
+TOLERANCE = 2e-3
+"""Relative, of the losses: float32 summed in another order, and Adam divides by what may be near to nothing."""
 
-MODELS = {
-    "MLP-10M": [784, *[1024] * 10, 10],
-    "MLP-0.4M": [784, *[256] * 4, 10],
-    "MLP-deep": [784, *[64] * 101, 10],
+JOBS = {"jax 2": ("jax_steps:Steps", 2), "jax 1": ("jax_steps:Steps", 1),
+        "torch 2": ("torch_steps:Steps", 2), "torch 1": ("torch_steps:Steps", 1)}  # fmt: skip
+
+JAXDIST = [f"jaxdist {communicator} {level}" for communicator in ("mpi", "xla") for level in range(4)]
+BY_HAND = ["gloo per leaf", "gloo flat", "mpi4jax per leaf", "mpi4jax flat"]
+CONSTRAINTS = [f"constraints {level}" for level in (0, 1, 3)]
+TORCH = ["DDP", "DDP fused", "ZeRO", "FSDP2"]
+
+VARIANTS: dict[str, tuple[str, str]] = {
+    **{name: ("jax 2", name) for name in JAXDIST + BY_HAND + CONSTRAINTS},
+    **{f"torch {name}": ("torch 2", name) for name in TORCH},
+    "raw allreduce": ("jax 2", "raw allreduce"),
+    "1 rank: jaxdist": ("jax 1", "jaxdist auto 0"),
+    "1 rank: jit": ("jax 1", "jit"),
+    "1 rank: torch": ("torch 1", "plain"),
+    "1 rank x2: jaxdist": ("jax 1", "jaxdist auto 0 x2"),
+    "1 rank x2: jit": ("jax 1", "jit x2"),
+    "1 rank x2: torch": ("torch 1", "plain x2"),
 }
-BATCH = 64
-tx = optax.adam(1e-3)
+"""Label -> job, and name there. "1 rank" takes the batch of one rank, "1 rank x2" that of both."""
 
 
-def init(sizes: list[int]) -> list[dict[str, jax.Array]]:
-    """Weights of the MLP."""
-    rng = np.random.default_rng(0)
-    return [
-        {"w": jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32), "b": jnp.zeros(b)}
-        for a, b in itertools.pairwise(sizes)
-    ]
+class Comparison(NamedTuple):
+    """A ratio of step times, and what it must not exceed.
+
+    Attributes:
+      one: a variant.
+      other: variants whose times are added up.
+      limits: of each model, if there is one.
+    """
+
+    one: str
+    other: tuple[str, ...]
+    limits: dict[str, float] = {}  # noqa: RUF012
+
+    @property
+    def title(self) -> str:
+        """As a row is called."""
+        return f"{self.one} / {self.other[0]}" if len(self.other) == 1 else f"{self.one} / ({' + '.join(self.other)})"
 
 
-def loss_fn(params: list[dict[str, jax.Array]], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Cross-entropy on `batch`."""
-    x, y = batch
-    for layer in params[:-1]:
-        x = jax.nn.gelu(x @ layer["w"] + layer["b"])
-    logits = x @ params[-1]["w"] + params[-1]["b"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+def _limits(*numbers: float) -> dict[str, float]:
+    numbers = numbers * len(models.MODELS) if len(numbers) == 1 else numbers
+    return dict(zip(models.MODELS, numbers, strict=False))
 
 
-def plain(params: Any, opt_state: Any, batch: Any) -> Any:
-    """The step for one device."""
-    return update(params, opt_state, *jax.value_and_grad(loss_fn)(params, batch))
+COMPARISONS = [
+    Comparison("jaxdist mpi 0", ("torch DDP",), _limits(0.6, 0.35, 0.2, 0.7, 0.8)),
+    Comparison("jaxdist mpi 0", ("torch DDP fused",)),
+    Comparison("jaxdist mpi 1", ("torch ZeRO",), _limits(0.6, 0.35, 0.15)),
+    Comparison("jaxdist mpi 3", ("torch FSDP2",), _limits(0.4, 0.15, 0.05)),
+    Comparison("jaxdist mpi 0", ("gloo per leaf",), _limits(0.65)),
+    Comparison("jaxdist mpi 0", ("gloo flat",), _limits(0.65)),
+    Comparison("jaxdist mpi 0", ("mpi4jax per leaf",)),
+    Comparison("jaxdist mpi 0", ("mpi4jax flat",)),
+    Comparison("jaxdist mpi 0", ("1 rank: jaxdist", "raw allreduce"), _limits(1.15)),
+    Comparison("jaxdist xla 0", ("torch DDP",)),
+    Comparison("jaxdist xla 0", ("gloo per leaf",)),
+    Comparison("jaxdist xla 0", ("gloo flat",)),
+    Comparison("jaxdist xla 0", ("constraints 0",)),
+    Comparison("jaxdist xla 1", ("constraints 1",)),
+    Comparison("jaxdist xla 3", ("constraints 3",)),
+    Comparison("jaxdist mpi 1", ("jaxdist mpi 0",)),
+    Comparison("jaxdist mpi 2", ("jaxdist mpi 1",)),
+    Comparison("jaxdist mpi 3", ("jaxdist mpi 0",)),
+    Comparison("1 rank: jaxdist", ("1 rank: jit",)),
+]
+SCALING = {"jaxdist mpi 0": "jaxdist", "jaxdist xla 0": "jaxdist", "torch DDP": "torch"}
+LEAST_EFFICIENCY = {("jaxdist mpi 0", "GPT-10M"): 0.9}
 
 
-def update(params: Any, opt_state: Any, loss: Any, grads: Any) -> Any:
-    """What follows the gradients."""
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
+def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE) -> float:
+    """The largest relative difference between variants that train on the same examples.
+
+    Args:
+      losses: of each variant's first steps.
+      tolerance: relative.
+
+    Raises:
+      SystemExit: it is larger than `tolerance`, or a loss is no number.
+    """
+    worst = 0.0
+    references: dict[bool, str] = {}
+    for label, mine in losses.items():
+        reference = references.setdefault(label.startswith("1 rank:"), label)
+        for a, b in zip(mine, losses[reference], strict=True):
+            difference = abs(a - b) / abs(b)
+            if not difference <= tolerance:
+                raise SystemExit(f"{label} does not compute what {reference} does: losses {mine}, {losses[reference]}")
+            worst = max(worst, difference)
+    return worst
 
 
-def by_hand_gloo(ctx: jaxdist.Context) -> Callable[..., Any]:
-    """shard_map, a pmean per leaf."""
+def measure(
+    model: str,
+    variants: dict[str, tuple[str, str]],
+    rounds: int,
+    seconds: float,
+    torch: str | None = None,
+    tolerance: float = TOLERANCE,
+) -> dict[str, Any]:
+    """All variants with one model.
 
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        loss, grads = jax.tree.map(lambda g: jax.lax.pmean(g, "data"), (loss, grads))
-        return update(params, opt_state, loss, grads)
+    Args:
+      model: its name.
+      variants: label -> job, and name there.
+      rounds: how many.
+      seconds: of one variant in one round.
+      torch: an interpreter.
+      tolerance: of the losses.
+    """
+    with contextlib.ExitStack() as stack:
+        jobs: dict[str, Job] = {}
+        for job in dict.fromkeys(job for job, _ in variants.values()):
+            side, ranks = JOBS[job]
+            python = {"python": torch} if torch and job.startswith("torch") else {}
+            jobs[job] = stack.enter_context(Job([side, model], ranks, **python))
+        tasks = {label: (jobs[job], name) for label, (job, name) in variants.items()}
+        built: dict[str, Built] = build(tasks, seconds)
+        losses = {label: b.losses for label, b in built.items() if b.losses}
+        worst = check_losses(losses, tolerance)
+        return {
+            "parameters": models.parameters(models.find(model)),
+            "leaves": len(models.leaves(models.init(models.find(model)))),
+            "rows": models.find(model).rows,
+            "losses": losses,
+            "largest_difference": worst,
+            "first_call_s": {label: round(b.first_call_s, 3) for label, b in built.items()},
+            "ms": take_turns(tasks, built, rounds),
+        }
 
-    mapped = jax.shard_map(step, mesh=ctx.mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
-    return jax.jit(mapped, donate_argnums=(0, 1))
+
+def markdown(results: dict[str, Any]) -> str:
+    """The tables."""
+    found = results["models"]
+    labels = [label for label in VARIANTS if any(label in m["ms"] for m in found.values())]
+
+    def times(label: str) -> list[Any]:
+        return [
+            report.number(report.spread(m["ms"][label]).median) if label in m["ms"] else None for m in found.values()
+        ]
+
+    def first_call(label: str) -> list[Any]:
+        calls = [m["first_call_s"].get(label) for m in found.values()]
+        return [x if x is None else report.number(x) for x in calls]
+
+    def compared(c: Comparison) -> list[Any]:
+        return [_said(report.ratio(m["ms"], c.one, c.other), c.limits.get(name)) for name, m in found.items()]
+
+    def efficiency(label: str, alone: str, least: bool) -> list[Any]:
+        return [
+            _said(report.ratio(m["ms"], alone, (label,)), LEAST_EFFICIENCY.get((label, name)) if least else None, -1)
+            for name, m in found.items()
+        ]
+
+    sizes = [f"{m['parameters'] / 1e6:.3g}M in {m['leaves']} leaves, batch {m['rows']} a rank" for m in found.values()]
+    worst = max(m["largest_difference"] for m in found.values())
+    sections = {
+        "Medians of ms a step.": [["", *sizes], *([label, *times(label)] for label in labels)],
+        "Ratios within rounds, and what they must not exceed.": [[c.title, *compared(c)] for c in COMPARISONS],
+        "Weak scaling, 1 → 2 ranks, as large a batch for each: the step of one / that of two, at best 1.": [
+            [label, *efficiency(label, f"1 rank: {kind}", True)] for label, kind in SCALING.items()
+        ],
+        "Strong scaling, 1 → 2 ranks, the same batch in all: the step of one / that of two, at best 2.": [
+            [label, *efficiency(label, f"1 rank x2: {kind}", False)] for label, kind in SCALING.items()
+        ],
+        "Seconds of the first call: trace, compile, run.": [
+            [label, *first_call(label)] for label in labels if label != "raw allreduce"
+        ],
+    }
+    intro = (
+        f"Medians of {results['rounds']} rounds (smallest–largest). The losses of the first three steps agree between "
+        f"all variants to {worst:.1e} (relative; {TOLERANCE:g} is allowed)."
+    )
+    text = [intro]
+    for title, rows in sections.items():
+        rows = [row for row in rows if any(cell is not None for cell in row[1:])]
+        if rows:
+            text += [title, report.table(["", *found], rows)]
+    return "\n\n".join(text)
 
 
-def by_hand_mpi(ctx: jaxdist.Context) -> Callable[..., Any]:
-    """A local jit, an mpi4jax.allreduce per leaf."""
-    import mpi4jax
-    from mpi4py import MPI
-
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        loss, grads = jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM) / ctx.size, (loss, grads))
-        return update(params, opt_state, loss, grads)
-
-    return jax.jit(step, donate_argnums=(0, 1))
+def _said(value: report.Spread | None, limit: float | None, sign: int = 1) -> str | None:
+    """A ratio, and whether its median is below the limit (sign -1: above)."""
+    if value is None or limit is None:
+        return None if value is None else str(value)
+    holds = sign * (value.median - limit) <= 0
+    return f"{value}; {'holds' if holds else '**missed**'}: {'≤' if sign > 0 else '≥'} {limit}"
 
 
-def decorated(ctx: jaxdist.Context, communicator: str) -> Callable[..., Any]:
-    """The plain step under jaxdist."""
-    step = jaxdist.data_parallel(plain)
-
-    def call(*args: Any) -> Any:
-        ctx.communicator = communicator  # read when a program is built
-        return step(*args)
-
-    return call
+def draw(results: dict[str, Any], figure: Any) -> None:
+    """Bars of step times, a panel for each model."""
+    found = results["models"]
+    figure.set_size_inches(3 * len(found) + 2, 6)
+    labels = [label for label in VARIANTS if any(label in m["ms"] for m in found.values())][::-1]
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for panel, (name, m) in zip(panels, found.items(), strict=True):
+        spreads = {label: report.spread(m["ms"][label]) for label in labels if label in m["ms"]}
+        middle = [s.median for s in spreads.values()]
+        ends = [[s.median - s.least for s in spreads.values()], [s.most - s.median for s in spreads.values()]]
+        colors = ["C0" if "jaxdist" in label else "C1" if "torch" in label else "C7" for label in spreads]
+        panel.barh(list(spreads), middle, xerr=ends, color=colors, error_kw={"linewidth": 0.8})
+        panel.set_xscale("log")
+        panel.set_title(name)
+        panel.set_xlabel("ms a step")
+        panel.grid(axis="x", alpha=0.3)
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(models.MODELS), choices=[*models.MODELS, *models.TINY])
+    parser.add_argument("--variants", nargs="*", default=["*"], help="patterns, such as 'jaxdist mpi *'")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one variant in one round")
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one variant in one round")
+    parser.add_argument("--torch", metavar="PYTHON")
+    report.add_arguments(parser)
     args = parser.parse_args()
-    ctx = jaxdist.init(communicator="mpi")
-    device = ctx.mesh.local_mesh.devices.flat[0]
-    replicated, sharded = NamedSharding(ctx.mesh, P()), NamedSharding(ctx.mesh, P("data"))
-
-    def globally(tree: Any, sharding: NamedSharding) -> Any:
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree)
-
-    for name in args.models:
-        rng = np.random.default_rng(ctx.rank)
-        local = (
-            rng.normal(size=(BATCH, 784)).astype(np.float32),
-            rng.integers(0, 10, BATCH).astype(np.int32),
-        )
-        on_device = jax.device_put(local, device)
-        state = init(MODELS[name])
-        state = (state, tx.init(state))
-        batch = globally(local, sharded)
-        variants: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-            "gloo by hand": (by_hand_gloo(ctx), globally(state, replicated), batch),
-            "jaxdist xla": (decorated(ctx, "xla"), globally(state, replicated), batch),
-            "mpi4jax by hand": (by_hand_mpi(ctx), jax.device_put(state, device), on_device),
-            "jaxdist mpi": (decorated(ctx, "mpi"), globally(state, replicated), batch),
-        }
-        states = {k: v[1] for k, v in variants.items()}
-        counts, times = {}, {k: [] for k in variants}
-        losses = {}
-        for k, (step, _, b) in variants.items():  # compile, then see how many calls fill the time
-            copy = jax.tree.map(jnp.copy, states[k])
-            *copy, losses[k] = step(*copy, b)
-            jax.block_until_ready(copy)
-            start = time.perf_counter()
-            *copy, _ = step(*copy, b)
-            jax.block_until_ready(copy)
-            took = ctx.broadcast(time.perf_counter() - start)
-            counts[k] = max(2, min(300, int(args.seconds / took)))
-        for _ in range(args.rounds):
-            for k, (step, _, b) in variants.items():
-                ctx.barrier()
-                s = states[k]
-                start = time.perf_counter()
-                for _ in range(counts[k]):
-                    *s, _ = step(*s, b)
-                jax.block_until_ready(s)
-                times[k].append((time.perf_counter() - start) / counts[k] * 1e3)
-                states[k] = s
-        if ctx.is_root:
-            report(name, times, losses, args.json)
-
-
-def report(name: str, times: dict[str, list[float]], losses: dict[str, Any], as_json: bool) -> None:
-    """A line a variant."""
-
-    def ratio(a: str, b: str) -> str:
-        ratios = [x / y for x, y in zip(times[a], times[b], strict=True)]
-        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-
-    medians = {k: round(statistics.median(v), 2) for k, v in times.items()}
-    ratios = {
-        "xla / gloo by hand": ratio("jaxdist xla", "gloo by hand"),
-        "mpi / mpi4jax by hand": ratio("jaxdist mpi", "mpi4jax by hand"),
-        "mpi / xla": ratio("jaxdist mpi", "jaxdist xla"),
+    variants = {
+        label: how
+        for label, how in VARIANTS.items()
+        if any(fnmatch.fnmatch(label, pattern) for pattern in args.variants) and (args.torch or "torch" not in how[0])
     }
-    if as_json:
-        print(json.dumps({"model": name, "ms": medians, "ratios": ratios}), flush=True)
-        return
-    print(f"{name}: median ms of rounds {medians}")
-    print(f"  median ratio (min-max): {ratios}", flush=True)
+    if not variants:
+        raise SystemExit(f"no variant is like {args.variants}; there are {list(VARIANTS)}")
+    results = {"command": report.command(), "machine": report.machine(args.torch), "rounds": args.rounds, "models": {}}
+    for model in args.models:
+        results["models"][model] = measure(model, variants, args.rounds, args.seconds, args.torch)
+    report.write(args, results, markdown, draw)
 
 
 if __name__ == "__main__":

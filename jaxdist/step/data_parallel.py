@@ -8,6 +8,7 @@ import inspect
 import itertools
 import logging
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -263,7 +264,7 @@ class DataParallel:
                 args = _positional(self._step, args, kwargs)
             leaves, tree = jax.tree.flatten(args)
             latest = self._latest.get(tree) or _Latest([None] * len(leaves))
-            strangers = self._placement.misplaced(leaves, latest.expected)
+            strangers = latest.misplaced(leaves, self._placement)
             constants = [i for i in strangers if not is_array(leaves[i])]
             values = tuple((i, leaves[i]) for i in constants)
             if latest.program is None or latest.constants != values:
@@ -301,7 +302,7 @@ class DataParallel:
             state[i] = state[i].array
         if self._donate and len(set(map(id, state))) < len(state):
             state = _without_aliases(state)
-        return program, state, self._placement.place_batch(batch)
+        return program, state, self._placement.batch_argument(batch)
 
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
         return any(self._placement.layout(leaves[i]) is ELSEWHERE for i in signature.state)
@@ -490,6 +491,16 @@ class _Latest:
     program: Program | None = None
     signature: Any = None
     constants: tuple[Any, ...] = ()
+    _shardings: Sequence[Any] = ()
+    _strangers: Sequence[int] = ()
+
+    def misplaced(self, leaves: Sequence[Any], placement: Placement) -> Sequence[int]:
+        """Positions of the leaves that are not kept as expected. In the steady state one look at each leaf."""
+        shardings = [getattr(x, "sharding", None) for x in leaves]
+        if len(self._shardings) != len(leaves) or not all(map(operator.is_, shardings, self._shardings)):
+            self._strangers = placement.misplaced(leaves, self.expected)
+            self._shardings = shardings
+        return self._strangers
 
 
 def _expected(program: Program, constants: Sequence[int]) -> list[Any]:

