@@ -185,7 +185,7 @@ def compiler_knows(option: str, value: bool | int | str) -> bool:
     one = NamedSharding(Mesh(cpus_elsewhere(1), ("one",)), PartitionSpec())
     lowered = jax.jit(lambda x: x, in_shardings=one).lower(jax.ShapeDtypeStruct((), "float32"))
     try:
-        lowered.compile(compiler_options={option: value})
+        lowered.compile(compiler_options={option: value})  # type: ignore[arg-type]
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" in str(error):
             return False
