@@ -31,6 +31,7 @@ from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, joined,
 _CHEAP = {
     "mul", "div", "neg", "convert_element_type", "reshape", "squeeze", "transpose", "broadcast_in_dim", "pvary", "copy",
 }  # fmt: skip
+_FORM = {"reshape", "squeeze", "transpose", "copy", "pvary"}
 _FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
 
@@ -134,8 +135,21 @@ class _Pace:
             if not isinstance(v, Literal) and v in producers and producers[v].primitive is not gather_shards_p
             and jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size  # type: ignore[attr-defined]
         ]  # fmt: skip
-        self._gathered.append((bucket.bytes, computed[0] if computed else None))
+        self._gathered.append((bucket.bytes, _before_form(computed[0], producers) if computed else None))
         return cause
+
+
+def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
+    """The value of which `v` is only another form.
+
+    XLA folds a reshape into the product that takes it, and then drops it from the barrier as a value without use.
+    """
+    while v in producers and producers[v].primitive.name in _FORM and not isinstance(producers[v].invars[0], Literal):
+        before = producers[v].invars[0]
+        if before not in producers or producers[before].primitive is gather_shards_p:
+            break
+        v = before
+    return v
 
 
 def _reduced_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:

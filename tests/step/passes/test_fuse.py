@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.step.interpreter import subjaxprs
-from jaxdist.step.passes.fuse import Fuse
+from jaxdist.step.passes.fuse import Fuse, _before_form
 from jaxdist.step.primitives import all_reduce
 from jaxdist.step.trace import capture
 
@@ -146,3 +146,18 @@ def test_buckets_change_no_number(shapes: list[tuple[int, int]], bucket_bytes: i
 def test_bad_bucket_bytes(bucket_bytes: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="bucket_bytes"):
         jaxdist.data_parallel(lambda s, x: s, bucket_bytes=bucket_bytes)
+
+
+def test_what_a_gather_waits_for() -> None:
+    """No reshape of it: XLA folds those into the product that takes them, and then nothing holds the gather back."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.transpose(x @ w, (1, 0)).reshape(-1, 4) @ w
+
+    jaxpr = jax.make_jaxpr(layer)(jnp.ones((8, 4)), jnp.ones((4, 4))).jaxpr
+    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    first, last = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general")
+    assert last.invars[0] is not first.outvars[0]
+    assert _before_form(last.invars[0], producers) is first.outvars[0]
+    assert _before_form(first.outvars[0], producers) is first.outvars[0]
+    assert _before_form(jaxpr.invars[0], producers) is jaxpr.invars[0]
