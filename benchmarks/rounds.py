@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 HERE = Path(__file__).resolve().parent
-TIMEOUT = 300.0  # of whatever a job is told to do
+TIMEOUT = 600.0  # of whatever a job is told to do
 
 
 class Job:
