@@ -123,6 +123,7 @@ class Job:
 
     def _give_up(self, what: str) -> NoReturn:
         self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
         raise SystemExit(f"the job {self.side!r} {what}")
 
     def _kill(self) -> None:
