@@ -3,7 +3,7 @@
     python benchmarks --torch PYTHON
 
 PYTHON is an interpreter that has torch (CPU); without it torch is left out. On a quiet machine with two cores it takes
-about three quarters of an hour. What was measured before stays in --results: `--only where` measures that again and
+about an hour. What was measured before stays in --results: `--only where` measures that again and
 makes the page anew of all, `--only` with no name measures nothing.
 """
 

@@ -107,10 +107,10 @@ def draw(results: dict[str, Any], figure: Any) -> None:
             panel.plot(devices, counted, "o", color=f"C{level}", label=f"level {level}")
         panel.set_xscale("log", base=2)
         panel.set_xticks(devices, map(str, devices))
-        panel.set_ylim(bottom=0)
         panel.set_title(f"{kind} (lines: the formula)")
         panel.set_xlabel("devices")
         panel.grid(alpha=0.3)
+    figure.axes[0].set_ylim(0, 15)
     figure.axes[0].set_ylabel("bytes a parameter on a device, parameters and optimizer state")
     figure.axes[0].legend()
 

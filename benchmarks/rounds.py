@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 HERE = Path(__file__).resolve().parent
-TIMEOUT = 300.0  # of whatever a job is told to do
+TIMEOUT = 600.0  # of whatever a job is told to do
 
 
 class Job:
@@ -123,6 +123,7 @@ class Job:
 
     def _give_up(self, what: str) -> NoReturn:
         self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
         raise SystemExit(f"the job {self.side!r} {what}")
 
     def _kill(self) -> None:

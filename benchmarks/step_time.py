@@ -64,8 +64,8 @@ class Comparison(NamedTuple):
 
 
 def _limits(*numbers: float) -> dict[str, float]:
-    numbers = numbers * len(models.MODELS) if len(numbers) == 1 else numbers
-    return dict(zip(models.MODELS, numbers, strict=False))
+    """Of the first models; of one number for the five of them."""
+    return dict(zip(models.MODELS, numbers * 5 if len(numbers) == 1 else numbers, strict=False))
 
 
 COMPARISONS = [
