@@ -70,7 +70,8 @@ def init(model: Model) -> Any:
         return (rng.normal(size=shape) * scale).astype(np.float32)
 
     def affine(*shape: int) -> dict[str, np.ndarray]:
-        return {"w": normal(*shape, scale=np.prod(shape[:-1]) ** -0.5), "b": np.zeros(shape[-1], np.float32)}
+        # Such that after 100 layers there still is a signal, and a gradient that is no denormal number.
+        return {"w": normal(*shape, scale=(2 / np.prod(shape[:-1])) ** 0.5), "b": normal(shape[-1], scale=0.4)}
 
     match model:
         case Mlp():

@@ -51,7 +51,7 @@ def test_step_time(tmp_path: Path) -> None:
     assert set(found["ms"]) == {"jaxdist mpi 3", "gloo flat", "raw allreduce", "1 rank x2: jit"}
     assert all(len(times) == 2 and min(times) > 0 for times in found["ms"].values())
     assert set(found["losses"]) == set(found["ms"]) - {"raw allreduce"}
-    assert found["largest_difference"] < 1e-5
+    assert found["largest_difference"] < 1e-4
     assert "| jaxdist mpi 3 | " in (tmp_path / "step_time.py.markdown").read_text()
 
 
