@@ -154,3 +154,25 @@ def test_overhead_and_the_page(tmp_path: Path) -> None:
     assert found["command"] in page
     assert (tmp_path / "img" / "overhead.png").exists()
     assert str(tmp_path) not in page
+
+
+def test_a_part_of_the_gpus_on_a_cpu() -> None:
+    done = start("gpu.py", "--part", "utilisation", "tiny", "1", "0.01")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tokens"] == 2 * 16
+    assert 0 < found["rates"]["model"][0] < found["rates"]["product"][0]
+
+
+def test_what_is_said_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    size = {
+        "steps": {"ms": {"jit": [2.0, 4.0], "level 0": [1.0, 2.0]}},
+        "memory": {"level 0": {"measured": 2 << 30, "planned": 1 << 30}},
+        "utilisation": {"parameters": 124e6, "rates": {"model": [3e12], "product": [4e12]}},
+    }
+    core = {"cases": 3, "largest_gap": 1e-15, "failed": {"a case": "differs by 0.1"}}
+    said = importlib.import_module("gpu").markdown({"device": "GPU", "core": core, "sizes": {"124M": size}})
+    assert "2 of 3 cases agree; largest difference 1.0e-15.\n\n- **a case**: differs by 0.1" in said
+    assert "| 124M | level 0 | 1.50 (1.00–2.00) | 0.50 (0.50–0.50) | 2.000 | 1.000 | 0.500 |" in said
+    assert "| 124M | 124M | 3 | 4 | 0.75 (0.75–0.75) |" in said
