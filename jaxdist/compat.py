@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -157,13 +158,29 @@ def gpus_elsewhere(target: str, hosts: int, per_host: int) -> list[Any]:
 
     from jax.experimental import topologies
 
-    # The plugin of jax[cuda12] would refuse a machine without a driver.
+    # The plugin of jax[cuda12] refuses a machine without a driver unless told; when a backend started it already has.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
+        _register_cuda()
         found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"{hosts}x{per_host}x1")
     except (NotImplementedError, RuntimeError) as error:
         raise ImportError(str(error)) from None
     return list(found.devices)
+
+
+@functools.cache
+def _register_cuda() -> None:
+    """Let the CUDA plugin register itself once more, if it refused this machine when a backend started."""
+    import importlib
+
+    from jax._src import xla_bridge
+
+    if not backend_started() or "cuda" in xla_bridge._topology_factories:
+        return
+    for name in ("xla_cuda13", "xla_cuda12"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"jax_plugins.{name}").initialize()
+            return
 
 
 @functools.lru_cache(maxsize=4)
@@ -178,7 +195,7 @@ def cpus_elsewhere(count: int) -> list[Any]:
 
 
 @functools.cache
-def compiler_knows(option: str, value: bool | int | str) -> bool:
+def compiler_knows(option: str, value: Any) -> bool:
     """Whether this version of XLA has a compiler option: they come and go, and one that is not there is an error."""
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -266,8 +283,6 @@ def quiet_distributed() -> None:
     SIGTERM would end nothing. The proxy check warns on every rank. Both flags exist in
     jax 0.10-0.12; a version without them needs nothing.
     """
-    import contextlib
-
     for name in ("jax_enable_preemption_service", "jax_check_proxy_envs"):
         with contextlib.suppress(AttributeError):
             jax.config.update(name, False)

@@ -59,7 +59,7 @@ def default_bucket_bytes(communicator: str, mesh: Mesh) -> int:
 
 
 # Seen in the schedules that it makes for 8 H100s of a 12-layer transformer (`jaxdist plan`, see docs/plan.md).
-_FOR_GPUS: tuple[dict[str, bool | int | str], ...] = (  # each under the names that versions of XLA have for it
+_FOR_GPUS: tuple[dict[str, Any], ...] = (  # each under the names that versions of XLA have for it
     # On the A100 and older it is off, and nothing is hidden.
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     # A reduction at the end of a loop's body runs beside the next turn. (XLA does it for reduce-scatters by itself.)
