@@ -145,9 +145,10 @@ def _walk(computations: dict[str, list[_Instruction]], name: str, devices: int, 
     body = computations.get(name, [])
     types = {one.name: one.type for one in body}
     for i, one in enumerate(body):
-        kind, started = _kind(one, computations)
-        if kind:
-            groups = _groups(one, computations, devices)
+        started = one.opcode.endswith("-start")
+        if own := _collective(one, computations):
+            kind = _KINDS[own.opcode.removesuffix("-start")]
+            groups = _groups(own, devices)
             size, dtype = _moved(one.type, kind, started)
             if kind == "reduce-scatter" and not started:
                 size *= max(map(len, groups))
@@ -168,13 +169,13 @@ def _walk(computations: dict[str, list[_Instruction]], name: str, devices: int, 
             yield from _walk(computations, inner or "", devices, times)
 
 
-def _kind(one: _Instruction, computations: dict[str, list[_Instruction]]) -> tuple[str | None, bool]:
-    """Which collective an instruction is, and whether it only starts it."""
-    if one.opcode == "async-start":
-        wrapped = computations.get(one.attribute(r"calls=%?([\w.\-]+)") or "", [])
-        kinds = [_KINDS[inner.opcode] for inner in wrapped if inner.opcode in _KINDS]
-        return (kinds[0] if len(kinds) == 1 else None), True
-    return _KINDS.get(one.opcode.removesuffix("-start")), one.opcode.endswith("-start")
+def _collective(one: _Instruction, computations: dict[str, list[_Instruction]]) -> _Instruction | None:
+    """The instruction that says which collective `one` is, or starts: itself, or the only one that it wraps."""
+    if one.opcode != "async-start":
+        return one if one.opcode.removesuffix("-start") in _KINDS else None
+    wrapped = computations.get(one.attribute(r"calls=%?([\w.\-]+)") or "", [])
+    found = [inner for inner in wrapped if inner.opcode in _KINDS]
+    return found[0] if len(found) == 1 else None
 
 
 def _hidden(body: list[_Instruction], start: int, types: dict[str, str]) -> bool:
@@ -219,12 +220,7 @@ def _parts(type_: str) -> list[str]:
     return [*parts, type_[last:-1]]
 
 
-def _groups(
-    one: _Instruction, computations: dict[str, list[_Instruction]], devices: int
-) -> tuple[tuple[int, ...], ...]:
-    if one.opcode == "async-start":
-        wrapped = computations.get(one.attribute(r"calls=%?([\w.\-]+)") or "", [])
-        one = next((inner for inner in wrapped if inner.opcode in _KINDS), one)
+def _groups(one: _Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
     if listed := one.attribute(r"replica_groups=\{(\{[\d,{}]*\})\}"):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed))
     # "[2,4]<=[4,2]T(1,0)": the numbers from 0, in that shape, transposed and reshaped.

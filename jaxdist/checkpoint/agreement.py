@@ -49,6 +49,13 @@ class Agreement:
         return ["" if s == "-" else s for s in said]
 
 
+def await_pending(ctx: Context) -> None:
+    """Wait for the checkpoint that is written in the background, if any, and raise what went wrong with it."""
+    if ctx.saving is not None:
+        pending, ctx.saving = ctx.saving, None
+        pending.wait()
+
+
 def brief(error: BaseException) -> str:
     """The first lines of what a library said."""
     text = " ".join(str(error).split())

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.checkpoint.agreement import brief, raise_first
+from jaxdist.checkpoint.agreement import await_pending, brief, raise_first
 from jaxdist.checkpoint.files import ITEM, absolute, as_epath, checkpoint_of, orbax_handler, steps
 from jaxdist.checkpoint.leaves import PYTHON, flat, is_key, named, nested
 from jaxdist.context import Context, get_context
@@ -47,9 +47,7 @@ def restore(path: str | os.PathLike[str], like: Any, step: int | None = None) ->
       [0.0, 1.0, 2.0]
     """
     ctx = get_context()
-    if ctx.saving is not None:
-        pending, ctx.saving = ctx.saving, None
-        pending.wait()
+    await_pending(ctx)
     root = absolute(path)
     wanted = ctx.control.exchange("restore", latest_step(root) if step is None else step, ctx.timeout)[0]
     problem, state = None, None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.checkpoint.agreement import Agreement, raise_first
+from jaxdist.checkpoint.agreement import Agreement, await_pending, raise_first
 from jaxdist.checkpoint.files import ITEM, UNFINISHED, absolute, as_epath, aside, checkpoint_of, orbax_handler, steps
 from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
 from jaxdist.context import Context, get_context
@@ -119,9 +119,7 @@ def save(
       them.
     """
     ctx = get_context()
-    if ctx.saving is not None:
-        pending, ctx.saving = ctx.saving, None
-        pending.wait()
+    await_pending(ctx)
     names, leaves = named(state)
     final = absolute(path) / str(step)
     temporary = final.with_name(final.name + UNFINISHED)

@@ -81,7 +81,7 @@ class Interpreter:
     def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        eqns = live(jaxpr)
+        eqns = self.equations(jaxpr)
         atoms = chain(jaxpr.outvars, *(eqn.invars for eqn in eqns))
         uses = Counter(atom for atom in atoms if not isinstance(atom, Literal))
 
@@ -92,6 +92,10 @@ class Interpreter:
             outs = self.eval_eqn(eqn, *map(read, eqn.invars))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def equations(self, jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
+        """Those to evaluate; a pass may want more than the live ones."""
+        return live(jaxpr)
 
     def use(self, value: Any, uses: int) -> Any:
         """Called where a value is read that is read `uses` times in all; a pass may hold values back until then."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxdist.step.interpreter import Interpreter, subjaxprs
 from jaxdist.step.primitives import shard_p
@@ -46,13 +46,5 @@ def at_level(closed: ClosedJaxpr, level: int | None) -> Callable[..., list[Any]]
 class _Whole(Interpreter):
     """Keeps what no result follows from: marks of parameters that the optimizer does not look at."""
 
-    def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.eval_eqn(eqn, *map(read, eqn.invars)), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def equations(self, jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
+        return jaxpr.eqns
