@@ -7,3 +7,6 @@ import os
 if "OMPI_COMM_WORLD_SIZE" not in os.environ and "PMI_SIZE" not in os.environ:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_ENABLE_X64", "1")
+# Unbuffered, a print() is one write for its text and one for the end of its line, and lines of ranks that share a pipe
+# mix. Tests that want it so say so.
+os.environ.pop("PYTHONUNBUFFERED", None)

@@ -316,7 +316,7 @@ class DataParallel:
             self._traces[signature] = Traces(self._step, signature, self._mesh, self._check_finite)
         traces = self._traces[signature]
         avals = [
-            placement.abstract_batch(x) if batch else placement.abstract_logical(x)
+            placement.abstract_batch(x) if batch else abstract(x)
             for x, batch in zip(leaves, signature.is_batch, strict=True)
         ]
         layouts: list[Any] = traces.homes(avals)

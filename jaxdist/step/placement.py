@@ -155,14 +155,9 @@ class Placement:
 
     def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the state once it is on the mesh: of its physical array."""
-        aval = self.abstract_logical(x)
+        aval = abstract(x)
         shape = how.physical(aval.shape) if how else aval.shape
         return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding(self.mesh, how), weak_type=aval.weak_type)
-
-    def abstract_logical(self, x: Any) -> jax.ShapeDtypeStruct:
-        """The type of a leaf of the state as the step sees it."""
-        aval = jax.typeof(x.array if type(x) is Padded else x if hasattr(x, "dtype") else jnp.asarray(x))
-        return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
 
     def abstract_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch once all processes' parts are on the mesh."""
@@ -205,11 +200,9 @@ def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence
 
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of a leaf that may be abstract, without making an array of it."""
-    if type(x) is Padded:
-        x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    aval = jax.eval_shape(lambda x: x, x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    """The type of a leaf as the step sees it; the leaf may be a type itself."""
+    aval = jax.typeof(x.array if type(x) is Padded else x if hasattr(x, "dtype") else jnp.asarray(x))
+    return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
 
 
 def in_shards(x: Any) -> bool:

@@ -36,9 +36,8 @@ def jaxdist(tmp_path: Path) -> Jaxdist:
             check=False,
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
-            # Without what tests/conftest.py sets for the tests' own process; and a print is one write, so that lines of
-            # ranks don't mix.
-            env={k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "PYTHONUNBUFFERED"))},
+            # Without what tests/conftest.py sets for the tests' own process.
+            env={k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))},
         )
 
     return call
