@@ -257,7 +257,7 @@ class MpiLowering(Interpreter):
         null = _mpi().PROC_NULL
         dest = dict(eqn.params["perm"]).get(self.rank, null)
         source = {d: s for s, d in eqn.params["perm"]}.get(self.rank, null)
-        from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR
+        from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR  # no public name: its sendrecv passes it by itself
 
         if x.size > MOST:
             pieces = [self._permute(_, eqn, piece) for piece in _pieces(x.reshape(-1))]

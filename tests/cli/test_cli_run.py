@@ -151,6 +151,26 @@ def test_a_killed_rank_ends_the_job(jaxdist, script, launcher, wait_gone):
     assert wait_gone(mark, 1) == []
 
 
+@pytest.mark.mpi
+def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist, script, tmp_path, mpirun_there):
+    """Or a killed job leaves /tmp/ompi.PID, and the next mpirun of that number can't start."""
+    path = script("""
+        folder = os.environ.get("PMIX_SERVER_TMPDIR")
+        with open("seen.json", "w") as file:
+            json.dump([folder, folder and os.path.isdir(folder)], file)
+        os.kill(os.getppid(), signal.SIGKILL)  # mpirun, which cannot clean up
+        time.sleep(60)
+        """)
+    done = jaxdist("run", "-n", 1, "--launcher", "mpirun", path)
+    assert done.returncode != 0
+    folder, existed = json.loads((tmp_path / "seen.json").read_text())
+    if folder is None:
+        pytest.skip("mpirun IS NOT OPEN MPI 5: where it keeps its files is not tested")
+    assert existed
+    assert Path(folder).parent.name.startswith("jaxdist-")
+    assert not Path(folder).parent.exists()
+
+
 def test_failure_is_told_by_name(jaxdist, script):
     path = script("sys.exit(3) if rank == 1 else time.sleep(60)")
     done = jaxdist("run", "-n", 3, "--launcher", "env", path)
