@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,11 @@ from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 from jax._src.lax.control_flow import loops as _loops
 from jax.interpreters import ad
+
+# --- arrays
+
+sharding_of = operator.attrgetter("_sharding")
+"""`x.sharding` of an array, without the Python of a property: looked at for each leaf of the state in each call."""
 
 # --- tracing and differentiation
 

@@ -22,13 +22,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import commlog, finite, sync
 from jaxdist.communicators import default_bucket_bytes
+from jaxdist.compat import sharding_of
 from jaxdist.context import Context, get_context
 from jaxdist.step.agree import Agreement, Description
 from jaxdist.step.layouts import Layout, choose, sharding
 from jaxdist.step.passes.shards import Gathered
 from jaxdist.step.placement import ELSEWHERE, Placement, abstract, batch_problem, in_shards
 from jaxdist.step.primitives import AXIS, Op
-from jaxdist.step.program import Program, Signature, Static, Traces, is_array
+from jaxdist.step.program import Program, Signature, Static, Traces, is_array, picker
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -264,7 +265,7 @@ class DataParallel:
                 args = _positional(self._step, args, kwargs)
             leaves, tree = jax.tree.flatten(args)
             latest = self._latest.get(tree) or _Latest([None] * len(leaves))
-            strangers = latest.misplaced(leaves, self._placement)
+            strangers = latest.strangers(leaves, self._placement)
             constants = [i for i in strangers if not is_array(leaves[i])]
             values = tuple((i, leaves[i]) for i in constants)
             if latest.program is None or latest.constants != values:
@@ -297,7 +298,7 @@ class DataParallel:
             self._place(program, leaves)
             self._latest[tree] = _Latest(_expected(program, constants), program, signature, values)
         assert program is not None
-        state = [leaves[i] for i in signature.state]
+        state = list(signature.pick_state(leaves))
         for i in program.padded:
             state[i] = state[i].array
         if self._donate and len(set(map(id, state))) < len(state):
@@ -478,28 +479,34 @@ class Ahead:
     arguments: tuple[Held, ...]
 
 
-@dataclass
 class _Latest:
     """What a step was last called with, for arguments of one structure.
 
-    Attributes:
-      expected: for each leaf how it is kept on the mesh; for those of the batch and constants something else.
+    Args:
+      expected: for each leaf how it is kept on the mesh; `_NEITHER` for those of the batch and constants.
       constants: the leaves that are no arrays.
     """
 
-    expected: list[Any]
-    program: Program | None = None
-    signature: Any = None
-    constants: tuple[Any, ...] = ()
-    _shardings: Sequence[Any] = ()
-    _strangers: Sequence[int] = ()
+    def __init__(
+        self,
+        expected: Sequence[Any],
+        program: Program | None = None,
+        signature: Any = None,
+        constants: tuple[Any, ...] = (),
+    ):
+        self.expected, self.program, self.signature, self.constants = expected, program, signature, constants
+        self._pick_state = picker([i for i, how in enumerate(expected) if how is not _NEITHER])
+        self._shardings: list[Any] = []
+        self._strangers: Sequence[int] = ()
 
-    def misplaced(self, leaves: Sequence[Any], placement: Placement) -> Sequence[int]:
-        """Positions of the leaves that are not kept as expected. In the steady state one look at each leaf."""
-        shardings = [getattr(x, "sharding", None) for x in leaves]
-        if len(self._shardings) != len(leaves) or not all(map(operator.is_, shardings, self._shardings)):
-            self._strangers = placement.misplaced(leaves, self.expected)
-            self._shardings = shardings
+    def strangers(self, leaves: Sequence[Any], placement: Placement) -> Sequence[int]:
+        """Positions of the leaves that are not kept as expected, all those of the batch and constants among them."""
+        try:  # in the steady state one look at each leaf of the state, and no line of Python
+            shardings = list(map(sharding_of, self._pick_state(leaves)))
+        except AttributeError:  # a leaf that is not on any device
+            return placement.misplaced(leaves, self.expected)
+        if len(shardings) != len(self._shardings) or not all(map(operator.is_, shardings, self._shardings)):
+            self._strangers, self._shardings = placement.misplaced(leaves, self.expected), shardings
         return self._strangers
 
 

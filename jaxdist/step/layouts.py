@@ -100,12 +100,16 @@ class Padded:
       layout: how it is split.
     """
 
-    __slots__ = ("array", "layout", "shape", "sharding")
+    __slots__ = ("_sharding", "array", "layout", "shape")
 
     def __init__(self, array: jax.Array, layout: Layout):
         self.array, self.layout = array, layout
         self.shape = layout.logical(array.shape)
-        self.sharding = _padded_sharding(array.sharding, layout)
+        self._sharding = _padded_sharding(array.sharding, layout)
+
+    @property
+    def sharding(self) -> Any:
+        return self._sharding
 
     @property
     def dtype(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,6 +89,18 @@ class Signature:
     def batch(self) -> tuple[int, ...]:
         """Positions of the batch's leaves."""
         return tuple(i for i, b in enumerate(self.is_batch) if b)
+
+    @functools.cached_property
+    def pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """The state's of all leaves."""
+        return picker(self.state)
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes the items at these positions from a sequence, fast."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda items: [items[i] for i in positions]
 
 
 @dataclass(frozen=True)
