@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,8 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
     direct = os.environ.get(name) or os.environ.get(name.replace("_grpc", "")) or ""
     os.environ[name] = f"{direct},{host}".strip(",")
     compat.quiet_distributed()
+    if not ctx.is_root:
+        _await_listener(host, port, timeout)
     try:
         jax.distributed.initialize(
             coordinator_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
@@ -395,6 +398,21 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
     finally:
         if holder is not None:
             holder.close()
+
+
+def _await_listener(host: str, port: int, timeout: float) -> None:
+    """Wait until someone listens there: gRPC tries again after a second or two, and every rank waits for that one.
+
+    Whoever never does is told of by what is tried next.
+    """
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((host, port), 1).close()
+        except OSError:
+            time.sleep(0.005)
+        else:
+            return
 
 
 def _connect_gloo(ctx: Context) -> None:

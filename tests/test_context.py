@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 
 import launch
 import pytest
+
+from jaxdist.context import _await_listener
 
 _ALONE = """
 import os, sys
@@ -211,3 +215,18 @@ def test_a_connector_of_the_users_own():
     for result in launch.spawn_env(2, ["-c", _REFUSED, "mine"], timeout=60):
         assert result.returncode == 0, result.output
         assert "fine mine xla 1" in result.stdout
+
+
+def test_ranks_connect_once_the_root_listens():
+    """gRPC, refused once, tries again after a second or two."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        _await_listener("127.0.0.1", port, 0.05)  # nobody listens: the next attempt tells of it
+        waiting = threading.Thread(target=_await_listener, args=("127.0.0.1", port, 60))
+        waiting.start()
+        server.listen()
+        connection, _ = server.accept()
+        connection.close()
+        waiting.join(30)
+        assert not waiting.is_alive()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ def load() -> Any:
             except OSError:
                 pass
     try:
-        from mpi4py import MPI
+        with _without_fabrics():
+            from mpi4py import MPI
     except ImportError as error:
         raise ImportError(f"connector 'mpi' needs mpi4py and an MPI library ({error}). Install: {INSTALL}") from error
     except RuntimeError as error:
@@ -127,3 +129,18 @@ def load() -> Any:
             f"MPI4PY_LIBMPI to your libmpi.so. It tried: {' / '.join(str(error).splitlines()[:4])}"
         ) from error
     return MPI
+
+
+@contextlib.contextmanager
+def _without_fabrics() -> Iterator[None]:
+    """Open MPI 5 looks for libfabric's networks for a second in MPI_Init, which no job on one host uses."""
+    name, env = "OMPI_MCA_btl", os.environ
+    size = env.get("OMPI_COMM_WORLD_SIZE")
+    if name in env or size is None or size != env.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
+        yield
+        return
+    env[name] = "^ofi"
+    try:
+        yield
+    finally:
+        del env[name]

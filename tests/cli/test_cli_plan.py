@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import quick
-from conftest import Jaxdist  # type: ignore[attr-defined]
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
@@ -30,7 +29,7 @@ def test_the_example():
     assert found["bytes"]["parameters"] == 2 * weights
 
 
-def test_as_a_program(jaxdist: Jaxdist, tmp_path: Path):
+def test_as_a_program(jaxdist, tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = jaxdist("plan", "script.py:make", "--topology=2x4xcpu", "--levels=0,1,2,3", "--json", "--plot", "plan.png")
     assert done.returncode == 0, done.stderr

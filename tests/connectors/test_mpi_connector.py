@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import launch
 import pytest
+
+from jaxdist.connectors import mpi
 
 _SCRIPT = """
 import sys
@@ -72,3 +75,23 @@ def test_mpich_from_debian(tmp_path):
         mixed = run([])
         assert mixed.returncode != 0
         assert "the launcher started 2 processes, but the MPI library" in mixed.output
+
+
+@pytest.mark.parametrize(
+    ("env", "given"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "^ofi"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, None),  # two hosts
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_btl": "self,tcp"}, "self,tcp"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, None),  # MPICH
+    ],
+)
+def test_open_mpi_looks_for_networks_only_if_there_are_other_hosts(monkeypatch, env, given):
+    networks = "OMPI_MCA_btl"
+    for name in (networks, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with mpi._without_fabrics():
+        assert os.environ.get(networks) == given
+    assert os.environ.get(networks) == env.get(networks)  # programs that the user starts don't inherit it
