@@ -119,7 +119,7 @@ def load() -> Any:
             except OSError:
                 pass
     try:
-        with _without_fabrics():
+        with _told(open_mpi_settings(os.environ, len(os.sched_getaffinity(0)))):
             from mpi4py import MPI
     except ImportError as error:
         raise ImportError(f"connector 'mpi' needs mpi4py and an MPI library ({error}). Install: {INSTALL}") from error
@@ -131,16 +131,37 @@ def load() -> Any:
     return MPI
 
 
+def open_mpi_settings(env: Mapping[str, str], cores: int) -> dict[str, str]:
+    """What Open MPI is told when it starts, but for what the user tells it.
+
+    Args:
+      env: of this process.
+      cores: that it may use.
+
+    Example:
+      >>> open_mpi_settings({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, cores=2)
+      {'OMPI_MCA_btl': '^ofi', 'OMPI_MCA_mpi_yield_when_idle': '1'}
+    """
+    if "OMPI_COMM_WORLD_SIZE" not in env:
+        return {}
+    settings = {}
+    local = env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if local == env["OMPI_COMM_WORLD_SIZE"]:
+        # MPI_Init looks for libfabric's networks for a second, and none of them leads to this host.
+        settings["OMPI_MCA_btl"] = "^ofi"
+    if cores < 2 * int(local):
+        # A rank waits for the others in a loop. With a core for each rank Python needs that core to send off the next
+        # step meanwhile, or all wait for it then.
+        settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    return {name: value for name, value in settings.items() if name not in env}
+
+
 @contextlib.contextmanager
-def _without_fabrics() -> Iterator[None]:
-    """Open MPI 5 looks for libfabric's networks for a second in MPI_Init, which no job on one host uses."""
-    name, env = "OMPI_MCA_btl", os.environ
-    size = env.get("OMPI_COMM_WORLD_SIZE")
-    if name in env or size is None or size != env.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
-        yield
-        return
-    env[name] = "^ofi"
+def _told(settings: Mapping[str, str]) -> Iterator[None]:
+    """Settings in the environment, and out of it again: programs that the user starts from here don't inherit them."""
+    os.environ.update(settings)
     try:
         yield
     finally:
-        del env[name]
+        for name in settings:
+            del os.environ[name]

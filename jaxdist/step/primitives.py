@@ -68,6 +68,9 @@ reduce_shard_p = Primitive("jaxdist_reduce_scatter")
 gather_shards_p = Primitive("jaxdist_all_gather")
 """V -> R: the slices along ``dim`` of all devices as one array, without the padding: ``size`` entries along ``dim``."""
 
+alone_p = Primitive("jaxdist_alone")
+"""V -> R: ``x`` itself, which is all there is over ``axes`` of one device."""
+
 
 def all_reduce(x: Any, axes: tuple[str, ...] = (AXIS,), op: Op | None = None, wire: str | None = None) -> jax.Array:
     """Bind :data:`all_reduce_p`; a replicated `x` of a type-checked trace is cast to varying first."""
@@ -156,6 +159,9 @@ mlir.register_lowering(
     all_reduce_p,
     mlir.lower_fun(reduced, multiple_results=False),
 )
+
+alone_p.def_abstract_eval(_all_reduce_type)
+mlir.register_lowering(alone_p, lambda ctx, x, **_: [x])
 
 per_part_p.def_abstract_eval(lambda aval, *, parts: aval)
 ad.deflinear2(per_part_p, lambda ct, _, *, parts: [per_part_p.bind(ct, parts=parts)])

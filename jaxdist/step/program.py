@@ -20,6 +20,7 @@ from jaxdist.communicators import compiler_options, lowering
 from jaxdist.errors import StepError
 from jaxdist.step.interpreter import contains
 from jaxdist.step.layouts import Layout, Padded, sharding
+from jaxdist.step.passes.alone import Alone
 from jaxdist.step.passes.fuse import Fuse
 from jaxdist.step.passes.homes import homes, roles
 from jaxdist.step.passes.layout import Flow, infer
@@ -255,9 +256,8 @@ class Program:
         outputs = _outputs(closed, flows, out_tree, signature, avals, op, untyped)
         weak = [aval.weak_type for aval in closed.out_avals]
         closed, layouts, gathered = self._finished(closed, outputs, held, checked)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        fuse = Fuse(self._bucket_bytes, self._stored_bytes(avals) // _GATHERED_AT_ONCE, barriers=not on_cpu)
-        closed = capture(lambda *xs: fuse.run(closed, *xs), held, self._specs, mesh, check=checked)
+        last = Alone() if mesh.size == 1 else self._fuse(avals)
+        closed = capture(lambda *xs: last.run(closed, *xs), held, self._specs, mesh, check=checked)
         if self._on_traced is not None:
             self._on_traced(closed, gathered)
 
@@ -292,9 +292,10 @@ class Program:
         closed = capture(run, avals, self._logical_specs, self._mesh, check=checked)
         return closed, list(rules.shapes), list(rules.loops)
 
-    def _stored_bytes(self, avals: Sequence[Any]) -> int:
-        """Of the leaves that are kept in shards."""
-        return sum(a.size * a.dtype.itemsize for a, how in zip(avals, self.layouts, strict=True) if how)
+    def _fuse(self, avals: Sequence[Any]) -> Fuse:
+        in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(avals, self.layouts, strict=True) if how)
+        on_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        return Fuse(self._bucket_bytes, in_shards // _GATHERED_AT_ONCE, barriers=not on_cpu)
 
     @property
     def _logical_specs(self) -> list[P]:

@@ -77,21 +77,28 @@ def test_mpich_from_debian(tmp_path):
         assert "the launcher started 2 processes, but the MPI library" in mixed.output
 
 
+_LOCAL = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+_NETWORKS, _YIELD = {"OMPI_MCA_btl": "^ofi"}, {"OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
 @pytest.mark.parametrize(
-    ("env", "given"),
+    ("env", "cores", "settings"),
     [
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "^ofi"),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, None),  # two hosts
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_btl": "self,tcp"}, "self,tcp"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, None),  # MPICH
+        (_LOCAL, 4, _NETWORKS),
+        (_LOCAL, 2, _NETWORKS | _YIELD),
+        (_LOCAL, 1, _NETWORKS | _YIELD),  # pinned
+        (_LOCAL | {"OMPI_COMM_WORLD_SIZE": "4"}, 4, {}),  # two hosts
+        (_LOCAL | {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_mpi_yield_when_idle": "0"}, 1, {}),  # the user knows better
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, 1, {}),  # MPICH
     ],
 )
-def test_open_mpi_looks_for_networks_only_if_there_are_other_hosts(monkeypatch, env, given):
-    networks = "OMPI_MCA_btl"
-    for name in (networks, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with mpi._without_fabrics():
-        assert os.environ.get(networks) == given
-    assert os.environ.get(networks) == env.get(networks)  # programs that the user starts don't inherit it
+def test_what_open_mpi_is_told(env, cores, settings):
+    assert mpi.open_mpi_settings(env, cores) == settings
+
+
+def test_programs_started_from_here_are_not_told(monkeypatch):
+    ((name, value),) = _YIELD.items()
+    monkeypatch.delenv(name, raising=False)
+    with mpi._told(_YIELD):
+        assert os.environ[name] == value
+    assert name not in os.environ

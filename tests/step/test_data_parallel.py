@@ -479,3 +479,16 @@ def test_errors_of_the_step_itself_are_its_own() -> None:
 
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         step(W, X)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_on_one_device_nothing_is_reduced(devices):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+
+    @jaxdist.data_parallel(mesh=mesh)
+    def step(w, batch):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        return w - 0.1 * grad, loss
+
+    text = step.lower(jnp.ones(3), jnp.ones((8, 3))).compile().as_text()  # type: ignore[attr-defined]
+    assert ("all-reduce" in text) == (devices > 1)
