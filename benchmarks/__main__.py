@@ -30,9 +30,9 @@ TITLES = {
 BESIDE_TORCH = ("step_time", "collectives")
 INTRO = """# Performance
 
-Made by `{command}`: every number comes from a file that its benchmark wrote ([benchmarks](../benchmarks)). What is
-compared takes turns on the same cores, one for each rank with one thread; ratios are taken within a round, and their
-median and range shown. The machine: {machine}.
+Made by `{command}`: every number in a table comes from a file that its benchmark wrote (`benchmarks/`); what is said
+at the end is written by hand. What is compared takes turns on the same cores, one for each rank with one thread; ratios
+are taken within a round, and their median and range shown. The machine: {machine}.
 """
 
 
@@ -55,7 +55,8 @@ def page(results: Path, pictures: Path) -> str:
         machine = report.said(found["machine"])
     if not sections:
         raise SystemExit(f"there are no results in {results}")
-    return "\n".join([INTRO.format(command="python benchmarks --torch PYTHON", machine=machine), *sections])
+    notes = (HERE / "notes.md").read_text()
+    return "\n".join([INTRO.format(command="python benchmarks --torch PYTHON", machine=machine), *sections, notes])
 
 
 def main() -> None:

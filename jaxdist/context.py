@@ -383,7 +383,7 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
     os.environ[name] = f"{direct},{host}".strip(",")
     compat.quiet_distributed()
     if not ctx.is_root:
-        _await_listener(host, port, timeout)
+        _await_listener(host, port, min(timeout, 5.0))  # the root is about to; behind a firewall it never does
     try:
         jax.distributed.initialize(
             coordinator_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
@@ -400,12 +400,12 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             holder.close()
 
 
-def _await_listener(host: str, port: int, timeout: float) -> None:
+def _await_listener(host: str, port: int, seconds: float) -> None:
     """Wait until someone listens there: gRPC tries again after a second or two, and every rank waits for that one.
 
-    Whoever never does is told of by what is tried next.
+    After so many seconds the error is left to what is tried next.
     """
-    end = time.monotonic() + timeout
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             socket.create_connection((host, port), 1).close()

@@ -16,6 +16,7 @@ from jaxdist.step.interpreter import Interpreter
 from jaxdist.step.primitives import (
     AXIS,
     all_reduce_p,
+    first_entry,
     gather_shards_p,
     group_reduce_p,
     joined,
@@ -82,7 +83,7 @@ class GlooLowering(XlaLowering):
         return x if self._last is None else lax.optimization_barrier((x, self._last))[0]
 
     def _then(self, out: Any) -> Any:
-        self._last = out.reshape(-1)[0]
+        self._last = first_entry(out)
         return out
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:

@@ -313,6 +313,10 @@ class MpiWire:
                 how.ufunc(so_far[start:end].astype(wide, copy=False), theirs, out=total[start:end])
             self._mpi.Request.Waitall(sends)
             so_far = total
+        if max(b - a for a, b in bounds) > step:
+            # A sender hears that its message has arrived when the receiver's MPI gets to tell it, and after so many of
+            # them that may be in its next call: who is done must not be away before the others are.
+            comm.Barrier()
         how.finish(total, group.n, out)
 
     def _move(

@@ -126,6 +126,11 @@ def joined(parts: Any, dim: int, size: int) -> Any:
     return lax.slice_in_dim(x, 0, size, axis=dim)
 
 
+def first_entry(x: Any) -> Any:
+    """A scalar of `x`. A slice, because ``x.reshape(-1)`` is a copy of an array that XLA holds in another order."""
+    return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+
+
 def reduced(x: Any, axes: tuple[str, ...], op: Op | None, wire: str | None = None) -> Any:
     """What :data:`all_reduce_p` computes, in JAX's own collectives."""
     if not x.size:

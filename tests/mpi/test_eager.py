@@ -57,3 +57,29 @@ def test_debug_prints_and_compares_each_call() -> None:
 def test_large_reduce_scatters_are_exact(ranks: int, megabytes: float, communicator: str) -> None:
     # It is gloo's own that is wrong in a few of 200 (jax#40830).
     run(ranks, communicator, f"reduce_scatters:200:{megabytes}", "skew:2.0", timeout=200)
+
+
+_AWAY = """
+import pathlib, sys, time
+import jax
+import jaxdist
+
+ctx = jaxdist.init(communicator="mpi", timeout=30)
+x = jax.numpy.ones(1 << 24)
+for i in range(40):
+    done = pathlib.Path(sys.argv[1], str(i))
+    jax.block_until_ready(jaxdist.reduce_scatter(x))
+    if ctx.rank:
+        done.touch()
+    while not done.exists():  # away from MPI until the other rank is through as well
+        time.sleep(0.001)
+sys.stdout.write(f"through:{ctx.rank}\\n")  # one write: lines of ranks don't mix
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_away_after_a_call_keeps_none_in_it(tmp_path: Path) -> None:
+    # In most of such runs a rank waited for ever to hear that its last segments had arrived.
+    result = launch.mpirun(2, ["-c", _AWAY, str(tmp_path)], timeout=90)
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.split()) == ["through:0", "through:1"]

@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
 from jaxdist.step.interpreter import Interpreter, has_effect, live
-from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, joined, reduce_shard_p, slices
+from jaxdist.step.primitives import AXIS, all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 
 # What may stand between the backward pass and a reduction without making it later.
 _CHEAP = {
@@ -96,7 +96,7 @@ class Fuse(Interpreter):
         """The operands of a gather, but not before `cause` is known."""
         if self.barriers:
             return lax.optimization_barrier((*operands, cause))[:-1]
-        first = cause.reshape(-1)[0].real
+        first = first_entry(cause).real
         first = first.astype(jnp.uint8) if first.dtype == bool else first
         bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
         ready = bits | 1 != 0  # always; XLA does not know, and makes this part of what computes the operand
