@@ -496,7 +496,7 @@ class _Latest:
     ):
         self.expected, self.program, self.signature, self.constants = expected, program, signature, constants
         self._pick_state = picker([i for i, how in enumerate(expected) if how is not _NEITHER])
-        self._shardings: list[Any] = []
+        self._shardings: list[Any] | None = None
         self._strangers: Sequence[int] = ()
 
     def strangers(self, leaves: Sequence[Any], placement: Placement) -> Sequence[int]:
@@ -505,7 +505,7 @@ class _Latest:
             shardings = list(map(sharding_of, self._pick_state(leaves)))
         except AttributeError:  # a leaf that is not on any device
             return placement.misplaced(leaves, self.expected)
-        if len(shardings) != len(self._shardings) or not all(map(operator.is_, shardings, self._shardings)):
+        if self._shardings is None or not all(map(operator.is_, shardings, self._shardings)):
             self._strangers, self._shardings = placement.misplaced(leaves, self.expected), shardings
         return self._strangers
 

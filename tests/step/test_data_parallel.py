@@ -492,3 +492,12 @@ def test_on_one_device_nothing_is_reduced(devices):
 
     text = step.lower(jnp.ones(3), jnp.ones((8, 3))).compile().as_text()  # type: ignore[attr-defined]
     assert ("all-reduce" in text) == (devices > 1)
+
+
+def test_no_state_and_a_constant():
+    @jaxdist.data_parallel(batch_argnums=0)
+    def step(batch, how):
+        return jax.lax.pmax(jnp.max(batch), "data") if how == "max" else jnp.mean(batch)
+
+    for how, expected in (("mean", X.mean()), ("mean", X.mean()), ("max", X.max()), ("mean", X.mean())):
+        assert abs(float(step(X, how)) - expected) < 1e-12
