@@ -1,4 +1,4 @@
-"""Every private or version-dependent touch of JAX, each with its reason; nothing else imports jax._src."""
+"""Every private or version-dependent touch of JAX and mpi4jax, each with its reason; nothing else imports `_src`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ from jax.interpreters import ad
 
 sharding_of = operator.attrgetter("_sharding")
 """`x.sharding` of an array, without the Python of a property: looked at for each leaf of the state in each call."""
+
+
+def mpi_status_ignore() -> int:
+    """MPI_STATUS_IGNORE for mpi4jax's FFI targets (its own sendrecv passes it; it has no public name)."""
+    from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR
+
+    return MPI_STATUS_IGNORE_ADDR
+
 
 # --- tracing and differentiation
 

@@ -257,8 +257,6 @@ class MpiLowering(Interpreter):
         null = _mpi().PROC_NULL
         dest = dict(eqn.params["perm"]).get(self.rank, null)
         source = {d: s for s, d in eqn.params["perm"]}.get(self.rank, null)
-        from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR  # no public name: its sendrecv passes it by itself
-
         if x.size > MOST:
             pieces = [self._permute(_, eqn, piece) for piece in _pieces(x.reshape(-1))]
             return jnp.concatenate(pieces).reshape(x.shape)
@@ -266,7 +264,7 @@ class MpiLowering(Interpreter):
         dtype = _mpi_type(raw.dtype)
         out = self._call(
             "mpi_sendrecv_ffi", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
-            dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(comm), status=MPI_STATUS_IGNORE_ADDR,
+            dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(comm), status=compat.mpi_status_ignore(),
         )  # fmt: skip
         # Nothing is written where nothing is received. The result must be used all the same: a call without use is
         # dropped from the program, and the rank that this one sends to would wait for ever.

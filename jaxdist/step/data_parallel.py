@@ -479,25 +479,25 @@ class Ahead:
     arguments: tuple[Held, ...]
 
 
+@dataclass
 class _Latest:
     """What a step was last called with, for arguments of one structure.
 
-    Args:
+    Attributes:
       expected: for each leaf how it is kept on the mesh; `_NEITHER` for those of the batch and constants.
       constants: the leaves that are no arrays.
     """
 
-    def __init__(
-        self,
-        expected: Sequence[Any],
-        program: Program | None = None,
-        signature: Any = None,
-        constants: tuple[Any, ...] = (),
-    ):
-        self.expected, self.program, self.signature, self.constants = expected, program, signature, constants
-        self._pick_state = picker([i for i, how in enumerate(expected) if how is not _NEITHER])
-        self._shardings: list[Any] | None = None
-        self._strangers: Sequence[int] = ()
+    expected: Sequence[Any]
+    program: Program | None = None
+    signature: Any = None
+    constants: tuple[Any, ...] = ()
+    _shardings: Sequence[Any] | None = None
+    _strangers: Sequence[int] = ()
+
+    @functools.cached_property
+    def _pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        return picker([i for i, how in enumerate(self.expected) if how is not _NEITHER])
 
     def strangers(self, leaves: Sequence[Any], placement: Placement) -> Sequence[int]:
         """Positions of the leaves that are not kept as expected, all those of the batch and constants among them."""

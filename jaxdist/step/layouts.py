@@ -105,7 +105,7 @@ class Padded:
     def __init__(self, array: jax.Array, layout: Layout):
         self.array, self.layout = array, layout
         self.shape = layout.logical(array.shape)
-        self._sharding = _padded_sharding(array.sharding, layout)
+        self._sharding = _padded_sharding(array.sharding, layout)  # the name that `compat.sharding_of` looks at
 
     @property
     def sharding(self) -> Any:

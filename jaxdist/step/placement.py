@@ -35,7 +35,7 @@ class Placement:
         self.processes = len({d.process_index for d in mesh.devices.flat})
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known: dict[int, tuple[Any, Any]] = {}
-        self._layouts: dict[int, Any] = {}  # of a sharding, by its id: this runs for each leaf in each call
+        self._layouts: dict[int, Any] = {}  # of a sharding, by its id: a state may come with others each time
 
     def misplaced(self, leaves: Sequence[Any], layouts: Sequence[Any]) -> list[int]:
         """Positions of the leaves that are not kept on the mesh as `layouts` say (a layout, or None: whole)."""

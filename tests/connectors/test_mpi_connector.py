@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import launch
@@ -102,3 +103,17 @@ def test_programs_started_from_here_are_not_told(monkeypatch):
     with mpi._told(_YIELD):
         assert os.environ[name] == value
     assert name not in os.environ
+
+
+def test_open_mpi_is_told_before_it_starts(monkeypatch):
+    class Mpi4py(types.ModuleType):
+        @property
+        def MPI(self):  # what is imported, and starts MPI
+            return dict(os.environ)
+
+    for name, value in _LOCAL.items():
+        monkeypatch.setenv(name, value)
+    for name in _NETWORKS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py", Mpi4py("mpi4py"))
+    assert mpi.load().items() >= _NETWORKS.items()
