@@ -22,6 +22,7 @@ from jaxdist.finite import check_finite
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
 from jaxdist.metrics import run_log
+from jaxdist.per_device import per_device
 from jaxdist.plan import plan
 from jaxdist.precision import master_weights
 from jaxdist.profile import profile
@@ -52,6 +53,7 @@ __all__ = [
     "loader",
     "master_weights",
     "memory",
+    "per_device",
     "permute",
     "plan",
     "profile",

@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from jaxdist.placements.values import tile
 from jaxdist.step.placement import Placement
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
@@ -123,7 +124,10 @@ def placer(context: Any, batch_size: int) -> Callable[[Any], Any]:
 
     def place(batch: Any) -> Any:
         leaves, structure = jax.tree.flatten(batch)
-        return jax.tree.unflatten(structure, placement.place_batch(leaves))
+        return jax.tree.unflatten(
+            structure,
+            placement.place_batch(leaves, [tile(0, len(x) * placement.processes, placement.mesh.size) for x in leaves]),
+        )
 
     return place
 

@@ -27,7 +27,8 @@ from jaxdist.eager.arguments import (
 )
 from jaxdist.eager.call import Call
 from jaxdist.eager.numerics import reduction
-from jaxdist.step.trace import inside_step
+from jaxdist.errors import StepError
+from jaxdist.step.trace import inside_step, on_device
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
 Groups = Sequence[Sequence[int]]
@@ -301,7 +302,7 @@ def barrier() -> None:
 
     Source: MPI standard 4.1, section 6.3 (MPI_Barrier).
     """
-    if not inside_step():
+    if not on_device():
         _collective("barrier", [])
 
 
@@ -376,7 +377,12 @@ def recv(like: Any, src: int) -> Any:
 
 
 def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
-    if inside_step():
+    if inside_step() and not on_device():
+        raise StepError(
+            f"jaxdist.{kind} inside a step, which is what one device does with the whole batch: sums and means over the "
+            "batch need no collective. Code for each device belongs into jaxdist.per_device"
+        )
+    if on_device():
         from jaxdist.step import collectives as in_step
 
         structure, leaves = flat(kind, tree)

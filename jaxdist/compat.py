@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,7 @@ from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
-from jax._src.lax.control_flow import loops as _loops
-from jax.interpreters import ad
+from jax.extend.core import ClosedJaxpr
 
 # --- arrays
 
@@ -51,57 +50,29 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
 
 
-def replicated_type(aval: Any, axes: tuple[str, ...]) -> Any:
-    """`aval` with `axes` no longer varying: the result type of an all-reduce over them."""
-    return aval.update(manual_axis_type=aval.mat.update(varying=aval.mat.varying - frozenset(axes)))
+def other_collectives() -> tuple[Any, ...]:
+    """Primitives that name an axis and have no public name in every version."""
+    names = (
+        "pgather_p",
+        "pbroadcast_p",
+        "ragged_all_to_all_p",
+        "psend_p",
+        "precv_p",
+        "all_gather_reduced_p",
+        "preduced_p",
+    )
+    return tuple(p for name in names if (p := getattr(_parallel, name, None)) is not None)
 
 
-def varying_type(aval: Any, axes: tuple[str, ...]) -> Any:
-    """`aval` with `axes` varying: the result type of a cast from replicated to per-device."""
-    return aval.update(manual_axis_type=aval.mat.update(varying=aval.mat.varying | frozenset(axes)))
+def trace_state_clean() -> bool:
+    """Whether nothing is being traced (no public query)."""
+    return _core.trace_state_clean()
 
 
-def replace_transpose_rules(cast: Callable[..., Any], reduce: Callable[..., Any]) -> None:
-    """Transpose `pvary` with `cast` and the varying -> invariant collectives through `reduce`.
-
-    `cast(cotangent, axes)` must be numerically JAX's own rule (a psum), and `reduce(cotangent, axes)` likewise (a
-    pvary): they only bind primitives of ours in place of JAX's, so that a later pass can tell a
-    reduction that differentiation made from one that the user wrote.
-    """
-    ad.deflinear2(pvary_p, lambda ct, _, *, axes: [cast(ct, axes)])
-    ad.deflinear2(psum_invariant_p, lambda ct, _, *, axes: [reduce(ct, axes)])
-    gather_rule = _parallel._all_gather_invariant_transpose_rule
-
-    def gather_transpose(ct: Any, x: Any, **params: Any) -> Any:
-        axes = params["axis_name"]
-        if not checking_types():  # each device holds its own cotangent of the whole: they are added
-            dim, tiled = params["all_gather_dimension"], params["tiled"]
-            return [jax.lax.psum_scatter(ct, axes, scatter_dimension=dim, tiled=tiled)]
-        return gather_rule(reduce(ct, axes if isinstance(axes, tuple) else (axes,)), x, **params)
-
-    ad.deflinear2(all_gather_invariant_p, gather_transpose)
-
-
-def promote_loop_carries() -> None:
-    """Let `lax.scan` and `lax.while_loop` start a varying carry from a replicated constant.
-
-    JAX refuses `lax.scan(body, 0.0, xs)` under check_vma=True when the body's result varies, and tells the user to
-    `pcast` the initial value. This does what the message says, through the hook by which the loops already promote
-    weakly typed initial values: only programs that JAX would have refused are touched.
-    """
-    original = getattr(_loops, "_promote_weak_typed_input", None)
-    if original is None or hasattr(original, "jaxdist"):
-        return  # a JAX without the hook: such models take the unchecked trace instead
-
-    def promote(value: Any, in_aval: Any, out_aval: Any) -> tuple[Any, bool]:
-        value, changed = original(value, in_aval, out_aval)
-        missing = varying_axes(out_aval) - varying_axes(in_aval)
-        if missing and checking_types():
-            return jax.lax.pcast(value, tuple(missing), to="varying"), True
-        return value, changed
-
-    promote.jaxdist = True  # type: ignore[attr-defined]
-    _loops._promote_weak_typed_input = promote
+def manual_axes() -> frozenset[str]:
+    """Mesh axes of the ``shard_map`` under whose trace the code runs."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset() if mesh.empty else frozenset(mesh.manual_axes)
 
 
 def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]:
@@ -126,19 +97,61 @@ def name_stack(eqn: Any) -> str:
 
 def in_backward_pass(eqn: Any) -> bool:
     """Whether differentiation made an equation for its backward pass: its name stack says so."""
-    return "transpose(" in name_stack(eqn)
+    return _transposed(eqn.source_info.name_stack)
 
 
-def all_gather_replicated(x: Any, axis: str) -> Any:
-    """All-gather into a new leading dimension, typed as the same on every device where types are checked.
+@functools.lru_cache(maxsize=4096)
+def _transposed(stack: Any) -> bool:
+    return "transpose(" in str(stack)
 
-    (`lax.all_gather(..., to="invarying")` is not in every version, and refuses an unchecked trace.)
-    """
-    if not checking_types():
-        return jax.lax.all_gather(x, axis)
-    return all_gather_invariant_p.bind(
-        x, all_gather_dimension=0, axis_name=(axis,), axis_size=jax.lax.axis_size(axis), tiled=False
+
+def user_line(eqn: Any) -> str:
+    """``file:line`` of the user's code that an equation comes from (no public access)."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"
+
+
+def closed(jaxpr: Any) -> ClosedJaxpr:
+    """An open jaxpr (of `jax.checkpoint`) as a closed one without constants; the same for the same."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else _closed(jaxpr)
+
+
+@functools.cache
+def _closed(jaxpr: Any) -> ClosedJaxpr:
+    return ClosedJaxpr(jaxpr, ())
+
+
+def with_constants_as_inputs(jaxpr: Any) -> Any:
+    """A jaxpr whose constants come first among its inputs (`jax.checkpoint` holds an open one)."""
+    return (
+        jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=None)
+        if jaxpr.constvars
+        else jaxpr
     )
+
+
+def linear_solve(params: dict[str, Any], ins: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr that solves a `lax.custom_linear_solve`, and those operands that it takes."""
+    lengths, start = params["const_lengths"], 0
+    for name in lengths._fields:
+        if name == "solve":
+            break
+        start += getattr(lengths, name)
+    rest = sum(lengths)
+    return params["jaxprs"].solve, (*ins[start : start + lengths.solve], *ins[rest:])
+
+
+def makes_bits_by_place(dtype: Any) -> bool:
+    """Whether the random bits of keys of a type depend on the key and the place of an entry alone."""
+    impl = getattr(dtype, "_impl", None)
+    return getattr(impl, "name", "") == "threefry2x32" and bool(_config.threefry_partitionable.value)
+
+
+def threefry(key_a: Any, key_b: Any, high: Any, low: Any) -> Sequence[Any]:
+    """The two words that threefry makes of a key and a 64-bit counter (public, but in an experimental place)."""
+    from jax.extend.random import threefry2x32_p
+
+    return threefry2x32_p.bind(key_a, key_b, high, low)
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:

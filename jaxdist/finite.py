@@ -18,10 +18,11 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
-from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.step.agree import list_ranks
-from jaxdist.step.primitives import AXIS
+from jaxdist.step.primitives import count_p
+from jaxdist.step.primitives import counts as counts_of
+from jaxdist.step.trace import step_mesh
 
 Tree = TypeVar("Tree")
 
@@ -74,7 +75,7 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
             continue
         shards = x.addressable_shards if isinstance(x, jax.Array) else []
         parts = {str(s.index): s.data for s in shards} or {"": x}  # each value once
-        counts = np.sum([np.asarray(_count(jnp.asarray(part))) for part in parts.values()], 0)
+        counts = np.sum([np.asarray(counts_of(jnp.asarray(part))) for part in parts.values()], 0)
         if counts.any():
             raise FloatingPointError(f"{name}{jax.tree_util.keystr(path)} is not finite: {_say(counts)}. {_ADVICE}")
     return tree
@@ -99,14 +100,12 @@ class Findings:
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if _is_float(x):
                 self.names.append(name + jax.tree_util.keystr(path))
-                self._counts.append(_count(x))
+                mesh = step_mesh()
+                self._counts.append(count_p.bind(x, devices=mesh.size if mesh else 1))
 
     def everywhere(self) -> jax.Array:
         """int32[devices, leaves, 2], the same on each device: how many NaN, how many infinite."""
-        mine = jnp.stack(self._counts)
-        if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(mine)):
-            mine = jax.lax.pcast(mine, AXIS, to="varying")
-        return compat.all_gather_replicated(mine, AXIS)
+        return jnp.stack(self._counts, 1)
 
 
 _collector: ContextVar[Findings | None] = ContextVar("jaxdist_findings", default=None)
@@ -167,7 +166,3 @@ def _say(counts: np.ndarray) -> str:
 def _is_float(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _count(x: Any) -> jax.Array:
-    return jnp.stack([jnp.sum(jnp.isnan(x), dtype=jnp.int32), jnp.sum(jnp.isinf(x), dtype=jnp.int32)])

@@ -1,18 +1,19 @@
-"""Randomness that differs between devices (dropout), from one key."""
+"""Randomness that differs between devices, from one key."""
 
 from __future__ import annotations
 
 import jax
 from jax import lax
 
+from jaxdist import compat
 from jaxdist.step.primitives import AXIS
-from jaxdist.step.trace import inside_step
 
 
 def fold_rank(key: jax.Array) -> jax.Array:
-    """A different PRNG key on each device inside a decorated step; the key itself elsewhere.
+    """A different PRNG key on each device inside `jaxdist.per_device`; the key itself elsewhere.
 
-    Without it every device draws the same dropout mask for its part of the batch.
+    A decorated step draws what one device would draw for the whole batch, each device its part: it needs no key of its
+    own. Code for each device (`jaxdist.per_device`, `jax.shard_map`) does.
 
     Args:
       key: a key of ``jax.random.key`` or ``jax.random.PRNGKey``, the same on each device.
@@ -29,4 +30,4 @@ def fold_rank(key: jax.Array) -> jax.Array:
     References:
       https://docs.jax.dev/en/latest/jax.random.html#jax.random.fold_in
     """
-    return jax.random.fold_in(key, lax.axis_index(AXIS)) if inside_step() else key
+    return jax.random.fold_in(key, lax.axis_index(AXIS)) if AXIS in compat.manual_axes() else key

@@ -8,20 +8,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.step.primitives import Op, slices
+from jaxdist.step.primitives import slices
 
 Move = Callable[[Any], Any]
 
 
-def all_reduce(x: Any, op: Op, wire: str, size: int, all_to_all: Move, all_gather: Move) -> Any:
-    """The sum or mean of `x` over the devices, its bytes in another dtype on the wire.
+def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move) -> Any:
+    """The sum of `x` over the devices, its bytes in another dtype on the wire.
 
     Each device adds up one part of it in float32 (or wider, as `x` is): rounded when the parts are sent and when the
     sum is, however many devices there are.
 
     Args:
       x: this device's, floating.
-      op: ``"sum"`` or ``"mean"``.
       wire: the dtype that travels.
       size: number of devices.
       all_to_all: ``(size, k) -> (size, k)``, row i of the result from device i.
@@ -30,21 +29,20 @@ def all_reduce(x: Any, op: Op, wire: str, size: int, all_to_all: Move, all_gathe
     Returns:
       Of the shape and dtype of `x`.
     """
-    mine = _reduce(slices(x.reshape(-1), 0, size), op, wire, all_to_all)
+    mine = _reduce(slices(x.reshape(-1), 0, size), wire, all_to_all)
     whole = all_gather(mine.astype(wire)).reshape(-1)
     return whole[: x.size].reshape(x.shape).astype(x.dtype)
 
 
-def reduce_scatter(x: Any, dim: int, op: Op, wire: str | None, size: int, all_to_all: Move) -> Any:
-    """This device's slice along `dim` of the sum or mean of `x` over the devices; see `all_reduce`."""
-    return _reduce(slices(x, dim, size), op, wire or x.dtype, all_to_all).astype(x.dtype)
+def reduce_scatter(x: Any, dim: int, wire: str | None, size: int, all_to_all: Move) -> Any:
+    """This device's slice along `dim` of the sum of `x` over the devices; see `all_reduce`."""
+    return _reduce(slices(x, dim, size), wire or x.dtype, all_to_all).astype(x.dtype)
 
 
-def _reduce(parts: Any, op: Op, wire: Any, all_to_all: Move) -> Any:
-    """The sum or mean of what the devices have for this one."""
+def _reduce(parts: Any, wire: Any, all_to_all: Move) -> Any:
+    """The sum of what the devices have for this one."""
     wide = jnp.promote_types(parts.dtype, jnp.float32) if jnp.issubdtype(parts.dtype, jnp.floating) else parts.dtype
-    total = all_to_all(parts.astype(wire)).astype(wide).sum(0)
-    return total / parts.shape[0] if op == "mean" else total
+    return all_to_all(parts.astype(wire)).astype(wide).sum(0)
 
 
 def bits(x: Any) -> tuple[Any, Move]:

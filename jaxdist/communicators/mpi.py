@@ -33,12 +33,8 @@ MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
 
 
-def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], replicated: bool, **_: Any) -> Any:
-    out = x.update(shape=shape, weak_type=False)
-    if compat.checking_types():
-        change = compat.replicated_type if replicated else compat.varying_type
-        out = change(out, (AXIS,))
-    return [out, token]
+def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], **_: Any) -> Any:
+    return [x.update(shape=shape, weak_type=False), token]
 
 
 def _call_lowering(
@@ -121,11 +117,9 @@ class MpiLowering(Interpreter):
                 gather_shards_p: self._gather_shards,
                 group_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
                 p.psum_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
-                compat.psum_invariant_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
                 p.pmax_p: lambda _, eqn, x: self._reduced(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: self._reduced(eqn, x, "min"),
                 p.all_gather_p: self._all_gather,
-                compat.all_gather_invariant_p: self._all_gather,
                 p.all_to_all_p: self._all_to_all,
                 compat.reduce_scatter_p: self._reduce_scatter,
                 p.ppermute_p: self._permute,
@@ -146,41 +140,35 @@ class MpiLowering(Interpreter):
 
     def _gradient(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         comm = self._comm(eqn)
-        op, wire, size = eqn.params["op"], eqn.params["wire"], comm.Get_size()
-        if x.size and wire not in (None, "gradient"):
-            return exchange.all_reduce(
-                x, op, wire, size,
-                all_to_all=lambda parts: self._exchange("alltoall", comm, parts, parts.shape),
-                all_gather=lambda part: self._exchange("allgather", comm, part, (size, *part.shape), replicated=True),
-            )  # fmt: skip
-        if op != "mean":
+        wire, size = eqn.params["wire"], comm.Get_size()
+        if not x.size or wire is None:
             return self._all_reduce(comm, x, "sum")
-        if x.dtype == jnp.float16:
-            return self._all_reduce(comm, x / size, "sum")
-        return self._all_reduce(comm, x, "sum") / size
+        return exchange.all_reduce(
+            x, wire, size,
+            all_to_all=lambda parts: self._exchange("alltoall", comm, parts, parts.shape),
+            all_gather=lambda part: self._exchange("allgather", comm, part, (size, *part.shape)),
+        )  # fmt: skip
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        wire = None if eqn.params["wire"] == "gradient" else eqn.params["wire"]
         return exchange.reduce_scatter(
-            x, eqn.params["dim"], eqn.params["op"], wire, self.comm.Get_size(),
+            x, eqn.params["dim"], eqn.params["wire"], self.comm.Get_size(),
             all_to_all=lambda parts: self._exchange("alltoall", self.comm, parts, parts.shape),
         )  # fmt: skip
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        parts = self._exchange("allgather", self.comm, x, (self.comm.Get_size(), *x.shape), replicated=True)
+        parts = self._exchange("allgather", self.comm, x, (self.comm.Get_size(), *x.shape))
         return joined(parts, eqn.params["dim"], eqn.params["size"])
 
-    def _all_reduce(self, comm: Any, x: Any, op: str, replicated: bool = True) -> Any:
+    def _all_reduce(self, comm: Any, x: Any, op: str) -> Any:
         if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):
-            return exchange.extreme(x, op, lambda key: self._all_reduce(comm, key, op, replicated))
+            return exchange.extreme(x, op, lambda key: self._all_reduce(comm, key, op))
         if x.size > MOST:
-            pieces = [self._all_reduce(comm, piece, op, replicated) for piece in _pieces(x.reshape(-1))]
+            pieces = [self._all_reduce(comm, piece, op) for piece in _pieces(x.reshape(-1))]
             return jnp.concatenate(pieces).reshape(x.shape)
         wide = _reducible(x)
         out = self._call(
             "mpi_allreduce_ffi",
             wide,
-            replicated=replicated,
             nitems=x.size,
             op=_handle(getattr(_mpi(), op.upper())),
             comm=_handle(comm),
@@ -188,18 +176,18 @@ class MpiLowering(Interpreter):
         )
         return out.astype(x.dtype)
 
-    def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...], replicated: bool = False) -> Any:
+    def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...]) -> Any:
         """All-gather, or all-to-all over the leading dimension: moves bytes, so any dtype will do."""
         count = x.size // (comm.Get_size() if kind == "alltoall" else 1)
         if count > MOST:
             rows = x.reshape(-1, count)  # one for each process, or one
-            outs = [self._exchange(kind, comm, piece, (comm.Get_size(), piece.shape[1]), replicated)
+            outs = [self._exchange(kind, comm, piece, (comm.Get_size(), piece.shape[1]))
                     for piece in _pieces(rows)]  # fmt: skip
             return jnp.concatenate(outs, 1).reshape(shape)
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
-            f"mpi_{kind}_ffi", raw, shape, replicated, comm=_handle(comm),
+            f"mpi_{kind}_ffi", raw, shape, comm=_handle(comm),
             sendcount=count, recvcount=count, sendtype=dtype, recvtype=dtype,
         )  # fmt: skip
         return restore(out)
@@ -209,14 +197,13 @@ class MpiLowering(Interpreter):
         target: str,
         x: Any,
         shape: Sequence[int] | None = None,
-        replicated: bool = False,
         **attributes: int,
     ) -> Any:
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to move; MPI libraries differ on counts of zero
-            return jnp.zeros(shape, x.dtype) if replicated else _varying(jnp.zeros(shape, x.dtype))
+            return jnp.zeros(shape, x.dtype)
         out, self._token = _call_p(target.removeprefix("mpi_").removesuffix("_ffi")).bind(
-            x, self._token, target=target, shape=shape, replicated=replicated,
+            x, self._token, target=target, shape=shape,
             attributes=tuple(sorted(attributes.items())),
         )  # fmt: skip
         return out
@@ -224,14 +211,12 @@ class MpiLowering(Interpreter):
     # --- rules for JAX's collectives
 
     def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
-        groups = eqn.params.get("groups", eqn.params.get("axis_index_groups"))
-        return self._all_reduce(self._comm(eqn), x, op, replicated=groups is None)
+        return self._all_reduce(self._comm(eqn), x, op)
 
     def _all_gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         comm = self._comm(eqn)
-        invariant = eqn.primitive is compat.all_gather_invariant_p
         dim = eqn.params["all_gather_dimension"]
-        out = self._exchange("allgather", comm, x, (comm.Get_size(), *x.shape), replicated=invariant)
+        out = self._exchange("allgather", comm, x, (comm.Get_size(), *x.shape))
         out = jnp.moveaxis(out, 0, dim)
         return _merge(out, dim) if eqn.params["tiled"] else out
 
@@ -305,7 +290,7 @@ class MpiLowering(Interpreter):
             "dtype": _mpi_type(np.int32),
         }
         return _call_p("order").bind(
-            x, token, target="mpi_allreduce_ffi", shape=(), replicated=True,
+            x, token, target="mpi_allreduce_ffi", shape=(),
             attributes=tuple(sorted(attributes.items())),
         )  # fmt: skip
 
@@ -394,10 +379,6 @@ class MpiLowering(Interpreter):
 def _pieces(x: Any) -> list[Any]:
     """`x` along its last dimension, in messages that MPI can count."""
     return [x[..., i : i + MOST] for i in range(0, x.shape[-1], MOST)]
-
-
-def _varying(x: Any) -> Any:
-    return lax.pcast(x, AXIS, to="varying") if compat.checking_types() else x
 
 
 def _merge(x: Any, dim: int) -> Any:

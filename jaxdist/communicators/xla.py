@@ -73,10 +73,10 @@ class GlooLowering(XlaLowering):
             return reduced(x, **eqn.params)
         x = self._after(x)
         wire = eqn.params["wire"]
-        if wire in (None, "gradient") or eqn.params["axes"] != (AXIS,):
+        if wire is None:
             out = reduced(x, **eqn.params)
         else:
-            out = exchange.all_reduce(x, eqn.params["op"], wire, lax.axis_size(AXIS), _all_to_all, _all_gather)
+            out = exchange.all_reduce(x, wire, lax.axis_size(AXIS), _all_to_all, _all_gather)
         return self._then(out)
 
     def _after(self, x: Any) -> Any:
@@ -87,11 +87,8 @@ class GlooLowering(XlaLowering):
         return out
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        wire = None if eqn.params["wire"] == "gradient" else eqn.params["wire"]
-        size = eqn.params["devices"]
-        return self._then(
-            exchange.reduce_scatter(self._after(x), eqn.params["dim"], eqn.params["op"], wire, size, _all_to_all)
-        )
+        dim, wire, size = (eqn.params[k] for k in ("dim", "wire", "devices"))
+        return self._then(exchange.reduce_scatter(self._after(x), dim, wire, size, _all_to_all))
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         whole = _all_gather(self._after(x))
@@ -110,18 +107,13 @@ class GlooLowering(XlaLowering):
 
 
 def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
-    wire, size = eqn.params["wire"], eqn.params["devices"]
-    travels = x.dtype if wire in (None, "gradient") else jnp.dtype(wire)
-    mean = eqn.params["op"] == "mean"
-    parts = slices(x, eqn.params["dim"], size)
-    if mean and travels == jnp.float16:  # see `reduced`
-        return lax.psum_scatter((parts / size).astype(travels), AXIS).astype(x.dtype)
-    total = lax.psum_scatter(parts.astype(travels), AXIS).astype(x.dtype)
-    return total / size if mean else total
+    parts = slices(x, eqn.params["dim"], eqn.params["devices"])
+    return lax.psum_scatter(parts.astype(eqn.params["wire"] or x.dtype), AXIS).astype(x.dtype)
 
 
 def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
-    return joined(compat.all_gather_replicated(x, AXIS), eqn.params["dim"], eqn.params["size"])
+    raw, back = exchange.bits(x)
+    return joined(back(lax.all_gather(raw, AXIS)), eqn.params["dim"], eqn.params["size"])
 
 
 def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
@@ -140,4 +132,4 @@ def _all_to_all(parts: Any) -> Any:
 
 def _all_gather(part: Any) -> Any:
     raw, back = exchange.bits(part)
-    return back(compat.all_gather_replicated(raw, AXIS))
+    return back(lax.all_gather(raw, AXIS))

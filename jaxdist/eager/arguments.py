@@ -16,7 +16,7 @@ from jaxdist.context import get_context
 from jaxdist.eager import Description
 from jaxdist.eager.call import PARAMETERS, Call, positive
 from jaxdist.eager.numerics import OPS, reduction
-from jaxdist.step.trace import inside_step
+from jaxdist.step.trace import on_device
 
 REDUCE = ("allreduce", "reduce", "reduce_scatter")
 
@@ -130,7 +130,7 @@ def rank_of(kind: str, name: str, value: Any, ctx: Any) -> int:
 
 
 def not_in_step(kind: str) -> None:
-    if inside_step():
+    if on_device():
         raise TypeError(
             f"jaxdist.{kind} inside a step: all devices run one program, so none sends alone; use jaxdist.permute"
         )
@@ -148,7 +148,7 @@ def flat(kind: str, tree: Any) -> tuple[Any, list[Any]]:
 def _array(kind: str, structure: Any, i: int, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, Tracer):
-            if inside_step():
+            if on_device():
                 return leaf
             raise _bad_leaf(
                 kind, structure, i,

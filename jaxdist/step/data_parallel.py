@@ -16,20 +16,23 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import commlog, finite, sync
 from jaxdist.communicators import default_bucket_bytes
-from jaxdist.compat import sharding_of
+from jaxdist.compat import sharding_of, trace_state_clean
 from jaxdist.context import Context, get_context
-from jaxdist.step.agree import Agreement, Description
+from jaxdist.placements import report
+from jaxdist.placements.infer import Placed
+from jaxdist.step.agree import Agreement, Description, list_ranks
 from jaxdist.step.layouts import Layout, choose, sharding
-from jaxdist.step.passes.shards import Gathered
-from jaxdist.step.placement import ELSEWHERE, Placement, abstract, batch_problem, in_shards
-from jaxdist.step.primitives import AXIS, Op
-from jaxdist.step.program import Program, Signature, Static, Traces, is_array, picker
+from jaxdist.step.placement import ELSEWHERE, Placement, abstract, batch_problem, checksum, in_shards
+from jaxdist.step.primitives import AXIS, plain_p
+from jaxdist.step.program import OtherTypesError, Program, Signature, Static, Traced, is_array, picker, traced
+from jaxdist.step.trace import inside_step, with_axis
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +48,7 @@ def data_parallel(
     step: F,
     *,
     batch_argnums: int | Sequence[int] = ...,
-    reduce: Op = ...,
+    axis_name: str = ...,
     donate: bool = ...,
     check_finite: bool = ...,
     check_every: int = ...,
@@ -58,7 +61,7 @@ def data_parallel(
 def data_parallel(
     *,
     batch_argnums: int | Sequence[int] = ...,
-    reduce: Op = ...,
+    axis_name: str = ...,
     donate: bool = ...,
     check_finite: bool = ...,
     check_every: int = ...,
@@ -71,7 +74,7 @@ def data_parallel(
     step: Callable[..., Any] | None = None,
     *,
     batch_argnums: int | Sequence[int] = -1,
-    reduce: Op = "mean",
+    axis_name: str = AXIS,
     donate: bool = True,
     check_finite: bool = False,
     check_every: int = 0,
@@ -82,30 +85,31 @@ def data_parallel(
 ) -> Any:
     """Run a pure train step, written for one device, on every device of the job.
 
-    The step computes what it would have computed on one device with the whole batch: each device runs it on its part
-    of the batch, gradients of ``jax.grad`` with respect to the state are averaged over the devices, and the new state
-    is the same on each (proved when the step is traced, or an error).
+    The decorated step returns what ``jax.jit(step)`` returns on one device with the whole batch, up to the rounding of
+    floating-point sums: every leaf, for every pure step. Inside it ``x.shape[0]`` is the whole batch's, a mean is the
+    mean over all examples and a sum their sum. Each device computes its part of the examples; what couples them (a
+    gradient, the statistics of BatchNorm, a similarity matrix) moves between the devices.
 
     * Each process passes ITS part of the batch (arrays of any kind; the parts are concatenated in rank order), or an
-      array that is global already. The parts must have the same shapes.
-    * All other arguments are state: any number of pytrees. State that is not on the mesh yet is taken from the root
-      rank. A leaf that is no array is a constant of the program.
-    * What comes back: the parts of the result that have the structure, shapes and dtypes of a state argument are its
-      next value, as global arrays, the same on each device. State that the step computed from local data as a running
-      average, ``a * old + b`` (BatchNorm's), is averaged over the devices; any other is refused. Of the rest (aux
-      values) what differs between devices is averaged if it is a floating scalar, summed if an integer scalar, and
-      concatenated along axis 0 otherwise.
+      array that is global already. The parts have the same shapes. Where the devices don't divide the examples, the
+      last ones have fewer.
+    * All other arguments are state: any number of pytrees. The parts of the result that have the structure, shapes and
+      types of a state argument, and follow from it, are its next value. State that is not on the mesh yet is taken from
+      the root rank; a state argument that the step does not return must be the same on every rank. A leaf that is no
+      array is a constant of the program.
+    * What comes back are global arrays: the state as it is kept, aux values whole, or split over the devices where they
+      have an entry an example (and the devices divide them).
 
-    Inside the step the mesh axis ``"data"`` can be named: ``jax.lax.pmean(x, "data")``, say, or
-    ``BatchNorm(axis_name="data")``.
+    Inside the step the mesh axis means what it means on one device, an axis of size one: code written for `jax.pmap`,
+    ``lax.pmean(x, "batch")`` say, is right as it is. Code for each device goes into `jaxdist.per_device`. Called with
+    tracers (under `jax.grad`, in another decorated step) it is the plain step.
 
     Args:
       step: ``(*state, batch) -> result``, pure, jit-compatible.
       batch_argnums: position(s) of the batch among the arguments; ``()`` for none.
-      reduce: ``"mean"`` if the loss is a mean over the batch; ``"sum"`` if it is a sum (then floating aux scalars are
-        summed as well).
+      axis_name: what the step calls the axis of data parallelism, if it names it.
       donate: let the new state reuse the memory of the old one, which can't be used afterwards. State that was not on
-        the mesh yet is copied and stays usable.
+        the mesh yet is copied and stays usable, and so does state that the step does not return.
       check_finite: after each call look for NaN and infinity in the result (and what `jaxdist.check_finite` names
         inside the step) and raise, on every rank, naming the first such leaf. Waits for the step to end; the state is
         not donated, so that the one given is still there after the error.
@@ -115,11 +119,11 @@ def data_parallel(
       bucket_bytes: gradients of one dtype travel together in messages of about so many bytes; a larger one travels
         alone. 0: each travels alone. Default: by measurement, see ``jaxdist.communicators.default_bucket_bytes``.
       compress: ``"bf16"`` or ``"fp16"``: wider floating gradients are cast to it on the wire, half the bytes of
-        float32. Between CPU processes each device's part is rounded, the parts are added in float32 and their mean is
-        rounded again: a relative error of at most 2**-8 (bf16; 2**-10 fp16) of the mean of the parts' magnitudes. On
-        GPUs NCCL rounds each partial sum as well. The optimizer sees the gradient's own dtype. Losses, aux values and
-        collectives of your own are not compressed.
-      enabled: False returns the step itself.
+        float32. Between CPU processes each device's part is rounded, the parts are added in float32 and their sum is
+        rounded again: a relative error of at most 2**-8 (bf16; 2**-10 fp16) of the sum of the parts' magnitudes. On
+        GPUs NCCL rounds each partial sum as well. The optimizer sees the gradient's own dtype. Losses, aux values,
+        statistics of the batch and collectives of your own are not compressed.
+      enabled: False: the step runs as it is, on one device.
       mesh: the devices to use, one axis named ``"data"``; default: all of the job.
 
     Returns:
@@ -127,7 +131,8 @@ def data_parallel(
 
     Raises:
       ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
-      StepError: (when first called) a result would differ between devices.
+      StepError: (when first called) an operation that can't be had on several devices, or a result of which can't be
+        told which argument's next value it is.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.
 
@@ -147,8 +152,8 @@ def data_parallel(
     """
     if type(check_every) is not int or check_every < 0:
         raise ValueError(f"check_every={check_every!r}: a number of calls, or 0 for never")
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f"reduce={reduce!r}: the losses of the devices are combined by 'mean' or 'sum'")
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name={axis_name!r}: a name, as in jax.lax.pmean(x, 'batch')")
     if compress not in (None, *_COMPRESSIONS):
         raise ValueError(f"compress={compress!r}: gradients can travel as 'bf16' or 'fp16', or as they are (None)")
     if not (bucket_bytes is None or (type(bucket_bytes) is int and bucket_bytes >= 0)):
@@ -160,10 +165,11 @@ def data_parallel(
         if not callable(step):
             raise TypeError(f"data_parallel decorates a function, not {step!r}")
         if not enabled:
-            return step
+            return _plain(step, axis_name)
         argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
         return functools.update_wrapper(
-            DataParallel(step, argnums, reduce, donate, check_finite, check_every, mesh, bucket_bytes, compress), step
+            DataParallel(step, argnums, axis_name, donate, check_finite, check_every, mesh, bucket_bytes, compress),
+            step,
         )
 
     return decorate if step is None else decorate(step)
@@ -176,7 +182,7 @@ class DataParallel:
         self,
         step: Callable[..., Any],
         argnums: tuple[int, ...],
-        op: Op,
+        axis_name: str,
         donate: bool,
         check_finite: bool,
         check_every: int,
@@ -186,14 +192,14 @@ class DataParallel:
     ):
         self._step, self._argnums = step, argnums
         self._bucket_bytes, self._compress = bucket_bytes, compress
-        self._op: Op = op
+        self._axis_name = axis_name
         self._donate, self._mesh = donate, mesh
         self._check_finite, self._check_every = check_finite, check_every
         name = getattr(step, "__qualname__", type(step).__name__)
         count = next(_names.setdefault(name, itertools.count()))
         self._name = f"{name}#{count}" if count else name
         self._context: Context | None = None
-        self._traces: dict[Signature, Traces] = {}
+        self._traces: dict[Any, Traced] = {}
         self._programs: dict[Any, Program] = {}
         self._signatures: dict[Any, Signature] = {}
         self._latest: dict[Any, _Latest] = {}
@@ -206,11 +212,18 @@ class DataParallel:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_traced(args, kwargs):
+            return self._on_tracers(args, kwargs)
         self._bind_context()
         call = self._agreement.enter(self._name)
         try:
             program, state, batch = self._prepare(args, kwargs, call)
-            result, found = program(state, batch)
+            try:
+                result, found = program(state, batch)
+            except OtherTypesError:  # shapes of the state changed, their shardings did not
+                self._latest.clear()
+                program, state, batch = self._prepare(args, kwargs, call)
+                result, found = program(state, batch)
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
             self._agreed.clear()  # the next call finds out whether it failed on every rank
@@ -227,6 +240,13 @@ class DataParallel:
                          f"step {self._name!r}, call {call}: result")  # fmt: skip
         return result
 
+    def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain step; but it must not be compiled as it is in a job of several devices."""
+        result = _plain(self._step, self._axis_name)(*args, **kwargs)
+        if inside_step():
+            return result
+        return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled. Nothing is sent."""
         self._bind_context()
@@ -239,7 +259,9 @@ class DataParallel:
             raise ValueError(problem)
         program = self._choose(signature, leaves)
         state = [self._placement.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
-        return program.lower(state, [self._placement.abstract_batch(x) for x in batch])
+        return program.lower(state, [
+            self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
+        ])  # fmt: skip
 
     def _tell(self, call: int, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
@@ -284,10 +306,12 @@ class DataParallel:
             strangers = [moved[i] - 1 for i in strangers if i not in gone]
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
+        batch = [leaves[i] for i in signature.batch]
+        known = (signature, *map(self._placement.batch_key, batch))
+        if latest is not None and latest.known != known:
+            latest = None
         program = latest and latest.program
         changed = program is None or any(not signature.is_batch[i] for i in strangers)
-        batch = [leaves[i] for i in signature.batch]
-        known = (signature, *((np.shape(x), getattr(x, "dtype", None)) for x in batch))
         commit = functools.partial(self._agreement.commit, self._name, call)
         if known not in self._agreed or (changed and self._unplaced(signature, leaves)) or not commit():
             self._agree(signature, leaves, batch, call)
@@ -295,15 +319,15 @@ class DataParallel:
             commit()
         if changed:
             program = self._choose(signature, leaves)
-            self._place(program, leaves)
-            self._latest[tree] = _Latest(_expected(program, constants), program, signature, values)
+            self._place(program, leaves, call)
+            self._latest[tree] = _Latest(_expected(program, constants), program, signature, values, known)
         assert program is not None
         state = list(signature.pick_state(leaves))
         for i in program.padded:
             state[i] = state[i].array
-        if self._donate and len(set(map(id, state))) < len(state):
+        if program.donates and len(set(map(id, state))) < len(state):
             state = _without_aliases(state)
-        return program, state, self._placement.batch_argument(batch)
+        return program, state, self._placement.batch_argument(batch, program.batch)
 
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
         return any(self._placement.layout(leaves[i]) is ELSEWHERE for i in signature.state)
@@ -313,31 +337,46 @@ class DataParallel:
         assert self._mesh is not None
         assert self._context is not None
         placement = self._placement
-        if signature not in self._traces:
-            self._traces[signature] = Traces(self._step, signature, self._mesh, self._check_finite)
-        traces = self._traces[signature]
         avals = [
-            placement.abstract_batch(x) if batch else abstract(x)
+            placement.logical_batch(x) if batch else abstract(x)
             for x, batch in zip(leaves, signature.is_batch, strict=True)
         ]
-        layouts: list[Any] = traces.homes(avals)
+        types = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        if (signature, types) not in self._traces:
+            self._traces[signature, types] = traced(
+                self._step, signature, avals, self._mesh, self._axis_name, self._check_finite
+            )
+        trace = self._traces[signature, types]
+        layouts: list[Any] = list(trace.layouts)
         for i in signature.state:
             how = placement.layout(leaves[i])
             layouts[i] = how if isinstance(how, Layout) else layouts[i]
-        key = (signature, *layouts)
+        key = (signature, types, *layouts)
         if key not in self._programs:
-            donate = self._donate and not traces(avals).checked  # an error must not cost the state
-            self._programs[key] = self._program(traces, layouts, self._context.communicator, donate, self._traced)
+            donate = self._donate and not trace.checked  # an error must not cost the state
+            communicator, mesh = self._context.communicator, self._mesh
+            self._programs[key] = self._program(
+                trace, signature, avals, layouts, mesh, communicator, donate, self._traced
+            )
         return self._programs[key]
 
     def _program(
-        self, traces: Traces, layouts: Sequence[Layout | None], communicator: str, donate: bool, told: Any = None
+        self,
+        trace: Traced,
+        signature: Signature,
+        avals: Sequence[Any],
+        layouts: Sequence[Layout | None],
+        mesh: Mesh,
+        communicator: str,
+        donate: bool,
+        told: Any = None,
     ) -> Program:
         bucket_bytes = self._bucket_bytes
         if bucket_bytes is None:
-            bucket_bytes = default_bucket_bytes(communicator, traces.mesh)
+            bucket_bytes = default_bucket_bytes(communicator, mesh)
         compress = _COMPRESSIONS[self._compress] if self._compress else None
-        return Program(traces, layouts, self._op, communicator, donate, bucket_bytes, compress, told)
+        name = getattr(self._step, "__name__", "step")
+        return Program(trace, signature, avals, layouts, mesh, communicator, donate, bucket_bytes, compress, told, name)
 
     def ahead(self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1) -> Ahead:
         """The step for other devices than this job's, which need not be here; nothing is sent, no array is made.
@@ -358,52 +397,65 @@ class DataParallel:
             shape = avals[i].shape
             avals[i] = jax.ShapeDtypeStruct((round(shape[0] * scale), *shape[1:]), avals[i].dtype)
         names = [signature.names[i] for i in signature.batch]
-        if problem := batch_problem(names, [avals[i] for i in signature.batch], [mesh.size] * len(names)):
+        if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
             raise ValueError(problem)
-        traces = Traces(self._step, signature, mesh, self._check_finite, level)
-        layouts = traces.homes(avals)
+        trace = traced(self._step, signature, avals, mesh, self._axis_name, self._check_finite, level)
+        layouts = list(trace.layouts)
         for i in signature.state:
             if in_shards(leaves[i]):
                 layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
-        traced = traces(avals)
+        program = self._program(trace, signature, avals, layouts, mesh, "xla", self._donate and not trace.checked)
+        splits = dict(zip(signature.batch, program.batch, strict=True))
         held = []
-        for a, how, is_batch in zip(avals, layouts, signature.is_batch, strict=True):
-            split = NamedSharding(mesh, P(AXIS)) if is_batch else sharding(mesh, how)
+        for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):
+            split = NamedSharding(mesh, P(AXIS)) if i in splits else sharding(mesh, how)
             shape = how.physical(a.shape) if how else a.shape
+            if i in splits:
+                shape = (splits[i].chunk * mesh.size, *shape[1:])
             held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
-        program = self._program(traces, layouts, "xla", self._donate and not traced.checked)
         lowered = program.lower([held[i] for i in signature.state], [held[i] for i in signature.batch])
         sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
-        roles = [*map(traced.roles.get, range(len(held)))]
-        return Ahead(lowered, traced.levels, "parameter" in traced.roles.values(), tuple(
+        roles = [*map(trace.marks.roles.get, range(len(held)))]
+        return Ahead(lowered, frozenset(trace.marks.levels), "parameter" in roles, tuple(
             Held(name, "batch" if is_batch else role or "", size)
             for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
         ))  # fmt: skip
 
-    def _traced(self, program: ClosedJaxpr, gathered: Sequence[Gathered]) -> None:
+    def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""
         assert self._context is not None
         self._agreement.traced(self._name, program)
         if self._log is not None:
             self._log.traced(program)
-        if gathered and self._context.is_root and not self._told:
+        if placed is not None and self._context.is_root and not self._told and (text := report.warning(placed)):
             self._told = True
-            sizes: dict[str, int] = {}
-            for one in gathered:
-                sizes[one.primitive] = sizes.get(one.primitive, 0) + one.bytes
-            what = ", ".join(f"{name} ({size / 1e6:.3g} MB)" for name, size in sizes.items())
-            _log.warning(
-                "step %r: each call gathers whole arrays from their shards for what can't be computed on shards: %s",
-                self._name,
-                what,
-            )
+            _log.warning("step %r: %s", self._name, text)
 
-    def _place(self, program: Program, leaves: list[Any]) -> None:
+    def _place(self, program: Program, leaves: list[Any], call: int) -> None:
         """Bring the state's leaves to where `program` takes them."""
         elsewhere = [i for i in program.signature.state if self._placement.layout(leaves[i]) is not program.layouts[i]]
+        self._compare(program, elsewhere, leaves, call)
         placed = self._placement.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x
+
+    def _compare(self, program: Program, elsewhere: Sequence[int], leaves: Sequence[Any], call: int) -> None:
+        """State that the step only reads would be taken from the root in silence: it must be the same everywhere."""
+        context = self._context
+        assert context is not None
+        read = set(program.unreturned())
+        mine = {program.signature.names[i]: checksum(leaves[i]) for i in elsewhere if i in read}
+        if context.size == 1 or not mine:
+            return
+        everyone = context.control.exchange(f"step {self._name} call {call} read-only", mine, context.timeout)
+        for name, own in everyone[0].items():
+            others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != own]
+            if others:
+                raise ValueError(
+                    f"step {self._name!r}: state leaf {name} is not the same on rank 0 and rank {list_ranks(others)}, "
+                    "and the step does not return it. If each rank has its own part of it, it belongs to the batch: "
+                    "name its argument in batch_argnums"
+                )
 
     def _describe(self, args: tuple[Any, ...]) -> Signature:
         argnums = set()
@@ -429,7 +481,7 @@ class DataParallel:
         names = tuple(
             parameters[p] + jax.tree_util.keystr(path[1:]) for p, (path, _) in zip(positions, paths, strict=True)
         )
-        return Signature(tree, tuple(p in argnums for p in positions), names)
+        return Signature(tree, tuple(p in argnums for p in positions), names, tuple(parameters))
 
     def _agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any], call: int) -> None:
         names = [signature.names[i] for i in signature.batch]
@@ -486,12 +538,14 @@ class _Latest:
     Attributes:
       expected: for each leaf how it is kept on the mesh; `_NEITHER` for those of the batch and constants.
       constants: the leaves that are no arrays.
+      known: structure and types of what the ranks have agreed on.
     """
 
     expected: Sequence[Any]
     program: Program | None = None
     signature: Any = None
     constants: tuple[Any, ...] = ()
+    known: Any = None
     _shardings: Sequence[Any] | None = None
     _strangers: Sequence[int] = ()
 
@@ -555,3 +609,20 @@ def _without_aliases(state: list[Any]) -> list[Any]:
         seen.add(id(x))
         out.append(jnp.copy(x) if twin else x)
     return out
+
+
+def _plain(step: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
+    """The step on one device, the axis of data parallelism of size one."""
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return with_axis(functools.partial(step, **kwargs), axis_name, args)
+
+    return run
+
+
+def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether jax is tracing: under `jax.grad`, `jax.eval_shape`, inside another step."""
+    return inside_step() or (
+        not trace_state_clean() and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
+    )

@@ -12,7 +12,7 @@ from jaxdist.step.interpreter import live, subjaxprs
 from jaxdist.step.primitives import AXIS, group_reduce_p
 
 # They name the axis and move nothing.
-_SILENT = {"axis_index", "axis_size", "pvary", "jaxdist_expand"}
+_SILENT = {"axis_index", "axis_size"}
 
 
 def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.context import Context
+from jaxdist.placements.values import Split
 from jaxdist.step.layouts import Layout, Padded, layout, physical, sharding
 from jaxdist.step.primitives import AXIS
 
@@ -48,11 +49,6 @@ class Placement:
 
     def layout(self, x: Any) -> Any:
         """How a leaf is kept on the mesh: its layout, None if it is whole, `ELSEWHERE` if it is not there."""
-        if isinstance(x, Tracer):
-            raise TypeError(
-                "a decorated step was called on traced values, inside jax.jit, lax.scan, vmap or grad: it compiles "
-                "itself, so call it directly, with arrays"
-            )
         padded = type(x) is Padded
         if not padded and not isinstance(x, jax.Array):
             return ELSEWHERE
@@ -125,23 +121,25 @@ class Placement:
         shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
         return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
 
-    def place_batch(self, leaves: Sequence[Any]) -> list[Any]:
+    def place_batch(self, leaves: Sequence[Any], splits: Sequence[Split]) -> list[Any]:
         """Each process's part of the batch as one global array, the parts in rank order.
 
         Args:
           leaves: this process's parts, or arrays that are global already.
+          splits: how each is split; its end is padded with copies of the last example.
         """
         if self.processes == 1:
-            return jax.device_put(list(leaves), self.batch_sharding)
+            whole = [_filled(x, how.chunk * self.mesh.size) for x, how in zip(leaves, splits, strict=True)]
+            return jax.device_put(whole, self.batch_sharding)
         return [self._shard(x) for x in leaves]
 
-    def batch_argument(self, leaves: Sequence[Any]) -> list[Any]:
+    def batch_argument(self, leaves: Sequence[Any], splits: Sequence[Split]) -> list[Any]:
         """The batch as a compiled step takes it: `place_batch`, which for a single device jit does itself, faster."""
         if self.mesh.size > 1:
-            return self.place_batch(leaves)
+            return self.place_batch(leaves, splits)
         here = set(self.local_devices)
         own = all(type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == here) for x in leaves)
-        return list(leaves) if own else self.place_batch(leaves)
+        return list(leaves) if own else self.place_batch(leaves, splits)
 
     def _shard(self, x: Any) -> jax.Array:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -153,28 +151,38 @@ class Placement:
             (rows * self.processes, *x.shape[1:]), self.batch_sharding, shards
         )
 
+    def batch_key(self, x: Any) -> Any:
+        """What of a leaf of the batch decides which program runs."""
+        return np.shape(x), getattr(x, "dtype", None)
+
     def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the state once it is on the mesh: of its physical array."""
         aval = abstract(x)
         shape = how.physical(aval.shape) if how else aval.shape
         return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding(self.mesh, how), weak_type=aval.weak_type)
 
-    def abstract_batch(self, x: Any) -> jax.ShapeDtypeStruct:
-        """The type of a leaf of the batch once all processes' parts are on the mesh."""
+    def logical_batch(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
         aval = jax.typeof(x)
         spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
         rows = aval.shape[0] * (1 if spanning else self.processes)
-        return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, sharding=self.batch_sharding)
+        return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype)
+
+    def abstract_batch(self, x: Any, how: Split) -> jax.ShapeDtypeStruct:
+        """The type of a leaf of the batch once all processes' parts are on the mesh."""
+        aval = self.logical_batch(x)
+        shape = (how.chunk * self.mesh.size, *aval.shape[1:])
+        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=self.batch_sharding)
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""
         spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
-        return batch_problem(names, leaves, [self.mesh.size if s else len(self.local_devices) for s in spanning])
+        own = 1 if self.processes == 1 else len(self.local_devices)
+        return batch_problem(names, leaves, [self.mesh.size if s else own for s in spanning])
 
 
 def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
-    """What is wrong with a batch whose leaves are to be divided over so many devices each, or None."""
-    sizes: dict[int, str] = {}
+    """What is wrong with a batch whose leaves must be multiples of so many examples each, or None."""
     for name, x, parts in zip(names, leaves, devices, strict=True):
         shape = np.shape(x)
         if not shape:
@@ -183,20 +191,35 @@ def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence
                 "example. Pass settings and counters as part of the state, or close over them"
             )
         if not shape[0]:
-            return f"batch leaf {name} is empty (shape {shape}): each device needs at least one example"
+            return f"batch leaf {name} is empty (shape {shape}): it needs at least one example"
         if shape[0] % parts:
             return (
-                f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over "
-                f"{parts} devices: drop or pad the tail, so that the number is a multiple of {parts}"
+                f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over the "
+                f"{parts} devices of this process, one of several: pass a multiple of {parts}"
             )
-        sizes.setdefault(shape[0], name)
-    if len(sizes) > 1:
-        (a, first), (b, second) = list(sizes.items())[:2]
-        return (
-            f"batch leaves have different numbers of examples: {first} has {a}, {second} has {b}. What is not one "
-            "entry an example belongs to the state"
-        )
     return None
+
+
+def checksum(x: Any) -> int:
+    """Of the bytes, type and shape of a leaf that this process has whole."""
+    if isinstance(x, jax.Array):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        if not x.is_fully_addressable:
+            return 0
+    host = np.ascontiguousarray(x)
+    return zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode()))
+
+
+def _filled(x: Any, rows: int) -> Any:
+    """A batch with copies of its last example, up to a number of rows."""
+    missing = rows - x.shape[0]
+    if not missing:
+        return x
+    if isinstance(x, jax.Array):
+        return jnp.concatenate([x, jnp.repeat(x[-1:], missing, 0)])
+    x = np.asarray(x)
+    return np.concatenate([x, np.repeat(x[-1:], missing, 0)])
 
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:

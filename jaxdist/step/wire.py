@@ -118,8 +118,8 @@ def _transfers(eqn: JaxprEqn, devices: int, on_cpu: bool, where: str, times: int
         aval: Any = operand.aval
         out: Any = result.aval
         elements = {"all-gather": aval.size * n, "reduce-scatter": out.size * n}.get(kind, aval.size)
-        dtype = aval.dtype if wire in (None, "gradient") else jnp.dtype(wire)
+        dtype = aval.dtype if wire is None else jnp.dtype(wire)
         floating = jnp.issubdtype(dtype, jnp.floating)
-        if on_cpu and wire in (None, "gradient") and kind == "all-reduce" and floating:
+        if on_cpu and wire is None and kind == "all-reduce" and floating:
             dtype = jnp.promote_types(dtype, jnp.float32)
         yield Transfer(kind, str(dtype), elements, int(bucket[-1]) if bucket else 1, n, where.removesuffix(": "), times)

@@ -23,15 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxdist import compat
 from jaxdist.step.interpreter import Interpreter, has_effect, live
 from jaxdist.step.primitives import AXIS, all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 
 # What may stand between the backward pass and a reduction without making it later.
 _CHEAP = {
-    "mul", "div", "neg", "convert_element_type", "reshape", "squeeze", "transpose", "broadcast_in_dim", "pvary", "copy",
+    "mul", "div", "neg", "convert_element_type", "reshape", "squeeze", "transpose", "broadcast_in_dim", "copy",
 }  # fmt: skip
-_FORM = {"reshape", "squeeze", "transpose", "copy", "pvary"}
+_FORM = {"reshape", "squeeze", "transpose", "copy"}
 _FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
 
@@ -100,8 +99,6 @@ class Fuse(Interpreter):
         first = first.astype(jnp.uint8) if first.dtype == bool else first
         bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
         ready = bits | 1 != 0  # always; XLA does not know, and makes this part of what computes the operand
-        if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(ready)):
-            ready = lax.pcast(ready, AXIS, to="varying")
         return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
 
 
@@ -237,8 +234,7 @@ def _given(jaxpr: Jaxpr) -> Any:
     shards = {eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive is gather_shards_p}
     for v in reversed(jaxpr.invars):  # cotangents come last
         aval: Any = v.aval
-        own = not compat.checking_types() or AXIS in compat.varying_axes(aval)
-        if own and v not in shards and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size:
+        if v not in shards and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size:
             return v
     return None
 
@@ -275,7 +271,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
     needed = [len(eqns)] * len(eqns)
     for i in reversed(range(len(eqns))):
         for j in needs[i]:
-            needed[j] = min(needed[j], needed[i] if eqns[i].primitive is compat.pvary_p else i)
+            needed[j] = min(needed[j], i)
     last: int | None = None
     for i, eqn in enumerate(eqns):  # effects keep their order
         if has_effect(eqn):
@@ -305,13 +301,10 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
     done: set[int] = set()
     out: list[JaxprEqn | Bucket] = []
 
-    # What only retypes a gathered array stays with it.
-    retyped = {i for i, eqn in enumerate(eqns) if eqn.primitive is compat.pvary_p and needs[i] & gathers.keys()}
-
     def place(i: int) -> float:
         if i in gathers:
             return gathers[i][0].needed - 0.5
-        return needed[i] - 0.25 if i in retyped else i
+        return i
 
     def append(bucket: Sequence[_Collective]) -> None:
         first = min(c.needed for c in bucket)
@@ -343,7 +336,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
             emit([c.at for c in bucket])
             append(bucket)
     for i in range(len(eqns)):
-        if i not in done and i not in gathers and i not in retyped:
+        if i not in done and i not in gathers:
             emit([i])
             out.append(eqns[i])
             done.add(i)
@@ -351,7 +344,6 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
         if i not in done:
             emit([c.at for c in bucket])
             append(bucket)
-    out.extend(eqns[i] for i in sorted(retyped - done))
     return out
 
 

@@ -1,0 +1,53 @@
+"""`per_device`: code for each device inside a step that is written for one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxdist.context import get_context
+from jaxdist.step.trace import step_mesh
+
+
+def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[..., Any]:
+    """Run a function on each device, on its part of the arguments: the way out of "one device with the whole batch".
+
+    For what is meant to differ from one device: statistics of each device's part (BatchNorm as under PyTorch's DDP),
+    kernels that nothing is known about, collectives written by hand (`jax.lax.psum`, `jaxdist.allreduce`), random
+    numbers that differ between devices (`fold_rank`). It is ``jax.shard_map`` over the mesh of the decorated step, or
+    outside of one over the mesh of the job. The specs alone say what a device sees. Differentiable.
+
+    Args:
+      fn: takes and returns arrays, or pytrees of these, each a device's own.
+      in_specs: for each argument how it is split: ``PartitionSpec("data")`` along its first dimension,
+        ``PartitionSpec()`` not at all; as of `jax.shard_map`.
+      out_specs: how the results are put together, likewise.
+      check_vma: as of `jax.shard_map`: let JAX check that a result that is said to be the same on each device is. Some
+        kernels need False.
+
+    Returns:
+      A function of whole arrays.
+
+    Raises:
+      ValueError: (when called) a dimension that is to be split and that the devices don't divide.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxdist
+      >>> from jax.sharding import PartitionSpec as P
+      >>> center = jaxdist.per_device(lambda x: x - x.mean(0), P("data"), P("data"))  # each device's own mean
+      >>> center(jnp.ones((8, 3))).shape
+      (8, 3)
+
+    References:
+      https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        mesh = step_mesh() or get_context().mesh
+        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)(*args)
+
+    return run

@@ -1,0 +1,122 @@
+"""A traced step as a flat list of operations: calls inlined, dead code dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxdist import compat
+from jaxdist.step.interpreter import INLINED, has_effect
+
+
+@dataclass(eq=False)
+class Node:
+    """An operation.
+
+    Attributes:
+      eqn: of the jaxpr.
+      ins: the numbers of its operands in the block.
+      outs: of its results.
+      backward: it was made by differentiation.
+    """
+
+    eqn: JaxprEqn
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+
+@dataclass(eq=False)
+class Block:
+    """The body of a step, a loop or a branch.
+
+    Attributes:
+      avals: the logical type of each value.
+      inputs: the values that it is given.
+      known: constants.
+      nodes: in order.
+      outputs: the values that it returns.
+      uses: of each value: how many operands and outputs it is.
+    """
+
+    avals: list[Any] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    known: dict[int, Any] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+
+def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
+    """A jaxpr as a block.
+
+    Args:
+      closed: at logical shapes.
+      backward: all of it is part of a backward pass.
+    """
+    block = Block()
+    block.inputs = [block.new(v.aval) for v in closed.jaxpr.invars]
+    block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward)
+    used = set(block.outputs)
+    live: list[Node] = []
+    for node in reversed(block.nodes):
+        if any(i in used for i in node.outs) or has_effect(node.eqn):
+            live.append(node)
+            used.update(node.ins)
+    block.nodes = live[::-1]
+    block.uses = [0] * len(block.avals)
+    for i in block.outputs:
+        block.uses[i] += 1
+    for node in block.nodes:
+        for i in node.ins:
+            block.uses[i] += 1
+    return block
+
+
+def _inline(block: Block, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int], backward: bool) -> list[int]:
+    env: dict[Any, int] = {}
+
+    def known(aval: Any, value: Any) -> int:
+        i = block.new(aval)
+        block.known[i] = value
+        return i
+
+    for v, value in zip(jaxpr.constvars, consts, strict=True):
+        env[v] = known(v.aval, value)
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> int:
+        return known(atom.aval, atom.val) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        ins = tuple(map(read, eqn.invars))
+        made = backward or compat.in_backward_pass(eqn)
+        body, taken = _called(eqn, ins)
+        if body is not None:
+            outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, taken, made)
+        else:
+            outs = tuple(block.new(v.aval) for v in eqn.outvars)
+            block.nodes.append(Node(eqn, ins, tuple(outs), made))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _called(eqn: JaxprEqn, ins: Sequence[int]) -> tuple[ClosedJaxpr | None, Sequence[int]]:
+    """The body of a call that may stand in the call's place, and what it takes of the operands."""
+    if eqn.primitive.name == "custom_linear_solve":  # differentiation is over: only the solution itself is left
+        return compat.linear_solve(eqn.params, ins)
+    body = eqn.params.get(INLINED.get(eqn.primitive.name, ""))
+    if isinstance(body, Jaxpr):
+        body = ClosedJaxpr(body, ())
+    return body, ins

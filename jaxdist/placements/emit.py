@@ -1,0 +1,259 @@
+"""Emit: the program of one device, once, from settled placements.
+
+A value is held in one form at first; a conversion makes a new form beside it, once for each, and never changes the old
+one: the same value may be two operands of one operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxdist import compat
+from jaxdist.communicators import exchange
+from jaxdist.placements.block import Node
+from jaxdist.placements.infer import Infer, Placed
+from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Replicated, Split, form, wide
+from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, reduce_shard_p
+
+
+class Emitter:
+    """Evaluates a placed block with what one device holds.
+
+    Args:
+      infer: which placed it.
+      placed: the block.
+      compressible: by the id of a placed block: the values that may travel in `compress` (see `wires`).
+      compress: a dtype; None: each travels in its own.
+    """
+
+    def __init__(
+        self,
+        infer: Infer,
+        placed: Placed,
+        compressible: Mapping[int, frozenset[int]] | None = None,
+        compress: str | None = None,
+    ):
+        self.infer, self.placed, self.n = infer, placed, infer.devices
+        self.block = placed.block
+        self._compressible, self._compress = compressible or {}, compress
+        self._forms: list[dict[Any, Any]] = [{} for _ in self.block.avals]
+        self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
+        self._backward = False
+
+    def run(self, xs: Sequence[Any]) -> list[Any]:
+        """The outputs, in their forms, for inputs in theirs."""
+        for i, value in self.block.known.items():
+            self._forms[i][REPLICATED] = value
+        for i, to, x in zip(self.block.inputs, self.placed.ins, xs, strict=True):
+            self._forms[i][to] = x
+        for node, plan in zip(self.block.nodes, self.placed.plans, strict=True):
+            self._backward = node.backward
+            if plan.make is not None:
+                self._makers[node.outs[0]] = plan.make, node
+                continue
+            operands = [self.take(i, to) for i, to in zip(node.ins, plan.takes, strict=True)]
+            assert plan.run is not None
+            outs = plan.run(self, node, operands)
+            for i, placement, x in zip(node.outs, plan.gives, outs, strict=True):
+                whole = isinstance(placement, Split) and placement.whole
+                self._forms[i][REPLICATED if whole else form(placement)] = x
+        return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.outs, strict=True)]
+
+    def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
+        """The operation itself."""
+        return compat.bind(node.eqn, dict(node.eqn.params if params is None else params), xs)
+
+    # --- forms
+
+    def take(self, i: int, to: Form) -> Any:
+        """What a device holds of a value in a form; converted once."""
+        forms = self._forms[i]
+        if to in forms:
+            return forms[to]
+        if i in self._makers:
+            make, node = self._makers[i]
+            if isinstance(to, Partial):
+                out = self._counted_once(self.take(i, REPLICATED))
+            else:
+                out = make(self, node, to)
+            forms[to] = out
+            return out
+        key: Any = to
+        placement = self.placed.at[i]
+        if isinstance(placement, Split) and placement.stored and isinstance(to, Replicated) and REPLICATED not in forms:
+            # Gathered for the forward pass and again for the backward pass: it is not kept in between.
+            key = to, self._backward
+            if key in forms:
+                return forms[key]
+        forms[key] = out = self._convert(i, to, forms)
+        return out
+
+    def _convert(self, i: int, to: Form, forms: dict[Any, Any]) -> Any:
+        aval = self.block.avals[i]
+        if isinstance(to, Partial):
+            return self._counted_once(self.take(i, REPLICATED))
+        if isinstance(to, Split):
+            if REPLICATED in forms:
+                return self.cut(forms[REPLICATED], to)
+            if PARTIAL in forms:
+                if self.infer.is_plain(to, aval):
+                    return self._scatter(i, forms[PARTIAL], to)
+                return self.cut(self.take(i, REPLICATED), to)
+            own = next(f for f in forms if isinstance(f, Split))
+            if self.infer.exchanges(own, to, aval):
+                return self._exchange(forms[own], own, to)
+            return self.cut(self.take(i, REPLICATED), to)
+        if PARTIAL in forms:
+            return self._reduce(i, forms[PARTIAL])
+        own = next(f for f in forms if isinstance(f, Split))
+        return self._gather(forms[own], own, aval)
+
+    def _wire(self, i: int, dtype: Any) -> str | None:
+        """The dtype in which a summand travels, if it is a gradient that may be compressed."""
+        if self._compress is None or i not in self._compressible.get(id(self.placed), ()):
+            return None
+        return self._compress if dtype.itemsize > jnp.dtype(self._compress).itemsize else None
+
+    def _reduce(self, i: int, x: Any) -> Any:
+        aval = self.block.avals[i]
+        if not aval.size:
+            return jnp.zeros(aval.shape, aval.dtype)
+        x = jnp.asarray(x)
+        wire = self._wire(i, x.dtype)
+        return all_reduce_p.bind(x, axes=(AXIS,), wire=wire).astype(aval.dtype)
+
+    def _scatter(self, i: int, x: Any, to: Split) -> Any:
+        aval, wire = self.block.avals[i], self._wire(i, x.dtype)
+        if not aval.size:
+            return jnp.zeros(to.shape(aval.shape), aval.dtype)
+        part = reduce_shard_p.bind(x, axes=(AXIS,), wire=wire, dim=to.dim, devices=self.n)
+        return part.astype(aval.dtype)
+
+    def _gather(self, x: Any, own: Split, aval: Any) -> Any:
+        if not aval.size:
+            return jnp.zeros(aval.shape, aval.dtype)
+        raw, back = _raw(x)
+        d = own.dim
+        raw = raw.reshape(*raw.shape[:d], own.outer, own.chunk, *raw.shape[d + 1 :]) if own.outer > 1 else raw
+        at = d + (own.outer > 1)
+        whole = gather_shards_p.bind(raw, axes=(AXIS,), dim=at, size=own.size, devices=self.n)
+        if own.outer > 1:
+            whole = whole.reshape(*whole.shape[:d], own.outer * own.size, *whole.shape[d + 2 :])
+        return back(whole)
+
+    def _exchange(self, x: Any, own: Split, to: Split) -> Any:
+        raw, back = exchange.bits(x)
+        return back(lax.all_to_all(raw, AXIS, split_axis=to.dim, concat_axis=own.dim, tiled=True))
+
+    def _counted_once(self, x: Any) -> Any:
+        """A whole value as summands: device 0 has it, the others nothing."""
+        x = jnp.asarray(x)
+        x = x.astype(wide(x.dtype))
+        nothing = jnp.asarray(-0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
+        return jnp.where(self.index == 0, x, nothing)
+
+    @functools.cached_property
+    def index(self) -> Any:
+        """This device's."""
+        return lax.axis_index(AXIS)
+
+    def positions(self, split: Split) -> Any:
+        """Where each entry of a device's slice is in the whole dimension; of padding: where it was copied from."""
+        row = lax.iota(np.int32, split.rows)
+        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        if split.is_padded(self.n):
+            at = jnp.minimum(at, split.size - 1)
+        return at if split.outer == 1 else at + row // split.chunk * split.size
+
+    def real(self, split: Split, rank: int) -> Any:
+        """Which entries of a device's slice are no padding, to be broadcast to an array of `rank` dimensions."""
+        row = lax.iota(np.int32, split.rows)
+        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        return (at < split.size).reshape([-1 if d == split.dim else 1 for d in range(rank)])
+
+    def masked(self, x: Any, split: Split, identity: Any) -> Any:
+        """A slice with `identity` in place of its padding."""
+        x = jnp.asarray(x)
+        return jnp.where(self.real(split, x.ndim), x, jnp.asarray(identity, x.dtype))
+
+    def cut(self, x: Any, split: Split) -> Any:
+        """This device's slice of a whole value."""
+        raw, back = _raw(x)
+        d, n = split.dim, self.n
+        shape = raw.shape
+        blocks = raw.reshape(*shape[:d], split.outer, split.size, *shape[d + 1 :]) if split.outer > 1 else raw
+        at = d + (split.outer > 1)
+        missing = split.chunk * n - split.size
+        if missing > 0:
+            last = lax.slice_in_dim(blocks, split.size - 1, split.size, axis=at)
+            filler = jnp.broadcast_to(last, (*blocks.shape[:at], missing, *blocks.shape[at + 1 :]))
+            blocks = lax.concatenate([blocks, filler], at)
+        out = lax.dynamic_slice_in_dim(blocks, self.index * split.chunk, split.chunk, at)
+        return back(out.reshape(*shape[:d], split.rows, *shape[d + 1 :]))
+
+    # --- across devices
+
+    def across(self, x: Any, kind: str) -> Any:
+        """The largest, smallest, or logical reduction of the devices' values, on each."""
+        if x.dtype == bool:
+            return self.across(x.astype(jnp.int32), "min" if kind in ("and", "min") else "max") > 0
+        if not x.size:
+            return x
+        if kind in ("max", "min") and not jnp.iscomplexobj(x):
+            return (lax.pmax if kind == "max" else lax.pmin)(x, AXIS)
+        whole = gather_shards_p.bind(x[None], axes=(AXIS,), dim=0, size=self.n, devices=self.n)
+        return functools.reduce(_JOINS[kind], [whole[i] for i in range(self.n)])
+
+    def from_root(self, x: Any) -> Any:
+        """The first device's value, on each."""
+        raw, back = _raw(x)
+        narrow = raw.astype(jnp.int8) if raw.dtype == bool else raw
+        mine = jnp.where(self.index == 0, narrow, jnp.zeros_like(narrow))
+        return back(all_reduce_p.bind(mine, axes=(AXIS,), wire=None).astype(raw.dtype))
+
+    # --- bodies
+
+    def body(self, placed: Placed, types: Sequence[Any] | None = None) -> ClosedJaxpr:
+        """The program of a placed body, for control flow to be bound to."""
+        types = local_types(placed) if types is None else types
+        return Emitter(self.infer, placed, self._compressible, self._compress).program(types)
+
+    def program(self, types: Sequence[Any]) -> ClosedJaxpr:
+        """What one device runs, as a jaxpr.
+
+        Args:
+          types: of what it holds of the inputs.
+        """
+        return jax.make_jaxpr(lambda *xs: self.run(xs), axis_env=[(AXIS, self.n)])(*types)
+
+
+_JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitwise_or}
+
+
+def local_types(placed: Placed) -> list[Any]:
+    """The types of what a device holds of a block's inputs."""
+    avals = [placed.block.avals[i] for i in placed.block.inputs]
+    return [local_type(a, to) for a, to in zip(avals, placed.ins, strict=True)]
+
+
+def local_type(aval: Any, to: Any) -> Any:
+    """The type of what a device holds of a value."""
+    shape = to.shape(aval.shape) if isinstance(to, Split) else aval.shape
+    dtype = wide(aval.dtype) if isinstance(to, Partial) else aval.dtype
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=aval.weak_type and dtype == aval.dtype)
+
+
+def _raw(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A value as numbers, and the way back: keys as what they are made of."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(x)
+        return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
+    return jnp.asarray(x), lambda y: y

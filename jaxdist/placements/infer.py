@@ -1,0 +1,643 @@
+"""Infer: how each value of a step is placed, and in which form each operation takes its operands.
+
+A pure walk over blocks; nothing is traced. The bodies of control flow are inferred by `jaxdist.placements.control_flow`
+to a fixpoint over what loops carry, and remembered by (body, placements of the inputs). Every rank infers the same:
+nothing depends on the order of a set or on an address.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jaxdist.errors import StepError
+from jaxdist.placements import rules
+from jaxdist.placements.block import Block, Node, flatten
+from jaxdist.placements.describe import Factors
+from jaxdist.placements.values import (
+    DEFERRED,
+    PARTIAL,
+    REPLICATED,
+    Deferred,
+    Form,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    is_wide,
+    tile,
+    wide,
+)
+
+# Cheap to compute where all they take is deferred: what they make is deferred too.
+_CHEAP = rules.ELEMENTWISE - {"optimization_barrier", "reshard", "device_put", "random_fold_in", "random_gamma_grad",
+                              "threefry2x32"}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Plan:
+    """How an operation runs on the devices.
+
+    Attributes:
+      takes: the form in which it takes each operand; None: it does not, until its deferred result is made.
+      gives: the placement of each result.
+      run: ``run(emitter, node, operands) -> results``, each what a device holds.
+      make: of a deferred result: ``make(emitter, node, form) -> result``.
+      bodies: of control flow.
+      exchanges: it talks to other devices by itself.
+      why: the operation is computed whole on every device, for this reason.
+    """
+
+    takes: Sequence[Form | None]
+    gives: Sequence[Placement]
+    run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
+    make: Callable[[Any, Node, Any], Any] | None = None
+    bodies: Sequence[Placed] = ()
+    exchanges: bool = False
+    why: str = ""
+
+
+@dataclass(eq=False)
+class Move:
+    """A value that changes its form.
+
+    Attributes:
+      node: the operation that needs it so.
+      kind: ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``.
+      aval: the value's logical type.
+      stored: it is kept in shards between steps, or made of such alone.
+      why: what the operation can't do on slices.
+    """
+
+    node: Node
+    kind: str
+    aval: Any
+    stored: bool
+    why: str
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole value."""
+        return nbytes(self.aval)
+
+
+@dataclass(eq=False)
+class Placed:
+    """A block whose placements are settled.
+
+    Attributes:
+      block: its operations.
+      ins: how it is given its inputs.
+      plans: by operation.
+      at: by value: its placement.
+      outs: in which form it returns its outputs.
+      given: how they come.
+      own: what changes its form, outside of loops and branches.
+      summed: inputs that came as summands and were added up inside.
+    """
+
+    block: Block
+    ins: tuple[Form, ...]
+    plans: list[Plan] = field(default_factory=list)
+    at: list[Any] = field(default_factory=list)
+    outs: tuple[Form, ...] = ()
+    given: tuple[Placement, ...] = ()
+    own: list[Move] = field(default_factory=list)
+    summed: frozenset[int] = frozenset()
+
+    @property
+    def moves(self) -> list[Move]:
+        """What changes its form, in loops and branches too."""
+        return [*self.own, *(move for plan in self.plans for body in plan.bodies for move in body.moves)]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a device waits for others in it."""
+        return bool(self.moves) or any(
+            plan.exchanges or any(body.communicates for body in plan.bodies) for plan in self.plans
+        )
+
+
+def nbytes(aval: Any) -> int:
+    """Of a whole value."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return math.prod(aval.shape) * 8
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+class Infer:
+    """Settles placements for a number of devices.
+
+    Args:
+      devices: how many.
+      choose: ``choose(shape) -> dimension or None``: along which marked values of a shape are split.
+      level: of ZeRO, in place of that which the marks say.
+    """
+
+    def __init__(self, devices: int, choose: Callable[[tuple[int, ...]], int | None], level: int | None = None):
+        self.devices, self.choose, self._level = devices, choose, level
+        self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
+        self._placed: dict[Any, Placed] = {}
+        self._wanted: dict[Any, dict[int, int]] = {}
+
+    def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
+        """The block of a jaxpr; one for each."""
+        key = (id(closed.jaxpr), backward)
+        if key not in self._blocks:
+            self._blocks[key] = closed, flatten(closed, backward)  # keeps the jaxpr, so that its id stays its own
+        return self._blocks[key][1]
+
+    def place(
+        self,
+        block: Block,
+        ins: Sequence[Placement],
+        wants: Sequence[Form | None] | None = None,
+        loose: frozenset[int] = frozenset(),
+    ) -> Placed:
+        """Settle the placements of a block.
+
+        Args:
+          block: to place.
+          ins: how its inputs come.
+          wants: the form of each output; None: as it comes.
+          loose: outputs that a loop adds up: what is added to them may stay a summand.
+        """
+        ins = tuple(ins)
+        wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
+        key = (id(block), ins, wants, loose)
+        if key not in self._placed:
+            self._placed[key] = _Walk(self, block, ins, wants, loose).placed
+        return self._placed[key]
+
+    def marked(self, block: Block) -> dict[int, int]:
+        """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""
+        if id(block) not in self._wanted:
+            self._wanted[id(block)] = _marked(self, block)
+        return self._wanted[id(block)]
+
+    def level(self, node: Node) -> int:
+        """Of a mark; 0: it says nothing."""
+        own, role = node.eqn.params["level"], node.eqn.params["role"]
+        return own if self._level is None or role == "asked" else self._level
+
+    # --- what it costs to change a form
+
+    def move(self, placement: Placement, to: Form, aval: Any) -> tuple[str, int]:
+        """The collective that brings a value into a form, and the bytes that a device sends for it."""
+        size = nbytes(aval)
+        if isinstance(placement, Partial):
+            if isinstance(to, Partial):
+                return "", 0
+            scattered = isinstance(to, Split) and self.is_plain(to, aval)
+            return ("reduce-scatter", size) if scattered else ("all-reduce", 2 * size)
+        if isinstance(placement, Split) and not placement.whole and form(placement) != to:
+            if isinstance(to, Split) and self.exchanges(placement, to, aval):
+                return "all-to-all", size // self.devices
+            return "all-gather", size
+        return "", 0
+
+    def is_plain(self, split: Split, aval: Any) -> bool:
+        """Whether slices are those that a reduce-scatter makes."""
+        return split.outer == 1 and split.chunk == -(-aval.shape[split.dim] // self.devices)
+
+    def exchanges(self, a: Split, b: Split, aval: Any) -> bool:
+        """Whether an all-to-all brings slices along one dimension into slices along another."""
+        n = self.devices
+        return (
+            a.dim != b.dim
+            and a.outer == b.outer == 1
+            and not a.is_padded(n)
+            and not b.is_padded(n)
+            and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        )
+
+
+class _Walk:
+    """Settles one block."""
+
+    def __init__(
+        self, infer: Infer, block: Block, ins: Sequence[Placement], wants: Sequence[Form | None], loose: frozenset[int]
+    ):
+        self.infer, self.block, self.n = infer, block, infer.devices
+        self.placed = Placed(block, tuple(map(form, ins)))
+        self.at: list[Any] = [None] * len(block.avals)
+        self.loose = _added(block, loose)
+        self.inputs = {i: k for k, i in enumerate(block.inputs)}
+        summed: set[int] = set()
+        for i, value in block.known.items():
+            self.at[i] = Replicated(_const(value))
+        for i, placement in zip(block.inputs, ins, strict=True):
+            self.at[i] = self._settled(i, placement)
+            if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
+                summed.add(self.inputs[i])
+        for node in block.nodes:
+            plan = self.plan(node)
+            self.placed.plans.append(plan)
+            for i, to in zip(node.ins, plan.takes, strict=True):
+                if to is None:
+                    continue
+                if isinstance(self.at[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
+                    summed.add(self.inputs[i])
+                self.note(node, i, to, plan.why)
+            for i, placement in zip(node.outs, plan.gives, strict=True):
+                self.at[i] = self._settled(i, placement)
+        outs = []
+        for i, want in zip(block.outputs, wants, strict=True):
+            outs.append(form(self.at[i]) if want is None else want)
+            if isinstance(self.at[i], Partial) and not isinstance(outs[-1], Partial) and i in self.inputs:
+                summed.add(self.inputs[i])
+        self.placed.at, self.placed.outs = self.at, tuple(outs)
+        self.placed.given = tuple(self.at[i] for i in block.outputs)
+        self.placed.summed = frozenset(summed)
+
+    def note(self, node: Node, i: int, to: Form, why: str) -> None:
+        """Write down that a value has to move, once for each form."""
+        kind, _ = self.infer.move(self.at[i], to, self.block.avals[i])
+        if kind:
+            stored = isinstance(self.at[i], Split) and self.at[i].stored
+            self.placed.own.append(Move(node, kind, self.block.avals[i], stored, why))
+
+    def _settled(self, i: int, placement: Placement) -> Placement:
+        """A summand with several uses is added up once, before them."""
+        if not isinstance(placement, Partial) or self.block.uses[i] <= 1:
+            return placement
+        dim = self.infer.marked(self.block).get(i)
+        aval = self.block.avals[i]
+        return REPLICATED if dim is None else tile(dim, aval.shape[dim], self.n, stored=True)
+
+    # --- one operation
+
+    def plan(self, node: Node) -> Plan:
+        """How an operation runs, given how its operands come."""
+        ins = [self.at[i] for i in node.ins]
+        if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
+            raise refuse(node, f"its effect ({unknown[0]}) can't be had on several devices")
+        if any(isinstance(p, Partial) for p in ins) and (plan := self.linear(node, ins)):
+            return plan
+        if special := SPECIAL.get(node.name):
+            if plan := special(self, node, ins):
+                return plan
+        if all(isinstance(p, (Replicated, Deferred)) for p in ins):
+            return self.alike(node, ins)
+        return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
+
+    def factors(self, node: Node) -> Factors | None:
+        """The loops of an operation."""
+        return rules.factors(node.name, node.eqn.params, self.shapes(node.ins), self.shapes(node.outs))
+
+    def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.block.avals[i].shape for i in values]
+
+    def alike(self, node: Node, ins: Sequence[Placement]) -> Plan:
+        """Of operands that every device has."""
+        aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
+        if aval is not None and aval.ndim and node.name in _CHEAP:
+            large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
+            if large and all(isinstance(p, Deferred) for p in large):
+                const = (
+                    ins[0].const if node.name in ("convert_element_type", "copy", "neg") and ins[0].const == 0 else None
+                )  # type: ignore[union-attr]
+                return Plan([None] * len(ins), [Deferred(const)], make=make_elementwise)
+        if node.name == "random_split" and node.outs:
+            return Plan([None], [DEFERRED], make=make_whole)
+        return Plan([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
+
+    def whole(self, node: Node, ins: Sequence[Placement]) -> Plan:
+        """Computed by every device, on whole operands; what follows may be cut again for nothing."""
+        gives: list[Placement] = []
+        lengths = [
+            (p, self.block.avals[i].shape[p.dim]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
+        ]
+        batch = [p for p, _ in lengths if not p.stored]
+        for o in node.outs:
+            shape = self.block.avals[o].shape
+            dim = None
+            for p, length in lengths if batch else ():
+                if p.stored:
+                    continue
+                if len(shape) > p.dim and shape[p.dim] == length:
+                    dim = p.dim
+                elif length in shape:
+                    dim = shape.index(length)
+                elif len(shape) > p.dim and shape[p.dim] >= self.n:
+                    dim = p.dim
+            gives.append(REPLICATED if dim is None else replace(tile(dim, shape[dim], self.n), whole=True))
+        why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
+        if node.eqn.effects:
+            why = f"{node.name} has an effect"
+        return Plan([REPLICATED] * len(ins), gives, run_as_is, why=why)
+
+    def by_factors(self, node: Node, ins: Sequence[Placement], described: Factors | None) -> Plan | None:
+        """Cut along the factor for which least has to move."""
+        if described is None:
+            return None
+        best: tuple[Any, Plan] | None = None
+        for factor, split in self.candidates(node, ins, described):
+            plan, cost = self.cut(node, ins, described, factor, split)
+            if plan and (best is None or cost < best[0]):
+                best = cost, plan
+        return best and best[1]
+
+    def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
+        """Factors along which an operand is split; those of the batch if there are any: what is stored moves."""
+        found: dict[tuple[int, int, int, int], Split] = {}
+        batch = [p for p in ins if isinstance(p, Split) and not p.stored]
+        for p, dims in zip(ins, described.operands, strict=True):
+            if isinstance(p, Split) and not (batch and p.stored) and dims[p.dim] is not None:
+                factor = dims[p.dim]
+                assert factor is not None
+                key = (factor, p.size, p.chunk, p.outer)
+                if key not in found or (found[key].stored and not p.stored):
+                    found[key] = p
+        if not found and batch:
+            # What has to be gathered must not make the rest N-fold: cut what is on every device anyway.
+            length = {
+                self.block.avals[i].shape[p.dim] for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
+            }
+            for o, dims in zip(node.outs, described.results, strict=True):
+                shape = self.block.avals[o].shape
+                for same in (True, False):
+                    for d, factor in enumerate(dims):
+                        if factor is not None and shape[d] >= self.n and (shape[d] in length) == same:
+                            return [(factor, tile(0, shape[d], self.n))]
+        return [(key[0], found[key]) for key in sorted(found)]
+
+    def cut(
+        self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
+    ) -> tuple[Plan | None, Any]:
+        """The operation with one factor cut, and what moves for it."""
+        takes: list[Form] = []
+        cost = 0
+        gathered = 0
+        stored = split.stored
+        kind = described.reduced.get(factor)
+        for k, (p, dims, i) in enumerate(zip(ins, described.operands, node.ins, strict=True)):
+            aval = self.block.avals[i]
+            to: Form = REPLICATED
+            if factor in dims:
+                to = form(split.at(dims.index(factor)))
+                if not isinstance(p, (Replicated, Deferred)) and isinstance(p, Split) and not p.stored:
+                    stored = False
+            elif kind == "sum" and described.onto == k:
+                to = PARTIAL
+            moved = self.infer.move(p, to, aval)[1]
+            if isinstance(p, Split) and not p.stored and moved:
+                stored = False
+                gathered += moved
+            cost += moved
+            takes.append(to)
+        gives: list[Placement] = []
+        outs = [self.block.avals[o] for o in node.outs]
+        if kind is None:
+            for o, dims in zip(outs, described.results, strict=True):
+                if factor in dims:
+                    d = dims.index(factor)
+                    gives.append(replace(form(split.at(d)), stored=stored))  # type: ignore[arg-type]
+                else:
+                    return None, None
+            return Plan(takes, gives, _Cut(described, factor, split, None)), (cost, 0, factor)
+        if kind == "sum":
+            if not all(is_wide(o.dtype) for o in outs):
+                return None, None
+            gives = [Partial(gradient=node.backward)] * len(outs)
+        else:
+            gives = [REPLICATED] * len(outs)
+        run = _Cut(described, factor, split, kind)
+        sent = 2 * sum(map(nbytes, outs))
+        if split.stored and sent > cost + 2 * sum(
+            nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
+        ):
+            return None, None  # to gather what is stored is less than to reduce what is made of it
+        return Plan(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
+
+    # --- summands
+
+    def linear(self, node: Node, ins: Sequence[Placement]) -> Plan | None:
+        """The operation applied to summands, where the sum of the results is the result for the sum."""
+        name, avals = node.name, [self.block.avals[i] for i in node.ins]
+        if len(node.outs) != 1:
+            return None
+        out = self.block.avals[node.outs[0]]
+        partial = [isinstance(p, Partial) for p in ins]
+        size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
+        summands = [p for p in ins if isinstance(p, Partial)]
+        gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
+        takes: list[Form] = [PARTIAL if s else REPLICATED for s in partial]
+        ok = False
+        if name in _SHAPES:
+            ok = out.size <= size
+        elif name == "convert_element_type":
+            a, b = avals[0].dtype, out.dtype
+            ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
+        elif name in ("neg", "copy", "copy_p"):
+            ok = True
+        elif name in ("add", "sub", "add_any", "concatenate", "dynamic_update_slice", "select_n"):
+            first = 1 if name == "select_n" else 0
+            last = 2 if name == "dynamic_update_slice" else len(ins)
+            operands = range(first, last)
+            zero = [_is_zero(ins[k]) for k in operands]
+            ok = all(p or z for p, z in zip(partial[first:last], zero, strict=True)) or (
+                node.outs[0] in self.loose and all(not isinstance(ins[k], Split) or ins[k].whole for k in operands)  # type: ignore[union-attr]
+            )
+            ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
+            takes = [PARTIAL if k in operands else REPLICATED for k in range(len(ins))]
+        elif name == "mul":
+            other = ins[1 - partial.index(True)]
+            ok = sum(partial) == 1 and _is_number(other) and jnp.issubdtype(out.dtype, jnp.inexact)
+        elif name == "div":
+            ok = (
+                partial[0]
+                and not partial[1]
+                and _is_number(ins[1])
+                and ins[1].const != 0
+                and (  # type: ignore[union-attr]
+                    jnp.issubdtype(out.dtype, jnp.inexact)
+                )
+            )
+        if not ok:
+            return None
+        return Plan(takes, [Partial(gradient, made)], run_wide)
+
+
+_SHAPES = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "rev", "expand_dims",
+           "dynamic_slice"}  # fmt: skip
+
+
+_EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
+            "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether a dtype is of floats that widen without loss."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+
+
+def _is_zero(p: Placement) -> bool:
+    return isinstance(p, (Replicated, Deferred)) and p.const is not None and p.const == 0
+
+
+def _is_number(p: Placement) -> bool:
+    return isinstance(p, (Replicated, Deferred)) and p.const is not None and bool(np.isfinite(p.const))
+
+
+def _const(value: Any) -> Any:
+    """The number that a constant is, if it is one."""
+    try:
+        if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+            return np.asarray(value)[()]
+    except TypeError:
+        pass
+    return None
+
+
+def _added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
+    """Values that lead to some outputs by additions only."""
+    found = {block.outputs[k] for k in outputs}
+    for node in reversed(block.nodes):
+        if node.name in ("add", "add_any", "sub", "neg", "convert_element_type") and node.outs[0] in found:
+            found.update(i for i in node.ins if block.uses[i] == 1)
+    return frozenset(found)
+
+
+# --- what leads to a mark
+
+_PASSES = rules.ELEMENTWISE
+
+
+def _marked(infer: Infer, block: Block) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for node in reversed(block.nodes):
+        if node.name == "jaxdist_shard":
+            dim = infer.choose(block.avals[node.ins[0]].shape)
+            if dim is not None and node.eqn.params["role"] != "asked" and infer.level(node) > 0:
+                found.setdefault(node.ins[0], dim)
+            continue
+        dims = [found[o] for o in node.outs if o in found]
+        if not dims:
+            continue
+        dim = dims[0]
+        if node.name == "transpose":
+            found.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
+        elif node.name in _PASSES:
+            shape = block.avals[node.outs[0]].shape
+            for i in node.ins:
+                if block.avals[i].shape == shape:
+                    found.setdefault(i, dim)
+    return found
+
+
+# --- ways to run
+
+
+def run_as_is(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    """The operation itself."""
+    return emitter.bind(node, xs)
+
+
+def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    """On summands, in the dtype in which they are kept."""
+    eqn, out = node.eqn, emitter.block.avals[node.outs[0]]
+    if node.name == "convert_element_type":
+        return [xs[0].astype(wide(out.dtype))]
+    dtype = wide(out.dtype)
+    if dtype != out.dtype:
+        xs = [x.astype(dtype) if getattr(x, "dtype", None) == out.dtype else x for x in xs]
+    return emitter.bind(node, xs, eqn.params)
+
+
+def make_elementwise(emitter: Any, node: Node, to: Any) -> Any:
+    """Of a deferred value: from its operands in the same form."""
+    shape = emitter.block.avals[node.outs[0]].shape
+    xs = []
+    for i in node.ins:
+        own = emitter.block.avals[i].shape
+        same = isinstance(to, Split) and own and (own[to.dim] == shape[to.dim])
+        xs.append(emitter.take(i, to if same else REPLICATED))
+    return emitter.bind(node, xs)[0]
+
+
+def make_whole(emitter: Any, node: Node, to: Any) -> Any:
+    """Of a deferred value: all of it, then cut."""
+    if isinstance(to, Split):
+        return emitter.cut(emitter.take(node.outs[0], REPLICATED), to)
+    return emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The operation on slices along one factor."""
+
+    described: Factors
+    factor: int
+    split: Split
+    kind: str | None
+
+    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        described, factor, split, kind = self.described, self.factor, self.split, self.kind
+        params = node.eqn.params
+        if described.params is not None:
+            params = described.params(params, factor, split)
+        if kind is None:
+            return emitter.bind(node, xs, params)
+        if split.is_padded(emitter.n):
+            for k, dims in enumerate(described.operands):
+                if factor in dims and (described.masked is None or k in described.masked):
+                    xs[k] = emitter.masked(xs[k], split.at(dims.index(factor)), _identity(kind, xs[k].dtype))
+        if kind == "sum":
+            dtype = emitter.block.avals[node.outs[0]].dtype
+            if wide(dtype) != dtype:
+                if "preferred_element_type" in params:
+                    params = {**params, "preferred_element_type": wide(dtype)}
+                else:
+                    xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
+            return emitter.bind(node, xs, params)
+        return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
+
+
+def _identity(kind: str, dtype: Any) -> Any:
+    if kind == "sum":
+        return 0
+    if kind in ("or", "and"):
+        return (kind == "and") if dtype == bool else (-1 if kind == "and" else 0)
+    if dtype == bool:
+        return kind == "min"
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf if kind == "max" else np.inf
+    return jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max
+
+
+Special = Callable[[_Walk, Node, Sequence[Placement]], Plan | None]
+SPECIAL: dict[str, Special] = {}
+"""Operations that need more than their factors; None from one of these: as any other."""
+
+
+def special(*names: str) -> Callable[[Special], Special]:
+    """Enter a rule into the table."""
+
+    def enter(rule: Special) -> Special:
+        SPECIAL.update(dict.fromkeys(names, rule))
+        return rule
+
+    return enter
+
+
+def refuse(node: Node, why: str) -> StepError:
+    """An error that names the operation and the user's line."""
+    from jaxdist import compat
+
+    return StepError(f"{node.name} at {compat.user_line(node.eqn)}: {why}")
+
+
+def settled(placement: Placement) -> Placement:
+    """As what crosses into control flow: a deferred value is made whole."""
+    if isinstance(placement, Deferred):
+        return Replicated(placement.const)
+    return placement

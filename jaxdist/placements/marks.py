@@ -1,0 +1,119 @@
+"""What the marks of `jaxdist.zero` say of the inputs of a step: which leaves of the state are to be kept in shards.
+
+`jaxdist.zero` marks what its update is given. A mark on a value that is an input of the step, as it came, says how that
+input is to be kept between steps: the optimizer's state in shards from level 1, parameters at level 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxdist import compat
+from jaxdist.placements.block import Block, Node
+from jaxdist.placements.infer import Infer
+from jaxdist.step.layouts import Layout, choose
+
+_SAME = {"pvary", "copy", "copy_p", "jaxdist_shard", "reshard", "sharding_constraint", "device_put", "jaxdist_plain"}
+_KEPT = {"state": 1, "parameter": 3, "asked": 0}
+
+
+@dataclass(frozen=True)
+class _From:
+    """A value that is input `index`, exactly or but for its dtype."""
+
+    index: int
+    exact: bool = True
+
+
+@dataclass
+class Marks:
+    """What was found.
+
+    Attributes:
+      roles: by input: what it is to `jaxdist.zero`: ``"state"`` or ``"parameter"``.
+      levels: of its uses in the step.
+      sharded: inputs to keep in shards.
+      sliced: inputs of which a loop takes slices along the first dimension.
+    """
+
+    roles: dict[int, str] = field(default_factory=dict)
+    levels: set[int] = field(default_factory=set)
+    sharded: set[int] = field(default_factory=set)
+    sliced: set[int] = field(default_factory=set)
+
+    def layouts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Layout | None]:
+        """For each input how it is to be kept; None: whole on every device. Leaves of one shape agree."""
+        sliced = {shapes[i] for i in self.sliced}
+        return [
+            choose(shape, devices, avoid=(0,) if shape in sliced else ()) if i in self.sharded else None
+            for i, shape in enumerate(shapes)
+        ]
+
+
+def marks(infer: Infer, block: Block, level: int | None) -> Marks:
+    """The marks of a step.
+
+    Args:
+      infer: which has its blocks.
+      block: the step.
+      level: of ZeRO, in place of that which the marks say.
+    """
+    found = Marks()
+    _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
+    return found
+
+
+def _follow(
+    infer: Infer, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
+) -> list[_From | None]:
+    at: list[Any] = [None] * len(block.avals)
+    for i, source in zip(block.inputs, inputs, strict=True):
+        at[i] = source
+    for node in block.nodes:
+        for o, source in zip(node.outs, _node(infer, node, [at[i] for i in node.ins], found, level), strict=True):
+            at[o] = source
+    return [at[i] for i in block.outputs]
+
+
+def _node(
+    infer: Infer, node: Node, args: list[_From | None], found: Marks, level: int | None
+) -> Sequence[_From | None]:
+    name, params, nothing = node.name, node.eqn.params, [None] * len(node.outs)
+    if name == "jaxdist_shard":
+        role, own = params["role"], params["level"]
+        if role != "asked":
+            found.levels.add(own)
+            own = own if level is None else level
+        if args[0] is not None:
+            if role in ("state", "parameter"):
+                found.roles.setdefault(args[0].index, role)
+            if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "asked"):
+                found.sharded.add(args[0].index)
+    if name in _SAME:
+        return args[:1]
+    if name == "convert_element_type":
+        return [args[0] and _From(args[0].index, exact=False)]
+    if name == "optimization_barrier":
+        return args
+    if name == "scan":
+        consts, carries = compat.scan_split(params)
+        xs = args[consts + carries :]
+        found.sliced |= {a.index for a in xs if a}
+        body = infer.block(params["jaxpr"], node.backward)
+        outs = _follow(infer, body, [*args[: consts + carries], *[None] * len(xs)], found, level)
+        kept = [o if o == a else None for o, a in zip(outs, args[consts:], strict=False)]
+        return kept[:carries] + nothing[carries:]
+    if name == "while":
+        body = infer.block(params["body_jaxpr"], node.backward)
+        outs = _follow(infer, body, args[params["cond_nconsts"] :], found, level)
+        first = params["cond_nconsts"] + params["body_nconsts"]
+        return [o if o == a else None for o, a in zip(outs, args[first:], strict=True)]
+    if name == "cond":
+        bodies = [infer.block(b, node.backward) for b in params["branches"]]
+        branches = [_follow(infer, b, args[1:], found, level) for b in bodies]
+        return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*branches, strict=True)]
+    if name in ("checkpoint", "remat", "remat2"):
+        return _follow(infer, infer.block(compat.closed(params["jaxpr"]), node.backward), args, found, level)
+    return nothing

@@ -1,0 +1,364 @@
+"""The table of rules: what each primitive of JAX does to the dimensions of its operands.
+
+Three kinds: `FACTORS` describe an operation by its loops (see `jaxdist.placements.describe`), which is all that most
+need; `ELEMENTWISE` are those whose operands and results have the same dimensions; what has no rule is computed whole.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxdist.placements.describe import Dims, Factors, along
+from jaxdist.placements.values import Split
+
+Shapes = Sequence[tuple[int, ...]]
+Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
+"""``rule(params, shapes of the operands, shapes of the results)``; None: the operation is computed whole."""
+
+ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
+    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to",
+    "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not",
+    "optimization_barrier", "or", "polygamma", "population_count", "pow", "random_fold_in", "random_gamma_grad",
+    "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", "threefry2x32", "xor", "zeta", "name", "pvary", "reshard",
+    "sharding_constraint", "mesh_cast", "device_put", "random_clone",
+}  # fmt: skip
+
+
+def factors(name: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+    """The loops of an operation, or None if nothing is known of it."""
+    if name in ELEMENTWISE:
+        return _elementwise(params, ins, outs)
+    rule = FACTORS.get(name)
+    return rule(params, ins, outs) if rule else None
+
+
+def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+    if len({len(s) for s in outs}) > 1 or len(set(outs)) > 1:  # a barrier of arrays of several shapes
+        return None
+    if len(outs) == 1 and any(len(s) > len(outs[0]) for s in ins):  # bitcast of the last dimension
+        return None
+    return along(*ins, results=tuple(outs))
+
+
+# --- one operand, dimensions that move
+
+
+def _transpose(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    return Factors((tuple(range(len(ins[0]))),), (tuple(params["permutation"]),))
+
+
+def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    gone = set(params["dimensions"])
+    operand = tuple(range(len(ins[0])))
+    return Factors((tuple(None if d in gone else d for d in operand),), (tuple(d for d in operand if d not in gone),))
+
+
+def _slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    strides = params["strides"] or (1,) * len(ins[0])
+    kept = tuple(
+        d if n == m and s == 1 else None for d, (n, m, s) in enumerate(zip(ins[0], outs[0], strides, strict=True))
+    )
+
+    def cut(params: Mapping[str, Any], factor: int, split: Split) -> Mapping[str, Any]:
+        limits = list(params["limit_indices"])
+        limits[factor] = split.rows
+        return {**params, "limit_indices": tuple(limits)}
+
+    return Factors((kept,), (kept,), params=cut)
+
+
+def _pad(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    kept = tuple(d if tuple(c) == (0, 0, 0) else None for d, c in enumerate(params["padding_config"]))
+    return Factors((kept, ()), (kept,))
+
+
+def _dynamic_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    kept = tuple(d if n == m else None for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)))
+
+    def cut(params: Mapping[str, Any], factor: int, split: Split) -> Mapping[str, Any]:
+        sizes = list(params["slice_sizes"])
+        sizes[factor] = split.rows
+        return {**params, "slice_sizes": tuple(sizes)}
+
+    return Factors((kept, *((),) * (len(ins) - 1)), (kept,), params=cut)
+
+
+def _dynamic_update_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    kept = tuple(d if n == m else None for d, (n, m) in enumerate(zip(ins[0], ins[1], strict=True)))
+    return Factors((kept, kept, *((),) * (len(ins) - 2)), (kept,))
+
+
+def _along(*names: str) -> Rule:
+    """An operation along one dimension, or some, named by a parameter."""
+
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+        axes = next(params[n] for n in names if n in params)
+        axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+        rank = len(ins[0])
+        return along(*ins, results=tuple(outs), axes=tuple(a % rank for a in axes))
+
+    return rule
+
+
+def _split(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    kept = tuple(None if d == params["axis"] else d for d in range(len(ins[0])))
+    return Factors((kept,), (kept,) * len(outs))
+
+
+def _concatenate(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    kept = tuple(None if d == params["dimension"] else d for d in range(len(outs[0])))
+    return Factors((kept,) * len(ins), (kept,))
+
+
+# --- reductions
+
+
+def _reduce(kind: str) -> Rule:
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+        axes = params["axes"]
+        operand = tuple(range(len(ins[0])))
+        return Factors((operand,), (tuple(d for d in operand if d not in axes),), reduced=dict.fromkeys(axes, kind))
+
+    return rule
+
+
+def _reduce_locally(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    """Over dimensions that must be whole."""
+    axes = params["axes"] if "axes" in params else params["dimensions"]
+    rank = len(ins[0])
+    operand = tuple(None if d in axes else d for d in range(rank))
+    result = tuple(d for d in range(rank) if d not in axes)
+    return Factors(tuple(operand if s else () for s in ins), (result,) * len(outs))
+
+
+# --- contractions
+
+
+def _dot_general(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    (ca, cb), (ba, bb) = params["dimension_numbers"]
+    a, b = [-1] * len(ins[0]), [-1] * len(ins[1])
+    count = 0
+    result: list[int | None] = []
+    for i, j in zip(ba, bb, strict=True):
+        a[i] = b[j] = count
+        result.append(count)
+        count += 1
+    reduced = {}
+    for i, j in zip(ca, cb, strict=True):
+        a[i] = b[j] = count
+        reduced[count] = "sum"
+        count += 1
+    for dims in (a, b):
+        for d, f in enumerate(dims):
+            if f < 0:
+                dims[d] = count
+                result.append(count)
+                count += 1
+    return Factors((tuple(a), tuple(b)), (tuple(result),), reduced=reduced)
+
+
+def _convolution(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    numbers = params["dimension_numbers"]
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    a: list[int | None] = [None] * len(ins[0])
+    b: list[int | None] = [None] * len(ins[1])
+    c: list[int | None] = [None] * len(outs[0])
+    features, batches = params["feature_group_count"], params["batch_group_count"]
+    reduced = {}
+    if batches == 1:
+        a[lhs[0]] = c[out[0]] = 0
+    if features == 1:
+        # With groups of the batch (the gradient of a depthwise kernel) the features are still what is contracted.
+        a[lhs[1]] = b[rhs[1]] = 1
+        reduced = {1: "sum"}
+    if features == 1 and batches == 1:
+        b[rhs[0]] = c[out[1]] = 2
+    return Factors((tuple(a), tuple(b)), (tuple(c),), reduced=reduced)
+
+
+def _windows(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    """Windows over some dimensions; those of size 1 are left alone."""
+    rank = max(map(len, ins))
+    ones = ((1,) * rank,)
+
+    def given(*names: str) -> Sequence[Any]:
+        return next((params[n] for n in names if params.get(n) is not None), *ones)
+
+    pads = params["padding"]
+    alone = [
+        w == 1 and s == 1 and tuple(pads[d]) == (0, 0) and e == 1 and f == 1
+        for d, (w, s, e, f) in enumerate(
+            zip(given("window_dimensions"), given("window_strides"), given("base_dilation"), given("window_dilation"),
+                strict=True)
+        )
+    ]  # fmt: skip
+    dims = tuple(d if a else None for d, a in enumerate(alone))
+    return Factors(tuple(dims if len(s) == rank else (None,) * len(s) for s in ins), (dims,) * len(outs))
+
+
+# --- indexing
+
+
+def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    operand: list[int | None] = [None] * len(ins[0])
+    indices: list[int | None] = [None] * len(ins[1])
+    result: list[int | None] = [None] * len(outs[0])
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    count = 0
+    batch = [d for d in range(len(outs[0])) if d not in numbers.offset_dims]
+    for i, d in enumerate(batch):  # the dimensions of the indices but for the last, in order
+        indices[i] = result[d] = count
+        count += 1
+    for d, i in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        operand[d] = indices[i]
+    window = [d for d in range(len(ins[0])) if d not in gone]
+    for d, o in zip(window, numbers.offset_dims, strict=True):
+        if sizes[d] == ins[0][d] and d not in numbers.start_index_map:
+            operand[d] = result[o] = count
+            count += 1
+    operand_dims = tuple(operand)
+
+    def cut(params: Mapping[str, Any], factor: int, split: Split) -> Mapping[str, Any]:
+        new = tuple(
+            split.rows if f == factor and d not in gone else n
+            for d, (f, n) in enumerate(zip(operand_dims, params["slice_sizes"], strict=True))
+        )
+        return {**params, "slice_sizes": new}
+
+    return Factors((operand_dims, tuple(indices)), (tuple(result),), params=cut)
+
+
+def _scatter(kind: str | None) -> Rule:
+    """Of an update that is added up (``kind``), or not."""
+
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+        numbers = params["dimension_numbers"]
+        operand: list[int | None] = [None] * len(ins[0])
+        indices: list[int | None] = [None] * len(ins[1])
+        updates: list[int | None] = [None] * len(ins[2])
+        count = 0
+        reduced: dict[int, str] = {}
+        batch = [d for d in range(len(ins[2])) if d not in numbers.update_window_dims]
+        batching = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+        for i, d in enumerate(batch):
+            if i in batching:
+                operand[batching[i]] = indices[i] = updates[d] = count
+            elif kind:
+                indices[i] = updates[d] = count
+                reduced[count] = kind
+            count += 1
+        gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        window = [d for d in range(len(ins[0])) if d not in gone]
+        for d, u in zip(window, numbers.update_window_dims, strict=True):
+            if ins[0][d] == ins[2][u] and d not in numbers.scatter_dims_to_operand_dims:
+                operand[d] = updates[u] = count
+                count += 1
+        return Factors(
+            (tuple(operand), tuple(indices), tuple(updates)), (tuple(operand),), reduced=reduced, onto=0, masked=(2,)
+        )
+
+    return rule
+
+
+# --- linear algebra
+
+
+def _batched(inner: int) -> Rule:
+    """Over the dimensions before the last `inner` ones, which the first operand has, and all results."""
+
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+        batch = len(ins[0]) - inner
+
+        def dims(shape: tuple[int, ...]) -> Dims:
+            return tuple(d if d < batch and len(shape) >= batch else None for d in range(len(shape)))
+
+        return Factors(tuple(map(dims, ins)), tuple(map(dims, outs)))
+
+    return rule
+
+
+def _fft(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+    return _batched(len(params["fft_lengths"]))(params, ins, outs)
+
+
+def _top_k(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+    axis = params.get("axis", params.get("operand", -1)) % len(ins[0])
+    kept = tuple(None if d == axis else d for d in range(len(ins[0])))
+    return Factors((kept,), (kept,) * len(outs))
+
+
+# --- random bits
+
+
+def _random_bits(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    keys = tuple(range(len(ins[0])))
+    return Factors((keys,), (keys + (None,) * (len(outs[0]) - len(keys)),))
+
+
+def _random_wrap(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    keys = tuple(range(len(outs[0])))
+    return Factors((keys + (None,) * (len(ins[0]) - len(keys)),), (keys,))
+
+
+def _random_gamma(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    keys = tuple(range(len(ins[0])))  # a key of its own for each of the rest is made from these
+    rest = keys + (None,) * (len(ins[1]) - len(keys))
+    return Factors((keys, rest), (rest,))
+
+
+def einsum(equation: str) -> Rule:
+    """The rule of an operation that is described as ``numpy.einsum`` does, its reductions sums.
+
+    Letters are factors, ``.`` is a dimension that is needed whole.
+
+    Args:
+      equation: ``"operands->results"``, each separated by commas.
+
+    Example:
+      >>> einsum("bd,.d->b")({}, [(8, 3), (4, 3)], [(8,)]).reduced
+      {1: 'sum'}
+    """
+    left, right = equation.split("->")
+    letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in string.ascii_letters))}
+
+    def dims(part: str) -> tuple[Dims, ...]:
+        return tuple(tuple(letters.get(c) for c in word) for word in part.split(","))
+
+    results = dims(right)
+    kept = {f for word in results for f in word}
+    reduced = {f: "sum" for f in letters.values() if f not in kept}
+    described = Factors(dims(left), results, reduced=reduced)
+    return lambda params, ins, outs: described
+
+
+FACTORS: dict[str, Rule] = {
+    "transpose": _transpose, "squeeze": _squeeze, "slice": _slice, "pad": _pad, "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice, "split": _split, "concatenate": _concatenate,
+    "rev": _along("dimensions"), "sort": _along("dimension"),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    "reduce_sum": _reduce("sum"), "reduce_max": _reduce("max"), "reduce_min": _reduce("min"),
+    "reduce_or": _reduce("or"), "reduce_and": _reduce("and"),
+    **dict.fromkeys(("reduce_prod", "reduce_xor", "reduce", "argmax", "argmin"), _reduce_locally),
+    "dot_general": _dot_general, "conv_general_dilated": _convolution,
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+         "select_and_gather_add"), _windows
+    ),
+    "gather": _gather, "scatter-add": _scatter("sum"), "scatter_add": _scatter("sum"), "scatter-sub": _scatter(None),
+    **dict.fromkeys(("scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max",
+                     "scatter_max", "scatter_sub"), _scatter(None)),
+    **dict.fromkeys(("cholesky", "cholesky_update", "lu", "qr", "geqrf", "householder_product", "svd", "eigh", "eig",
+                     "schur", "hessenberg", "tridiagonal", "triangular_solve", "symmetric_product"), _batched(2)),
+    "fft": _fft, "top_k": _top_k, "approx_top_k": _along("reduction_dimension"),
+    "random_bits": _random_bits, "random_split": _random_bits, "random_unwrap": _random_bits,
+    "random_wrap": _random_wrap, "random_seed": _random_wrap, "random_gamma": _random_gamma,
+}  # fmt: skip
+FACTORS |= {"lu_pivots_to_permutation": _batched(1), "tridiagonal_solve": _batched(1)}

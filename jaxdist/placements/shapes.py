@@ -1,0 +1,243 @@
+"""Rules of operations whose factors don't say all: reshapes, broadcasts, what is made of nothing, pieces of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.placements.block import Node
+from jaxdist.placements.infer import Plan, _Walk, run_as_is, special
+from jaxdist.placements.values import (
+    DEFERRED,
+    REPLICATED,
+    Deferred,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    reshaped,
+)
+from jaxdist.step.primitives import AXIS, counts, gather_shards_p
+
+
+@special("reshape")
+def _reshape(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    p = ins[0]
+    if len(ins) > 1 or node.eqn.params["dimensions"] is not None:
+        return None
+    old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
+    if isinstance(p, Deferred):
+        return Plan([None], [Deferred(p.const)], make=_make_reshaped)
+    if not isinstance(p, Split):
+        return None
+    to = reshaped(p, old, new)
+    if to is None:
+        return None
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        return [lax.reshape(xs[0], to.shape(new))]
+
+    return Plan([form(p)], [replace(to, whole=False, asked=False)], run)
+
+
+def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
+    (i,), (o,) = node.ins, node.outs
+    old, new = emitter.block.avals[i].shape, emitter.block.avals[o].shape
+    if isinstance(to, Split):
+        before = reshaped(to, new, old)
+        if before is None:
+            return emitter.cut(emitter.take(o, REPLICATED), to)
+        return lax.reshape(emitter.take(i, form(before)), to.shape(new))
+    return lax.reshape(emitter.take(i, REPLICATED), new)
+
+
+@special("transpose")
+def _transpose(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    if not isinstance(ins[0], Deferred):
+        return None
+
+    def make(emitter: Any, node: Node, to: Any) -> Any:
+        before = form(to.at(node.eqn.params["permutation"][to.dim])) if isinstance(to, Split) else to
+        return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
+
+    return Plan([None], [Deferred(ins[0].const)], make=make)
+
+
+@special("squeeze")
+def _squeeze(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0]:
+        return None
+    kept = [d for d in range(len(walk.shapes(node.ins)[0])) if d not in node.eqn.params["dimensions"]]
+
+    def make(emitter: Any, node: Node, to: Any) -> Any:
+        before = form(to.at(kept[to.dim])) if isinstance(to, Split) else to
+        return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
+
+    return Plan([None], [Deferred(ins[0].const)], make=make)
+
+
+@special("broadcast_in_dim")
+def _broadcast(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    p, dims = ins[0], node.eqn.params["broadcast_dimensions"]
+    if len(ins) > 1:
+        return None
+    old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
+    if isinstance(p, Split) and old[p.dim] == new[dims[p.dim]] and (not p.stored or math.prod(old) == math.prod(new)):
+        to = replace(p.at(int(dims[p.dim])), whole=False, asked=False)
+
+        def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+            return emitter.bind(node, xs, {**node.eqn.params, "shape": to.shape(new), "sharding": None})
+
+        return Plan([form(p)], [to], run)
+    if not new:
+        return None
+    const = p.const if isinstance(p, (Replicated, Deferred)) else None
+    return Plan([None], [Deferred(const)], make=_make_broadcast)
+
+
+def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
+    """Of the operand's slice if the dimension is one of its own; what is stored is gathered before it grows."""
+    (i,), dims = node.ins, [int(d) for d in node.eqn.params["broadcast_dimensions"]]
+    old, new = emitter.block.avals[i].shape, emitter.block.avals[node.outs[0]].shape
+    before: Any = REPLICATED
+    if isinstance(to, Split) and to.dim in dims and old[dims.index(to.dim)] == new[to.dim]:
+        before = form(to.at(dims.index(to.dim)))
+    shape = to.shape(new) if isinstance(to, Split) else new
+    return emitter.bind(node, [emitter.take(i, before)], {**node.eqn.params, "shape": shape, "sharding": None})[0]
+
+
+@special("iota")
+def _iota(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    return None if ins else Plan([], [DEFERRED], make=_make_iota)
+
+
+def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
+    if not isinstance(to, Split):
+        return emitter.bind(node, [])[0]
+    params, aval = node.eqn.params, emitter.block.avals[node.outs[0]]
+    shape, d = to.shape(aval.shape), params["dimension"]
+    if to.dim != d:
+        return emitter.bind(node, [], {**params, "shape": shape})[0]
+    # In integers: small floats can't count far.
+    at = emitter.positions(to).astype(jnp.int64) if aval.shape[d] > 2**31 - 1 else emitter.positions(to)
+    return lax.broadcast_in_dim(at.astype(aval.dtype), shape, (d,))
+
+
+@special("concatenate")
+def _concatenate(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """Of pieces of one size along the batch: each device keeps its slice of each piece."""
+    d = node.eqn.params["dimension"]
+    splits = [p for p in ins if isinstance(p, Split)]
+    along = [p for p in splits if p.dim == d and not p.stored]
+    if not along or len(along) < len(splits):
+        return None
+    block = along[0]
+    shapes = walk.shapes(node.ins)
+    if any((p.size, p.chunk) != (block.size, block.chunk) for p in along) or any(s[d] % block.size for s in shapes):
+        return None
+    takes = [form(replace(block, outer=s[d] // block.size)) for s in shapes]
+    if any(isinstance(p, Split) and form(p) != to for p, to in zip(ins, takes, strict=True)):
+        return None
+    total = sum(s[d] // block.size for s in shapes)
+    return Plan(takes, [replace(form(block), outer=total)], run_as_is)  # type: ignore[arg-type]
+
+
+@special("slice")
+def _slice(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """Whole blocks of a batch that was put together of several."""
+    p, params = ins[0], node.eqn.params
+    if not isinstance(p, Split):
+        return None
+    start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
+    d, length = p.dim, walk.shapes(node.ins)[0][p.dim]
+    whole = start[d] == 0 and limit[d] == length
+    if whole or start[d] % p.size or limit[d] % p.size or (strides and strides[d] != 1):
+        return None
+    first, last = start[d] // p.size, limit[d] // p.size
+    to = Split(d, p.size, p.chunk, last - first, stored=p.stored)
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        starts, limits = list(start), list(limit)
+        starts[d], limits[d] = first * p.chunk, last * p.chunk
+        return emitter.bind(node, xs, {**params, "start_indices": tuple(starts), "limit_indices": tuple(limits)})
+
+    return Plan([form(p)], [to], run)
+
+
+@special("split")
+def _split(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """Whole blocks of a batch that was put together of several."""
+    p, params = ins[0], node.eqn.params
+    if not isinstance(p, Split) or p.dim != params["axis"] or any(s % p.size for s in params["sizes"]):
+        return None
+    blocks = [s // p.size for s in params["sizes"]]
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        return emitter.bind(node, xs, {**params, "sizes": tuple(b * p.chunk for b in blocks)})
+
+    return Plan([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored) for b in blocks], run)
+
+
+@special("rev")
+def _reverse(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """Along the batch: each device's own part, which then changes places."""
+    p = ins[0]
+    if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
+        return None
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        n = emitter.n
+        return [lax.ppermute(emitter.bind(node, xs)[0], AXIS, [(i, n - 1 - i) for i in range(n)])]
+
+    if jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
+        return Plan([form(p)], [form(p)], run, exchanges=True)
+    return None
+
+
+@special("jaxdist_shard")
+def _mark(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """From here on in shards (`jaxdist.zero`)."""
+    p, params = ins[0], node.eqn.params
+    shape = walk.shapes(node.ins)[0]
+    asked = params["role"] in ("asked", "state")
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        return xs
+
+    dim = walk.infer.choose(shape)
+    if not walk.infer.level(node):
+        return Plan([form(p)], [p if not isinstance(p, Deferred) else REPLICATED], run)
+    if isinstance(p, Split) and p.stored and (params["role"] != "gradient" or p.dim == dim):
+        return Plan([form(p)], [replace(p, asked=asked, whole=False)], run)
+    if dim is None:
+        to = REPLICATED if not isinstance(p, Split) else p
+        return Plan([form(to)], [to], run)
+    to = Split(dim, shape[dim], -(-shape[dim] // walk.n), stored=True, asked=asked)
+    return Plan([form(to)], [to], run)
+
+
+@special("jaxdist_plain")
+def _plain(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+    """A decorated step inside of another one."""
+    to = REPLICATED if isinstance(ins[0], Deferred) else ins[0]
+    return Plan([form(to)], [to], lambda emitter, node, xs: xs)
+
+
+@special("jaxdist_count")
+def _count(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+    """Of what each device holds."""
+    to = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        x = xs[0]
+        if isinstance(to, Split) and to.is_padded(emitter.n):
+            x = emitter.masked(x, to, 0)
+        return [gather_shards_p.bind(counts(x)[None], axes=(AXIS,), dim=0, size=emitter.n, devices=emitter.n)]
+
+    return Plan([to], [REPLICATED], run, exchanges=True)

@@ -1,1 +1,0 @@
-"""Passes over a traced step: small rule tables, each tested alone."""
