@@ -1,13 +1,13 @@
 """Write zero-optimizers.md: how each transformation of optax runs under `jaxdist.zero`, found from the program itself.
 
-Run it after a change of the shards pass or of the catalog (tests/optimizers.py): ``python docs/zero_table.py``.
+Run it after a change of the placements or of the catalog (tests/optimizers.py): ``python docs/zero_table.py``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 import jaxdist
+from jaxdist.placements.infer import Placed, nbytes
 from jaxdist.step.interpreter import subjaxprs
-from jaxdist.step.passes.shards import Gathered
-from jaxdist.step.primitives import all_reduce_p, gather_shards_p
+from jaxdist.step.primitives import gather_shards_p
 
 FILE = Path(__file__).with_name("zero-optimizers.md")
 DEVICES = 4
@@ -77,24 +77,32 @@ class Row(NamedTuple):
 
 def row(name: str) -> Row:
     """Of one entry of the catalog."""
-    found: list[tuple[ClosedJaxpr, Sequence[Gathered]]] = []
+    found: list[tuple[ClosedJaxpr, Placed]] = []
     step: Any = jaxdist.data_parallel(
         optimizers.step_of([name], [2], SHAPES), mesh=Mesh(jax.devices()[:DEVICES], ("data",)), bucket_bytes=0
     )
     step._traced = lambda *program: found.append(program)
     state = optimizers.start([name], SHAPES)
     step.lower(*state, optimizers.batch(0))
-    ((closed, gathered),) = found
+    ((closed, placed),) = found
     parameters = sum(x.nbytes for x in jax.tree.leaves(state[0]))
-    equations = list(_equations(closed.jaxpr))
-    reductions = [eqn for eqn in equations if _is_reduction(eqn)]
+    reduced = [move.aval for move in placed.moves if move.kind == "all-reduce" and not move.node.backward]
+    reduced += _results(closed.jaxpr, "pmax", "pmin")
+    gathered = [move for move in placed.moves if move.kind == "all-gather" and move.stored]
+    own = sum(move.bytes for move in gathered)
+    others = sum(map(nbytes, _results(closed.jaxpr, gather_shards_p.name))) - own
     return Row(
-        len(reductions),
-        _bytes(reductions),
-        sum(g.bytes for g in gathered) / parameters,
-        tuple(sorted({g.primitive for g in gathered})),
-        (_bytes(e for e in equations if e.primitive is gather_shards_p) - sum(g.bytes for g in gathered)) / parameters,
+        len(reduced),
+        sum(map(nbytes, reduced)),
+        own / parameters,
+        tuple(sorted({move.node.name for move in gathered})),
+        others / parameters,
     )
+
+
+def _results(jaxpr: Jaxpr, *names: str) -> list[Any]:
+    """The types of what these primitives make."""
+    return [v.aval for eqn in _equations(jaxpr) if eqn.primitive.name in names for v in eqn.outvars]
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -102,14 +110,6 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for inner in subjaxprs(eqn):
             yield from _equations(inner)
-
-
-def _is_reduction(eqn: JaxprEqn) -> bool:
-    return (eqn.primitive is all_reduce_p and eqn.params["op"] == "sum") or eqn.primitive.name in ("pmax", "pmin")
-
-
-def _bytes(eqns: Iterable[JaxprEqn]) -> int:
-    return sum(v.aval.size * v.aval.dtype.itemsize for eqn in eqns for v in eqn.outvars)  # type: ignore[attr-defined]
 
 
 def table(names: Iterable[str]) -> str:

@@ -31,16 +31,18 @@ class Block(nn.Module):
 
     heads: int
     dtype: jnp.dtype
+    dropout: float
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, _: None) -> tuple[jax.Array, None]:
         B, T, D = x_BxTxD.shape
         dense = lambda width: nn.Dense(width, use_bias=False, dtype=self.dtype, param_dtype=self.dtype)
         norm = lambda x: nn.RMSNorm(dtype=self.dtype, param_dtype=self.dtype)(x)
+        drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
         q, k, v = jnp.split(dense(3 * D)(norm(x_BxTxD)).reshape(B, T, self.heads, -1), 3, axis=-1)
         mixed_BxTxHxK = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x_BxTxD += dense(D)(mixed_BxTxHxK.reshape(B, T, D))
-        return x_BxTxD + dense(D)(nn.gelu(dense(4 * D)(norm(x_BxTxD)))), None
+        x_BxTxD += drop(dense(D)(mixed_BxTxHxK.reshape(B, T, D)))
+        return x_BxTxD + drop(dense(D)(nn.gelu(dense(4 * D)(norm(x_BxTxD))))), None
 
 
 class GPT(nn.Module):
@@ -49,6 +51,7 @@ class GPT(nn.Module):
     width: int
     context: int
     dtype: jnp.dtype = jnp.float32
+    dropout: float = 0.0
 
     @nn.compact
     def __call__(self, bytes_BxT: jax.Array) -> jax.Array:
@@ -57,15 +60,22 @@ class GPT(nn.Module):
         x_BxTxD = embed(bytes_BxT.astype(jnp.int32)) + place[: bytes_BxT.shape[1]]
         # One layer's activations at a time, and at ZeRO level 3 one layer's parameters.
         layer = nn.remat(Block, prevent_cse=False)
-        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
-        x_BxTxD, _ = stack(self.heads, self.dtype, name="layers")(x_BxTxD, None)
+        split = {"params": True, "dropout": True}
+        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs=split, length=self.layers)
+        x_BxTxD, _ = stack(self.heads, self.dtype, self.dropout, name="layers")(x_BxTxD, None)
         x_BxTxD = nn.RMSNorm(dtype=self.dtype, param_dtype=self.dtype)(x_BxTxD)
         return embed.attend(x_BxTxD).astype(jnp.float32)
 
 
-def nats(state: TrainState, params, windows_BxT: jax.Array) -> jax.Array:
-    """The loss of each window."""
-    logits_BxTxV = state.apply_fn(params, windows_BxT[:, :-1])
+class State(TrainState):
+    """With the key of dropout."""
+
+    key: jax.Array
+
+
+def nats(state: State, params, windows_BxT: jax.Array, **rngs: jax.Array) -> jax.Array:
+    """The loss of each window; with dropout if there is a key for it."""
+    logits_BxTxV = state.apply_fn(params, windows_BxT[:, :-1], rngs=rngs)
     targets_BxT = windows_BxT[:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean(axis=-1)
 
@@ -82,34 +92,36 @@ def make_optimizer(lr: float, steps: int, clip: float, bf16: bool, level: int) -
 
 def make_train_step(microbatches: int):
     @jaxdist.data_parallel
-    def train_step(state: TrainState, windows_BxT: jax.Array):
-        loss_fn = lambda params, windows_BxT: nats(state, params, windows_BxT).mean()
+    def train_step(state: State, windows_BxT: jax.Array):
+        key, mask_key = jax.random.split(state.key)
+        loss_fn = lambda params, windows_BxT: nats(state, params, windows_BxT, dropout=mask_key).mean()
         loss, grads = jaxdist.value_and_grad(loss_fn, microbatches=microbatches)(state.params, windows_BxT)
-        return state.apply_gradients(grads=grads), {"loss": loss, "gradient_norm": optax.global_norm(grads)}
+        return state.apply_gradients(grads=grads, key=key), {"loss": loss, "gradient_norm": optax.global_norm(grads)}
 
     return train_step
 
 
 @jaxdist.data_parallel(donate=False)
-def eval_step(state: TrainState, batch):
+def eval_step(state: State, batch):
     windows_BxT, weight_B = batch
     return {"nats": jnp.sum(nats(state, state.params, windows_BxT) * weight_B), "windows": jnp.sum(weight_B)}
 
 
-def planned(layers=4, heads=4, width=128, context=128, batch_size=16, microbatches=1, bf16=False, level=1):
+def make_state(model: GPT, tx: optax.GradientTransformation, seed: int) -> State:
+    params = jax.jit(model.init)(jax.random.key(seed), np.zeros((1, model.context), np.uint8))
+    return State.create(apply_fn=model.apply, params=params, tx=tx, key=jax.random.key(seed + 1))
+
+
+def planned(layers=4, heads=4, width=128, context=128, batch_size=16, microbatches=1, bf16=False, level=1, dropout=0.0):
     """For `jaxdist plan examples/gpt.py:planned`: the step and the types of its arguments, of a model of any size."""
-    model = GPT(layers, heads, width, context, jnp.bfloat16 if bf16 else jnp.float32)
+    model = GPT(layers, heads, width, context, jnp.bfloat16 if bf16 else jnp.float32, dropout)
     tx = make_optimizer(3e-3, 400, 1.0, bf16, level)
 
-    def make_state():
-        params = model.init(jax.random.key(0), jnp.zeros((1, context), jnp.uint8))
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
     windows_BxT = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.uint8)
-    return make_train_step(microbatches), jax.eval_shape(make_state), windows_BxT
+    return make_train_step(microbatches), jax.eval_shape(lambda: make_state(model, tx, 0)), windows_BxT
 
 
-def evaluate(state: TrainState, held_out: Loader, batches: int) -> float:
+def evaluate(state: State, held_out: Loader, batches: int) -> float:
     """Nats a byte on the first batches of the held-out text."""
     held_out.set_epoch(0)
     sums = [eval_step(state, batch) for batch in itertools.islice(held_out, batches)]
@@ -160,13 +172,14 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("gpt"), help="folder of checkpoints and metrics")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=16, help="windows of all devices together")
-    parser.add_argument("--microbatches", type=int, default=1, help="parts of a device's batch, one after the other")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of the batch, one after the other")
     parser.add_argument("--level", type=int, default=1, choices=range(4), help="of ZeRO")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=128, help="bytes")
     parser.add_argument("--bf16", action="store_true", help="parameters in bfloat16, with a float32 copy in shards")
+    parser.add_argument("--dropout", type=float, default=0.0, help="the share to drop")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--save-every", type=int, default=100)
@@ -176,19 +189,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     ctx = jaxdist.init()
-    if args.batch_size % ctx.num_devices:
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {ctx.num_devices} devices")
+    if args.batch_size % ctx.size:
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {ctx.size} processes")
 
     train_text, held_out_text = read_text(args.text or standard_library())
     batch_size = args.batch_size // ctx.size
     batches = jaxdist.loader(windows(train_text, args.context), batch_size, seed=args.seed)
     held_out = jaxdist.loader(windows(held_out_text, args.context), batch_size, shuffle=False, tail="pad")
 
-    model = GPT(args.layers, args.heads, args.width, args.context, jnp.bfloat16 if args.bf16 else jnp.float32)
-    params = jax.jit(model.init)(jax.random.key(args.seed), np.zeros((1, args.context), np.uint8))
+    dtype = jnp.bfloat16 if args.bf16 else jnp.float32
+    model = GPT(args.layers, args.heads, args.width, args.context, dtype, args.dropout)
     tx = make_optimizer(args.lr, args.steps, args.clip, args.bf16, args.level)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    count = sum(x.size for x in jax.tree.leaves(params))
+    state = make_state(model, tx, args.seed)
+    count = sum(x.size for x in jax.tree.leaves(state.params))
 
     checkpoints = args.run / "checkpoints"
     first = jaxdist.latest_step(checkpoints) or 0

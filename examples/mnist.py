@@ -5,6 +5,7 @@ Shape suffixes: B batch, H height, W width, C channels, K classes.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,32 +20,55 @@ import jaxdist
 
 
 class LeNet(nn.Module):
+    dropout: float = 0.0
+    batchnorm: bool = False
+
     @nn.compact
-    def __call__(self, x_BxHxWxC: jax.Array) -> jax.Array:
-        x_BxHxWxC = nn.relu(nn.Conv(6, (5, 5), padding="SAME")(x_BxHxWxC))
+    def __call__(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
+        def norm(x: jax.Array) -> jax.Array:
+            return nn.BatchNorm(use_running_average=not train, momentum=0.9)(x) if self.batchnorm else x
+
+        x_BxHxWxC = nn.relu(norm(nn.Conv(6, (5, 5), padding="SAME")(x_BxHxWxC)))
         x_BxHxWxC = nn.max_pool(x_BxHxWxC, (2, 2), (2, 2))
-        x_BxHxWxC = nn.relu(nn.Conv(16, (5, 5), padding="VALID")(x_BxHxWxC))
+        x_BxHxWxC = nn.relu(norm(nn.Conv(16, (5, 5), padding="VALID")(x_BxHxWxC)))
         x_BxHxWxC = nn.max_pool(x_BxHxWxC, (2, 2), (2, 2))
         x_BxC = x_BxHxWxC.reshape(len(x_BxHxWxC), -1)
         x_BxC = nn.relu(nn.Dense(120)(x_BxC))
+        x_BxC = nn.Dropout(self.dropout, deterministic=not train)(x_BxC)
         x_BxC = nn.relu(nn.Dense(84)(x_BxC))
         return nn.Dense(10)(x_BxC)
 
 
+class State(TrainState):
+    """With the running statistics of BatchNorm, if there are any, and the key of dropout."""
+
+    stats: Any
+    key: jax.Array
+
+
 @jaxdist.data_parallel
 def train_step(state, batch):
-    def loss_fn(params):
-        logits_BxK = state.apply_fn(params, batch["image"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch["label"]).mean()
+    key, mask_key = jax.random.split(state.key)
 
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
+    def loss_fn(params):
+        logits_BxK, stats = state.apply_fn(
+            {"params": params, **state.stats},
+            batch["image"],
+            train=True,
+            rngs={"dropout": mask_key},
+            mutable=["batch_stats"],
+        )
+        return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch["label"]).mean(), stats
+
+    (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads, stats=stats, key=key), {"loss": loss}
 
 
 @jaxdist.data_parallel(donate=False)
 def eval_step(state, batch):
-    guess_B = state.apply_fn(state.params, batch["image"]).argmax(axis=-1)
-    return {"correct": jnp.sum((guess_B == batch["label"]) & batch["real"], dtype=jnp.int32)}
+    logits_BxK = state.apply_fn({"params": state.params, **state.stats}, batch["image"], train=False)
+    right_B = logits_BxK.argmax(axis=-1) == batch["label"]
+    return {"correct": jnp.sum(right_B & batch["real"])}
 
 
 def main() -> None:
@@ -54,6 +78,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=96, help="of all devices together")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
     parser.add_argument("--lr", type=float, help="if not given: 0.03 for sgd, 0.001 for adam")
+    parser.add_argument("--dropout", type=float, default=0.0, help="the share of units to drop")
+    parser.add_argument("--batchnorm", action="store_true", help="normalise after each convolution")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--connector", default="auto", help="how the processes find each other")
     parser.add_argument("--communicator", default="auto", help="how arrays move: xla or mpi")
@@ -63,9 +89,11 @@ def main() -> None:
     train, test = load(args.data_dir, ctx.rank, ctx.size)
     lr = args.lr or {"sgd": 0.03, "adam": 1e-3}[args.optimizer]
     tx = optax.adam(lr) if args.optimizer == "adam" else optax.sgd(lr, momentum=0.9)
-    model = LeNet()
-    params = jax.jit(model.init)(jax.random.key(args.seed), train.image_NxHxWxC[:1])
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    model = LeNet(args.dropout, args.batchnorm)
+    init = jax.jit(model.init, static_argnames="train")
+    stats = dict(init(jax.random.key(args.seed), train.image_NxHxWxC[:1], train=False))
+    params, key = stats.pop("params"), jax.random.key(args.seed + 1)
+    state = State.create(apply_fn=model.apply, params=params, tx=tx, stats=stats, key=key)
 
     console = Console(stderr=True, quiet=not ctx.is_root)
     accuracy = 0.0

@@ -18,11 +18,13 @@ from jaxdist.collectives import (
 from jaxdist.context import Context, get_context, init
 from jaxdist.data import loader
 from jaxdist.errors import CheckpointError, StepError, SyncError
+from jaxdist.explain import explain
 from jaxdist.finite import check_finite
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.memory import memory
 from jaxdist.metrics import run_log
 from jaxdist.per_device import per_device
+from jaxdist.placements.registry import register
 from jaxdist.plan import plan
 from jaxdist.precision import master_weights
 from jaxdist.profile import profile
@@ -44,6 +46,7 @@ __all__ = [
     "check_finite",
     "check_sync",
     "data_parallel",
+    "explain",
     "fold_rank",
     "gather",
     "get_context",
@@ -60,6 +63,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "register",
     "restore",
     "run_log",
     "save",

@@ -17,20 +17,23 @@ from rich.table import Table
 
 from jaxdist.step.wire import Transfer, ring_factor, transfers
 
-_MARK = "[jaxdist comm]"
 _EAGER = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
 
 
-def asked() -> bool:
+def asked(what: str = "comm") -> bool:
     """Whether the environment asks for it.
+
+    Args:
+      what: ``"comm"``, or ``"placements"`` (see `jaxdist.explain`).
 
     Raises:
       ValueError: JAXDIST_LOG holds something else.
     """
     value = os.environ.get("JAXDIST_LOG", "")
-    if unknown := {word.strip() for word in value.split(",")} - {"comm", ""}:
-        raise ValueError(f"JAXDIST_LOG={value!r}: there is no {sorted(unknown)[0]!r}; valid: comm")
-    return bool(value)
+    words = {word.strip() for word in value.split(",")} - {""}
+    if unknown := words - {"comm", "placements"}:
+        raise ValueError(f"JAXDIST_LOG={value!r}: there is no {sorted(unknown)[0]!r}; valid: comm, placements")
+    return what in words
 
 
 class StepLog:
@@ -105,9 +108,9 @@ def table(found: Counter[Transfer]) -> str:
     return "\n".join([*lines, f"total: {_total(found)} by each device a step, if in a ring{_doubts(found)}"])
 
 
-def say(text: str) -> None:
+def say(text: str, what: str = "comm") -> None:
     """On standard error, each line marked."""
-    print("\n".join(f"{_MARK} {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    print("\n".join(f"[jaxdist {what}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
 def _total(found: Counter[Transfer]) -> str:

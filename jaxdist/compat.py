@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,9 +107,14 @@ def _transposed(stack: Any) -> bool:
 
 
 def user_line(eqn: Any) -> str:
-    """``file:line`` of the user's code that an equation comes from (no public access)."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"
+    """``file:line`` of the user's code that an equation comes from, or "" (no public access)."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_OURS):
+            return f"{frame.file_name}:{frame.start_line}"
+    return ""
+
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:

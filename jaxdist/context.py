@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist import commlog, compat, connectors, devices, failfast, rendezvous, transfer
+from jaxdist import commlog, communicators, compat, connectors, devices, failfast, rendezvous, transfer
+from jaxdist.communicators import Rules
 from jaxdist.connectors import Connector
 from jaxdist.control import Control, ControlError
 from jaxdist.watchdog import Watchdog
@@ -50,6 +51,7 @@ class Context:
       devices: those devices, in rank order.
       mesh: over them, with the one axis "data".
       communicator: "xla" or "mpi".
+      rules: a communicator of the user's own, for steps; None: there is none.
       timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
       connector: how the processes found each other.
       control: the channel beside the training (`jaxdist.control`).
@@ -75,6 +77,7 @@ class Context:
         self.is_root = self.rank == self.root_rank
         self.exit_code: Any = None  # of the script, if it ends by sys.exit
         self.communicator = "xla"
+        self.rules: Rules | None = None
         self.devices: list[Any] = []
         self.num_devices = 0
         self.mesh: Mesh
@@ -146,7 +149,7 @@ class Context:
 
 def init(
     connector: str | Connector = "auto",
-    communicator: str = "auto",
+    communicator: str | Rules = "auto",
     *,
     timeout: float | None = None,
     rank: int | None = None,
@@ -159,7 +162,8 @@ def init(
         "local", an object of the `Connector` protocol, or "auto": JAXDIST_CONNECTOR, else the
         launcher that is there.
       communicator: how arrays move: "xla", "mpi", or "auto": JAXDIST_COMMUNICATOR, else "mpi"
-        between CPU processes of an MPI job that have mpi4jax, "xla" otherwise.
+        between CPU processes of an MPI job that have mpi4jax, "xla" otherwise. Or one of your own, for the
+        collectives of steps: a table of lowering rules (`jaxdist.communicators.Rules`), beside "xla".
       timeout: seconds to wait for ranks that do not come: here, and later in each collective and each call of a
         step; then the job ends with an error that names them. Default: JAXDIST_TIMEOUT, else 300.
       rank: for tcp:// and env://, instead of RANK.
@@ -188,10 +192,12 @@ def init(
             assert _asked is not None
             _check_same(_asked, asked)
             return _context
-        if communicator not in COMMUNICATORS:
+        if not isinstance(communicator, str):
+            communicators.check(communicator)
+        elif communicator not in COMMUNICATORS:
             raise ValueError(f"unknown communicator {communicator!r}; valid: {', '.join(COMMUNICATORS)}")
         _refuse_workers()
-        wanted = communicator
+        wanted = communicator if isinstance(communicator, str) else "xla"
         if wanted == "auto":
             wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
             if wanted not in COMMUNICATORS:
@@ -202,6 +208,7 @@ def init(
         ctx = Context(found, _control(found, timeout), timeout)
         failfast.install(ctx)  # from here on, a failure of one rank ends the job
         _start_jax(ctx, wanted, timeout)
+        ctx.rules = None if isinstance(communicator, str) else communicator
         atexit.register(ctx.leave)  # after `import jax`: runs before jax's own shutdown
         _context, _asked = ctx, asked
         return ctx

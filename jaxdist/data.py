@@ -50,7 +50,7 @@ def loader(
       tail: what to do at the end of an epoch that can't fill a batch on every rank. ``"drop"`` it: the loader yields
         ``batch``. ``"pad"`` it with examples from the epoch's start: the loader yields ``(batch, weight)``, in each
         step, where `weight` is a float32 an example: 1, and 0 for what was added. With it means are exact:
-        ``jaxdist.value_and_grad(loss_fn, weight=lambda params, batch: batch[1])``, `gather_for_metrics`.
+        ``jnp.sum(losses * weight) / jnp.sum(weight)``, `gather_for_metrics`.
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator``, another one
         for each example and epoch.
       workers: processes that read and transform; 0: this one does. Each gets a copy of source and transform by pickle.

@@ -20,7 +20,7 @@ def value_and_grad(
     allow_int: bool = False,
     *,
     microbatches: int = 1,
-    batch_argnums: int | Sequence[int] = -1,
+    batch_argnums: int | Sequence[int] | None = None,
 ) -> Callable[..., Any]:
     """As ``jax.value_and_grad``, with gradient accumulation: the mean over parts of the batch, one after the other.
 
@@ -37,7 +37,7 @@ def value_and_grad(
       microbatches: the number k of equal parts; 1: JAX's own function. The memory is that of one part. Of `aux`, leaves
         with one entry an example come back in the batch's order, other integers are summed, other floats averaged.
       batch_argnums: position(s) of the batch among the arguments, for `microbatches`: arrays whose first dimension is
-        that of the examples.
+        that of the examples. Default: the last argument, if no other one has more entries.
 
     Returns:
       A function of `fun`'s arguments that returns ``(loss, gradients)`` or ``((loss, aux), gradients)``.
@@ -65,7 +65,9 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        batch = _positions(batch_argnums, args)
+        batch = _positions(-1 if batch_argnums is None else batch_argnums, args)
+        if batch_argnums is None:
+            _check_last(args, _positions(argnums, args))
         if both := batch & _positions(argnums, args):
             raise ValueError(
                 f"argument {min(both)} is differentiated and split into microbatches: its gradient has no one "
@@ -186,6 +188,19 @@ def _wide(dtype: Any) -> Any:
     if dtype == jax.dtypes.float0:
         return jnp.dtype(bool)
     return jnp.dtype("float32") if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+def _check_last(args: Sequence[Any], differentiated: set[int]) -> None:
+    """Refuse to take the last argument for the batch where another one is more like it."""
+    lengths = [{jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(a)} for a in args]
+    sizes = [s.pop() if len(s) == 1 else None for s in lengths]
+    last = sizes[-1]
+    for i, size in enumerate(sizes[:-1]):
+        if i not in differentiated and size is not None and last is not None and size > last:
+            raise ValueError(
+                f"argument {i} has {size} entries along its first dimension, and the last one {last}: which is the batch "
+                f"that microbatches splits? batch_argnums={i}, {len(args) - 1} or ({i}, {len(args) - 1}) says so"
+            )
 
 
 def _check_batch(args: Sequence[Any], batch: set[int], k: int) -> None:

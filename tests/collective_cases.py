@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 
@@ -30,6 +31,15 @@ KINDS = [
 ]
 Call = dict[str, Any]
 """``kind``, ``shape``, ``dtype`` and the arguments of the collective."""
+
+
+def on_each(f: Any) -> Any:
+    """Of the devices' values, stacked: `f` of each device's own, stacked again."""
+
+    def one(*args: Any) -> Any:
+        return jax.tree.map(lambda y: jnp.asarray(y)[None], f(*jax.tree.map(lambda x: x[0], args)))
+
+    return jaxdist.per_device(one, P("data"), P("data"))
 
 
 def apply(call: Call, x: Any) -> Any:
@@ -128,11 +138,11 @@ def check(calls: Sequence[Call], xs: Sequence[np.ndarray], first: int, mine: int
       mine: how many devices it has.
     """
 
-    def run(state: Any, batch: Any) -> Any:
-        return state, [apply(call, x[0])[None] for call, x in zip(calls, batch, strict=True)]
+    @jaxdist.data_parallel
+    def step(batch: Any) -> Any:
+        return on_each(lambda xs: [apply(call, x) for call, x in zip(calls, xs, strict=True)])(batch)
 
-    step = jaxdist.data_parallel(run, donate=False)
-    _, outs = step(jnp.zeros(()), [x[first : first + mine] for x in xs])
+    outs = step([x[first : first + mine] for x in xs])
     # Together: one program to compile, not one for each operation on each shape.
     wants = jax.jit(lambda xs: [expected(call, list(x)) for call, x in zip(calls, xs, strict=True)])(list(xs))
     for call, want, out in zip(calls, wants, outs, strict=True):

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jax import lax
 
 import jaxdist
 from jaxdist.step.layouts import Layout, Padded, physical
@@ -121,14 +120,11 @@ def step_of(names: Sequence[str], levels: Sequence[Any] | None = None, shapes: S
     if levels is not None:
         txs = {name: jaxdist.zero(tx, level) for (name, tx), level in zip(txs.items(), levels, strict=True)}
 
-    def mean(x: Any) -> Any:
-        return x if levels is None else lax.pmean(x, "data")
-
     def one(name: str, params: Any, opt_state: Any, seen: Any) -> Any:
         entry = ENTRIES[name]
         of = lambda p: loss(entry.model(p), seen, entry.poisoned)
         value, grads = jax.value_and_grad(of)(entry.trained(params))
-        extra = entry.extra(Told(mean(value), grads, lambda p: mean(of(p))))
+        extra = entry.extra(Told(value, grads, of))
         updates, opt_state = txs[name].update(grads, opt_state, params, **extra)
         return optax.apply_updates(params, updates), opt_state
 

@@ -55,6 +55,7 @@ def test_what_a_device_has_of_its_own_names_the_device() -> None:
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_in_shards(level: Literal[0, 1, 2, 3]) -> None:
+    where = "device 0, 1, 2, 3, 4, 5" if level else "every device"  # 11 columns in slices of two
     tx = jaxdist.zero(optax.adam(0.1), level)
 
     @jaxdist.data_parallel(check_finite=True)
@@ -66,7 +67,7 @@ def test_in_shards(level: Literal[0, 1, 2, 3]) -> None:
 
     params = {"b": jnp.ones(13), "w": jnp.ones((3, 11))}
     params, opt_state, _ = step(params, tx.init(params), X)
-    with pytest.raises(FloatingPointError, match=r"call 2: grads\['w'\] is not finite: 33 NaN on every device"):
+    with pytest.raises(FloatingPointError, match=rf"call 2: grads\['w'\] is not finite: 33 NaN on {where}"):
         step(params, opt_state, with_nan(0))
     step(params, opt_state, X)  # nothing is lost
 
@@ -77,7 +78,7 @@ def test_the_result_of_a_step_in_shards_is_looked_at() -> None:
         return {"w": params["w"] / (jnp.mean(x) * params["d"])}, jnp.mean(x)
 
     params = {"w": jaxdist.shard(jnp.arange(1.0, 12.0)), "d": jnp.ones(11).at[3].set(0.0)}
-    with pytest.raises(FloatingPointError, match=r"result\[0\]\['w'\] is not finite: 1 infinite on every device"):
+    with pytest.raises(FloatingPointError, match=r"result\[0\]\['w'\] is not finite: 1 infinite on device 1"):
         step(params, X)
 
 

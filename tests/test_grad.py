@@ -64,39 +64,23 @@ def test_aux_of_microbatches_is_put_together() -> None:
     assert got["count"].dtype == want["count"].dtype
 
 
-def test_sum_losses() -> None:
-    f = lambda w, x: jnp.sum((x @ w) ** 2)
-    close(jaxdist.value_and_grad(f, microbatches=3, reduce="sum")(W, X), jax.value_and_grad(f)(W, X))
-
-
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("form", ["array", "function", "scalar"])
-def test_weights(k: int, form: str) -> None:
-    mask = jnp.asarray(RNG.integers(0, 2, 12), float).at[:4].set(0)
-
-    def f(w: Any, batch: Any) -> Any:
-        each = (batch["x"] @ w) ** 2
-        return jnp.sum(each * batch["m"]) / jnp.sum(batch["m"])
-
-    batch = {"x": X, "m": mask if form != "scalar" else jnp.ones(12)}
-    weight: Any = {"array": mask, "function": lambda w, b: b["m"].sum(), "scalar": 12.0}[form]
-    got = jaxdist.value_and_grad(f, weight=weight, microbatches=k)(W, batch)
-    close(got, jax.value_and_grad(f)(W, batch))
-
-
-def test_no_weight_at_all_is_no_gradient() -> None:
-    loss, grads = jaxdist.value_and_grad(lambda w, x: jnp.sum(w) / 0.0, weight=jnp.zeros(12))(W, X)
-    assert loss == 0
-    assert not grads.any()
+def test_microbatches_hold_every_kth_example() -> None:
+    seen = jaxdist.value_and_grad(lambda w, x: (jnp.sum(w), x[:1]), has_aux=True, microbatches=3)
+    f = lambda w, x: (jnp.sum(w * x[0]), x[:, 0])
+    (_, rows), grads = jaxdist.value_and_grad(f, has_aux=True, microbatches=3)(W, X)
+    np.testing.assert_array_equal(rows, X[:, 0])  # in the batch's order
+    np.testing.assert_allclose(grads, X[:3].mean(0), rtol=1e-12)  # the first of each: examples 0, 1 and 2
+    (_, first), _ = seen(W, X)
+    np.testing.assert_allclose(first, X[:3].mean(0)[None], rtol=1e-12)
 
 
 def test_low_precision_is_accumulated_in_float32() -> None:
     x = jnp.full((256, 1), 1.0, jnp.bfloat16)
     w = jnp.ones(1, jnp.bfloat16)
-    f = lambda w, x: jnp.sum(x * w)  # 256 ones: a bfloat16 sum stops at 256, one of 300 is not exact
-    grads = jaxdist.grad(f, microbatches=256, reduce="sum")(w, jnp.concatenate([x, x]))
+    f = lambda w, x: jnp.sum(x * w)  # of two ones: a bfloat16 sum of such gradients stops at 512, half of what it is
+    grads = jaxdist.grad(f, microbatches=512)(w, jnp.concatenate([x] * 4))
     assert grads.dtype == jnp.bfloat16
-    assert float(grads[0]) == 512
+    assert float(grads[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -106,7 +90,6 @@ def test_low_precision_is_accumulated_in_float32() -> None:
         ({"microbatches": 0}, (W, X), "a positive integer"),
         ({"microbatches": 2, "batch_argnums": (0, 1)}, (W, X), "argument 0 is differentiated and split"),
         ({"microbatches": 2}, (W, 3.0), "batch_argnums= says which"),
-        ({"reduce": "max"}, (W, X), "'mean' or 'sum'"),
     ],
 )
 def test_bad_input(settings_: Any, args: Any, message: str) -> None:
@@ -114,16 +97,23 @@ def test_bad_input(settings_: Any, args: Any, message: str) -> None:
         jaxdist.value_and_grad(loss_fn, **settings_)(*args)
 
 
-def test_a_second_batch_that_would_not_be_split_is_refused() -> None:
-    f = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
+def test_two_batches_in_microbatches() -> None:
+    def f(w: Any, batch: Any) -> Any:
+        x, y = batch
+        return jnp.mean((x @ w - y) ** 2)
 
-    @jaxdist.data_parallel(batch_argnums=(1, 2))
+    @jaxdist.data_parallel(batch_argnums=(1, 2), donate=False)
     def step(w: Any, x: Any, y: Any) -> Any:
-        return w - jaxdist.grad(f, microbatches=2)(w, x, y)
+        return w - jaxdist.grad(f, microbatches=2)(w, (x, y))
 
-    x, y = np.ones((32, 3)), np.ones(32)
-    with pytest.raises(ValueError, match=r"argument 1 holds one entry an example .*batch_argnums=\(1, 2\)"):
-        step(W, x, y)
+    x, y = RNG.normal(size=(32, 3)), RNG.normal(size=32)
+    close(step(W, x, y), W - jax.grad(f)(W, (x, y)))
+
+
+@pytest.mark.parametrize("name", ["reduce", "weight"])
+def test_settings_that_are_gone(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        jaxdist.value_and_grad(loss_fn, **{name: "sum"})(W, X)
 
 
 @settings(max_examples=25, deadline=None)

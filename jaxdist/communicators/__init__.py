@@ -4,11 +4,44 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
 from jaxdist import compat
+
+
+Rule = Callable[..., Any]
+Rules = Mapping[str, Rule]
+"""A communicator of one's own, for `jaxdist.init`: how some collectives of a step are lowered, the others as by XLA.
+
+Each rule is traced into the step's program on each device, inside a ``shard_map`` over the mesh axis ``"data"``:
+
+| name | called with | returns |
+|---|---|---|
+| ``all_reduce`` | ``(x, wire=dtype or None)`` | the sum over the devices |
+| ``reduce_scatter`` | ``(x, dim=, devices=, wire=)`` | this device's slice along `dim` of the sum, ``ceil(size / devices)`` entries; what reaches beyond the end is zero |
+| ``all_gather`` | ``(x, dim=, size=, devices=)`` | the slices along `dim` one after the other, the first `size` entries |
+| ``all_to_all`` | ``(x, split_axis=, concat_axis=)`` | as of ``lax.all_to_all(..., tiled=True)`` |
+| ``max``, ``min`` | ``(x,)`` | over the devices; NaN if one has it |
+| ``permute`` | ``(x, perm=)`` | as of ``lax.ppermute`` |
+"""
+
+NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "max", "min", "permute")
+
+
+def check(rules: Rules) -> None:
+    """Refuse what is no table of rules.
+
+    Raises:
+      ValueError: an unknown name, or something that can't be called.
+    """
+    for name, rule in rules.items():
+        if name not in NAMES:
+            raise ValueError(f"communicator={{{name!r}: ...}}: there is no such collective; valid: {', '.join(NAMES)}")
+        if not callable(rule):
+            raise ValueError(f"communicator={{{name!r}: {rule!r}}}: expected a function")
 
 
 class Lowering(Protocol):
@@ -17,20 +50,21 @@ class Lowering(Protocol):
     def run(self, closed: Any, *args: Any) -> list[Any]: ...
 
 
-def lowering(communicator: str, mesh: Mesh) -> Lowering:
+def lowering(communicator: str | Rules, mesh: Mesh) -> Lowering:
     """The lowering rules of a communicator.
 
     Args:
-      communicator: ``"xla"`` or ``"mpi"``.
+      communicator: ``"xla"``, ``"mpi"``, or a table of rules.
       mesh: the devices.
 
     Raises:
       ValueError: for any other name.
     """
-    if communicator == "xla":
+    if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
-        return GlooLowering() if _over_gloo(mesh) else XlaLowering()
+        own = GlooLowering() if _over_gloo(mesh) else XlaLowering()
+        return own if isinstance(communicator, str) else own.with_rules(communicator)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
@@ -38,7 +72,7 @@ def lowering(communicator: str, mesh: Mesh) -> Lowering:
     raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
 
 
-def default_bucket_bytes(communicator: str, mesh: Mesh) -> int:
+def default_bucket_bytes(communicator: str | Rules, mesh: Mesh) -> int:
     """How many bytes of gradients travel together if the user does not say.
 
     Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo 0.2 ms and more, so that copying pays at

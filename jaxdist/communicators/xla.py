@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from jaxdist import compat
@@ -40,6 +40,30 @@ class XlaLowering(Interpreter):
                 group_reduce_p: lambda _, eqn, x: _extreme(eqn, x, eqn.params["op"]),
             }
         )
+
+    def with_rules(self, own: Mapping[str, Callable[..., Any]]) -> XlaLowering:
+        """These rules, but for some collectives others (see `jaxdist.communicators.Rules`)."""
+        for name, rule in own.items():
+            primitive, names = _NAMED[name]
+
+            def lower(_: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names) -> Any:
+                out = rule(x, **{k: eqn.params[k] for k in names})
+                return out if not eqn.primitive.multiple_results else [out]
+
+            self.rules[primitive] = lower
+        self.rewritten = set(self.rules)
+        return self
+
+
+_NAMED: dict[str, tuple[Primitive, tuple[str, ...]]] = {
+    "all_reduce": (all_reduce_p, ("wire",)),
+    "reduce_scatter": (reduce_shard_p, ("dim", "devices", "wire")),
+    "all_gather": (gather_shards_p, ("dim", "size", "devices")),
+    "all_to_all": (p.all_to_all_p, ("split_axis", "concat_axis")),
+    "max": (p.pmax_p, ()),
+    "min": (p.pmin_p, ()),
+    "permute": (p.ppermute_p, ("perm",)),
+}
 
 
 class GlooLowering(XlaLowering):

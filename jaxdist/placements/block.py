@@ -21,12 +21,19 @@ class Node:
       ins: the numbers of its operands in the block.
       outs: of its results.
       backward: it was made by differentiation.
+      call: the call in whose place it stands, if any.
     """
 
     eqn: JaxprEqn
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     backward: bool
+    call: JaxprEqn | None = None
+
+    @property
+    def line(self) -> str:
+        """``file:line`` of the user's code."""
+        return compat.user_line(self.eqn) or (self.call and compat.user_line(self.call)) or "an unknown line"
 
     @property
     def name(self) -> str:
@@ -42,6 +49,7 @@ class Block:
       inputs: the values that it is given.
       known: constants.
       nodes: in order.
+      traced: those that nothing follows from as well: marks of parameters that the optimizer does not look at.
       outputs: the values that it returns.
       uses: of each value: how many operands and outputs it is.
     """
@@ -50,6 +58,7 @@ class Block:
     inputs: list[int] = field(default_factory=list)
     known: dict[int, Any] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
+    traced: list[Node] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
 
@@ -67,14 +76,14 @@ def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
     """
     block = Block()
     block.inputs = [block.new(v.aval) for v in closed.jaxpr.invars]
-    block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward)
+    block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward, None)
     used = set(block.outputs)
     live: list[Node] = []
     for node in reversed(block.nodes):
         if any(i in used for i in node.outs) or has_effect(node.eqn):
             live.append(node)
             used.update(node.ins)
-    block.nodes = live[::-1]
+    block.traced, block.nodes = block.nodes, live[::-1]
     block.uses = [0] * len(block.avals)
     for i in block.outputs:
         block.uses[i] += 1
@@ -84,7 +93,9 @@ def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
     return block
 
 
-def _inline(block: Block, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int], backward: bool) -> list[int]:
+def _inline(
+    block: Block, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int], backward: bool, call: JaxprEqn | None
+) -> list[int]:
     env: dict[Any, int] = {}
 
     def known(aval: Any, value: Any) -> int:
@@ -104,10 +115,10 @@ def _inline(block: Block, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
         made = backward or compat.in_backward_pass(eqn)
         body, taken = _called(eqn, ins)
         if body is not None:
-            outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, taken, made)
+            outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, taken, made, call or eqn)
         else:
             outs = tuple(block.new(v.aval) for v in eqn.outvars)
-            block.nodes.append(Node(eqn, ins, tuple(outs), made))
+            block.nodes.append(Node(eqn, ins, tuple(outs), made, call))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

@@ -260,7 +260,7 @@ def _batched_while(
         if all(a.shape[split.dim] == split.outer * split.size for a in avals):
             more = infer.place(cond, [*asked, *[to] * len(avals)], [to])
             placed = infer.place(body, [*consts, *[to] * len(avals)], [to] * len(avals))
-            if not more.communicates and not placed.communicates and isinstance(more.given[0], Split):
+            if _is_local(infer, more) and _is_local(infer, placed):
                 plans, carried = [(more, placed)], [replace(split, whole=False)] * len(avals)
     if not plans:
         asked, consts = [REPLICATED] * len(asked), [REPLICATED] * len(consts)
@@ -273,6 +273,12 @@ def _batched_while(
         return emitter.bind(node, args, {**params, **new})
 
     return Plan([form(p) for p in (*asked, *consts, *carried)], carried, run)
+
+
+def _is_local(infer: Infer, placed: Placed) -> bool:
+    """Whether a device runs a block without the others."""
+    outs = zip(placed.block.outputs, placed.given, placed.outs, strict=True)
+    return not placed.communicates and not any(infer.move(p, to, placed.block.avals[i])[0] for i, p, to in outs)
 
 
 @special("cond")

@@ -46,6 +46,7 @@ class Emitter:
         self._compressible, self._compress = compressible or {}, compress
         self._forms: list[dict[Any, Any]] = [{} for _ in self.block.avals]
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
+        self._formed: dict[int, Node] = {}  # values that are only another form of one that is stored
         self._backward = False
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
@@ -62,14 +63,18 @@ class Emitter:
             operands = [self.take(i, to) for i, to in zip(node.ins, plan.takes, strict=True)]
             assert plan.run is not None
             outs = plan.run(self, node, operands)
+            if node.name in _FORMS:
+                self._formed[node.outs[0]] = node
             for i, placement, x in zip(node.outs, plan.gives, outs, strict=True):
                 whole = isinstance(placement, Split) and placement.whole
                 self._forms[i][REPLICATED if whole else form(placement)] = x
         return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.outs, strict=True)]
 
     def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
-        """The operation itself."""
-        return compat.bind(node.eqn, dict(node.eqn.params if params is None else params), xs)
+        """The operation itself, without what it says of other meshes."""
+        params = dict(node.eqn.params if params is None else params)
+        params.update((k, None) for k in ("sharding", "out_sharding") if params.get(k) is not None)
+        return compat.bind(node.eqn, params, xs)
 
     # --- forms
 
@@ -92,6 +97,9 @@ class Emitter:
             # Gathered for the forward pass and again for the backward pass: it is not kept in between.
             key = to, self._backward
             if key in forms:
+                return forms[key]
+            if (node := self._formed.get(i)) and key in self._forms[node.ins[0]]:
+                forms[key] = self.bind(node, [self._forms[node.ins[0]][key]])[0]
                 return forms[key]
         forms[key] = out = self._convert(i, to, forms)
         return out
@@ -127,11 +135,12 @@ class Emitter:
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
         x = jnp.asarray(x)
-        wire = self._wire(i, x.dtype)
+        wire = self._wire(i, aval.dtype)
         return all_reduce_p.bind(x, axes=(AXIS,), wire=wire).astype(aval.dtype)
 
     def _scatter(self, i: int, x: Any, to: Split) -> Any:
-        aval, wire = self.block.avals[i], self._wire(i, x.dtype)
+        aval = self.block.avals[i]
+        wire = self._wire(i, aval.dtype)
         if not aval.size:
             return jnp.zeros(to.shape(aval.shape), aval.dtype)
         part = reduce_shard_p.bind(x, axes=(AXIS,), wire=wire, dim=to.dim, devices=self.n)
@@ -235,6 +244,7 @@ class Emitter:
         return jax.make_jaxpr(lambda *xs: self.run(xs), axis_env=[(AXIS, self.n)])(*types)
 
 
+_FORMS = {"transpose", "squeeze", "reshape", "copy", "copy_p"}
 _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitwise_or}
 
 

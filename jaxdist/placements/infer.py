@@ -33,6 +33,7 @@ from jaxdist.placements.values import (
     Split,
     form,
     is_wide,
+    related,
     tile,
     wide,
 )
@@ -113,6 +114,17 @@ class Placed:
     own: list[Move] = field(default_factory=list)
     summed: frozenset[int] = frozenset()
 
+    def returning(self, wants: Sequence[Form | None]) -> Placed:
+        """The same, with its outputs in these forms; None: as they come."""
+        outs = tuple(own if want is None else want for own, want in zip(self.outs, wants, strict=True))
+        inputs = {i: k for k, i in enumerate(self.block.inputs)}
+        summed = {
+            inputs[i]
+            for i, to in zip(self.block.outputs, outs, strict=True)
+            if i in inputs and isinstance(self.at[i], Partial) and not isinstance(to, Partial)
+        }
+        return replace(self, outs=outs, summed=self.summed | summed)
+
     @property
     def moves(self) -> list[Move]:
         """What changes its form, in loops and branches too."""
@@ -174,7 +186,11 @@ class Infer:
         wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
         key = (id(block), ins, wants, loose)
         if key not in self._placed:
-            self._placed[key] = _Walk(self, block, ins, wants, loose).placed
+            natural = (id(block), ins, (None,) * len(wants), loose)
+            if natural not in self._placed:
+                self._placed[natural] = _Walk(self, block, ins, loose).placed
+            if key != natural:
+                self._placed[key] = self._placed[natural].returning(wants)
         return self._placed[key]
 
     def marked(self, block: Block) -> dict[int, int]:
@@ -223,9 +239,7 @@ class Infer:
 class _Walk:
     """Settles one block."""
 
-    def __init__(
-        self, infer: Infer, block: Block, ins: Sequence[Placement], wants: Sequence[Form | None], loose: frozenset[int]
-    ):
+    def __init__(self, infer: Infer, block: Block, ins: Sequence[Placement], loose: frozenset[int]):
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placed = Placed(block, tuple(map(form, ins)))
         self.at: list[Any] = [None] * len(block.avals)
@@ -249,12 +263,7 @@ class _Walk:
                 self.note(node, i, to, plan.why)
             for i, placement in zip(node.outs, plan.gives, strict=True):
                 self.at[i] = self._settled(i, placement)
-        outs = []
-        for i, want in zip(block.outputs, wants, strict=True):
-            outs.append(form(self.at[i]) if want is None else want)
-            if isinstance(self.at[i], Partial) and not isinstance(outs[-1], Partial) and i in self.inputs:
-                summed.add(self.inputs[i])
-        self.placed.at, self.placed.outs = self.at, tuple(outs)
+        self.placed.at, self.placed.outs = self.at, tuple(form(self.at[i]) for i in block.outputs)
         self.placed.given = tuple(self.at[i] for i in block.outputs)
         self.placed.summed = frozenset(summed)
 
@@ -282,6 +291,10 @@ class _Walk:
             raise refuse(node, f"its effect ({unknown[0]}) can't be had on several devices")
         if any(isinstance(p, Partial) for p in ins) and (plan := self.linear(node, ins)):
             return plan
+        marked = self.infer.marked(self.block)
+        for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
+            if isinstance(ins[k], Partial) and i in marked:
+                ins[k] = tile(marked[i], self.block.avals[i].shape[marked[i]], self.n, stored=True)
         if special := SPECIAL.get(node.name):
             if plan := special(self, node, ins):
                 return plan
@@ -313,27 +326,30 @@ class _Walk:
     def whole(self, node: Node, ins: Sequence[Placement]) -> Plan:
         """Computed by every device, on whole operands; what follows may be cut again for nothing."""
         gives: list[Placement] = []
-        lengths = [
-            (p, self.block.avals[i].shape[p.dim]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
-        ]
-        batch = [p for p, _ in lengths if not p.stored]
         for o in node.outs:
-            shape = self.block.avals[o].shape
-            dim = None
-            for p, length in lengths if batch else ():
-                if p.stored:
-                    continue
-                if len(shape) > p.dim and shape[p.dim] == length:
-                    dim = p.dim
-                elif length in shape:
-                    dim = shape.index(length)
-                elif len(shape) > p.dim and shape[p.dim] >= self.n:
-                    dim = p.dim
-            gives.append(REPLICATED if dim is None else replace(tile(dim, shape[dim], self.n), whole=True))
+            dim = self.batch_dim(node, ins, self.block.avals[o].shape)
+            size = 0 if dim is None else self.block.avals[o].shape[dim]
+            gives.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
         if node.eqn.effects:
             why = f"{node.name} has an effect"
         return Plan([REPLICATED] * len(ins), gives, run_as_is, why=why)
+
+    def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
+        """Which dimension of a result holds the batch, if it can be cut."""
+        for p, i in zip(ins, node.ins, strict=True):
+            if not isinstance(p, Split) or p.stored:
+                continue
+            own = self.block.avals[i].shape
+            dims = [d for d in range(len(shape)) if shape[d] == own[p.dim]]
+            if node.name == "reshape":
+                dims += related(own, shape, p.dim)
+            elif node.name in _KEEPS_DIMS and len(shape) > p.dim:
+                dims.append(p.dim)
+            dims = [d for d in dims if shape[d] >= self.n]
+            if dims:
+                return next((d for d in dims if shape[d] % self.n == 0), dims[0])
+        return None
 
     def by_factors(self, node: Node, ins: Sequence[Placement], described: Factors | None) -> Plan | None:
         """Cut along the factor for which least has to move."""
@@ -467,6 +483,8 @@ class _Walk:
         return Plan(takes, [Partial(gradient, made)], run_wide)
 
 
+# Their results have the operand's dimensions, some longer or shorter.
+_KEEPS_DIMS = {"slice", "dynamic_slice", "pad", "concatenate", "gather", "split", "dynamic_update_slice", "rev", "sort"}
 _SHAPES = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "rev", "expand_dims",
            "dynamic_slice"}  # fmt: skip
 
@@ -631,9 +649,7 @@ def special(*names: str) -> Callable[[Special], Special]:
 
 def refuse(node: Node, why: str) -> StepError:
     """An error that names the operation and the user's line."""
-    from jaxdist import compat
-
-    return StepError(f"{node.name} at {compat.user_line(node.eqn)}: {why}")
+    return StepError(f"{node.name} at {node.line}: {why}")
 
 
 def settled(placement: Placement) -> Placement:

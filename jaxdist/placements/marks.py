@@ -71,7 +71,7 @@ def _follow(
     at: list[Any] = [None] * len(block.avals)
     for i, source in zip(block.inputs, inputs, strict=True):
         at[i] = source
-    for node in block.nodes:
+    for node in block.traced:
         for o, source in zip(node.outs, _node(infer, node, [at[i] for i in node.ins], found, level), strict=True):
             at[o] = source
     return [at[i] for i in block.outputs]

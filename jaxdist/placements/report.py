@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import jax
 
 from jaxdist import compat
+from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Move, Placed, Plan
-from jaxdist.placements.values import Replicated, Split
+from jaxdist.placements.values import Replicated, Split, reshaped
 
 _WORTH_SAYING = 0.01
+_MOST_LINES = 5
 _ACTIVATIONS = ("all-gather", "all-to-all")
 
 
@@ -46,34 +48,22 @@ def rows(placed: Placed) -> list[Row]:
     """What moves, most bytes first, then what is repeated."""
     moved: dict[tuple[str, str, str, str], int] = {}
     for move, times in _moves(placed, 1):
-        key = (_kind(move), move.node.name, compat.user_line(move.node.eqn), move.why)
+        key = (_kind(move), move.node.name, move.node.line, move.why)
         moved[key] = moved.get(key, 0) + move.bytes * times
-    table = [
-        Row(
-            what,
-            name,
-            line,
-            size,
-            why=why or (_REASONS.get(name, "") if _moves_batch(what) else ""),
-            instead=_INSTEAD.get(name, "") if _moves_batch(what) else "",
-        )
-        for (what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1])
-    ]
+    table = []
+    for (what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
+        of_batch = _of_batch(what)
+        reason = why or (_REASONS.get(name, "") if of_batch else "")
+        table.append(Row(what, name, line, size, why=reason, instead=_INSTEAD.get(name, "") if of_batch else ""))
     total = 0
     repeated: dict[tuple[str, str], int] = {}
-    sizes = {p.outer * p.size for p in map(placed.at.__getitem__, placed.block.inputs) if _is_batch(p)}
-    for node, plan, cost, batch in _work(placed, 1):
+    for node, cost, again in _work(placed, 1):
         total += cost
-        large = any(
-            sizes & set(a.shape) for a in (*(v.aval for v in node.eqn.invars), *(v.aval for v in node.eqn.outvars))
-        )
-        if batch and large and all(isinstance(p, Replicated) for p in plan.takes if p is not None):
-            key = node.name, compat.user_line(node.eqn)
-            repeated[key] = repeated.get(key, 0) + cost
+        if again:
+            repeated[node.name, node.line] = repeated.get((node.name, node.line), 0) + cost
     for (name, line), cost in sorted(repeated.items(), key=lambda item: -item[1]):
-        table.append(
-            Row("repeated", name, line, flops=cost, share=cost / max(total, 1), why="every device has all of it")
-        )
+        why = "every device has all of its operands"
+        table.append(Row("repeated", name, line, flops=cost, share=cost / max(total, 1), why=why))
     return table
 
 
@@ -81,29 +71,23 @@ def warning(placed: Placed) -> str:
     """What a user should know of a step that is about to be compiled; nothing if all is well."""
     lines = []
     for row in rows(placed):
+        what = f"{row.operation} at {row.line}"
         if row.what == "repeated" and row.share > _WORTH_SAYING:
-            lines.append(f"{row.operation} at {row.line} is computed by every device: {row.share:.0%} of its work")
-        elif _moves_batch(row.what):
-            lines.append(
-                f"{row.operation} at {row.line} moves {_size(row.bytes)} of activations ({row.what.removesuffix(' of activations')})"
-            )
+            lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
+        elif _of_batch(row.what) and row.operation != "shard_map":  # which the user asked for
+            kind = row.what.removesuffix(" of activations")
+            lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind})")
         elif row.what.endswith("of shards") and row.why:
-            lines.append(f"{row.operation} at {row.line} gathers {_size(row.bytes)} from shards: {row.why}")
+            lines.append(f"{what} gathers {in_words(row.bytes)} from shards: {row.why}")
     if not lines:
         return ""
-    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
-    return (
-        "each call moves or repeats what couples examples; jaxdist.explain says more:\n  "
-        + "\n  ".join(lines[:5])
-        + more
+    more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return "\n  ".join(
+        ["each call moves or repeats what couples examples; jaxdist.explain says more:", *lines[:_MOST_LINES], *more]
     )
 
 
-def _is_batch(p: object) -> bool:
-    return isinstance(p, Split) and not p.stored
-
-
-def _moves_batch(what: str) -> bool:
+def _of_batch(what: str) -> bool:
     return what.endswith("of activations")
 
 
@@ -125,23 +109,61 @@ def _moves(placed: Placed, times: int) -> Iterator[tuple[Move, int]]:
             yield from _moves(body, times * _times(node))
 
 
-def _work(placed: Placed, times: int, given: Sequence[bool] | None = None) -> Iterator[tuple[Node, Plan, int, bool]]:
-    """Each operation with the FLOPs of a device, and whether it follows from the batch."""
+Rows = frozenset[int]
+"""Dimensions of a value that run over the examples of the batch."""
+
+
+def _work(placed: Placed, times: int, given: Sequence[Rows] | None = None) -> Iterator[tuple[Node, int, bool]]:
+    """Each operation with the FLOPs of a device, and whether every device does all of what is one device's work: the
+    operation runs over the examples, and nothing of it is cut."""
     block = placed.block
-    batch = [False] * len(block.avals)
+    at: list[Rows] = [frozenset()] * len(block.avals)
     for k, i in enumerate(block.inputs):
-        batch[i] = _is_batch(placed.at[i]) or bool(given and given[k])
+        p = placed.at[i]
+        split = isinstance(p, Split) and not p.stored
+        at[i] = frozenset([p.dim]) if split else given[k] if given else frozenset()
     for node, plan in zip(block.nodes, placed.plans, strict=True):
-        follows = any(batch[i] for i in node.ins)
-        for o in node.outs:
-            batch[o] = follows
-        if plan.bodies:
-            for body in plan.bodies:
-                n = len(body.block.inputs)
-                inner = [batch[i] for i in node.ins[-n:]] if n <= len(node.ins) else None
-                yield from _work(body, times * _times(node), inner)
-        else:
-            yield node, plan, times * flops(block, node, plan), follows
+        for o, dims in zip(node.outs, _follow(block, node, at), strict=True):
+            at[o] = dims
+        for body in plan.bodies:
+            yield from _work(body, times * _times(node), _inside(node, body, at))
+        if plan.bodies or plan.make is not None:
+            continue
+        over = any(at[i] for i in (*node.ins, *node.outs))
+        whole = all(isinstance(p, Replicated) for p in plan.takes)
+        yield node, times * flops(block, node, plan), over and whole
+
+
+def _follow(block: Block, node: Node, at: Sequence[Rows]) -> Sequence[Rows]:
+    """Which dimensions of the results run over the examples."""
+    if not any(at[i] for i in node.ins):
+        return [frozenset()] * len(node.outs)
+    ins, outs = ([block.avals[i].shape for i in values] for values in (node.ins, node.outs))
+    described = rules.factors(node.name, node.eqn.params, ins, outs)
+    if described is not None:
+        factors = {
+            dims[d] for i, dims in zip(node.ins, described.operands, strict=True) for d in at[i] if d < len(dims)
+        } - {None}
+        found = [frozenset(d for d, f in enumerate(dims) if f in factors) for dims in described.results]
+        if any(found) or all(f in described.reduced for f in factors):
+            return found
+    if node.name == "broadcast_in_dim":
+        return [frozenset(int(node.eqn.params["broadcast_dimensions"][d]) for d in at[node.ins[0]])]
+    if node.name == "reshape":
+        places = (reshaped(Split(d, ins[0][d], ins[0][d]), ins[0], outs[0]) for d in at[node.ins[0]])
+        return [frozenset(p.dim for p in places if p)]
+    sizes = {(d, shape[d]) for i, shape in zip(node.ins, ins, strict=True) for d in at[i]}
+    return [frozenset(d for d, size in sizes if d < len(shape) and shape[d] == size) for shape in outs]
+
+
+def _inside(node: Node, body: Placed, at: Sequence[Rows]) -> list[Rows] | None:
+    """Of the inputs of a body of control flow."""
+    n = len(body.block.inputs)
+    outer = [at[i] for i in node.ins]
+    if node.name == "scan":
+        consts, carries = compat.scan_split(node.eqn.params)
+        return [*outer[: consts + carries], *(frozenset(d - 1 for d in r if d) for r in outer[consts + carries :])]
+    return outer[len(outer) - n :] if n <= len(outer) and node.name != "while" else None
 
 
 def flops(block: Block, node: Node, plan: Plan | None = None) -> int:
@@ -173,7 +195,8 @@ def flops(block: Block, node: Node, plan: Plan | None = None) -> int:
     return sum(size(o, p) for o, p in zip(node.outs, gives, strict=True) if o in numbers)
 
 
-def _size(count: int) -> str:
+def in_words(count: int) -> str:
+    """Bytes, for a person."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

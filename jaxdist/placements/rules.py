@@ -17,6 +17,8 @@ Shapes = Sequence[tuple[int, ...]]
 Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
 """``rule(params, shapes of the operands, shapes of the results)``; None: the operation is computed whole."""
 
+LETTERS = string.ascii_letters
+
 ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
@@ -115,6 +117,21 @@ def _split(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
 def _concatenate(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     kept = tuple(None if d == params["dimension"] else d for d in range(len(outs[0])))
     return Factors((kept,) * len(ins), (kept,))
+
+
+def _stack(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    axis, operand = params["axis"], tuple(range(len(ins[0])))
+    return Factors((operand,) * len(ins), ((*operand[:axis], None, *operand[axis:]),))
+
+
+def _unstack(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    axis, result = params["axis"], tuple(range(len(outs[0])))
+    return Factors(((*result[:axis], None, *result[axis:]),), (result,) * len(outs))
+
+
+def _tile(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    kept = tuple(d if n == 1 else None for d, n in enumerate(params["reps"]))
+    return Factors((kept,), (kept,))
 
 
 # --- reductions
@@ -327,7 +344,7 @@ def einsum(equation: str) -> Rule:
       {1: 'sum'}
     """
     left, right = equation.split("->")
-    letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in string.ascii_letters))}
+    letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in LETTERS))}
 
     def dims(part: str) -> tuple[Dims, ...]:
         return tuple(tuple(letters.get(c) for c in word) for word in part.split(","))
@@ -342,6 +359,7 @@ def einsum(equation: str) -> Rule:
 FACTORS: dict[str, Rule] = {
     "transpose": _transpose, "squeeze": _squeeze, "slice": _slice, "pad": _pad, "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice, "split": _split, "concatenate": _concatenate,
+    "stack": _stack, "unstack": _unstack, "tile": _tile,
     "rev": _along("dimensions"), "sort": _along("dimension"),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     "reduce_sum": _reduce("sum"), "reduce_max": _reduce("max"), "reduce_min": _reduce("min"),

@@ -148,6 +148,15 @@ def _concatenate(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | No
     return Plan(takes, [replace(form(block), outer=total)], run_as_is)  # type: ignore[arg-type]
 
 
+@special("tile")
+def _tile(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """Of the batch: each device repeats its own slice."""
+    p, reps = ins[0], node.eqn.params["reps"]
+    if not isinstance(p, Split) or reps[p.dim] == 1:
+        return None
+    return Plan([form(p)], [replace(p, outer=p.outer * reps[p.dim], whole=False, asked=False)], run_as_is)
+
+
 @special("slice")
 def _slice(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     """Whole blocks of a batch that was put together of several."""
@@ -222,9 +231,11 @@ def _mark(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     return Plan([form(to)], [to], run)
 
 
-@special("jaxdist_plain")
-def _plain(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
-    """A decorated step inside of another one."""
+@special("jaxdist_plain", "reshard", "sharding_constraint", "mesh_cast", "device_put", "pvary")
+def _same(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """The value itself: a decorated step inside of another one, and what only says where a value is."""
+    if len(ins) != 1:
+        return None
     to = REPLICATED if isinstance(ins[0], Deferred) else ins[0]
     return Plan([form(to)], [to], lambda emitter, node, xs: xs)
 

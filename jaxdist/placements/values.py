@@ -189,3 +189,8 @@ def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[in
         while j < len(new) and new[j] == 1 and i >= len(shape):
             j += 1
         yield (a, i), (c, j)
+
+
+def related(shape: Sequence[int], new: Sequence[int], dim: int) -> list[int]:
+    """The dimensions after a reshape that hold the entries of dimension `dim` before it."""
+    return next((list(range(c, d)) for (a, b), (c, d) in _groups(shape, new) if a <= dim < b), [])

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +89,10 @@ class Agreement:
             progress.current, progress.failed = Call(call, time.monotonic()), ""
             return True
 
-    def traced(self, step: str, program: ClosedJaxpr) -> None:
+    def traced(self, step: str, program: ClosedJaxpr, held: Callable[[], str]) -> None:
         """The program of a step was traced; if in a call of it, the ranks that trace it too compare what they have."""
         if self.context.size > 1:
-            self.programs.traced(step, program)
+            self.programs.traced(step, program, held())
 
     def returned(self, step: str, result: Any) -> None:
         """The program of the call committed to has returned, and may still run."""

@@ -22,12 +22,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import commlog, finite, sync
-from jaxdist.communicators import default_bucket_bytes
+from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import sharding_of, trace_state_clean
 from jaxdist.context import Context, get_context
 from jaxdist.placements import report
 from jaxdist.placements.infer import Placed
 from jaxdist.step.agree import Agreement, Description, list_ranks
+from jaxdist.step.fingerprint import constants
 from jaxdist.step.layouts import Layout, choose, sharding
 from jaxdist.step.placement import ELSEWHERE, Placement, abstract, batch_problem, checksum, in_shards
 from jaxdist.step.primitives import AXIS, plain_p
@@ -263,6 +264,14 @@ class DataParallel:
             self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
         ])  # fmt: skip
 
+    def placed(self, *args: Any, **kwargs: Any) -> Placed | None:
+        """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
+        self._bind_context()
+        assert self._mesh is not None
+        args = _positional(self._step, args, kwargs) if kwargs else args
+        program = self._choose(self._describe(args), [x for x in jax.tree.leaves(args) if is_array(x)])
+        return program.place()[0] if self._mesh.size > 1 else None
+
     def _tell(self, call: int, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
         assert self._context is not None
@@ -276,7 +285,7 @@ class DataParallel:
             self._mesh = self._mesh or self._context.mesh
             self._placement = Placement(self._context, self._mesh)
             self._agreement = _agreement(self._context)
-            if self._context.is_root and commlog.asked():
+            if self._context.is_root and commlog.asked("comm"):
                 on_cpu = self._mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, self._mesh.size, on_cpu)
 
@@ -354,7 +363,7 @@ class DataParallel:
         key = (signature, types, *layouts)
         if key not in self._programs:
             donate = self._donate and not trace.checked  # an error must not cost the state
-            communicator, mesh = self._context.communicator, self._mesh
+            communicator, mesh = self._context.rules or self._context.communicator, self._mesh
             self._programs[key] = self._program(
                 trace, signature, avals, layouts, mesh, communicator, donate, self._traced
             )
@@ -367,7 +376,7 @@ class DataParallel:
         avals: Sequence[Any],
         layouts: Sequence[Layout | None],
         mesh: Mesh,
-        communicator: str,
+        communicator: str | Rules,
         donate: bool,
         told: Any = None,
     ) -> Program:
@@ -423,11 +432,17 @@ class DataParallel:
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""
+        from jaxdist import explain  # it decorates steps
+
         assert self._context is not None
-        self._agreement.traced(self._name, program)
+        self._agreement.traced(self._name, program, functools.partial(constants, program))
         if self._log is not None:
             self._log.traced(program)
-        if placed is not None and self._context.is_root and not self._told and (text := report.warning(placed)):
+        if placed is None or not self._context.is_root:
+            return
+        if commlog.asked("placements"):
+            commlog.say(f"step {self._name!r}:\n{explain.table(report.rows(placed))}", "placements")
+        elif not self._told and (text := report.warning(placed)):
             self._told = True
             _log.warning("step %r: %s", self._name, text)
 

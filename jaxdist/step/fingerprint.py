@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxdist import compat
 
 from jaxdist.step.interpreter import live, subjaxprs
 from jaxdist.step.primitives import AXIS, group_reduce_p
@@ -21,7 +26,7 @@ def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     Programs that can run together have equal ones. Dead code does not count.
 
     Args:
-      closed_jaxpr: a step after all passes.
+      closed_jaxpr: a step as one device runs it.
 
     Returns:
       One line for each: where it is, its name, the types of what it moves, and its parameters.
@@ -35,6 +40,35 @@ def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
       ('psum_invariant float32[2] axes=(data)',)
     """
     return tuple(_lines(closed_jaxpr.jaxpr, ""))
+
+
+def constants(closed_jaxpr: ClosedJaxpr) -> str:
+    """A checksum of the numbers and arrays that a program holds: what the step closes over, and literals.
+
+    Args:
+      closed_jaxpr: a step as it was traced.
+    """
+    found = 0
+    for value in _values(closed_jaxpr):
+        raw = jax.random.key_data(value) if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key) else value
+        if isinstance(raw, jax.Array) and not raw.is_fully_addressable:
+            raise ValueError(
+                f"the step closes over an array of shape {raw.shape} that is spread over several processes: pass it as "
+                "an argument"
+            )
+        host = np.asarray(raw)
+        found = zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode(), found))
+    return f"{found:08x}"
+
+
+def _values(closed_jaxpr: ClosedJaxpr) -> Iterator[Any]:
+    yield from closed_jaxpr.consts
+    for eqn in closed_jaxpr.jaxpr.eqns:
+        yield from (v.val for v in eqn.invars if isinstance(v, Literal))
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(item, (ClosedJaxpr, Jaxpr)):
+                    yield from _values(compat.closed(item))
 
 
 def _lines(jaxpr: Jaxpr, where: str) -> Iterator[str]:

@@ -153,7 +153,7 @@ class Placement:
 
     def batch_key(self, x: Any) -> Any:
         """What of a leaf of the batch decides which program runs."""
-        return np.shape(x), getattr(x, "dtype", None)
+        return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False)
 
     def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the state once it is on the mesh: of its physical array."""
@@ -166,13 +166,14 @@ class Placement:
         aval = jax.typeof(x)
         spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
         rows = aval.shape[0] * (1 if spanning else self.processes)
-        return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype)
+        weak = self.processes == 1 and aval.weak_type
+        return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
 
     def abstract_batch(self, x: Any, how: Split) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch once all processes' parts are on the mesh."""
         aval = self.logical_batch(x)
         shape = (how.chunk * self.mesh.size, *aval.shape[1:])
-        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=self.batch_sharding)
+        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=self.batch_sharding, weak_type=aval.weak_type)
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""

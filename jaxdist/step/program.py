@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat, finite
-from jaxdist.communicators import compiler_options, lowering
+from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter
 from jaxdist.placements.infer import Infer, Placed
@@ -198,7 +198,7 @@ class Program:
         avals: Sequence[Any],
         layouts: Sequence[Layout | None],
         mesh: Mesh,
-        communicator: str,
+        communicator: str | Rules,
         donate: bool,
         bucket_bytes: int,
         compress: str | None,

@@ -23,6 +23,9 @@ from jaxdist.step.fingerprint import fingerprint
 _TRACED, _DIFFERS = "a program was traced", "a program differs"
 
 
+_HOLDS = "numbers and arrays with the checksum "
+
+
 class _Traced(NamedTuple):
     """A program of a step: for which arguments, the call in which it was traced (0: none), and its fingerprint.
 
@@ -52,13 +55,19 @@ class Programs:
         control.listeners[_TRACED] = self._hear
         control.listeners[_DIFFERS] = self._differs
 
-    def traced(self, step: str, program: ClosedJaxpr) -> None:
-        """This rank has traced a program of the step; in a call of it, or (`lower`) in none: then nothing is sent."""
+    def traced(self, step: str, program: ClosedJaxpr, held: str = "") -> None:
+        """This rank has traced a program of the step; in a call of it, or (`lower`) in none: then nothing is sent.
+
+        Args:
+          step: its name.
+          program: as one device runs it.
+          held: a checksum of the numbers and arrays that it holds.
+        """
         progress = self._steps.get(step)
         current = progress.current if progress else None
         call = 0 if current is None or current.returned else current.number
         types = _digest(f"{a.dtype}{a.shape}" for a in program.in_avals)
-        lines = fingerprint(program)
+        lines = (*fingerprint(program), _HOLDS + held)
         mine = _Traced(step, types, call, _digest(lines), lines)
         with self._lock:
             self._mine[step, types] = mine
@@ -110,6 +119,13 @@ class Programs:
         mine = self._mine[theirs.step, theirs.types]
         pairs = list(zip_longest(mine.lines, theirs.lines, fillvalue="none"))
         n = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+        if pairs[n][0].startswith(_HOLDS):
+            self._control.fail(
+                f"{where}the ranks run the same operations on other numbers: what the step closes over, a number or an "
+                f"array, is not the same on rank {me} and rank {rank}. Pass what differs as part of the batch, or make it "
+                "the same everywhere (a seed that depends on the rank?)"
+            )
+            return
         self._control.fail(
             f"{where}the ranks run different programs. Collective {n + 1} of rank {me} ({len(mine.lines)} in all) is: "
             f"{pairs[n][0]}; of rank {rank} ({len(theirs.lines)} in all): {pairs[n][1]}. Inside a step nothing may "

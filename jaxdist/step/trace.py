@@ -70,6 +70,13 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], axis_name: st
         try:
             closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)), axis_env=[(name, 1) for name in names])(*avals)
             break
+        except AssertionError as error:
+            if "ManualAxisType" not in str(error):
+                raise
+            raise StepError(
+                "the step uses lax.pcast, which types values of jax.shard_map: a step is what one device does with the "
+                "whole batch. Leave it out, or put such code into jaxdist.per_device"
+            ) from error
         except NameError as error:
             found = re.search(r"unbound axis name:? ([^\s.]+)", str(error))
             if found is None or (name := found[1].strip("'\"")) in names:

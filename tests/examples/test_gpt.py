@@ -25,9 +25,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def alone(run: Path, text: str, *more: str) -> launch.Result:
+def alone(run: Path, text: str, *more: str, **env: str) -> launch.Result:
     command = [sys.executable, SCRIPT, "--run", str(run), "--text", text, *SMALL, *more]
-    done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=launch.environment(env), capture_output=True, text=True, timeout=240, check=False
+    )
     return launch.Result(done.returncode, done.stdout, done.stderr, 0)
 
 
@@ -53,6 +55,14 @@ def test_the_same_on_two_ranks(text: str, tmp_path: Path) -> None:
     two = launch.mpirun(2, args, timeout=240)
     assert abs(held_out(two) - held_out(one)) < 2e-3
     assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True)) < 2e-3
+
+
+def test_dropout_is_that_of_one_device(text: str, tmp_path: Path) -> None:
+    args = ["--dropout=0.2", "--batch-size=6"]
+    one = alone(tmp_path / "one", text, *args)
+    four = alone(tmp_path / "four", text, *args, "--level=3", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    assert abs(held_out(four) - held_out(one)) < 2e-3
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "four"), strict=True)) < 2e-3
 
 
 def test_interrupted(text: str, tmp_path: Path) -> None:

@@ -77,10 +77,11 @@ def test_two_ranks(launcher: str, epochs: int):
 
 
 @pytest.mark.slow
-def test_the_number_of_devices_does_not_change_the_loss():
-    single = run(sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2)
+@pytest.mark.parametrize("flags", [(), ("--dropout", "0.1", "--batchnorm")])
+def test_the_number_of_devices_does_not_change_the_loss(flags: tuple[str, ...]):
+    single = run(sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2, *flags)
     eight = run(
-        *[sys.executable, EXAMPLES / "mnist.py", "--epochs", 2],
+        *[sys.executable, EXAMPLES / "mnist.py", "--epochs", 2, *flags],
         XLA_FLAGS="--xla_force_host_platform_device_count=8",
     )
     assert final(eight)[2] == 8

@@ -124,11 +124,10 @@ def of_lax() -> int:
         else:
             every = jax.vmap(f, axis_name="data")
             expected = jax.jit(lambda xs, every=every: {dtype: every(x) for dtype, x in xs.items()})(xs)
-        step = jaxdist.data_parallel(lambda s, xs, f=f: (s, {dtype: f(x[0])[None] for dtype, x in xs.items()}))
-        _, outs = step(jnp.zeros(()), {dtype: x[ctx.rank : ctx.rank + 1] for dtype, x in xs.items()})
+        step = jaxdist.data_parallel(cases.on_each(lambda xs, f=f: {dtype: f(x) for dtype, x in xs.items()}))
+        outs = step({dtype: x[ctx.rank : ctx.rank + 1] for dtype, x in xs.items()})
         for dtype in dtypes:
             got = np.asarray(outs[dtype].addressable_data(0))
-            # What is the same everywhere comes back once, with its leading axis of one.
             want = np.asarray(expected[dtype])[ctx.rank][None]
             assert got.dtype == want.dtype, (name, dtype, got.dtype, want.dtype)
             np.testing.assert_allclose(
@@ -153,19 +152,20 @@ def of_scatter(mib: int = 35) -> int:
     rows = (mib << 18) // 1024 // N * N
 
     @jaxdist.data_parallel
-    def step(state: Any, x: Any) -> Any:
+    @cases.on_each
+    def step(x: Any) -> Any:
         def turn(i: Any, wrong: Any) -> Any:
-            mine = lax.psum_scatter(x[0] + i.astype(x.dtype), "data", tiled=True)
+            mine = lax.psum_scatter(x + i.astype(x.dtype), "data", tiled=True)
             first = lax.axis_index("data") * mine.shape[0]
-            line = (first + jnp.arange(mine.shape[0], dtype=x.dtype))[:, None] + jnp.arange(x.shape[2], dtype=x.dtype)
+            line = (first + jnp.arange(mine.shape[0], dtype=x.dtype))[:, None] + jnp.arange(x.shape[1], dtype=x.dtype)
             return wrong + jnp.sum(mine != N * (line + i) + N * (N - 1) / 2, dtype=jnp.int32)
 
         wrong = lax.pcast(jnp.zeros((), jnp.int32), "data", to="varying")
-        return state, lax.fori_loop(0, turns, turn, wrong)
+        return lax.psum(lax.fori_loop(0, turns, turn, wrong), "data")
 
     line = np.arange(rows, dtype=np.float32)[:, None] + np.arange(1024, dtype=np.float32)
-    _, wrong = step(jnp.zeros(()), (line + ctx.rank)[None])
-    assert int(wrong) == 0, f"{int(wrong)} wrong values"
+    wrong = int(np.asarray(step((line + ctx.rank)[None]).addressable_data(0))[0])
+    assert wrong == 0, f"{wrong} wrong values"
     return turns
 
 
@@ -177,8 +177,8 @@ def of_nan() -> int:
         x[:, 6] = np.where(np.arange(N) == N - 1, np.nan, -np.inf)
         x[:, 7] = np.arange(N) - 1
         x[:, 3] *= np.where(np.arange(N) == 0, 1, -1)
-        step = jaxdist.data_parallel(lambda s, x: (s, [lax.pmax(x[0], "data")[None], lax.pmin(x[0], "data")[None]]))
-        _, got = step(jnp.zeros(()), x[ctx.rank : ctx.rank + 1])
+        step = jaxdist.data_parallel(cases.on_each(lambda x: [lax.pmax(x, "data"), lax.pmin(x, "data")]))
+        got = step(x[ctx.rank : ctx.rank + 1])
         for y, f in zip(got, (np.max, np.min), strict=True):
             mine = np.asarray(y.addressable_data(0))[0]
             np.testing.assert_array_equal(mine.astype(float), f(x.astype(float), 0), err_msg=dtype)

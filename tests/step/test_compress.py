@@ -30,26 +30,56 @@ def test_gradients_lose_what_is_stated_and_losses_nothing(compress: Any, dtype: 
     def step(w: Any, x: Any) -> Any:
         loss, grad = jax.value_and_grad(loss_fn)(w, x)
         assert grad.dtype == dtype
-        return grad, {"loss": loss}
+        return w - grad, {"loss": loss, "grad": jnp.sum(grad * 0)}
 
     got, aux = jaxdist.data_parallel(step, donate=False, compress=compress)(w, x)
     exact, exact_aux = jaxdist.data_parallel(step, donate=False)(w, x)
     parts = np.stack([jax.grad(loss_fn)(w, part) for part in np.split(x, N)])
     error = np.abs(np.asarray(got) - np.asarray(exact))
-    assert (error <= LOSS[compress] * np.abs(parts).mean(0)).all()
-    assert error.max() > 1e-6, "nothing was compressed"
+    assert (error <= LOSS[compress] * np.abs(parts).mean(0) + 1e-6).all()
+    assert error.max() > 1e-5, "nothing was compressed"
     np.testing.assert_array_equal(aux["loss"], exact_aux["loss"])
 
 
-def test_weighted_gradients_are_compressed_and_their_weights_are_not() -> None:
+def test_what_is_no_gradient_is_not_compressed() -> None:
+    """Losses, counts, statistics of the batch and what follows from them, arrays that are sums over the batch."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            z = x @ w
+            z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-3)  # of the backward pass too: values of the batch follow
+            return jnp.mean(jnp.sin(z * jnp.array([1.0, 2.0, 3.0]))), (z.mean(0), jnp.sum(z > 0, 0))
+
+        value, (mean, count) = loss(state["w"])
+        aux = {"loss": value, "mean": mean, "count": count, "second": x.T @ x}
+        slope = jax.grad(lambda x: jnp.mean(jnp.sin(x @ state["w"])))(x)
+        return state | {"total": state["total"] + x.sum(0), "moments": 0.9 * state["moments"] + x.T @ x}, (aux, slope)
+
+    state = {"w": W, "total": jnp.zeros(5), "moments": jnp.zeros((5, 5))}
+    got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(state, X) for c in ("bf16", None))
+    jax.tree.map(np.testing.assert_array_equal, got, exact)
+
+
+def test_gradients_through_a_batch_norm() -> None:
+    """Those of the parameters are compressed, those of its statistics not."""
+
+    def loss(w: Any, x: Any) -> Any:
+        z = x @ w["a"]
+        z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-3)
+        return jnp.mean(jnp.sin(z @ w["b"]) ** 2)
+
     def step(w: Any, x: Any) -> Any:
-        loss, grad = jaxdist.value_and_grad(loss_fn, weight=x[:, 0] > 0)(w, x)
-        return grad, {"loss": loss}
+        return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss)(w, x)), 0
 
-    got, aux = jaxdist.data_parallel(step, donate=False, compress="bf16")(W, X)
-    exact, exact_aux = jaxdist.data_parallel(step, donate=False)(W, X)
-    np.testing.assert_array_equal(aux["loss"], exact_aux["loss"])
-    assert 1e-6 < np.abs(np.asarray(got) - np.asarray(exact)).max() < 1e-2
+    w = {"a": W, "b": jnp.asarray(np.random.default_rng(2).normal(size=(3, 4)))}
+    text = jaxdist.data_parallel(step, compress="bf16", bucket_bytes=0).lower(w, X).as_text()  # type: ignore[attr-defined]
+    types = [r.split("-> tensor<")[1].split(">")[0] for r in text.split("stablehlo.all_reduce")[1:]]
+    assert sorted(t for t in types if "bf16" in t) == ["3x4xbf16", "5x3xbf16"]
+    assert len(types) > 4  # the mean and the variance, there and back
+    got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(w, X)[0] for c in ("bf16", None))
+    for name in w:
+        gap = np.abs(np.asarray(got[name]) - np.asarray(exact[name])).max()
+        assert 1e-6 < gap < 1e-2
 
 
 def in_a_loop(p: Any, x: Any, start: Any) -> Any:
@@ -59,7 +89,7 @@ def in_a_loop(p: Any, x: Any, start: Any) -> Any:
 
 
 def test_an_accumulated_gradient_is_compressed() -> None:
-    step = lambda w, x: (in_a_loop(w, x, jnp.zeros_like(w)), 0)
+    step = lambda w, x: (w - in_a_loop(w, x, jnp.zeros_like(w)), 0)
     got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(W, X)[0] for c in ("bf16", None))
     parts = np.stack([4 * jax.grad(loss_fn)(W, part) for part in np.split(X, N)])
     error = np.abs(np.asarray(got) - np.asarray(exact))
@@ -101,7 +131,7 @@ def test_16_bit_and_complex_gradients_travel_as_they_are() -> None:
 
 
 def test_the_wire_is_16_bits_wide() -> None:
-    step: Any = jaxdist.data_parallel(lambda w, x: (jax.grad(loss_fn)(w, x), 0), compress="bf16")
+    step: Any = jaxdist.data_parallel(lambda w, x: (w - jax.grad(loss_fn)(w, x), 0), compress="bf16")
     text = step.lower(W, X).as_text()
     reductions = text.split("stablehlo.all_reduce")[1:]
     assert reductions
@@ -109,23 +139,20 @@ def test_the_wire_is_16_bits_wide() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 1000])
-@pytest.mark.parametrize("op", ["mean", "sum"])
-def test_the_exchange_of_parts(size: int, op: Any) -> None:
+def test_the_exchange_of_parts(size: int) -> None:
     """What CPU processes do, the wire played by a stack of the devices' arrays."""
     xs = np.random.default_rng(size).normal(size=(N, size)).astype(np.float32)
 
     def on_device(x: Any) -> Any:
         return exchange.all_reduce(
-            x, op, "bfloat16", N,
+            x, "bfloat16", N,
             all_to_all=lambda parts: jax.lax.all_to_all(parts, "d", 0, 0, tiled=True),
             all_gather=lambda part: jax.lax.all_gather(part, "d"),
         )  # fmt: skip
 
     got = np.asarray(jax.vmap(on_device, axis_name="d")(xs))
-    right = xs.astype(np.float64).mean(0) if op == "mean" else xs.astype(np.float64).sum(0)
-    scale = np.abs(xs).mean(0) if op == "mean" else np.abs(xs).sum(0)
     assert (got == got[0]).all()
-    assert (np.abs(got[0] - right) <= LOSS["bf16"] * scale).all()
+    assert (np.abs(got[0] - xs.astype(np.float64).sum(0)) <= LOSS["bf16"] * np.abs(xs).sum(0)).all()
 
 
 def test_unknown_compression() -> None:

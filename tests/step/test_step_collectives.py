@@ -1,4 +1,4 @@
-"""The collectives of `jaxdist` inside a step, on virtual devices, against one device."""
+"""The collectives of `jaxdist` in a step's code for each device, on virtual devices, against one device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 
@@ -43,8 +44,7 @@ def value(r: int) -> np.ndarray:
 def test_acceptance_values(n: int) -> None:
     mesh = Mesh(np.array(jax.devices()[:n]), ("data",))
 
-    def run(state: Any, x: Any) -> Any:
-        x = x[0]
+    def run(x: Any) -> Any:
         rows, blocks = jnp.tile(x[:2] - 1, (n, 1)), jnp.concatenate([(x[:2] - 1) * n + d for d in range(n)])
         names: list[Any] = ["sum", "prod", "min", "max", "avg"]
         ops = {op: jaxdist.allreduce(x, op) for op in names}
@@ -57,10 +57,10 @@ def test_acceptance_values(n: int) -> None:
             jaxdist.allreduce(x, groups=[[1, 2, 3]] if n == 4 else [[0]]),
         )
         swapped = jaxdist.permute(x, [(0, 1), (1, 0)])
-        return state, jax.tree.map(lambda y: y[None], (ops, roots, pair, gathered, rest, grouped, swapped))
+        return ops, roots, pair, gathered, rest, grouped, swapped
 
-    step = jaxdist.data_parallel(run, mesh=mesh, donate=False)
-    _, out = step(jnp.zeros(()), np.stack([value(r + 1) for r in range(n)]))
+    step = jaxdist.data_parallel(cases.on_each(run), mesh=mesh)
+    out = step(np.stack([value(r + 1) for r in range(n)]))
 
     def on(d: int) -> Any:
         return jax.tree.map(lambda y: np.asarray(y.addressable_shards[d].data)[0], out)
@@ -120,7 +120,10 @@ def test_gradients_are_those_of_one_program(name: str) -> None:
 
     @jaxdist.data_parallel(mesh=mesh, donate=False)
     def step(p: Any, x: Any) -> Any:
-        return jax.grad(lambda p: local(cases.apply(call, jnp.tanh(p * x[0])), x[0]))(p), 0
+        each = jaxdist.per_device(
+            lambda p, x: local(cases.apply(call, jnp.tanh(p * x[0])), x[0])[None], (P(), P("data")), P("data")
+        )
+        return jax.grad(lambda p: each(p, x).mean())(p), 0
 
     got, _ = step(p, xs)
     np.testing.assert_allclose(got, jax.grad(one_program)(p), rtol=1e-12, atol=1e-12)
@@ -145,15 +148,30 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
     call, word = BAD[name]
-    step = jaxdist.data_parallel(lambda s, x: (s, call(x)))
+    step = jaxdist.data_parallel(jaxdist.per_device(call, P("data"), P("data")))
     with pytest.raises((ValueError, TypeError, RuntimeError), match=word):
-        step(jnp.zeros(()), np.ones((8, 3)))
+        step(np.ones((8, 3)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        jaxdist.allreduce, jaxdist.allgather, jaxdist.broadcast, jaxdist.reduce_scatter,
+        lambda x: [jaxdist.barrier(), x][1],
+        lambda x: jaxdist.permute(x, [(0, 1)]), lambda x: jaxdist.all_to_all(x, 0, 0), lambda x: jaxdist.reduce(x, 0),
+        lambda x: jax.grad(lambda x: jnp.sum(jaxdist.allreduce(x)))(x),
+    ],
+)  # fmt: skip
+def test_outside_of_per_device_they_are_an_error(call: Any) -> None:
+    step = jaxdist.data_parallel(lambda s, x: (s, jnp.sum(call(x))))
+    with pytest.raises(jaxdist.StepError, match=r"inside a step.*jaxdist\.per_device"):
+        step(jnp.zeros(()), np.ones((8, 8)))
 
 
 def test_a_barrier_in_a_step_is_nothing() -> None:
-    def run(s: Any, x: Any) -> Any:
+    def run(x: Any) -> Any:
         jaxdist.barrier()
-        return s + 1, 0
+        return x + 1
 
-    out, _ = jaxdist.data_parallel(run)(jnp.zeros(()), np.ones(8))
-    assert out == 1
+    out = jaxdist.data_parallel(jaxdist.per_device(run, P("data"), P("data")))(np.zeros(8))
+    assert (np.asarray(out) == 1).all()

@@ -1,4 +1,4 @@
-"""The *fuse* pass alone: which reductions travel together, and in which order."""
+"""Buckets: which reductions travel together, and in which order."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist.placements.buckets import Fuse, _before_form
 from jaxdist.step.interpreter import subjaxprs
-from jaxdist.step.passes.fuse import Fuse, _before_form
-from jaxdist.step.primitives import all_reduce
-from jaxdist.step.trace import capture
+from jaxdist.step.primitives import AXIS, all_reduce_p
 
-MESH = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+AXES = [(AXIS, 4)]
+
+
+def all_reduce(x: Any, wire: str | None = None) -> Any:
+    return all_reduce_p.bind(x, axes=(AXIS,), wire=wire)
 
 
 def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: Any = None) -> list[tuple[str, int]]:
     """(dtype, size) of each reduction of f(*varying arrays), in order."""
     dtypes = dtypes or [jnp.float32] * len(shapes)
-    avals = [jax.ShapeDtypeStruct((4 * s[0], *s[1:]), d) for s, d in zip(shapes, dtypes, strict=True)]
-    specs = [P("data")] * len(avals)
-    closed = capture(lambda *xs: jax.tree.leaves(f(*xs)), avals, specs, MESH, check=True)
-    closed = capture(lambda *xs: Fuse(bucket_bytes).run(closed, *xs), avals, specs, MESH, check=True)
+    avals = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    closed = jax.make_jaxpr(f, axis_env=AXES)(*avals)
+    closed = jax.make_jaxpr(lambda *xs: Fuse(bucket_bytes).run(closed, *xs), axis_env=AXES)(*avals)
     found: list[tuple[str, int]] = []
 
     def visit(jaxpr: Jaxpr) -> None:
@@ -49,9 +49,7 @@ def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: 
 
 def sizes(*counts: int, bucket: int) -> list[int]:
     """Sizes of the messages for gradients of so many float32 each, in that order."""
-    return [
-        n for _, n in fused(lambda *xs: [all_reduce(jnp.sin(x), op="sum") for x in xs], [(n,) for n in counts], bucket)
-    ]
+    return [n for _, n in fused(lambda *xs: [all_reduce(jnp.sin(x)) for x in xs], [(n,) for n in counts], bucket)]
 
 
 @pytest.mark.parametrize(
@@ -81,13 +79,13 @@ def test_no_buckets() -> None:
 
 
 def test_one_dtype_a_bucket() -> None:
-    f = lambda *xs: [all_reduce(jnp.sin(x), op="sum") for x in xs]
+    f = lambda *xs: [all_reduce(jnp.sin(x)) for x in xs]
     dtypes = [jnp.float32, jnp.float16, jnp.float32, jnp.float16]
     assert fused(f, [(3,)] * 4, 1000, dtypes) == [("float32", 6), ("float16", 6)]
 
 
-def test_one_operation_a_bucket() -> None:
-    assert fused(lambda x, y: (all_reduce(x, op="sum"), all_reduce(y, op="mean")), [(3,), (4,)], 1000) == [
+def test_one_dtype_on_the_wire_a_bucket() -> None:
+    assert fused(lambda x, y: (all_reduce(x), all_reduce(y, "bfloat16")), [(3,), (4,)], 1000) == [
         ("float32", 3),
         ("float32", 4),
     ]
@@ -95,8 +93,8 @@ def test_one_operation_a_bucket() -> None:
 
 def test_what_follows_from_a_reduction_is_in_a_later_bucket() -> None:
     def f(x: Any, y: Any) -> Any:
-        first = all_reduce(x, op="sum")
-        return all_reduce(x * first, op="sum"), all_reduce(y, op="sum")
+        first = all_reduce(x)
+        return all_reduce(x * first), all_reduce(y)
 
     assert fused(f, [(3,), (5,)], 1000) == [("float32", 8), ("float32", 3)]
 
@@ -106,7 +104,7 @@ def test_the_order_is_that_of_the_backward_pass() -> None:
         late = jnp.sin(x)
         early = jnp.sin(y)
         # As an optimizer reads them: in another order than they were made, scaled at the last moment.
-        return all_reduce(early * 2, op="sum"), all_reduce(jnp.sin(late) * 2, op="sum")
+        return all_reduce(early * 2), all_reduce(jnp.sin(late) * 2)
 
     assert fused(f, [(3,), (5,)], 0) == [("float32", 5), ("float32", 3)]
 
@@ -114,9 +112,9 @@ def test_the_order_is_that_of_the_backward_pass() -> None:
 def test_a_loop_has_buckets_of_its_own() -> None:
     def f(x: Any, y: Any) -> Any:
         def body(carry: Any, _: Any) -> Any:
-            return carry, (all_reduce(carry, op="sum"), all_reduce(2 * carry, op="sum"))
+            return carry, (all_reduce(carry), all_reduce(2 * carry))
 
-        return lax.scan(body, x, None, length=3), all_reduce(y, op="sum")
+        return lax.scan(body, x, None, length=3), all_reduce(y)
 
     assert sorted(fused(f, [(3,), (5,)], 1000)) == [("float32", 5), ("float32", 6)]
 

@@ -1,0 +1,42 @@
+"""`register`: a rule for a primitive of one's own."""
+
+from __future__ import annotations
+
+from jax.extend.core import Primitive
+
+from jaxdist.placements import rules
+
+
+def register(primitive: Primitive | str, rule: str | rules.Rule) -> None:
+    """Say what a primitive does to the dimensions of its operands, so that it runs on slices of the batch.
+
+    A decorated step computes an operation that it knows nothing about whole on every device (and says so). A kernel that
+    treats each example alone, or is a contraction, need not be: one line tells.
+
+    Args:
+      primitive: or its name.
+      rule: as `numpy.einsum` describes an operation, ``"operands->results"``, with ``.`` for a dimension that is needed
+        whole: a letter that no result has is summed over. Or ``rule(params, shapes of the operands, shapes of the
+        results)``, which returns `jaxdist.placements.describe.Factors`, or None: computed whole.
+
+    Raises:
+      ValueError: a rule that is no such description.
+
+    Example:
+      >>> import jaxdist
+      >>> from jax.extend.core import Primitive
+      >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
+      >>> jaxdist.register(attention_p, "b..., b..., b... -> b...")
+
+    References:
+      The sharding rules of Shardy (``OpShardingRule``).
+    """
+    name = primitive if isinstance(primitive, str) else primitive.name
+    if isinstance(rule, str):
+        equation = rule.replace(" ", "")
+        if equation.count("->") != 1 or set(equation) - set("->,.") - set(rules.LETTERS):
+            raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")
+        rule = rules.einsum(equation)
+    elif not callable(rule):
+        raise ValueError(f"rule={rule!r}: a description such as 'b..., .d -> b.', or a function")
+    rules.FACTORS[name] = rule
