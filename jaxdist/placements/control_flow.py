@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import primitives
 
 from jaxdist import compat
 from jaxdist.placements.block import Block, Node
@@ -37,7 +37,8 @@ from jaxdist.step.primitives import AXIS
 _SMALL = 1 << 16
 """Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages."""
 
-_ADDS = {"add", "add_any", "sub", "scan", "while", "cond", "select_n", "checkpoint", "remat", "remat2", "convert_element_type"}  # fmt: skip
+_ADDS = {"add", "add_any", "sub", "convert_element_type", "select_n", "scan", "while", "cond", "checkpoint", "remat",
+         "remat2"}  # fmt: skip
 _MOST_ROUNDS = 12
 
 
@@ -120,9 +121,9 @@ def _scan(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     first, count = compat.scan_split(params)
     rest = first + count
     block = infer.block(params["jaxpr"], node.backward)
-    if any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:]):
-        if plan := _own_turns(walk, node, ins, block, first, rest):
-            return plan
+    over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
+    if over_batch and (plan := _own_turns(walk, node, ins, block, first, rest)):
+        return plan
     consts = [_inside(p) for p in ins[:first]]
     xs = [_unscanned(infer, _inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
     inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
@@ -202,7 +203,8 @@ def _own_turns(walk: _Walk, node: Node, ins: Sequence[Placement], block: Block, 
         return [*carry, *ys]
 
     takes: list[Form] = [REPLICATED] * first + [PARTIAL] * count + [to] * (len(ins) - rest)
-    gives: list[Placement] = [Partial(node.backward)] * count + [replace(split, whole=False)] * (len(node.outs) - count)
+    gives: list[Placement] = [Partial(node.backward)] * count
+    gives += [replace(split, whole=False)] * (len(node.outs) - count)
     return Plan(takes, gives, run)
 
 
@@ -361,7 +363,6 @@ class _Untyped(Interpreter):
     """Evaluates the body of a typed ``shard_map`` in one that is not."""
 
     def __init__(self) -> None:
-        p = jax.extend.core.primitives
         super().__init__(
             {
                 compat.pvary_p: lambda _, eqn, x: x,
@@ -369,11 +370,13 @@ class _Untyped(Interpreter):
                 compat.all_gather_invariant_p: lambda _, eqn, x: lax.all_gather(
                     x, AXIS, axis=eqn.params["all_gather_dimension"], tiled=eqn.params["tiled"]
                 ),
-                p.reshape_p: lambda _, eqn, x, *__: lax.reshape(x, eqn.params["new_sizes"], eqn.params["dimensions"]),
+                primitives.reshape_p: lambda _, eqn, x, *__: lax.reshape(
+                    x, eqn.params["new_sizes"], eqn.params["dimensions"]
+                ),
             }
         )
         for name in ("broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
-            self.rules[getattr(p, name)] = _without_sharding
+            self.rules[getattr(primitives, name)] = _without_sharding
         self.rewritten = set(self.rules)
 
 

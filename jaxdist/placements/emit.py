@@ -60,7 +60,7 @@ class Emitter:
             if plan.make is not None:
                 self._makers[node.outs[0]] = plan.make, node
                 continue
-            operands = [self.take(i, to) for i, to in zip(node.ins, plan.takes, strict=True)]
+            operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, plan.takes, strict=True)]
             assert plan.run is not None
             outs = plan.run(self, node, operands)
             if node.name in _FORMS:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, flatten
@@ -114,7 +115,7 @@ class Placed:
     own: list[Move] = field(default_factory=list)
     summed: frozenset[int] = frozenset()
 
-    def returning(self, wants: Sequence[Form | None]) -> Placed:
+    def returning(self, infer: Infer, wants: Sequence[Form | None]) -> Placed:
         """The same, with its outputs in these forms; None: as they come."""
         outs = tuple(own if want is None else want for own, want in zip(self.outs, wants, strict=True))
         inputs = {i: k for k, i in enumerate(self.block.inputs)}
@@ -123,7 +124,13 @@ class Placed:
             for i, to in zip(self.block.outputs, outs, strict=True)
             if i in inputs and isinstance(self.at[i], Partial) and not isinstance(to, Partial)
         }
-        return replace(self, outs=outs, summed=self.summed | summed)
+        makers = {o: node for node in self.block.nodes for o in node.outs}
+        moves = [
+            Move(makers[i], kind, self.block.avals[i], isinstance(p, Split) and p.stored, "")
+            for i, p, to in zip(self.block.outputs, self.given, outs, strict=True)
+            if i in makers and (kind := infer.move(p, to, self.block.avals[i])[0])
+        ]
+        return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
 
     @property
     def moves(self) -> list[Move]:
@@ -190,7 +197,7 @@ class Infer:
             if natural not in self._placed:
                 self._placed[natural] = _Walk(self, block, ins, loose).placed
             if key != natural:
-                self._placed[key] = self._placed[natural].returning(wants)
+                self._placed[key] = self._placed[natural].returning(self, wants)
         return self._placed[key]
 
     def marked(self, block: Block) -> dict[int, int]:
@@ -262,7 +269,11 @@ class _Walk:
                     summed.add(self.inputs[i])
                 self.note(node, i, to, plan.why)
             for i, placement in zip(node.outs, plan.gives, strict=True):
-                self.at[i] = self._settled(i, placement)
+                self.at[i] = placement
+                settled = self._settled(i, placement)
+                if not isinstance(settled, Partial):
+                    self.note(node, i, form(settled), "")
+                self.at[i] = settled
         self.placed.at, self.placed.outs = self.at, tuple(form(self.at[i]) for i in block.outputs)
         self.placed.given = tuple(self.at[i] for i in block.outputs)
         self.placed.summed = frozenset(summed)
@@ -295,9 +306,9 @@ class _Walk:
         for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
             if isinstance(ins[k], Partial) and i in marked:
                 ins[k] = tile(marked[i], self.block.avals[i].shape[marked[i]], self.n, stored=True)
-        if special := SPECIAL.get(node.name):
-            if plan := special(self, node, ins):
-                return plan
+        special = SPECIAL.get(node.name)
+        if special and (plan := special(self, node, ins)):
+            return plan
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
             return self.alike(node, ins)
         return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
@@ -315,9 +326,7 @@ class _Walk:
         if aval is not None and aval.ndim and node.name in _CHEAP:
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
-                const = (
-                    ins[0].const if node.name in ("convert_element_type", "copy", "neg") and ins[0].const == 0 else None
-                )  # type: ignore[union-attr]
+                const = 0 if node.name in ("convert_element_type", "copy", "neg") and _is_zero(ins[0]) else None
                 return Plan([None] * len(ins), [Deferred(const)], make=make_elementwise)
         if node.name == "random_split" and node.outs:
             return Plan([None], [DEFERRED], make=make_whole)
@@ -378,12 +387,13 @@ class _Walk:
             length = {
                 self.block.avals[i].shape[p.dim] for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
             }
-            for o, dims in zip(node.outs, described.results, strict=True):
-                shape = self.block.avals[o].shape
-                for same in (True, False):
-                    for d, factor in enumerate(dims):
-                        if factor is not None and shape[d] >= self.n and (shape[d] in length) == same:
-                            return [(factor, tile(0, shape[d], self.n))]
+            shape, dims = self.block.avals[node.outs[0]].shape, described.results[0]
+            taken = {factor for operand in described.operands for factor in operand}
+            for same in (True, False) if node.name == "gather" else (True,):
+                for d, factor in enumerate(dims):
+                    if factor in taken - {None} and shape[d] >= self.n and (shape[d] in length) == same:
+                        assert factor is not None
+                        return [(factor, tile(0, shape[d], self.n))]
         return [(key[0], found[key]) for key in sorted(found)]
 
     def cut(
@@ -413,7 +423,7 @@ class _Walk:
         gives: list[Placement] = []
         outs = [self.block.avals[o] for o in node.outs]
         if kind is None:
-            for o, dims in zip(outs, described.results, strict=True):
+            for dims in described.results:
                 if factor in dims:
                     d = dims.index(factor)
                     gives.append(replace(form(split.at(d)), stored=stored))  # type: ignore[arg-type]
@@ -469,15 +479,8 @@ class _Walk:
             other = ins[1 - partial.index(True)]
             ok = sum(partial) == 1 and _is_number(other) and jnp.issubdtype(out.dtype, jnp.inexact)
         elif name == "div":
-            ok = (
-                partial[0]
-                and not partial[1]
-                and _is_number(ins[1])
-                and ins[1].const != 0
-                and (  # type: ignore[union-attr]
-                    jnp.issubdtype(out.dtype, jnp.inexact)
-                )
-            )
+            by = ins[1] if partial[0] and _is_number(ins[1]) and not _is_zero(ins[1]) else None
+            ok = by is not None and jnp.issubdtype(out.dtype, jnp.inexact)
         if not ok:
             return None
         return Plan(takes, [Partial(gradient, made)], run_wide)
@@ -612,6 +615,9 @@ class _Cut:
         if kind == "sum":
             dtype = emitter.block.avals[node.outs[0]].dtype
             if wide(dtype) != dtype:
+                if "update_jaxpr" in params:  # a scatter that adds, in whose parameters the dtype is written
+                    xs = [x.astype(wide(x.dtype)) if k != 1 else x for k, x in enumerate(xs)]
+                    return [compat.scatter_add(xs, params)]
                 if "preferred_element_type" in params:
                     params = {**params, "preferred_element_type": wide(dtype)}
                 else:
@@ -624,8 +630,10 @@ def _identity(kind: str, dtype: Any) -> Any:
     if kind == "sum":
         return 0
     if kind in ("or", "and"):
-        return (kind == "and") if dtype == bool else (-1 if kind == "and" else 0)
-    if dtype == bool:
+        if jnp.issubdtype(dtype, jnp.bool_):
+            return kind == "and"
+        return np.invert(np.zeros((), dtype)) if kind == "and" else 0
+    if jnp.issubdtype(dtype, jnp.bool_):
         return kind == "min"
     if jnp.issubdtype(dtype, jnp.floating):
         return -np.inf if kind == "max" else np.inf

@@ -47,8 +47,8 @@ def _make_bits(emitter: Any, node: Node, to: Any) -> Any:
     def across(word: Any, first: int) -> Any:
         return lax.broadcast_in_dim(word, own, range(first, first + word.ndim))
 
-    words = [across(data[..., w], 0) for w in range(2)]
-    one, two = compat.threefry(*words, across(high, rank - high.ndim), across(low, rank - low.ndim))
+    first, second = (across(data[..., w], 0) for w in range(2))
+    one, two = compat.threefry(first, second, across(high, rank - high.ndim), across(low, rank - low.ndim))
     width = node.eqn.params["bit_width"]
     if width == 64:
         return (one.astype(jnp.uint64) << jnp.uint64(32)) | two.astype(jnp.uint64)

@@ -10,8 +10,8 @@ from jaxdist.placements import rules
 def register(primitive: Primitive | str, rule: str | rules.Rule) -> None:
     """Say what a primitive does to the dimensions of its operands, so that it runs on slices of the batch.
 
-    A decorated step computes an operation that it knows nothing about whole on every device (and says so). A kernel that
-    treats each example alone, or is a contraction, need not be: one line tells.
+    A decorated step computes an operation that it knows nothing about whole on every device (and says so). A kernel
+    that treats each example alone, or is a contraction, need not be: one line tells.
 
     Args:
       primitive: or its name.

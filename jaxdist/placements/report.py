@@ -1,4 +1,4 @@
-"""What a placed step moves, and what every device computes again: for `jaxdist.explain` and the warning at compile time."""
+"""What a placed step moves, and what every device computes again: for `jaxdist.explain` and the warning."""
 
 from __future__ import annotations
 

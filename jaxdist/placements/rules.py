@@ -44,7 +44,7 @@ def factors(name: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> 
 def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
     if len({len(s) for s in outs}) > 1 or len(set(outs)) > 1:  # a barrier of arrays of several shapes
         return None
-    if len(outs) == 1 and any(len(s) > len(outs[0]) for s in ins):  # bitcast of the last dimension
+    if any(s and len(s) != len(outs[0]) for s in ins):  # a bitcast that adds or takes the last dimension
         return None
     return along(*ins, results=tuple(outs))
 

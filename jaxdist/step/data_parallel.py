@@ -432,7 +432,7 @@ class DataParallel:
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""
-        from jaxdist import explain  # it decorates steps
+        from jaxdist.explain import table  # it decorates steps
 
         assert self._context is not None
         self._agreement.traced(self._name, program, functools.partial(constants, program))
@@ -441,7 +441,7 @@ class DataParallel:
         if placed is None or not self._context.is_root:
             return
         if commlog.asked("placements"):
-            commlog.say(f"step {self._name!r}:\n{explain.table(report.rows(placed))}", "placements")
+            commlog.say(f"step {self._name!r}:\n{table(report.rows(placed))}", "placements")
         elif not self._told and (text := report.warning(placed)):
             self._told = True
             _log.warning("step %r: %s", self._name, text)

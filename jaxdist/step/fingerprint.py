@@ -12,7 +12,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
-
 from jaxdist.step.interpreter import live, subjaxprs
 from jaxdist.step.primitives import AXIS, group_reduce_p
 

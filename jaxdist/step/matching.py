@@ -18,8 +18,8 @@ from jaxdist.errors import StepError
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
 
-_CARRY = {"add", "add_any", "sub", "copy", "copy_p", "convert_element_type", "neg", "clamp", "max", "min", "jaxdist_shard",
-          "optimization_barrier", "stop_gradient", "reduce_precision", "jaxdist_plain"}  # fmt: skip
+_CARRY = {"add", "add_any", "sub", "copy", "copy_p", "convert_element_type", "neg", "clamp", "max", "min",
+          "jaxdist_shard", "optimization_barrier", "stop_gradient", "reduce_precision", "jaxdist_plain"}  # fmt: skip
 
 Flow = tuple[int, int]
 """Of a value: the inputs on which it depends, and those that it carries, as sets of bits."""
@@ -128,10 +128,10 @@ def match(
             return None
         own = [(bool(flows[first + k][1] >> i & 1), bool(flows[first + k][0] >> i & 1)) for k, i in enumerate(leaves)]
         carried, depends = sum(c for c, _ in own), sum(d for _, d in own)
-        if len(leaves) == 1 and not carried:
-            # A loss may have the type of a state, and depend on it. A key that was split is none the less the next one.
-            if not depends or jnp.issubdtype(avals[leaves[0]].dtype, jnp.inexact):
-                return None
+        # A loss may have the type of a state, and depend on it. A key that was split is none the less the next one.
+        alike = not depends or jnp.issubdtype(avals[leaves[0]].dtype, jnp.inexact)
+        if len(leaves) == 1 and not carried and alike:
+            return None
         return carried, depends
 
     def visit(tree: Any, first: int) -> None:
@@ -161,7 +161,7 @@ def match(
 def _kind(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
-    return "float" if jnp.issubdtype(dtype, jnp.inexact) else "int" if dtype != bool else "bool"
+    return "float" if jnp.issubdtype(dtype, jnp.inexact) else "bool" if jnp.issubdtype(dtype, jnp.bool_) else "int"
 
 
 def _count(tree: Any, wanted: Any) -> int:

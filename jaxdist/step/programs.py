@@ -122,8 +122,8 @@ class Programs:
         if pairs[n][0].startswith(_HOLDS):
             self._control.fail(
                 f"{where}the ranks run the same operations on other numbers: what the step closes over, a number or an "
-                f"array, is not the same on rank {me} and rank {rank}. Pass what differs as part of the batch, or make it "
-                "the same everywhere (a seed that depends on the rank?)"
+                f"array, is not the same on rank {me} and rank {rank}. Pass what differs as part of the batch, or make "
+                "it the same everywhere (a seed that depends on the rank?)"
             )
             return
         self._control.fail(

@@ -178,6 +178,6 @@ class Alone(Interpreter):
 
     def _beyond(self, eqn: JaxprEqn, what: str) -> StepError:
         return StepError(
-            f"{eqn.primitive.name} at {compat.user_line(eqn)} names {what}, but inside a step the axis has size one, as "
-            "on one device. Code for each device belongs into jaxdist.per_device"
+            f"{eqn.primitive.name} at {compat.user_line(eqn)} names {what}, but inside a step the axis has size one, "
+            "as on one device. Code for each device belongs into jaxdist.per_device"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import launch
 import pytest
+import quick
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 SMALL = [
@@ -59,8 +60,11 @@ def test_the_same_on_two_ranks(text: str, tmp_path: Path) -> None:
 
 def test_dropout_is_that_of_one_device(text: str, tmp_path: Path) -> None:
     args = ["--dropout=0.2", "--batch-size=6"]
-    one = alone(tmp_path / "one", text, *args)
-    four = alone(tmp_path / "four", text, *args, "--level=3", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    one = alone(tmp_path / "one", text, *args, XLA_FLAGS=quick.XLA_FLAGS)
+    flags = f"{quick.XLA_FLAGS} --xla_force_host_platform_device_count=4"
+    four = alone(tmp_path / "four", text, *args, "--level=3", XLA_FLAGS=flags)
+    assert "devices=1" in one.stdout
+    assert "devices=4" in four.stdout
     assert abs(held_out(four) - held_out(one)) < 2e-3
     assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "four"), strict=True)) < 2e-3
 

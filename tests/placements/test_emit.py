@@ -1,0 +1,433 @@
+"""Emitted programs: the ways in which a placement can make a result wrong, or slow, each with its test."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import parity
+import pytest
+import quick
+from jax import lax
+
+import jaxdist
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 6))
+W = jnp.asarray(RNG.normal(size=(6, 6)))
+WAYS = [(2, 8), (4, 5), (8, 16), (8, 13)]
+"""Devices, examples."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    with quick.compilation():
+        yield
+
+
+def total(x: Any) -> Any:
+    """A sum over the batch in its own dtype."""
+    return lax.reduce(x, x.dtype.type(0), lax.add, (0,))
+
+
+def product(x: Any) -> Any:
+    """The same as a contraction."""
+    return lax.dot_general(x, jnp.ones(x.shape[:1], x.dtype), (((0,), (0,)), ((), ())))
+
+
+# --- what summands may pass
+
+PASSES: dict[str, Callable[[Any, Any], Any]] = {
+    "neg": lambda w, x: -x.sum(0),
+    "sums of sums": lambda w, x: x.sum(0) + x[:, ::-1].sum(0) - (2 * x).sum(0),
+    "a whole value counts once": lambda w, x: x.sum(0) + w[0] - w[1],
+    "concatenated": lambda w, x: jnp.concatenate([x.sum(0), w[0], (x * x).sum(0)]),
+    "updated": lambda w, x: jnp.zeros(6).at[2:4].set(x.sum(0)[:2]),
+    "selected by a whole value": lambda w, x: jnp.where(w[0] > 0, x.sum(0), (x * x).sum(0)),
+    "selected by the batch": lambda w, x: jnp.where(x.max() > 0, x.sum(0), w[0]),
+    "selected by itself": lambda w, x: jnp.where(x.sum(0) > 0, x.sum(0), 0.0),
+    "padded": lambda w, x: [jnp.pad(x.sum(0), 2), jnp.pad(x.sum(0), 2, constant_values=1.0)],
+    "times a whole value": lambda w, x: x.sum(0) * w[0],
+    "times a number": lambda w, x: [x.sum(0) * 0.3, x.sum(0) / 3.0, 3.0 / x.sum(0)],
+    "by a whole value": lambda w, x: x.sum(0) / w[0],
+    "times itself": lambda w, x: [x.sum(0) * x.sum(0), x.sum(0) ** 2, jnp.vdot(x.sum(0), x.sum(0))],
+    "times the batch": lambda w, x: x * x.sum(0),
+    "by zero": lambda w, x: [x.sum(0) / 0.0, x.sum(0) / (w[0] * 0), -x.sum(0) / (w[0] * 0)],
+    "by infinity": lambda w, x: [x.sum(0) * jnp.inf, x.sum(0) * (jnp.inf * w[0]), x.sum(0) / jnp.inf],
+    "contracted": lambda w, x: [x.sum(0) @ w, (x.T @ x) @ w, (x.T @ x) @ (x.T @ x)],
+    "of several uses": lambda w, x: (lambda g: [g + 1, g @ w, jnp.sin(g), g.reshape(2, 3), g.sum()])(x.sum(0)),
+    "reshaped": lambda w, x: jnp.broadcast_to((x.T @ x).T.reshape(4, 9)[None, :, ::-1], (2, 4, 9)),
+    "not linear": lambda w, x: [jnp.abs(x.sum(0)), jnp.maximum(x.sum(0), 0), jnp.sort(x.sum(0)), jnp.exp(x.mean(0))],
+    "rounded": lambda w, x: lax.reduce_precision(x.sum(0), 8, 7),
+    "widened": lambda w, x: total(x.astype(jnp.float32)).astype(jnp.float64).round(3),
+    "of complex numbers": lambda w, x: (lambda s: [s, s * 2, s.real, s * 1j, jnp.abs(s), s.conj()])((x + 1j * x**2).sum(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_summands_pass(way: tuple[int, int]) -> None:
+    devices, rows = way
+    x = RNG.normal(size=(rows, 6))
+    names = list(PASSES)
+    for k in range(0, len(names), 8):  # some at once: most of the time goes into compiling
+        some = names[k : k + 8]
+        parity.check(lambda w, x, some=some: {n: PASSES[n](w, x) for n in some}, W, x, devices=devices)
+
+
+INTEGERS: dict[str, Callable[[Any], Any]] = {
+    "divided": lambda s: lax.div(s, jnp.full_like(s, 7)),
+    "divided down": lambda s: s // 7,
+    "remainder": lambda s: s % 7,
+    "widened": lambda s: s.astype(jnp.int64),
+    "to floats": lambda s: s.astype(jnp.float32),
+    "narrowed": lambda s: s.astype(jnp.uint8),
+    "times, minus": lambda s: s * 3 - 7,
+    "negated": lambda s: -s,
+    "squared": lambda s: s * s,
+    "shifted": lambda s: s >> 1,
+    "compared": lambda s: s > 40,
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int32", "uint64"])
+@pytest.mark.parametrize("way", [(4, 5), (8, 16)])
+def test_integers_wrap_as_they_do_on_one_device(dtype: str, way: tuple[int, int]) -> None:
+    devices, rows = way
+    x = np.random.default_rng(rows).integers(0, 120, (rows, 6)).astype(dtype)
+    both = lambda x: {name: [f(total(x)), f(product(x))] for name, f in INTEGERS.items()}
+    parity.check(both, x, devices=devices, batch_argnums=0)
+
+
+HALVES: dict[str, Callable[[Any], Any]] = {
+    "as it is": lambda s: s,
+    "widened": lambda s: s.astype(jnp.float32),
+    "scaled": lambda s: s * s.dtype.type(0.01),
+    "divided": lambda s: s / s.dtype.type(100),
+    "finite": lambda s: jnp.isfinite(s),
+    "a branch": lambda s: lax.cond(jnp.isfinite(s).all(), lambda: 1, lambda: 2),
+    "added": lambda s: (s + s) - s,
+    "negated": lambda s: (-s).astype(jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_sum_that_overflows_16_bits_is_infinite(name: str) -> None:
+    """Whatever follows: a loss scaler must take the same branch."""
+    x = np.full((96, 3), 1000, np.float16)
+    parity.check(lambda x: HALVES[name](product(x)), x, devices=8, batch_argnums=0)
+
+
+def test_a_summand_that_overflows_16_bits_does_no_harm() -> None:
+    x = np.concatenate([np.full((8, 3), 30000), np.full((8, 3), -30000)]).astype(np.float16)
+    parity.check(lambda x: [x.sum(0), x.mean(0), product(x)], x, devices=2, batch_argnums=0)
+
+
+def test_a_summand_that_overflows_does_no_harm() -> None:
+    """The sum is small, and so is what it is multiplied by on one device."""
+    x = np.concatenate([np.full((8, 3), 1e30), np.full((8, 3), -1e30)]).astype(np.float32)
+    parity.check(lambda w, x: [x.sum(0) * w, x.sum(0) / w], jnp.full(3, 1e20, jnp.float32), x, devices=2)
+    parity.check(lambda x: [x.sum(0) * 1e20, x.sum(0) / 1e-20], x, devices=2, batch_argnums=0)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_low_precision_sums_are_as_good(devices: int) -> None:
+    """In 32 bits until they are added up: off by one rounding at most, as on one device."""
+    x = RNG.uniform(size=(64, 5))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        got = parity.decorated(lambda x: product(x), devices, batch_argnums=0)(x.astype(dtype))
+        right = x.astype(dtype).astype(np.float64).sum(0)
+        assert got.dtype == dtype
+        assert (np.abs(np.asarray(got, np.float64) - right) <= jnp.finfo(dtype).eps * right).all()
+
+
+def test_negative_zeros() -> None:
+    nothing = np.full((16, 3), -0.0)
+
+    def f(w: Any, x: Any) -> Any:
+        added, _ = lax.scan(lambda c, row: (c + row, None), w, x)
+        return [added, w + x[0], jnp.where(w == 0, w, x.sum(0)), x.max(0), x.min(0)]
+
+    want = jax.jit(f)(jnp.full(3, -0.0), nothing)
+    got = parity.decorated(f, 4)(jnp.full(3, -0.0), nothing)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.signbit(a), np.signbit(b), err_msg=str(i))
+
+
+# --- NaN, infinities, padding
+
+
+def of_the_batch(x: Any, y: Any) -> Any:
+    return {
+        "extremes": [f(x, axis=a) for f in (jnp.max, jnp.min, jnp.argmax, jnp.argmin) for a in (0, 1, None)],
+        "cumulative": [lax.cummax(x, 0), lax.cummin(x, 0)],
+        "sums": [x.sum(0), x.mean(), x.var(0)],
+        "sorted": [jnp.sort(x, 0), jnp.argsort(x, 0), jnp.median(x, 0), jnp.nanmax(x, 0)],
+        "products": [x.T @ y, y.T @ x, y @ y.T, x.prod(0)],
+        "choices": [jnp.any(jnp.isnan(x)), jnp.all(x > 0, 0), jnp.isfinite(x).sum(0)],
+        "norms": [jnp.linalg.norm(x, jnp.inf, 0), jnp.linalg.norm(x)],
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_where_it_was(value: float, way: tuple[int, int]) -> None:
+    """In the first example, one in the middle, and the last: of which padding is a copy."""
+    devices, rows = way
+    rng = np.random.default_rng(rows)
+    x, y = rng.normal(size=(rows, 3)), rng.normal(size=(rows, 2))
+    x[0, 0] = x[rows // 2, 1] = x[-1, 2] = value
+    y[-1, 0] = value
+    y[-1, 1] = 0
+    parity.check(of_the_batch, x, y, devices=devices, batch_argnums=(0, 1))
+
+
+def test_extremes_of_integers_and_narrow_floats() -> None:
+    for dtype in (np.int8, np.uint32, np.int64, np.float16, jnp.bfloat16, np.float32, bool):
+        x = RNG.integers(0, 2 if dtype is bool else 100, (13, 4)).astype(dtype)
+        f = lambda x: [x.max(0), x.min(0), x.max(), x.argmax(0), jnp.any(x, 0), jnp.all(x, 0)]
+        parity.check(f, x, devices=8, batch_argnums=0)
+    # No extremes of complex numbers in JAX's gradients of norms either: the derivative of one.
+    parity.check(lambda x: jax.grad(lambda x: jnp.abs(x + 1j * x**2).max())(x), X, devices=8, batch_argnums=0)
+
+
+def test_debug_nans_does_not_fire_on_padding() -> None:
+    x = np.abs(RNG.normal(size=(5, 3))) + 0.1
+    f = lambda x: [jnp.log(x).sum(0), (1 / x).mean(0), (x / x.sum(0)).max(), jnp.sqrt(x.min(0)), x.T @ jnp.log(x)]
+    with jax.debug_nans(True):
+        parity.check(f, x, devices=4, batch_argnums=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_devices_without_any_example(rows: int) -> None:
+    x, y = RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 2))
+    parity.check(of_the_batch, x, y, devices=8, batch_argnums=(0, 1))
+
+
+def test_empty_arrays_on_the_way() -> None:
+    f = lambda w, x: [x[:0].sum(0), x[:, :0].sum(1), x[:, :0] @ w[:0], (x[:, :0]).T @ x, x[:0], w[:0].sum(0) + x.sum(0)]
+    parity.check(f, W, X, devices=4)
+
+
+def test_sizes_that_look_alike() -> None:
+    """Dimensions of the batch's size that are not the batch, and the other way round."""
+    w = jnp.asarray(RNG.normal(size=(16, 16)))
+    x = RNG.normal(size=(16, 16))
+
+    def f(w: Any, x: Any) -> Any:
+        return [x @ w, w @ x, x + w, x * w[0], (x @ w).T @ w, w[:, 0] * x[:, 0], x.T + w, x.T + x, w.sum(0) + x.sum(0),
+                jnp.stack([x, x.T]), w[x.argmax(0)], jnp.where(w > 0, x, w)]  # fmt: skip
+
+    parity.check(f, w, x, devices=8)
+
+
+# --- types, constants, order
+
+
+def test_weak_types_and_python_numbers() -> None:
+    def f(state: Any, x: Any) -> Any:
+        n = state["n"] + 1
+        aux = {"n": n, "mean": x.mean() * state["lr"], "two": 2, "where": jnp.where(x[:, 0] > 0, 1, 2), "half": 0.5}
+        return {"lr": state["lr"] * 0.5, "n": n, "w": state["w"] * state["lr"]}, aux | {"scaled": state["lr"] * 3}
+
+    state = {"lr": 0.1, "n": 0, "w": jnp.ones(3, jnp.float32)}
+    parity.check(f, state, X.astype(np.float32), devices=8, tolerance=1e-6)
+    step = parity.decorated(f, 8)
+    for i in range(1, 4):
+        state, aux = step(state, X.astype(np.float32))
+        assert state["n"].weak_type
+        assert int(aux["n"]) == i
+    assert len(step._programs) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_counting_in_small_floats(dtype: str) -> None:
+    rows = 4101
+    x = np.ones((rows, 2), dtype=jnp.dtype(dtype))
+    parity.check(lambda x: x * jnp.arange(rows, dtype=x.dtype)[:, None], x, devices=4, batch_argnums=0)
+
+
+def test_what_is_made_of_nothing() -> None:
+    def f(w: Any, x: Any) -> Any:
+        n = x.shape[0]
+        grid = jnp.arange(n)[:, None] * jnp.ones(6)
+        return [
+            grid * x, grid.T @ x, grid.sum() * x, (x * jnp.eye(n, 6)).sum(0), jnp.tri(n) @ x, jnp.full((n, 6), w[0, 0]) * x,
+            jnp.zeros_like(x).at[3].set(x[0]), jnp.flip(jnp.arange(n)) * x[:, 0], jnp.arange(n).reshape(-1, 1) + x,
+            jnp.arange(6 * n).reshape(n, 6) * x, jnp.arange(6 * n).reshape(6, n).T * x, jnp.ones((n, n)), jnp.arange(n),
+            jnp.broadcast_to(w[0], (n, 6)) * x, jnp.squeeze(jnp.arange(n)[:, None, None]) * x[:, 1],
+        ]  # fmt: skip
+
+    for devices, rows in WAYS:
+        parity.check(f, W, RNG.normal(size=(rows, 6)), devices=devices)
+
+
+def test_closed_over_values_are_constants() -> None:
+    key, table, rows, number = jax.random.key(3), np.arange(12.0).reshape(2, 6), jnp.asarray(X[:, 0]), np.float32(0.3)
+
+    def f(w: Any, x: Any) -> Any:
+        return [x @ (w * table[0]), x[:, 0] * rows, jax.random.normal(key, x.shape) * x, x * number, table]
+
+    parity.check(f, W, X, devices=8)
+
+
+def test_what_is_random_or_impure_is_the_same_on_each_device() -> None:
+    calls: list[int] = []
+
+    def now(x: Any) -> Any:
+        calls.append(x.shape[0])
+        return np.float64(len(calls))
+
+    def f(w: Any, x: Any) -> Any:
+        drawn = lax.rng_uniform(jnp.float32(0), jnp.float32(1), (3,))
+        counted = jax.experimental.io_callback(now, jax.ShapeDtypeStruct((), np.float64), x)  # type: ignore[attr-defined]
+        pure = jax.pure_callback(lambda x: x.max(0), jax.ShapeDtypeStruct((6,), np.float64), x)
+        return w, {"drawn": drawn, "counted": counted, "pure": pure}
+
+    w, aux = parity.decorated(f, 4)(W, X)
+    assert calls == [16], "once, with all of it"
+    assert aux["counted"] == 1
+    np.testing.assert_array_equal(aux["pure"], X.max(0))
+    for x in jax.tree.leaves((w, aux)):
+        shards = [np.asarray(s.data) for s in x.addressable_shards]
+        assert len(shards) == 4
+        assert all((s == shards[0]).all() for s in shards)
+
+
+def test_prints_are_of_whole_values_and_come_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def f(w: Any, x: Any) -> Any:
+        jax.debug.print("sum {s:.3f} rows {n}", s=x.sum(), n=x[:, 0].shape[0])
+        jax.debug.callback(lambda x: print("shape", x.shape), x)
+
+        def turn(c: Any, row: Any) -> Any:
+            jax.debug.print("turn {c}", c=c)
+            return c + 1, None
+
+        return lax.scan(turn, 0, jnp.arange(3))[0]
+
+    step = parity.decorated(f, 4)
+    jax.block_until_ready(step(W, X))
+    jax.effects_barrier()
+    said = sorted(capfd.readouterr().out.splitlines())
+    assert said == ["shape (16, 6)", f"sum {X.sum():.3f} rows 16", "turn 0", "turn 1", "turn 2"]
+
+
+# --- what comes back
+
+
+def test_what_is_split_stays_split_where_the_devices_divide_it() -> None:
+    f = lambda w, x: {"rows": x @ w, "columns": x.T, "gram": x @ x.T, "mean": x.mean(0), "more": jnp.concatenate([x, x])}
+    even = parity.decorated(f, 4)(W, X)
+    assert {k: v.sharding.is_fully_replicated for k, v in even.items()} == {
+        "rows": False, "columns": False, "gram": False, "mean": True, "more": True,
+    }  # fmt: skip
+    assert {s.data.shape for s in even["rows"].addressable_shards} == {(4, 6)}
+    odd = parity.decorated(f, 4)(W, X[:13])
+    assert all(isinstance(x, jax.Array) and x.sharding.is_fully_replicated for x in odd.values())
+
+
+# --- what is slow
+
+
+ROWS = 88  # a size that nothing else has
+
+
+def _info_nce(w: Any, x: Any) -> Any:
+    z = jnp.tanh(jnp.concatenate([x, 1.1 * x]) @ w)
+    return jnp.mean(jax.nn.logsumexp(z @ z.T, 1))
+
+
+def _accumulated(w: Any, x: Any, k: int) -> Any:
+    def add(c: Any, part: Any) -> Any:
+        return c + jax.grad(lambda w: jnp.mean((part @ w) ** 2))(w), None
+
+    return lax.scan(add, jnp.zeros_like(w), x.reshape(k, -1, x.shape[1]))[0].sum()
+
+
+CUT: dict[str, Callable[[Any, Any], Any]] = {
+    "shuffled": lambda w, x: jnp.mean((x[jax.random.permutation(jax.random.key(0), len(x))] @ w) ** 2),
+    "two views": _info_nce,
+    "halves": lambda w, x: jnp.mean((x[: len(x) // 2] @ w) * (x[len(x) // 2 :] @ w)),
+    "time-major": lambda w, x: jnp.mean(
+        jnp.tanh(jnp.swapaxes(jnp.stack([x, 2 * x, 3 * x], 1), 0, 1).reshape(-1, 6) @ w) ** 2
+    ),
+    "sorted": lambda w, x: jnp.mean((jnp.sort(x, 0) @ w) ** 2),
+    "reversed": lambda w, x: jnp.mean((x[::-1] @ w) * (x @ w)),
+    "rolled": lambda w, x: jnp.mean((jnp.roll(x, 1, 0) @ w) * (x @ w)),
+    "repeated": lambda w, x: jnp.mean((jnp.repeat(x, 2, 0) @ w) ** 2),
+    "tiled": lambda w, x: jnp.mean((jnp.tile(x, (2, 1)) @ w) ** 2),
+    "accumulated over 8": functools.partial(_accumulated, k=8),
+    "accumulated over 4": functools.partial(_accumulated, k=4),
+    "accumulated over 2": functools.partial(_accumulated, k=2),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_one_gather_does_not_make_what_follows_n_fold(name: str) -> None:
+    x = RNG.normal(size=(ROWS, 6))
+    f = lambda w, x: jax.value_and_grad(CUT[name])(w, x)
+    own, all_of_it = parity.flops(parity.program(f, W, x)), parity.flops(jax.make_jaxpr(f)(W, x).jaxpr)
+    assert own <= 0.2 * all_of_it  # an eighth, and padding
+    parity.check(f, W, x, devices=8)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda: optax.adam(0.1), "lion": lambda: optax.lion(0.1),
+    "two averages": lambda: optax.chain(optax.trace(0.9), optax.trace(0.99)),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), "lamb": lambda: optax.lamb(0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_with_several_uses_is_reduced_once(name: str) -> None:
+    tx = OPTIMIZERS[name]()
+    params = {"a": W, "b": jnp.ones(6)}
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(x @ p["a"] + p["b"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    found = parity.collectives(parity.program(step, params, tx.init(params), X, bucket_bytes=0))
+    assert sorted(found) == [("all-reduce", (), ""), ("all-reduce", (6,), ""), ("all-reduce", (6, 6), "")]
+
+
+def test_a_lion_of_ones_own_is_reduced_once() -> None:
+    def step(w: Any, m: Any, x: Any) -> Any:
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * jnp.sign(0.9 * m + 0.1 * g), 0.99 * m + 0.01 * g
+
+    assert parity.collectives(parity.program(step, W, W, X)) == [("all-reduce", (6, 6), "")]
+
+
+def test_tied_and_penalised_parameters_are_reduced_once() -> None:
+    f = lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w @ w.T @ w) ** 2) + 0.1 * jnp.sum(w**2))(w)
+    assert parity.collectives(parity.program(f, W, X)) == [("all-reduce", (6, 6), "")]
+
+
+@pytest.mark.parametrize("equation", ["bd,dh->bh", "dh,bd->bh", "dh,bd->hb", "bd,dh->hb"])
+def test_what_is_stored_moves_and_the_batch_does_not(equation: str) -> None:
+    w, x = jaxdist.shard(jnp.asarray(RNG.normal(size=(64, 48)))), RNG.normal(size=(ROWS, 64))
+    operands = (lambda w, x: (x, w)) if equation.startswith("bd") else (lambda w, x: (w, x))
+    f = lambda w, x: jnp.sum(jnp.einsum(equation, *operands(w, x)) ** 2)
+    step = jaxdist.data_parallel(f, donate=False)
+    found: list[Any] = []
+    step._traced = lambda closed, _: found.append(closed)  # type: ignore[attr-defined]
+    np.testing.assert_allclose(step(w, x), f(jaxdist.unshard(w), x), rtol=1e-12)
+    assert parity.collectives(found[0].jaxpr) == [("all-gather", (64, 48), ""), ("all-reduce", (), "")]
+
+
+def test_between_two_splits_there_is_an_exchange() -> None:
+    """A batch that is wanted in another dimension: all-to-all rather than gather."""
+    f = lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), jnp.zeros((16, 6)), jnp.swapaxes(x, 0, 1))[0]
+    x = RNG.normal(size=(16, 8, 6))
+    parity.check(f, W, x, devices=8)
+    assert parity.collectives(parity.program(f, W, x)) == []
+    g = lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), jnp.zeros((8, 6)), x)[0]
+    assert parity.collectives(parity.program(g, W, x))[0][0] == "all-to-all"
+    parity.check(g, W, x, devices=8)

@@ -1,0 +1,37 @@
+"""Each operation of `operations_of_a_batch` on several devices is that on one, whether or not these divide the batch.
+
+Each on one number of devices that divides the batch and one that does not, by turns; with JAXDIST_FULL set, on all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import parity
+import pytest
+import quick
+
+from operations_of_a_batch import OPERATIONS, batch, state
+
+EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
+ODD = [(2, 7), (3, 7), (4, 5), (8, 13), (8, 5), (4, 9)]
+"""Devices, examples."""
+CASES = (
+    list(itertools.product(OPERATIONS, EVEN + ODD))
+    if "JAXDIST_FULL" in os.environ
+    else [(name, ways[i % len(ways)]) for i, name in enumerate(OPERATIONS) for ways in (EVEN, ODD)]
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    with quick.compilation():
+        yield
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_as_on_one_device(name: str, way: tuple[int, int]) -> None:
+    devices, rows = way
+    parity.check(OPERATIONS[name], state(), batch(rows), devices=devices)
