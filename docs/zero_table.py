@@ -88,7 +88,9 @@ def row(name: str) -> Row:
     parameters = sum(x.nbytes for x in jax.tree.leaves(state[0]))
     reduced = [move.aval for move in placed.moves if move.kind == "all-reduce" and not move.node.backward]
     reduced += _results(closed.jaxpr, "pmax", "pmin")
-    gathered = [move for move in placed.moves if move.kind == "all-gather" and move.stored]
+    ends = {id(node) for node in placed.block.nodes if {*node.outs} & {*placed.block.outputs}}
+    new = [move for move in placed.own if id(move.node) in ends and not move.why]  # state, whole for the next step
+    gathered = [m for m in placed.moves if m.kind == "all-gather" and m.stored and m not in new]
     own = sum(move.bytes for move in gathered)
     others = sum(map(nbytes, _results(closed.jaxpr, gather_shards_p.name))) - own
     return Row(

@@ -65,6 +65,11 @@ def other_collectives() -> tuple[Any, ...]:
     return tuple(p for name in names if (p := getattr(_parallel, name, None)) is not None)
 
 
+def trace_settings() -> Any:
+    """The settings of JAX that a trace depends on, the threefry generator's among them (no public query)."""
+    return _config.trace_context()
+
+
 def trace_state_clean() -> bool:
     """Whether nothing is being traced (no public query)."""
     return _core.trace_state_clean()

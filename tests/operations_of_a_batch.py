@@ -126,7 +126,9 @@ SHAPES: dict[str, Operation] = {
     ],
     "set a row": lambda w, b: [b["x"].at[0].set(0.0), b["x"].at[-1].add(1.0), b["x"].at[:, 2].mul(3.0)],
     "iota": lambda w, b: [
-        b["x"][:, 0] * jnp.arange(len(b["x"])), jnp.eye(len(b["x"])) * b["x"][:, :1], jnp.arange(6) * b["x"],
+        b["x"][:, 0] * jnp.arange(len(b["x"])),
+        jnp.eye(len(b["x"])) * b["x"][:, :1],
+        jnp.arange(6) * b["x"],
         jnp.linspace(0, 1, len(b["x"])) * b["x"][:, 1],
     ],
     "triangle": lambda w, b: jnp.tril(b["x"] @ b["y"].T).sum(1),
@@ -136,7 +138,7 @@ SHAPES: dict[str, Operation] = {
     "clip": lambda w, b: [jnp.clip(b["x"], -1, 1), lax.clamp(w["v"] * 0 - 1, b["x"][0], w["v"] * 0 + 1)],
     "bits": lambda w, b: [lax.bitcast_convert_type(b["x"], jnp.uint32), lax.bitcast_convert_type(b["u32"], jnp.int32)],
     "a scalar of the batch": lambda w, b: b["x"] / b["x"][0, 0] + b["y"][-1, 2],
-}  # fmt: skip
+}
 
 REDUCTIONS: dict[str, Operation] = {
     "sum": lambda w, b: [b["x"].sum(0), b["x"].sum(1), b["x"].sum(), b["z"].sum((0, 2)), b["x"].sum(0, keepdims=True)],
@@ -148,14 +150,22 @@ REDUCTIONS: dict[str, Operation] = {
     "any and all": lambda w, b: [f(b["flags"], a) for f in (jnp.any, jnp.all) for a in (0, 1, None)],
     "bitwise": lambda w, b: [
         f.reduce(b[k], axis=a)
-        for f in (jnp.bitwise_and, jnp.bitwise_or, jnp.bitwise_xor) for k in ("u8", "i8") for a in (0, 1)
+        for f in (jnp.bitwise_and, jnp.bitwise_or, jnp.bitwise_xor)
+        for k in ("u8", "i8")
+        for a in (0, 1)
     ],
-    "logical": lambda w, b: [jnp.logical_or.reduce(b["flags"], axis=0), jnp.logical_and.reduce(b["flags"], axis=0),
-                             jnp.logical_xor.reduce(b["flags"], axis=0)],
+    "logical": lambda w, b: [
+        jnp.logical_or.reduce(b["flags"], axis=0),
+        jnp.logical_and.reduce(b["flags"], axis=0),
+        jnp.logical_xor.reduce(b["flags"], axis=0),
+    ],
     "logsumexp": lambda w, b: [jax.nn.logsumexp(b["x"], 0), jax.nn.logsumexp(b["x"]), jax.nn.softmax(b["x"], 0)],
     "cumulative": lambda w, b: [f(b["x"], a) for f in (jnp.cumsum, jnp.cumprod) for a in (0, 1)],
     "more cumulative": lambda w, b: [
-        lax.cummax(b["x"], 0), lax.cummin(b["x"], 1, reverse=True), lax.cumlogsumexp(b["x"], 0), lax.cumsum(b["i"], 0),
+        lax.cummax(b["x"], 0),
+        lax.cummin(b["x"], 1, reverse=True),
+        lax.cumlogsumexp(b["x"], 0),
+        lax.cumsum(b["i"], 0),
     ],
     "sort": lambda w, b: [jnp.sort(b["x"], 0), jnp.sort(b["x"], 1), jnp.argsort(b["x"], 0), jnp.argsort(b["x"], 1)],
     "sort by another": lambda w, b: lax.sort((b["x"], b["y"]), dimension=0, num_keys=1),
@@ -169,12 +179,14 @@ REDUCTIONS: dict[str, Operation] = {
     "histogram": lambda w, b: jnp.histogram(b["x"], jnp.linspace(-2, 2, 5))[0],
     "unique": lambda w, b: jnp.unique(b["i"], size=9, fill_value=-1),
     "segments": lambda w, b: [
-        jax.ops.segment_sum(b["x"], b["i"], 9), jax.ops.segment_max(b["x"], b["i"], 9), jax.ops.segment_prod(b["p"], b["i"], 9),
+        jax.ops.segment_sum(b["x"], b["i"], 9),
+        jax.ops.segment_max(b["x"], b["i"], 9),
+        jax.ops.segment_prod(b["p"], b["i"], 9),
     ],
     "by a function of one's own": lambda w, b: lax.reduce(b["x"], 0.0, lambda a, c: jnp.maximum(a, c) * 1.0, (0,)),
     "correlation": lambda w, b: [jnp.cov(b["x"], rowvar=False), jnp.corrcoef(b["x"].T)],
     "norms": lambda w, b: [jnp.linalg.norm(b["x"]), jnp.linalg.norm(b["x"], axis=0), jnp.linalg.norm(b["x"], 1, 1)],
-}  # fmt: skip
+}
 
 CONTRACTIONS: dict[str, Operation] = {
     "x w": lambda w, b: b["x"] @ w["w"],
@@ -186,10 +198,17 @@ CONTRACTIONS: dict[str, Operation] = {
     "a view with itself": lambda w, b: (lambda z: z @ z.T)(jnp.concatenate([b["x"], b["y"]])),
     "attention over the batch": lambda w, b: jax.nn.softmax(b["x"] @ b["x"].T) @ b["y"],
     "einsums": lambda w, b: [
-        jnp.einsum(e, *args) for e, *args in (
-            ("bi,bj->bij", b["x"], b["y"]), ("bi,bi->b", b["x"], b["y"]), ("bi,bi->", b["x"], b["y"]),
-            ("bti,bsi->bts", b["z"], b["z"]), ("bti,bsi->ts", b["z"], b["z"]), ("bti,ij->btj", b["z"], b["spd"][0]),
-            ("ji,bi->bj", w["w"], b["x"]), ("bi,ci,di->bcd", b["x"], b["x"], b["y"]), ("bi->i", b["x"]),
+        jnp.einsum(e, *args)
+        for e, *args in (
+            ("bi,bj->bij", b["x"], b["y"]),
+            ("bi,bi->b", b["x"], b["y"]),
+            ("bi,bi->", b["x"], b["y"]),
+            ("bti,bsi->bts", b["z"], b["z"]),
+            ("bti,bsi->ts", b["z"], b["z"]),
+            ("bti,ij->btj", b["z"], b["spd"][0]),
+            ("ji,bi->bj", w["w"], b["x"]),
+            ("bi,ci,di->bcd", b["x"], b["x"], b["y"]),
+            ("bi->i", b["x"]),
         )
     ],
     "batched": lambda w, b: [b["z"] @ b["spd"], jnp.matvec(b["spd"], b["z"][:, 0])],
@@ -206,21 +225,25 @@ CONTRACTIONS: dict[str, Operation] = {
     ),
     "convolution": lambda w, b: _conv(b["image"], w["kernel"]),
     "convolution, strided": lambda w, b: _conv(b["image"], w["kernel"], window_strides=(2, 2), rhs_dilation=(2, 2)),
-    "convolution, gradients": lambda w, b: jax.grad(
-        lambda k, x: jnp.sin(_conv(x, k)).sum(), (0, 1)
-    )(w["kernel"], b["image"]),
+    "convolution, gradients": lambda w, b: jax.grad(lambda k, x: jnp.sin(_conv(x, k)).sum(), (0, 1))(
+        w["kernel"], b["image"]
+    ),
     "depthwise": lambda w, b: _conv(b["image"], w["deep"], 2),
     "depthwise, gradients": lambda w, b: jax.grad(lambda k, x: jnp.sin(_conv(x, k, 2)).sum(), (0, 1))(
         w["deep"], b["image"]
     ),
-    "transposed": lambda w, b: jax.grad(
-        lambda k: jnp.sin(lax.conv_transpose(b["image"], k, (2, 2), "SAME")).sum()
-    )(w["kernel"]),
+    "transposed": lambda w, b: jax.grad(lambda k: jnp.sin(lax.conv_transpose(b["image"], k, (2, 2), "SAME")).sum())(
+        w["kernel"]
+    ),
     "along the batch": lambda w, b: lax.conv_general_dilated(
         b["x"][None], w["wave"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     ),
     "groups of the batch": lambda w, b: lax.conv_general_dilated(
-        jnp.concatenate([b["image"], b["image"] * 2]), w["kernel"], (1, 1), "SAME", dimension_numbers=NHWC,
+        jnp.concatenate([b["image"], b["image"] * 2]),
+        w["kernel"],
+        (1, 1),
+        "SAME",
+        dimension_numbers=NHWC,
         batch_group_count=2,
     ),
     "pools": lambda w, b: [_pool(b["image"], how) for how in ("max", "sum")],
@@ -232,7 +255,7 @@ CONTRACTIONS: dict[str, Operation] = {
     "gradient of a layer": lambda w, b: jax.grad(lambda p: jnp.tanh(b["x"] @ p["w"] + p["v"]).mean() * p["s"])(
         {k: w[k] for k in "wvs"}
     ),
-}  # fmt: skip
+}
 
 INDEXING: dict[str, Operation] = {
     "an embedding": lambda w, b: [w["table"][b["i"]], w["table"][b["i"], b["k"][:, 0] % 5]],
@@ -242,34 +265,51 @@ INDEXING: dict[str, Operation] = {
     "a few rows": lambda w, b: b["x"][jnp.array([0, -1, 2, 2])],
     "columns": lambda w, b: [b["x"][:, jnp.array([1, 1, 4])], jnp.take_along_axis(b["x"], b["k"], 1)],
     "one of each row": lambda w, b: b["x"][jnp.arange(len(b["x"])), b["k"][:, 0]],
-    "one of each row, gradient": lambda w, b: jax.grad(lambda x: jnp.sin(x[jnp.arange(len(x)), b["k"][:, 0]]).sum())(b["x"]),
+    "one of each row, gradient": lambda w, b: jax.grad(lambda x: jnp.sin(x[jnp.arange(len(x)), b["k"][:, 0]]).sum())(
+        b["x"]
+    ),
     "out of bounds": lambda w, b: [
-        b["x"].at[b["i"] * 3].get(mode="fill", fill_value=-1.0), b["x"].at[b["i"] * 3].get(mode="clip"),
-        w["v"].at[b["i"]].get(mode="fill", fill_value=jnp.nan), w["v"].at[b["i"]].add(1.0, mode="drop"),
+        b["x"].at[b["i"] * 3].get(mode="fill", fill_value=-1.0),
+        b["x"].at[b["i"] * 3].get(mode="clip"),
+        w["v"].at[b["i"]].get(mode="fill", fill_value=jnp.nan),
+        w["v"].at[b["i"]].add(1.0, mode="drop"),
     ],
     "scatters into a state": lambda w, b: [
         getattr(w["table"].at[b["i"]], how)(b["y"][:, :5]) for how in ("add", "max", "min", "mul")
     ],
     "unique scatters": lambda w, b: [
-        jnp.zeros((len(b["x"]), 6)).at[b["perm"]].set(b["x"]), b["x"].at[b["perm"]].add(b["y"]),
+        jnp.zeros((len(b["x"]), 6)).at[b["perm"]].set(b["x"]),
+        b["x"].at[b["perm"]].add(b["y"]),
         b["x"].at[b["perm"]].subtract(b["y"]),
     ],
     "scatters of integers": lambda w, b: [
-        jnp.zeros(9, jnp.int8).at[b["i"]].add(b["i8"][:, 0]), jnp.zeros(9, jnp.uint8).at[b["i"]].max(b["u8"][:, 0]),
+        jnp.zeros(9, jnp.int8).at[b["i"]].add(b["i8"][:, 0]),
+        jnp.zeros(9, jnp.uint8).at[b["i"]].max(b["u8"][:, 0]),
         jnp.zeros(9, bool).at[b["i"]].set(True),
     ],
-    "scatters into rows": lambda w, b: [b["x"].at[:, 1].set(b["y"][:, 0]), b["x"].at[jnp.arange(len(b["x"])), b["k"][:, 1]].add(1.0)],
+    "scatters into rows": lambda w, b: [
+        b["x"].at[:, 1].set(b["y"][:, 0]),
+        b["x"].at[jnp.arange(len(b["x"])), b["k"][:, 1]].add(1.0),
+    ],
     "batched windows": lambda w, b: jax.vmap(lambda x, k: lax.dynamic_slice(x, (k[0] % 3,), (3,)))(b["x"], b["k"]),
     "batched updates": lambda w, b: jax.vmap(lambda x, y, k: lax.dynamic_update_slice(x, y[:2], (k[0] % 4,)))(
         b["x"], b["y"], b["k"]
     ),
-    "batched windows of a state": lambda w, b: jax.vmap(lambda k: lax.dynamic_slice(w["w"], (k[0] % 3, k[1] % 3), (2, 3)))(b["k"]),
+    "batched windows of a state": lambda w, b: jax.vmap(
+        lambda k: lax.dynamic_slice(w["w"], (k[0] % 3, k[1] % 3), (2, 3))
+    )(b["k"]),
     "batched scatters": lambda w, b: jax.vmap(lambda k, y: jnp.zeros(6).at[k].add(y[:2]))(b["k"], b["y"]),
     "one-hot": lambda w, b: [jax.nn.one_hot(b["i"], 9).sum(0), jax.nn.one_hot(b["i"], 9).T @ b["x"]],
-    "search": lambda w, b: [jnp.searchsorted(jnp.sort(b["x"][:, 0]), w["v"]), jnp.searchsorted(jnp.sort(w["v"]), b["x"][:, 0])],
+    "search": lambda w, b: [
+        jnp.searchsorted(jnp.sort(b["x"][:, 0]), w["v"]),
+        jnp.searchsorted(jnp.sort(w["v"]), b["x"][:, 0]),
+    ],
     "where it is": lambda w, b: jnp.nonzero(b["m"], size=4, fill_value=-1)[0],
-    "interpolation": lambda w, b: [jnp.interp(b["x"][:, 0], jnp.sort(w["v"]), w["v"]), jnp.digitize(b["x"], jnp.sort(w["v"]))],
-}  # fmt: skip
+    "interpolation": lambda w, b: [
+        jnp.interp(b["x"][:, 0], jnp.sort(w["v"]), w["v"]),
+        jnp.digitize(b["x"], jnp.sort(w["v"])),
+    ],
+}
 
 OTHERS: dict[str, Operation] = {
     "cholesky": lambda w, b: jnp.linalg.cholesky(b["spd"]),
@@ -277,7 +317,10 @@ OTHERS: dict[str, Operation] = {
     "solve with the gram matrix": lambda w, b: jnp.linalg.solve(b["x"].T @ b["x"] + jnp.eye(6), b["x"].T @ b["y"]),
     "cholesky of the gram matrix": lambda w, b: jnp.linalg.cholesky(b["x"].T @ b["x"] + jnp.eye(6)),
     "qr": lambda w, b: jnp.abs(jnp.linalg.qr(b["spd"])[1]),
-    "singular values": lambda w, b: [jnp.linalg.svd(b["spd"], compute_uv=False), jnp.linalg.svd(b["x"], compute_uv=False)],
+    "singular values": lambda w, b: [
+        jnp.linalg.svd(b["spd"], compute_uv=False),
+        jnp.linalg.svd(b["x"], compute_uv=False),
+    ],
     "eigenvalues": lambda w, b: jnp.linalg.eigvalsh(b["spd"]),
     "determinant": lambda w, b: [jnp.linalg.det(b["spd"]), jnp.linalg.slogdet(b["spd"])[1]],
     "triangular": lambda w, b: jax.scipy.linalg.solve_triangular(b["spd"], b["z"].swapaxes(1, 2), lower=True),
@@ -288,25 +331,77 @@ OTHERS: dict[str, Operation] = {
     ),
     "fft": lambda w, b: [jnp.fft.fft(b["x"], axis=1), jnp.fft.rfft(b["x"], axis=0), jnp.fft.fft2(b["z"])],
     "special functions": lambda w, b: [
-        f(b["p"]) for f in (jax.scipy.special.digamma, jax.lax.lgamma, jax.scipy.special.erfinv, jax.scipy.special.i0e,
-                            jax.scipy.special.logit, jnp.sinc, lambda p: jax.scipy.special.gammainc(p, p),
-                            lambda p: jax.scipy.special.betainc(p, p, p), lambda p: jax.scipy.special.zeta(p + 2, p),
-                            lambda p: jax.scipy.special.polygamma(1, p))
+        f(b["p"])
+        for f in (
+            jax.scipy.special.digamma,
+            jax.lax.lgamma,
+            jax.scipy.special.erfinv,
+            jax.scipy.special.i0e,
+            jax.scipy.special.logit,
+            jnp.sinc,
+            lambda p: jax.scipy.special.gammainc(p, p),
+            lambda p: jax.scipy.special.betainc(p, p, p),
+            lambda p: jax.scipy.special.zeta(p + 2, p),
+            lambda p: jax.scipy.special.polygamma(1, p),
+        )
     ],
-    "elementwise": lambda w, b: [
-        f(b["p"]) for f in (jnp.abs, jnp.arccos, jnp.arcsin, jnp.arctan, jnp.ceil, jnp.cbrt, jnp.cosh, jnp.exp2, jnp.expm1,
-                            jnp.floor, jnp.log1p, jnp.round, jnp.sign, jnp.tan, lax.rsqrt, jax.nn.sigmoid, jnp.square)
-    ] + [f(b["p"], b["p"] * 2) for f in (jnp.arctan2, jnp.power, jnp.remainder, jnp.hypot, jnp.nextafter, jnp.fmax)],
+    "elementwise": lambda w, b: (
+        [
+            f(b["p"])
+            for f in (
+                jnp.abs,
+                jnp.arccos,
+                jnp.arcsin,
+                jnp.arctan,
+                jnp.ceil,
+                jnp.cbrt,
+                jnp.cosh,
+                jnp.exp2,
+                jnp.expm1,
+                jnp.floor,
+                jnp.log1p,
+                jnp.round,
+                jnp.sign,
+                jnp.tan,
+                lax.rsqrt,
+                jax.nn.sigmoid,
+                jnp.square,
+            )
+        ]
+        + [f(b["p"], b["p"] * 2) for f in (jnp.arctan2, jnp.power, jnp.remainder, jnp.hypot, jnp.nextafter, jnp.fmax)]
+    ),
     "integers": lambda w, b: [
-        b["u32"] >> 3, b["u32"] << 2, ~b["u8"], b["u8"] & 7, b["i8"] // 5, b["i8"] % 5, lax.clz(b["u32"]),
-        lax.population_count(b["u32"]), -b["i8"], jnp.abs(b["i8"]), b["i8"] ** 2, jnp.bitwise_xor(b["u8"], b["i8"]),
+        b["u32"] >> 3,
+        b["u32"] << 2,
+        ~b["u8"],
+        b["u8"] & 7,
+        b["i8"] // 5,
+        b["i8"] % 5,
+        lax.clz(b["u32"]),
+        lax.population_count(b["u32"]),
+        -b["i8"],
+        jnp.abs(b["i8"]),
+        b["i8"] ** 2,
+        jnp.bitwise_xor(b["u8"], b["i8"]),
     ],
-    "complex": lambda w, b: [b["c"].real, b["c"].imag, jnp.conj(b["c"]), jnp.abs(b["c"]), jnp.angle(b["c"]), b["c"].sum(0)],
+    "complex": lambda w, b: [
+        b["c"].real,
+        b["c"].imag,
+        jnp.conj(b["c"]),
+        jnp.abs(b["c"]),
+        jnp.angle(b["c"]),
+        b["c"].sum(0),
+    ],
     "casts": lambda w, b: [b["x"].astype(t) for t in ("float32", "bfloat16", "int32", "bool", "complex64")],
     "less precision": lambda w, b: lax.reduce_precision(b["x"], 8, 7),
     "layers": lambda w, b: [
-        jax.nn.gelu(b["x"]), jax.nn.softmax(b["x"]), jax.nn.log_softmax(b["x"]), jax.nn.relu6(b["x"]), jax.nn.glu(b["x"]),
-        jax.nn.standardize(b["x"]), jax.nn.silu(b["x"]),
+        jax.nn.gelu(b["x"]),
+        jax.nn.softmax(b["x"]),
+        jax.nn.log_softmax(b["x"]),
+        jax.nn.relu6(b["x"]),
+        jax.nn.glu(b["x"]),
+        jax.nn.standardize(b["x"]),
+        jax.nn.silu(b["x"]),
     ],
     "resize": lambda w, b: jax.image.resize(b["image"], (len(b["image"]), 8, 8, 2), "bilinear"),
     "an associative scan": lambda w, b: [lax.associative_scan(jnp.add, b["x"], axis=a) for a in (0, 1)],
@@ -316,7 +411,7 @@ OTHERS: dict[str, Operation] = {
     "a directional derivative": lambda w, b: jax.jvp(lambda v: jnp.tanh(b["x"] * v).sum(0), (w["v"],), (w["v"] * 2,)),
     "custom derivatives": lambda w, b: jax.grad(lambda v: _reversed(b["x"] * v).sum())(w["v"]),
     "stop gradient": lambda w, b: jax.grad(lambda v: (lax.stop_gradient(b["x"] * v) * v).mean())(w["v"]),
-}  # fmt: skip
+}
 
 
 @jax.custom_vjp
@@ -328,7 +423,12 @@ _reversed.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (-ct * jnp.cos(x),))
 
 OPERATIONS: dict[str, Operation] = {
     f"{group}: {name}": f
-    for group, table in (("shape", SHAPES), ("reduce", REDUCTIONS), ("contract", CONTRACTIONS), ("index", INDEXING),
-                         ("other", OTHERS))
+    for group, table in (
+        ("shape", SHAPES),
+        ("reduce", REDUCTIONS),
+        ("contract", CONTRACTIONS),
+        ("index", INDEXING),
+        ("other", OTHERS),
+    )
     for name, f in table.items()
-}  # fmt: skip
+}

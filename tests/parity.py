@@ -47,7 +47,7 @@ def compare(got: Any, want: Any, tolerance: float = 1e-10) -> None:
     for (path, a), b in zip(mine, theirs, strict=True):
         name = jax.tree_util.keystr(path)
         a, b = jnp.asarray(a), jnp.asarray(b)
-        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type), name
+        assert (a.shape, a.dtype, jax.typeof(a).weak_type) == (b.shape, b.dtype, jax.typeof(b).weak_type), name
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         if not jnp.issubdtype(a.dtype, jnp.inexact):

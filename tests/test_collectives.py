@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.eager import Description, difference
@@ -89,10 +90,13 @@ def test_received_types_are_checked() -> None:
 def test_no_messages_in_a_step_and_a_barrier_that_does_nothing() -> None:
     for call in (lambda: jaxdist.send(1, 0), lambda: jaxdist.recv(1, 0)):
         step = jaxdist.data_parallel(lambda s, b, call=call: (s, (call(), b.sum())[1]))
-        with pytest.raises(TypeError, match=r"use jaxdist\.permute"):
+        with pytest.raises((TypeError, jaxdist.StepError), match=r"jaxdist\.permute|jaxdist\.per_device"):
             step(jnp.zeros(()), np.ones(8))
-    step = jaxdist.data_parallel(lambda s, b: (s, (jaxdist.barrier(), b.mean())[1]))
-    assert step(jnp.zeros(()), np.ones(8))[1] == 1
+        each = jaxdist.per_device(lambda b, call=call: (call(), b)[1], P("data"), P("data"))
+        with pytest.raises(TypeError, match=r"use jaxdist\.permute"):
+            jaxdist.data_parallel(each)(np.ones(8))
+    each = jaxdist.per_device(lambda b: (jaxdist.barrier(), b)[1], P("data"), P("data"))
+    assert jaxdist.data_parallel(each)(np.ones(8)).sum() == 8
 
 
 def test_gradients_of_one_process() -> None:

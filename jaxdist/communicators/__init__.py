@@ -20,7 +20,7 @@ Each rule is traced into the step's program on each device, inside a ``shard_map
 | name | called with | returns |
 |---|---|---|
 | ``all_reduce`` | ``(x, wire=dtype or None)`` | the sum over the devices |
-| ``reduce_scatter`` | ``(x, dim=, devices=, wire=)`` | this device's slice of the sum along `dim`, zero beyond the end |
+| ``reduce_scatter`` | ``(x, dim=, devices=, wire=)`` | this device's slice of the sum along `dim`, then zeros |
 | ``all_gather`` | ``(x, dim=, size=, devices=)`` | the slices along `dim` together, the first `size` entries |
 | ``all_to_all`` | ``(x, split_axis=, concat_axis=)`` | as of ``lax.all_to_all(..., tiled=True)`` |
 | ``max``, ``min`` | ``(x,)`` | over the devices; NaN if one has it |

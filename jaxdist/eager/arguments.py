@@ -16,7 +16,7 @@ from jaxdist.context import get_context
 from jaxdist.eager import Description
 from jaxdist.eager.call import PARAMETERS, Call, positive
 from jaxdist.eager.numerics import OPS, reduction
-from jaxdist.step.trace import on_device
+from jaxdist.step.trace import inside_step, on_device
 
 REDUCE = ("allreduce", "reduce", "reduce_scatter")
 
@@ -130,7 +130,7 @@ def rank_of(kind: str, name: str, value: Any, ctx: Any) -> int:
 
 
 def not_in_step(kind: str) -> None:
-    if on_device():
+    if inside_step() or on_device():
         raise TypeError(
             f"jaxdist.{kind} inside a step: all devices run one program, so none sends alone; use jaxdist.permute"
         )

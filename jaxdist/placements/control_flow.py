@@ -12,8 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.extend.core import primitives
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, primitives
 
 from jaxdist import compat
 from jaxdist.placements.block import Block, Node

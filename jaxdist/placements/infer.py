@@ -35,6 +35,7 @@ from jaxdist.placements.values import (
     form,
     is_wide,
     related,
+    reshaped,
     tile,
     wide,
 )
@@ -159,10 +160,17 @@ class Infer:
       devices: how many.
       choose: ``choose(shape) -> dimension or None``: along which marked values of a shape are split.
       level: of ZeRO, in place of that which the marks say.
+      on_cpu: whether they are CPUs.
     """
 
-    def __init__(self, devices: int, choose: Callable[[tuple[int, ...]], int | None], level: int | None = None):
-        self.devices, self.choose, self._level = devices, choose, level
+    def __init__(
+        self,
+        devices: int,
+        choose: Callable[[tuple[int, ...]], int | None],
+        level: int | None = None,
+        on_cpu: bool = True,
+    ):
+        self.devices, self.choose, self._level, self.on_cpu = devices, choose, level, on_cpu
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Placed] = {}
         self._wanted: dict[Any, dict[int, int]] = {}
@@ -251,6 +259,7 @@ class _Walk:
         self.placed = Placed(block, tuple(map(form, ins)))
         self.at: list[Any] = [None] * len(block.avals)
         self.loose = _added(block, loose)
+        self.next = {i: node for node in block.nodes for i in node.ins}
         self.inputs = {i: k for k, i in enumerate(block.inputs)}
         summed: set[int] = set()
         for i, value in block.known.items():
@@ -446,6 +455,17 @@ class _Walk:
 
     # --- summands
 
+    def goes_on(self, node: Node) -> bool:
+        """Whether a cotangent that is added up here is added to others next: then it is reduced after these."""
+        following = self.next.get(node.outs[0])
+        return (
+            node.backward
+            and node.name in ("add", "add_any")
+            and following is not None
+            and following.name in ("add", "add_any")
+            and self.block.uses[node.outs[0]] == 1
+        )
+
     def linear(self, node: Node, ins: Sequence[Placement]) -> Plan | None:
         """The operation applied to summands, where the sum of the results is the result for the sum."""
         name, avals = node.name, [self.block.avals[i] for i in node.ins]
@@ -471,16 +491,16 @@ class _Walk:
             operands = range(first, last)
             zero = [_is_zero(ins[k]) for k in operands]
             ok = all(p or z for p, z in zip(partial[first:last], zero, strict=True)) or (
-                node.outs[0] in self.loose and all(not isinstance(ins[k], Split) or ins[k].whole for k in operands)  # type: ignore[union-attr]
+                (node.outs[0] in self.loose or self.goes_on(node))
+                and not any(isinstance(p, Split) and not p.whole for p in ins[first:last])
             )
             ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
             takes = [PARTIAL if k in operands else REPLICATED for k in range(len(ins))]
         elif name == "mul":
             other = ins[1 - partial.index(True)]
-            ok = sum(partial) == 1 and _is_number(other) and jnp.issubdtype(out.dtype, jnp.inexact)
+            ok = sum(partial) == 1 and _scales(other, out.dtype)
         elif name == "div":
-            by = ins[1] if partial[0] and _is_number(ins[1]) and not _is_zero(ins[1]) else None
-            ok = by is not None and jnp.issubdtype(out.dtype, jnp.inexact)
+            ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
         if not ok:
             return None
         return Plan(takes, [Partial(gradient, made)], run_wide)
@@ -497,16 +517,28 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether a dtype is of floats that widen without loss."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+    """Whether a dtype is of floats that widen without loss, a sum that has overflowed included."""
+    return jnp.issubdtype(dtype, jnp.floating) and (jnp.dtype(dtype).itemsize > 2 or dtype == jnp.bfloat16)
 
 
 def _is_zero(p: Placement) -> bool:
     return isinstance(p, (Replicated, Deferred)) and p.const is not None and p.const == 0
 
 
-def _is_number(p: Placement) -> bool:
-    return isinstance(p, (Replicated, Deferred)) and p.const is not None and bool(np.isfinite(p.const))
+def _scales(p: Placement, dtype: Any, inverse: bool = False) -> bool:
+    """Whether each summand may be multiplied by a number: one that the program says, and that makes none overflow.
+
+    Not 16-bit floats of a small range: their sum may have overflowed before.
+    """
+    if not isinstance(p, (Replicated, Deferred)) or p.const is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:
+        return False
+    size = abs(p.const)
+    return bool(np.isfinite(size)) and (size >= 1 / _LARGE if inverse else size <= _LARGE)
+
+
+_LARGE = 2**8
 
 
 def _const(value: Any) -> Any:
@@ -547,6 +579,11 @@ def _marked(infer: Infer, block: Block) -> dict[int, int]:
         dim = dims[0]
         if node.name == "transpose":
             found.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
+        elif node.name in ("reshape", "squeeze"):
+            old, new = (block.avals[i].shape for i in (node.ins[0], node.outs[0]))
+            before = reshaped(tile(dim, new[dim], infer.devices), new, old)
+            if before is not None and infer.is_plain(before, block.avals[node.ins[0]]):
+                found.setdefault(node.ins[0], before.dim)
         elif node.name in _PASSES:
             shape = block.avals[node.outs[0]].shape
             for i in node.ins:
@@ -618,10 +655,13 @@ class _Cut:
                 if "update_jaxpr" in params:  # a scatter that adds, in whose parameters the dtype is written
                     xs = [x.astype(wide(x.dtype)) if k != 1 else x for k, x in enumerate(xs)]
                     return [compat.scatter_add(xs, params)]
-                if "preferred_element_type" in params:
+                # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
+                if "preferred_element_type" in params and not emitter.infer.on_cpu:
                     params = {**params, "preferred_element_type": wide(dtype)}
                 else:
                     xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
+                    if "preferred_element_type" in params:
+                        params = {**params, "preferred_element_type": wide(dtype)}
             return emitter.bind(node, xs, params)
         return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
 

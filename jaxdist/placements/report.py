@@ -53,7 +53,8 @@ def rows(placed: Placed) -> list[Row]:
     table = []
     for (what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
         of_batch = _of_batch(what)
-        reason = why or (_REASONS.get(name, "") if of_batch else "")
+        moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
+        reason = (why if moves else "") or (_REASONS.get(name, "") if of_batch else "")
         table.append(Row(what, name, line, size, why=reason, instead=_INSTEAD.get(name, "") if of_batch else ""))
     total = 0
     repeated: dict[tuple[str, str], int] = {}

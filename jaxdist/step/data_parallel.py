@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import commlog, finite, sync
 from jaxdist.communicators import Rules, default_bucket_bytes
-from jaxdist.compat import sharding_of, trace_state_clean
+from jaxdist.compat import sharding_of, trace_settings, trace_state_clean
 from jaxdist.context import Context, get_context
 from jaxdist.placements import report
 from jaxdist.placements.infer import Placed
@@ -316,7 +316,7 @@ class DataParallel:
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
         batch = [leaves[i] for i in signature.batch]
-        known = (signature, *map(self._placement.batch_key, batch))
+        known = (signature, trace_settings(), *map(self._placement.batch_key, batch))
         if latest is not None and latest.known != known:
             latest = None
         program = latest and latest.program
@@ -350,7 +350,7 @@ class DataParallel:
             placement.logical_batch(x) if batch else abstract(x)
             for x, batch in zip(leaves, signature.is_batch, strict=True)
         ]
-        types = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        types = (trace_settings(), *((a.shape, a.dtype, a.weak_type) for a in avals))
         if (signature, types) not in self._traces:
             self._traces[signature, types] = traced(
                 self._step, signature, avals, self._mesh, self._axis_name, self._check_finite

@@ -157,7 +157,7 @@ def traced(
             dims[shape] = how.dim if how else None
         return dims[shape]
 
-    infer = Infer(mesh.size, chosen, level)
+    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu")
     block = infer.block(closed)
     found = marks(infer, block, level)
     layouts = found.layouts(shapes, mesh.size)

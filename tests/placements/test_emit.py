@@ -65,8 +65,10 @@ PASSES: dict[str, Callable[[Any, Any], Any]] = {
     "not linear": lambda w, x: [jnp.abs(x.sum(0)), jnp.maximum(x.sum(0), 0), jnp.sort(x.sum(0)), jnp.exp(x.mean(0))],
     "rounded": lambda w, x: lax.reduce_precision(x.sum(0), 8, 7),
     "widened": lambda w, x: total(x.astype(jnp.float32)).astype(jnp.float64).round(3),
-    "of complex numbers": lambda w, x: (lambda s: [s, s * 2, s.real, s * 1j, jnp.abs(s), s.conj()])((x + 1j * x**2).sum(0)),
-}  # fmt: skip
+    "of complex numbers": lambda w, x: (lambda s: [s, s * 2, s.real, s * 1j, jnp.abs(s), s.conj()])(
+        (x + 1j * x**2).sum(0)
+    ),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -257,7 +259,8 @@ def test_what_is_made_of_nothing() -> None:
         n = x.shape[0]
         grid = jnp.arange(n)[:, None] * jnp.ones(6)
         return [
-            grid * x, grid.T @ x, grid.sum() * x, (x * jnp.eye(n, 6)).sum(0), jnp.tri(n) @ x, jnp.full((n, 6), w[0, 0]) * x,
+            grid * x, grid.T @ x, grid.sum() * x, (x * jnp.eye(n, 6)).sum(0), jnp.tri(n) @ x,
+            jnp.full((n, 6), w[0, 0]) * x,
             jnp.zeros_like(x).at[3].set(x[0]), jnp.flip(jnp.arange(n)) * x[:, 0], jnp.arange(n).reshape(-1, 1) + x,
             jnp.arange(6 * n).reshape(n, 6) * x, jnp.arange(6 * n).reshape(6, n).T * x, jnp.ones((n, n)), jnp.arange(n),
             jnp.broadcast_to(w[0], (n, 6)) * x, jnp.squeeze(jnp.arange(n)[:, None, None]) * x[:, 1],
@@ -321,7 +324,13 @@ def test_prints_are_of_whole_values_and_come_once(capfd: pytest.CaptureFixture[s
 
 
 def test_what_is_split_stays_split_where_the_devices_divide_it() -> None:
-    f = lambda w, x: {"rows": x @ w, "columns": x.T, "gram": x @ x.T, "mean": x.mean(0), "more": jnp.concatenate([x, x])}
+    f = lambda w, x: {
+        "rows": x @ w,
+        "columns": x.T,
+        "gram": x @ x.T,
+        "mean": x.mean(0),
+        "more": jnp.concatenate([x, x]),
+    }
     even = parity.decorated(f, 4)(W, X)
     assert {k: v.sharding.is_fully_replicated for k, v in even.items()} == {
         "rows": False, "columns": False, "gram": False, "mean": True, "more": True,
@@ -424,7 +433,9 @@ def test_what_is_stored_moves_and_the_batch_does_not(equation: str) -> None:
 
 def test_between_two_splits_there_is_an_exchange() -> None:
     """A batch that is wanted in another dimension: all-to-all rather than gather."""
-    f = lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), jnp.zeros((16, 6)), jnp.swapaxes(x, 0, 1))[0]
+    f = lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), jnp.zeros((16, 6)), jnp.swapaxes(x, 0, 1))[
+        0
+    ]
     x = RNG.normal(size=(16, 8, 6))
     parity.check(f, W, x, devices=8)
     assert parity.collectives(parity.program(f, W, x)) == []

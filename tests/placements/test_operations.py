@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import parity
 import pytest
 import quick
-
 from operations_of_a_batch import OPERATIONS, batch, state
 
 EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]

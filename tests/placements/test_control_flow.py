@@ -1,0 +1,295 @@
+"""Loops and branches: what they carry, how often they reduce, and that they are those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+import quick
+from jax import lax
+
+RNG = np.random.default_rng(0)
+W = jnp.asarray(RNG.normal(size=(6, 6)) / 3)
+WAYS = [(2, 8), (4, 5), (8, 16), (3, 8)]
+"""Devices, examples."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    with quick.compilation():
+        yield
+
+
+def layer(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.mean(layer(w, x) ** 2)
+
+
+def turns(x: Any, k: int = 4) -> Any:
+    """As many parts, whatever the batch: its end is left out."""
+    n = len(x) // k if len(x) >= k else 1
+    return jnp.resize(x, (k, n, *x.shape[1:])) if len(x) < k else x[: k * n].reshape(k, n, *x.shape[1:])
+
+
+def newton(x: Any) -> Any:
+    """A root, in a number of turns that depends on the example."""
+    start = (x, jnp.asarray(0))
+    y, n = lax.while_loop(
+        lambda s: (jnp.abs(s[0] ** 2 - x**2 - 2) > 1e-3) & (s[1] < 50),
+        lambda s: ((s[0] + (x**2 + 2) / s[0]) / 2, s[1] + 1),
+        (start[0] + 3, start[1]),
+    )  # fmt: skip
+    return y, n
+
+
+FLOWS: dict[str, Callable[[Any, Any], Any]] = {
+    "scan over layers": lambda w, x: lax.scan(lambda h, w: (layer(w, h), h.mean()), x, jnp.stack([w, 2 * w, w.T])),
+    "scan over layers, gradient": lambda w, x: jax.grad(
+        lambda ws: jnp.mean(lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+    )(jnp.stack([w, 2 * w])),
+    "scan over layers, remat": lambda w, x: jax.grad(
+        lambda ws: jnp.mean(lax.scan(jax.checkpoint(lambda h, w: (layer(w, h), None)), x, ws)[0] ** 2)
+    )(jnp.stack([w, 2 * w])),
+    "scan over time": lambda w, x: lax.scan(
+        lambda h, t: (layer(w, h + t), h), jnp.zeros((len(x), 6)), jnp.stack([x, x * 2])
+    ),
+    "scan over parts": lambda w, x: lax.scan(lambda c, p: (c + loss(w, p), p.sum()), 0.0, turns(x)),
+    "scan over examples": lambda w, x: lax.scan(lambda c, r: (jnp.tanh(c @ w + r), c.sum()), jnp.zeros(6), x),
+    "scan over examples, added": lambda w, x: lax.scan(lambda c, r: (c + jnp.sin(r @ w), r.max()), w[0], x),
+    "reverse": lambda w, x: lax.scan(lambda c, r: (c * 0.5 + r, c), jnp.zeros(6), x, reverse=True),
+    "unrolled": lambda w, x: lax.scan(lambda h, w: (layer(w, h), None), x, jnp.stack([w] * 4), unroll=2),
+    "statistics carried": lambda w, x: lax.scan(
+        lambda c, w: ((c[0] @ w, 0.9 * c[1] + 0.1 * c[0].mean(0)), None), (x, jnp.zeros(6)), jnp.stack([w, w.T])
+    ),
+    "a sum that each turn uses": lambda w, x: lax.scan(
+        lambda c, p: (c + jax.grad(loss)(w - 0.1 * c, p), None), jnp.zeros_like(w), turns(x)
+    ),
+    "a clipped sum": lambda w, x: lax.scan(
+        lambda c, p: (jnp.clip(c + jax.grad(loss)(w, p), -0.1, 0.1), None), jnp.zeros_like(w), turns(x)
+    ),
+    "steps in a loop": lambda w, x: lax.fori_loop(0, 3, lambda i, w: w - 0.1 * jax.grad(loss)(w, x), w),
+    "a swap": lambda w, x: lax.fori_loop(0, 3, lambda i, c: (c[1], c[0] + x.sum(0)), (x.mean(0), w[0])),
+    "nested": lambda w, x: lax.scan(
+        lambda c, p: (lax.fori_loop(0, 2, lambda i, c: c + jax.grad(loss)(w, p) * i, c), None),
+        jnp.zeros_like(w),
+        turns(x),
+    ),
+    "lax.map": lambda w, x: [lax.map(lambda r: jnp.sort(r) @ w, x), lax.map(lambda r: r.sum(), x, batch_size=2)],
+    "lax.map, gradients": lambda w, x: lax.map(lambda r: jax.grad(loss)(w, r[None]), x).mean(0),
+    "while of the batch": lambda w, x: lax.while_loop(
+        lambda c: jnp.abs(c[0]).max() > 0.1, lambda c: (c[0] * 0.5, c[1] + 1), (x, 0)
+    ),
+    "while of the state": lambda w, x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + x.sum(0)), (0, w[0])
+    ),
+    "while, the sum decides": lambda w, x: lax.while_loop(lambda c: c.sum() < 5, lambda c: c + jnp.abs(x).sum(0), w[0]),
+    "power iteration": lambda w, x: lax.while_loop(
+        lambda c: c[1] < 20,
+        lambda c: ((lambda v: v / jnp.linalg.norm(v))(x.T @ (x @ c[0])), c[1] + 1),
+        (jnp.ones(6), 0),
+    )[0],
+    "vmap of while": lambda w, x: jax.vmap(newton)(x[:, 0]),
+    "vmap of while, of two dimensions": lambda w, x: jax.vmap(jax.vmap(newton))(x),
+    "vmap of scan": lambda w, x: jax.vmap(lambda r: lax.scan(lambda c, a: (c * 0.9 + a, c), 0.0, r))(x),
+    "vmap of cond": lambda w, x: jax.vmap(lambda r: lax.cond(r.sum() > 0, jnp.sin, jnp.cos, r))(x),
+    "cond of the batch": lambda w, x: lax.cond(x.sum() > 0, lambda: x.mean(0), lambda: (x**2).mean(0)),
+    "cond of the state": lambda w, x: lax.cond(w[0, 0] > 0, lambda x: x @ w, lambda x: x, x),
+    "cond with nothing": lambda w, x: lax.cond(x.max() > 0, lambda: jax.grad(loss)(w, x), lambda: jnp.zeros_like(w)),
+    "cond with a whole value": lambda w, x: [
+        lax.cond(x.max() > c, lambda: (x.sum(0), x), lambda: (w[0], x * 2)) for c in (-100.0, 100.0)
+    ],
+    "cond of sums": lambda w, x: (lambda g: lax.cond(x.max() > 0, lambda g: g + 1, lambda g: -g, g))(x.sum(0)),
+    "switch": lambda w, x: lax.switch(
+        jnp.argmax(x.sum(0)) % 3, [lambda x: x.sum(0), lambda x: x.max(0), lambda x: x[0]], x
+    ),
+    "cond, gradient": lambda w, x: jax.grad(lambda w: lax.cond(w[0, 0] > 0, lambda: loss(w, x), lambda: jnp.zeros(())))(
+        jnp.abs(w)
+    ),
+    "checkpoint": lambda w, x: jax.grad(lambda w: jnp.mean(jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)) ** 2))(
+        w
+    ),
+    "checkpoint with a policy": lambda w, x: jax.grad(
+        lambda w: jnp.mean(jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)(w, layer(w, x)) ** 2)
+    )(w),
+    "an associative scan": lambda w, x: lax.associative_scan(lambda a, b: a + 0.5 * b, x),
+    "carries of integers": lambda w, x: lax.scan(
+        lambda c, r: (c + (r > 0).sum().astype(jnp.uint8), c), jnp.uint8(250), x
+    ),
+    "carries of 16 bits": lambda w, x: lax.scan(lambda c, p: (c + p.sum(0), None), w[0] * 0, turns(jnp.round(x)))[0],
+    "a counter": lambda w, x: lax.scan(lambda c, p: ((c[0] + p.sum(0), c[1] + 1), c[1]), (w[0], 0), turns(x)),
+    "keys": lambda w, x: lax.scan(
+        lambda k, p: (jax.random.split(k)[0], (p * jax.random.normal(k, p.shape)).sum(0)), jax.random.key(0), turns(x)
+    ),
+    "the last gradient": lambda w, x: lax.scan(lambda c, p: (jax.grad(loss)(w, p), None), jnp.zeros_like(w), turns(x))[
+        0
+    ],
+    "custom root": lambda w, x: jax.grad(
+        lambda a: lax.custom_root(
+            lambda y: y**3 - a * x.sum() ** 2,
+            1.0,
+            lambda f, y: lax.fori_loop(0, 60, lambda i, y: y - f(y) / (3 * y**2 + 1e-9), y),
+            lambda g, y: y / g(1.0),
+        )
+    )(2.0),
+    "a solver": lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v) + v, w[0], maxiter=8)[0],
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_as_on_one_device(name: str) -> None:
+    for i in (0, 1):
+        devices, rows = WAYS[(2 * list(FLOWS).index(name) + i) % len(WAYS)]
+        parity.check(FLOWS[name], W, RNG.normal(size=(rows, 6)), devices=devices)
+
+
+# --- accumulation
+
+
+def accumulate(loop: str, body: Callable[[Any, Any], Any], start: Any, parts: Any) -> Any:
+    """``start`` and what `body` adds to it, as users write it."""
+    k = len(jax.tree.leaves(parts)[0])
+    part = lambda i: jax.tree.map(lambda x: x[i], parts)
+    if loop == "scan":
+        return lax.scan(lambda c, p: (body(c, p), None), start, parts)[0]
+    if loop == "fori":
+        return lax.fori_loop(0, k, lambda i, c: body(c, part(i)), start)
+    if loop == "while":
+        return lax.while_loop(lambda s: s[0] < k, lambda s: (s[0] + 1, body(s[1], part(s[0]))), (0, start))[1]
+    assert loop == "python"
+    for i in range(k):
+        start = body(start, part(i))
+    return start
+
+
+X = RNG.normal(size=(32, 6))
+LOOPS = ["scan", "fori", "while", "python"]
+
+
+@pytest.mark.parametrize("k", [2, 4, 8, 16])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_accumulated_gradients_are_reduced_once_after_the_loop(loop: str, k: int) -> None:
+    def step(w: Any, x: Any) -> Any:
+        parts = x.reshape(k, -1, 6)
+        add = lambda c, p: jax.tree.map(jnp.add, c, jax.value_and_grad(loss)(w, p))
+        value, grad = accumulate(loop, add, (jnp.zeros(()), jnp.zeros_like(w)), parts)
+        return w - grad / k, value / k
+
+    found = parity.collectives(parity.program(step, W, X, bucket_bytes=0))
+    reductions = [one for one in found if one[0] == "all-reduce"]
+    assert sorted(reductions) == [("all-reduce", (), ""), ("all-reduce", (6, 6), "")]
+    assert all(kind in ("all-gather", "all-to-all") and where == "" for kind, _, where in found if kind != "all-reduce")
+    parity.check(step, W, X, devices=8)
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori"])
+def test_a_penalty_on_the_weights_does_not_keep_the_reduction_in_the_loop(loop: str) -> None:
+    def step(w: Any, x: Any) -> Any:
+        penalised = lambda w, p: loss(w, p) + 0.1 * jnp.sum(w**2)
+        return w - accumulate(loop, lambda c, p: c + jax.grad(penalised)(w, p), jnp.zeros_like(w), x.reshape(4, -1, 6))
+
+    found = [one for one in parity.collectives(parity.program(step, W, X)) if one[0] == "all-reduce"]
+    assert found == [("all-reduce", (6, 6), "")]
+    parity.check(step, W, X, devices=8)
+
+
+def test_the_sum_starts_where_the_user_says() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return accumulate("scan", lambda c, p: c + jax.grad(loss)(w, p), w * 3, x.reshape(4, -1, 6))
+
+    parity.check(step, W, X, devices=8)
+
+
+@pytest.mark.parametrize("name", ["a sum that each turn uses", "a clipped sum"])
+def test_a_sum_that_each_turn_uses_is_reduced_in_each(name: str) -> None:
+    found = parity.collectives(parity.program(FLOWS[name], W, X))
+    assert [where for kind, shape, where in found if kind == "all-reduce" and shape == (6, 6)] == ["scan 4/"]
+
+
+def test_microbatches_on_each_device_are_its_own() -> None:
+    """``i::k``: no device sends examples."""
+    import jaxdist
+
+    def step(w: Any, x: Any) -> Any:
+        value, grads = jaxdist.value_and_grad(loss, microbatches=4)(w, x)
+        return w - grads, value
+
+    found = parity.collectives(parity.program(step, W, X, bucket_bytes=0))
+    assert sorted(found) == [("all-reduce", (), ""), ("all-reduce", (6, 6), "")]
+    parity.check(step, W, X, devices=8)
+    parity.check(step, W, X[:28], devices=8)
+
+
+def test_a_loop_over_examples_runs_a_devices_own_turns() -> None:
+    program = parity.program(lambda w, x: lax.map(lambda r: jnp.sort(r @ w), x), W, X)
+    assert parity.collectives(program) == []
+    (length,) = [eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == "scan"]
+    assert length == 4
+
+
+def test_a_while_over_examples_keeps_its_own_count() -> None:
+    program = parity.program(lambda w, x: jax.vmap(newton)(x[:, 0]), W, X)
+    assert parity.collectives(program) == []
+
+
+def test_a_checkpoint_stays_one() -> None:
+    policy = jax.checkpoint_policies.nothing_saveable
+
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(lambda w: jnp.mean(jax.checkpoint(layer, policy=policy)(w, x) ** 2))(w)
+
+    program = parity.program(step, W, X)
+    (remat,) = [eqn for eqn in program.eqns if eqn.primitive.name in ("checkpoint", "remat", "remat2")]
+    assert remat.params["policy"] is policy
+    assert parity.collectives(program) == [("all-reduce", (6, 6), "")]
+
+
+def test_nested_loops_are_traced_once() -> None:
+    """And placed a few times at most: not by the power of their depth."""
+    traced: list[int] = []
+
+    def deep(w: Any, x: Any, depth: int) -> Any:
+        if not depth:
+            traced.append(1)
+            return jax.grad(loss)(w, x)
+        return lax.scan(lambda c, _: (c + deep(w - 0.1 * c, x, depth - 1), None), jnp.zeros_like(w), None, length=2)[0]
+
+    from jaxdist.placements import infer
+
+    walks: list[int] = []
+    original = infer._Walk.__init__
+
+    def counting(self: Any, *args: Any) -> None:
+        walks.append(1)
+        original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(infer._Walk, "__init__", counting)
+        counts = []
+        for depth in (1, 2, 3, 4):
+            walks.clear()
+            traced.clear()
+            parity.program(lambda w, x, depth=depth: deep(w, x, depth), W, X)
+            counts.append(len(walks))
+            assert len(traced) <= 2 * depth  # jax's own
+    assert counts[3] - counts[2] <= 2 * (counts[2] - counts[1]) + 4, counts
+
+
+def test_the_last_turns_effects_and_order() -> None:
+    """Loops whose collectives sit in branches: all devices take the same."""
+
+    def step(w: Any, x: Any) -> Any:
+        def turn(c: Any, p: Any) -> Any:
+            up = lambda: c + jax.grad(loss)(w - c, p)
+            return lax.cond(p.sum() > 0, up, lambda: c * 0.5), p.max()
+
+        return lax.scan(turn, jnp.zeros_like(w), x.reshape(4, -1, 6))
+
+    parity.check(step, W, X, devices=8)

@@ -1,0 +1,158 @@
+"""Which part of a step's result is the next value of which argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import parity
+import pytest
+from jax import lax
+
+import jaxdist
+
+X = np.random.default_rng(0).normal(size=(16, 3))
+W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)))
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w) ** 2)
+
+
+def sgd(w: Any, x: Any) -> Any:
+    return w - 0.1 * jax.grad(loss_fn)(w, x)
+
+
+def sources(f: Callable[..., Any], *args: Any, **settings: Any) -> list[str | None]:
+    """For each leaf of the result the name of the argument's leaf whose next value it is."""
+    step = jaxdist.data_parallel(f, **settings)
+    step.lower(*args)  # type: ignore[attr-defined]
+    ((signature, _),) = step._traces  # type: ignore[attr-defined]
+    (trace,) = step._traces.values()  # type: ignore[attr-defined]
+    return [None if i is None else signature.names[i] for i in trace.sources]
+
+
+def placed(x: Any) -> Any:
+    """A copy that is on the mesh already, so that a step takes it as it is."""
+    return jax.device_put(np.array(x), jax.NamedSharding(jaxdist.get_context().mesh, jax.P()))
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+TX = optax.adam(0.1)
+
+
+def test_a_target_that_is_only_read() -> None:
+    """``step(target, params, batch) -> (params, loss)``: the target is not moved."""
+
+    def step(target: Any, params: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p - x @ target) ** 2))(params)
+        return params - 0.1 * grads, loss
+
+    assert sources(step, 2 * W, W, X) == ["params", None]
+    decorated = jaxdist.data_parallel(step)
+    target, params = placed(2 * W), placed(W)
+    plain = W
+    for _ in range(3):
+        params, loss = decorated(target, params, X)
+        plain, want = step(2 * W, plain, X)
+        np.testing.assert_allclose(params, plain, rtol=1e-12)
+        np.testing.assert_allclose(loss, want, rtol=1e-12)
+    assert not target.is_deleted(), "it is not returned, so it is not donated"
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[str | None]]] = {
+    "in order": (lambda w, m, x: (sgd(w, x), 0.9 * m + 0.1 * w), (W, W), ["w", "m"]),
+    "swapped": (lambda w, m, x: (0.9 * m + sgd(W, x), w - sgd(W, x)), (W, W), ["m", "w"]),
+    "a moving average of the new ones": (
+        lambda w, average, x: (lambda n: (n, 0.9 * average + 0.1 * n))(sgd(w, x)), (W, W), ["w", "average"],
+    ),
+    "returned as it is": (lambda w, m, x: (sgd(w, x) + 0 * m, m), (W, W), ["w", "m"]),
+    "only the second": (lambda a, b, x: (b + x.mean() + a.sum(), (a * b).sum()), (W, W), ["b", None]),
+    "a loss of a scalar's type": (lambda s, x: (s - 0.1 * x.mean(), (s * x).mean()), (jnp.zeros(()),), ["s", None]),
+    "a loss alone": (lambda s, x: (s * x).mean(), (jnp.zeros(()),), [None]),
+    "a learning rate that is read": (lambda w, lr, x: (w - lr * x.mean(), (w * lr).sum()), (W, jnp.ones(())), ["w", None]),
+    "a counter and a key": (
+        lambda w, n, k, x: (sgd(w, x), n + 1, jax.random.split(k)[0], jax.random.normal(k, ())),
+        (W, 0, jax.random.key(0)), ["w", "n", "k", None],
+    ),
+    "a count that is no counter": (lambda n, x: (n + 1, jnp.sum(x > 0)), (jnp.zeros((), int),), ["n", None]),
+    "a clipped one": (lambda w, x: jnp.clip(sgd(w, x), -1, 1), (W,), ["w"]),
+    "decayed and masked": (lambda w, x: jnp.where(x.mean() > 0, 0.9 * w, sgd(w, x)), (W,), ["w"]),
+    "projected": (lambda w, x: (lambda n: n / jnp.linalg.norm(n))(sgd(w, x)), (W,), ["w"]),
+    "moved in a loop": (lambda w, x: lax.fori_loop(0, 3, lambda i, w: sgd(w, x), w), (W,), ["w"]),
+    "moved in a scan": (lambda w, x: lax.scan(lambda w, _: (sgd(w, x), loss_fn(w, x)), w, None, length=2), (W,), ["w", None]),
+    "moved in a branch": (lambda w, x: lax.cond(x.mean() > 0, sgd, lambda w, x: w, w, x), (W,), ["w"]),
+    "cast and cast back": (lambda w, x: (w.astype(jnp.float32) - 1).astype(w.dtype), (W,), ["w"]),
+    "another type": (lambda w, x: (sgd(w, x).astype(jnp.float32), x.mean()), (W,), ["w", None]),
+    "gradients for a caller": (lambda w, x: jax.grad(loss_fn)(w, x), (W,), [None]),
+    "a list in a dict": (
+        lambda s, x: ({"a": [sgd(s["a"][0], x)], "b": s["b"] + 1}, {"loss": x.mean()}), ({"a": [W], "b": 0},),
+        ["s['a'][0]", "s['b']", None],
+    ),
+    "within the result": (lambda w, m, x: {"aux": x.mean(), "state": (sgd(w, x), m * 0.5)}, (W, W), [None, "w", "m"]),
+    "twice the same": (lambda w, x: (lambda n: (n, n))(sgd(w, x)), (W,), ["w", None]),
+    "nothing at all": (lambda w, x: x.sum(), (W,), [None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_next_value(name: str) -> None:
+    f, state, expected = CASES[name]
+    assert sources(f, *state, X) == expected
+    parity.check(f, *state, X, devices=8)
+
+
+def test_optimizers_and_train_states() -> None:
+    def step(state: State, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, x)
+        updates, opt_state = TX.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), opt_state), loss
+
+    found = sources(step, State(W, TX.init(W)), X)
+    assert found[-1] is None
+    assert all(name is not None and name.startswith("state") for name in found[:-1])
+
+
+def test_two_networks_that_look_alike() -> None:
+    """A GAN: each is moved by its own gradient."""
+
+    def step(g: Any, d: Any, x: Any) -> Any:
+        fake = lambda g: jnp.tanh(x @ g["a"]) @ g["b"]
+        score = lambda d, y: jnp.tanh(y @ d["a"]) @ d["b"]
+        loss = lambda g, d: jnp.mean(score(d, fake(g)) ** 2) - jnp.mean(score(d, x) ** 2)
+        move = lambda p, u: jax.tree.map(lambda p, u: p - 0.1 * u, p, u)
+        d_ = move(d, jax.grad(loss, 1)(g, d))
+        return move(g, jax.grad(loss)(g, d_)), d_, loss(g, d)
+
+    net = {"a": W, "b": W.T}
+    other = jax.tree.map(lambda x: 2 * x, net)
+    assert sources(step, net, other, X) == ["g['a']", "g['b']", "d['a']", "d['b']", None]
+    parity.check(step, net, other, X, devices=8)
+
+
+def test_a_tie_is_an_error_that_shows_both_readings() -> None:
+    def step(a: Any, b: Any, x: Any) -> Any:
+        return a + b + x.mean(), x.sum()
+
+    with pytest.raises(jaxdist.StepError, match=r"the next value of a or b.*Return the other one too"):
+        jaxdist.data_parallel(step)(W, W, X)
+    both = lambda a, b, x: (a + b + x.mean(), b, x.sum())
+    parity.check(both, W, W, X, devices=8)
+
+
+def test_only_what_is_returned_is_donated() -> None:
+    read, moved = placed(W), placed(2 * W)
+    step = jaxdist.data_parallel(lambda a, b, x: (b - a * x.mean(), x.sum()))
+    step(read, moved, X)
+    assert moved.is_deleted()
+    assert not read.is_deleted()
+    with pytest.raises((RuntimeError, ValueError), match=r"\bb\b.*(deleted|donat)"):
+        step(read, moved, X)

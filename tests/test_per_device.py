@@ -1,0 +1,165 @@
+"""`per_device`: code for each device, by choice, inside a step and outside of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+
+X = np.random.default_rng(0).normal(size=(16, 3))
+W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)))
+PARTS = X.reshape(8, 2, 3)
+
+
+def test_each_device_sees_its_part() -> None:
+    center = jaxdist.per_device(lambda x: x - x.mean(0), P("data"), P("data"))
+    right = (PARTS - PARTS.mean(1, keepdims=True)).reshape(X.shape)
+    np.testing.assert_allclose(center(X), right)  # outside of a step, over the job's mesh
+    np.testing.assert_allclose(jaxdist.data_parallel(center)(X), right)
+    np.testing.assert_allclose(jax.jit(center)(X), right)
+
+    @jaxdist.data_parallel(donate=False)
+    def step(w: Any, x: Any) -> Any:
+        return center(x) @ w, x.mean()
+
+    got, mean = step(W, X)
+    np.testing.assert_allclose(got, right @ W)
+    np.testing.assert_allclose(mean, X.mean())
+
+
+def test_the_specs_say_what_a_device_sees_and_what_comes_back() -> None:
+    seen: list[Any] = []
+
+    def each(w: Any, x: Any, tree: Any) -> Any:
+        seen.append((w.shape, x.shape, tree["a"].shape))
+        return {"sum": lax.psum(x.sum(), "data"), "rows": x[:, :1], "columns": x.T, "own": x.sum(keepdims=True)[0]}
+
+    out = {"sum": P(), "rows": P("data"), "columns": P(None, "data"), "own": P("data")}
+    run = jaxdist.per_device(each, (P(), P("data"), {"a": P(None, "data")}), out)
+    step = jaxdist.data_parallel(lambda w, x: run(w, x, {"a": x.T}), donate=False)
+    got = step(W, X)
+    assert set(seen) == {((3, 2), (2, 3), (3, 2))}
+    np.testing.assert_allclose(got["sum"], X.sum())
+    np.testing.assert_array_equal(got["rows"], X[:, :1])
+    np.testing.assert_array_equal(got["columns"], X.T)
+    np.testing.assert_allclose(
+        got["own"], PARTS.sum((1, 2))[:, None].sum(1) if got["own"].ndim == 1 else PARTS.sum((1,))
+    )
+
+
+def test_gradients_pass_through() -> None:
+    """Of a BatchNorm whose statistics are each device's own: as PyTorch's DDP has it."""
+
+    def local(x: Any) -> Any:
+        return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+
+    norm = jaxdist.per_device(local, P("data"), P("data"))
+
+    def step_of(norm: Any) -> Any:
+        def step(w: Any, x: Any) -> Any:
+            loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(norm(x @ w)) ** 2))(w)
+            return w - 0.1 * grad, loss
+
+        return step
+
+    by_parts = lambda y: jnp.concatenate([local(p) for p in jnp.split(y, 8)])
+    want = step_of(by_parts)(W, X)
+    got = jaxdist.data_parallel(step_of(norm))(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), got, want)
+    whole = jaxdist.data_parallel(step_of(local))(W, X)
+    assert abs(float(whole[1]) - float(want[1])) > 1e-4
+
+
+def test_a_flax_batch_norm_for_each_device() -> None:
+    model = nn.BatchNorm(use_running_average=False, param_dtype=jnp.float64, dtype=jnp.float64)
+    variables = model.init(jax.random.key(0), X[:2])
+
+    def local(variables: Any, x: Any) -> Any:
+        out, new = model.apply(variables, x, mutable=["batch_stats"])
+        return out, lax.pmean(new["batch_stats"], "data")
+
+    each = jaxdist.per_device(local, (P(), P("data")), (P("data"), P()))
+    out, stats = jaxdist.data_parallel(each, donate=False)(variables, X)
+    right = np.concatenate([(p - p.mean(0)) / np.sqrt(p.var(0) + 1e-5) for p in PARTS])
+    np.testing.assert_allclose(out, right, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(stats["var"], 0.99 + 0.01 * PARTS.var(1).mean(0), rtol=1e-6)
+
+
+def test_fold_rank_draws_differently_on_each_device() -> None:
+    key = jax.random.key(0)
+    draw = jaxdist.per_device(lambda key: jax.random.uniform(jaxdist.fold_rank(key), (1,)), P(), P("data"))
+    draws = np.asarray(jaxdist.data_parallel(lambda key, x: (key, draw(key)))(key, X)[1])
+    assert len(set(draws.tolist())) == 8
+    np.testing.assert_array_equal(draws, draw(key))
+    np.testing.assert_array_equal(draws[3], jax.random.uniform(jax.random.fold_in(key, 3)))
+
+
+def test_collectives_by_hand() -> None:
+    def each(x: Any) -> Any:
+        total = jaxdist.allreduce(x.sum())
+        return x / total, lax.axis_index("data")[None], lax.psum(1, "data")[None] if False else jnp.ones(1)
+
+    out, index, _ = jaxdist.data_parallel(jaxdist.per_device(each, P("data"), P("data")))(X)
+    np.testing.assert_allclose(out, X / X.sum())
+    np.testing.assert_array_equal(index, np.arange(8))
+
+
+def test_in_loops_branches_and_under_vmap() -> None:
+    scale = jaxdist.per_device(lambda w, x: jnp.tanh(x * w.sum()), (P(), P("data")), P("data"))
+
+    def step(w: Any, x: Any) -> Any:
+        looped, _ = lax.scan(lambda c, _: (scale(w, c), None), x, None, length=3)
+        branch = lax.cond(x.sum() > 0, lambda: scale(w, x), lambda: x)
+        inner = jax.grad(lambda w: jax.checkpoint(scale)(w, x).mean())(w)
+        return looped, branch, inner
+
+    def plain(w: Any, x: Any) -> Any:
+        one = lambda w, x: jnp.tanh(x * w.sum())
+        for_loop = one(w, one(w, one(w, x)))
+        return for_loop, jnp.where(x.sum() > 0, one(w, x), x), jax.grad(lambda w: one(w, x).mean())(w)
+
+    got = parity.decorated(step, 8)(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), got, plain(W, X))
+
+
+def test_a_shard_map_of_ones_own() -> None:
+    mesh = jaxdist.get_context().mesh
+    each = jax.shard_map(lambda x: x - lax.pmean(x.mean(0), "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    got = jaxdist.data_parallel(lambda w, x: (w, each(x)), donate=False)(W, X)[1]
+    np.testing.assert_allclose(got, X - X.mean(0), atol=1e-14)
+    fewer = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    other = jax.shard_map(lambda x: x, mesh=fewer, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises((jaxdist.StepError, ValueError), match="mesh"):
+        jaxdist.data_parallel(lambda w, x: (w, other(x)), donate=False)(W, X)
+
+
+def test_over_the_mesh_of_the_step() -> None:
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    sizes = jaxdist.per_device(lambda x: jnp.full((1,), len(x)), P("data"), P("data"))
+    got = jaxdist.data_parallel(lambda w, x: (w, sizes(x)), mesh=mesh)(W, X)[1]
+    assert np.asarray(got).tolist() == [8, 8]
+
+
+def test_kernels_that_types_do_not_know() -> None:
+    def each(x: Any) -> Any:
+        return jax.pure_callback(lambda x: np.sort(x, 0), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    step = jaxdist.data_parallel(jaxdist.per_device(each, P("data"), P("data"), check_vma=False))
+    np.testing.assert_array_equal(step(X), np.sort(PARTS, 1).reshape(X.shape))
+
+
+def test_what_the_devices_do_not_divide_is_refused() -> None:
+    each = jaxdist.per_device(lambda x: x, P("data"), P("data"))
+    for run in (each, jaxdist.data_parallel(each)):
+        with pytest.raises(ValueError, match="13"):
+            run(X[:13])
