@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
+import idioms
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +77,7 @@ def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
     losses = []
     for i in range(steps):
         *state, aux = call(state, i)  # type: ignore[assignment]
-        losses.append(jax.tree.map(np.asarray, aux))
+        losses.append(jax.tree.map(np.asarray, jaxdist.unshard(aux)))
     return state, losses
 
 
@@ -115,9 +116,10 @@ def difference(a: Any, b: Any) -> float:
         x, y = _host(x), _host(y)
         assert x.shape == y.shape, (x.shape, y.shape)
         if x.size:
-            assert np.isfinite(x.astype(np.float64)).all()
-            gap = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
-            worst = max(worst, float(gap / (1 + np.abs(x).astype(np.float64).max())))
+            wide = np.complex128 if np.iscomplexobj(x) else np.float64
+            x, y = x.astype(wide), y.astype(wide)
+            assert np.isfinite(x).all()
+            worst = max(worst, float(np.abs(x - y).max() / (1 + np.abs(x).max())))
     return worst
 
 
@@ -502,6 +504,13 @@ def with_equinox() -> Case:
 
 def optimizer(name: str, tx: Any) -> Case:
     return _params_case(f"MLP, {name}", _mlp_loss, _mlp_params(), _zero(tx), _vectors)
+
+
+@functools.cache
+def idiom(name: str, level: int = 0) -> Case:
+    """A case of the catalogue of `idioms`, its optimizer at a level of `jaxdist.zero`."""
+    step, state = idioms.IDIOMS[name](lambda tx: jaxdist.zero(tx, level) if level else tx)  # type: ignore[arg-type]
+    return Case(name, step, state, lambda i: idioms.batch(i, BATCH))
 
 
 CASES: dict[str, Callable[[], Case]] = {

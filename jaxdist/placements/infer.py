@@ -365,6 +365,9 @@ class _Walk:
             elif node.name in _KEEPS_DIMS and len(shape) > p.dim:
                 dims.append(p.dim)
             dims = [d for d in dims if shape[d] >= self.n]
+            # One of k parts of a batch: its examples are in the dimension after that of the parts.
+            if not dims and node.name in _KEEPS_DIMS and p.dim + 1 < len(shape) and shape[p.dim + 1] >= self.n:
+                dims = [p.dim + 1]
             if dims:
                 return next((d for d in dims if shape[d] % self.n == 0), dims[0])
         return None
@@ -411,7 +414,6 @@ class _Walk:
         """The operation with one factor cut, and what moves for it."""
         takes: list[Form] = []
         cost = 0
-        gathered = 0
         stored = split.stored
         kind = described.reduced.get(factor)
         for k, (p, dims, i) in enumerate(zip(ins, described.operands, node.ins, strict=True)):
@@ -426,7 +428,6 @@ class _Walk:
             moved = self.infer.move(p, to, aval)[1]
             if isinstance(p, Split) and not p.stored and moved:
                 stored = False
-                gathered += moved
             cost += moved
             takes.append(to)
         gives: list[Placement] = []

@@ -92,7 +92,7 @@ def _node(
             if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "asked"):
                 found.sharded.add(args[0].index)
     if name in _SAME:
-        return args[:1]
+        return args[: len(node.outs)]
     if name == "convert_element_type":
         return [args[0] and _From(args[0].index, exact=False)]
     if name == "optimization_barrier":

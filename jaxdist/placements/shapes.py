@@ -232,12 +232,10 @@ def _mark(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 
 @special("jaxdist_plain", "reshard", "sharding_constraint", "mesh_cast", "device_put", "pvary")
-def _same(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _same(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """The value itself: a decorated step inside of another one, and what only says where a value is."""
-    if len(ins) != 1:
-        return None
-    to = REPLICATED if isinstance(ins[0], Deferred) else ins[0]
-    return Plan([form(to)], [to], lambda emitter, node, xs: xs)
+    gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
+    return Plan([form(p) for p in gives], gives, lambda emitter, node, xs: xs)
 
 
 @special("jaxdist_count")

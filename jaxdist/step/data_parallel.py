@@ -29,7 +29,7 @@ from jaxdist.placements import report
 from jaxdist.placements.infer import Placed
 from jaxdist.step.agree import Agreement, Description, list_ranks
 from jaxdist.step.fingerprint import constants
-from jaxdist.step.layouts import Layout, choose, sharding
+from jaxdist.step.layouts import Layout, Padded, choose, sharding
 from jaxdist.step.placement import ELSEWHERE, Placement, abstract, batch_problem, checksum, in_shards
 from jaxdist.step.primitives import AXIS, plain_p
 from jaxdist.step.program import OtherTypesError, Program, Signature, Static, Traced, is_array, picker, traced
@@ -228,6 +228,7 @@ class DataParallel:
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
             self._agreed.clear()  # the next call finds out whether it failed on every rank
+            self._name_deleted(args, error)
             raise
         self._agreement.returned(self._name, result)
         if self._log is not None:
@@ -240,6 +241,19 @@ class DataParallel:
             sync.compare(self._context, result, f"check of {self._name} call {call}",
                          f"step {self._name!r}, call {call}: result")  # fmt: skip
         return result
+
+    def _name_deleted(self, args: tuple[Any, ...], error: BaseException) -> None:
+        """XLA's error for an array whose memory another call has taken says neither which nor why."""
+        leaves = jax.tree_util.tree_leaves_with_path(args)
+        gone = [path for path, x in leaves if isinstance(x, (jax.Array, Padded)) and x.is_deleted()]
+        if not gone or not isinstance(error, (RuntimeError, ValueError)):
+            return
+        parameters = _parameter_names(self._step, len(args))
+        name = parameters[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
+        raise RuntimeError(
+            f"step {self._name!r}: {name} was deleted: an earlier call of a step, which returned its next value, took "
+            "its memory. Go on with what that call returned, or decorate with donate=False"
+        ) from error
 
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step; but it must not be compiled as it is in a job of several devices."""

@@ -134,12 +134,22 @@ def match(
             return None
         return carried, depends
 
+    def places(tree: Any, first: int, argument: tuple[Any, list[int], str]) -> int:
+        """In how many parts of the result an argument's next value may be."""
+        if score(first, tree, argument) is not None:
+            return 1
+        found = 0
+        for child in tree.children():
+            found += places(child, first, argument)
+            first += child.num_leaves
+        return found
+
     def visit(tree: Any, first: int) -> None:
         scores = [(s, argument) for argument in left if (s := score(first, tree, argument)) is not None]
         if scores:
             best = max(s for s, _ in scores)
             tied = [argument for s, argument in scores if s == best]
-            if len(tied) > 1 and best[1] and _count(out_tree, tree) < len(tied):
+            if len(tied) > 1 and best[1] and places(out_tree, 0, tied[0]) < len(tied):
                 names = " or ".join(name for _, _, name in tied)
                 raise StepError(
                     f"a part of the result may be the next value of {names}: it has the structure and types of each, "
@@ -162,10 +172,3 @@ def _kind(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return "float" if jnp.issubdtype(dtype, jnp.inexact) else "bool" if jnp.issubdtype(dtype, jnp.bool_) else "int"
-
-
-def _count(tree: Any, wanted: Any) -> int:
-    """How often a structure occurs in another."""
-    if tree == wanted:
-        return 1
-    return sum(_count(child, wanted) for child in tree.children())

@@ -360,9 +360,3 @@ def _has_constants(tree: Any) -> bool:
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
     leaves = {False: iter(state), True: iter(batch)}
     return [next(leaves[b]) for b in is_batch]
-
-
-def leaf_names(tree: Any) -> list[str]:
-    """The path of each leaf of a structure, as Python would write it."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, [0] * tree.num_leaves))
-    return [jax.tree_util.keystr(path) for path, _ in paths]
