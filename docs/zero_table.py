@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 import jaxdist
-from jaxdist.placements.infer import Placed, nbytes
+from jaxdist.placements.plan import Placed, nbytes
 from jaxdist.step.interpreter import subjaxprs
 from jaxdist.step.primitives import gather_shards_p
 

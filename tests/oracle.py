@@ -101,7 +101,12 @@ def _zero(tx: Any) -> Any:
 @functools.cache
 def expected(name: str, rows: int = BATCH) -> list[Any]:
     """The leaves of what one device computes, as host arrays; computed once."""
-    return [_host(x) if hasattr(x, "dtype") else "constant" for x in jax.tree.leaves(run_plain(case(name), rows=rows))]
+    return leaves(run_plain(case(name), rows=rows))
+
+
+def leaves(result: Any) -> list[Any]:
+    """Of a run, as host arrays."""
+    return [_host(x) if hasattr(x, "dtype") else "constant" for x in jax.tree.leaves(result)]
 
 
 def difference(a: Any, b: Any) -> float:
@@ -507,10 +512,10 @@ def optimizer(name: str, tx: Any) -> Case:
 
 
 @functools.cache
-def idiom(name: str, level: int = 0) -> Case:
-    """A case of the catalogue of `idioms`, its optimizer at a level of `jaxdist.zero`."""
+def idiom(name: str, rows: int, level: int = 0) -> Case:
+    """A case of the catalogue of `idioms`, its optimizer at a level of `jaxdist.zero`, for `rows` examples."""
     step, state = idioms.IDIOMS[name](lambda tx: jaxdist.zero(tx, level) if level else tx)  # type: ignore[arg-type]
-    return Case(name, step, state, lambda i: idioms.batch(i, BATCH))
+    return Case(name, step, state, lambda i: idioms.batch(i, rows))
 
 
 CASES: dict[str, Callable[[], Case]] = {

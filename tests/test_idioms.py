@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import idioms
 import jax
@@ -50,15 +49,16 @@ def examples(name: str, even: bool) -> int:
 def test_as_on_one_device(name: str, way: tuple[int, int, bool]) -> None:
     devices, level, even = way
     size = examples(name, even)
-    case = oracle.idiom(name, level)
+    case = oracle.idiom(name, size, level)
     got = oracle.run_decorated(case, steps=STEPS, rows=size, mesh=Mesh(jax.devices()[:devices], ("data",)))
-    assert oracle.difference(oracle.run_plain(oracle.idiom(name), STEPS, size), got) <= case.tolerance
+    assert oracle.difference(oracle.run_plain(oracle.idiom(name, size), STEPS, size), got) <= case.tolerance
 
 
 SOUGHT = (
     "masked_mean", "cnn_batchnorm", "infonce", "ppo_advantage_normalised", "vicreg", "concordance_loss",
     "topk_hard_mining", "quantile_clipping", "mixup_reverse", "private_vmap", "moco_queue", "examples_seen_schedule",
-    "flax_batchnorm_dropout", "adversarial_examples", "aux_of_all_kinds", "moe_top1_capacity", "transformer", "tilted_loss",
+    "flax_batchnorm_dropout", "adversarial_examples", "aux_of_all_kinds", "moe_top1_capacity", "transformer",
+    "tilted_loss",
 )  # fmt: skip
 """What a step that is traced as one device's part gets wrong, or has to refuse."""
 

@@ -1,8 +1,17 @@
 """Placements: how the devices hold each value of a step, inferred and then emitted as one device's program.
 
-Where is what: `values` the placements; `block` the step as a flat list; `describe` and `rules` the table of rules;
-`infer` the walk that settles placements, `shapes`, `random_bits`, `control_flow` what it knows of such operations;
-`emit` the program of one device.
+| where | what |
+|---|---|
+| `values` | the placements: Replicated, Split, Partial, Deferred |
+| `block` | a step as a flat list of operations |
+| `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
+| `infer`, `plan` | the walk that settles the placement of each value, and what it settles |
+| `summands`, `shapes`, `random_bits`, `control_flow` | what it knows of such operations |
+| `marks` | what `jaxdist.zero` asks for |
+| `emit`, `run` | the program of one device, once |
+| `wires` | which summands may travel compressed |
+| `buckets` | which collectives travel together |
+| `report` | what moves, and what every device repeats |
 """
 
 from jaxdist.placements import control_flow, random_bits, shapes  # noqa: F401  (they enter their rules)

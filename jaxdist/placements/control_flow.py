@@ -16,7 +16,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, primitives
 
 from jaxdist import compat
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.infer import Infer, Placed, Plan, _Walk, nbytes, refuse, settled, special
+from jaxdist.placements.infer import Infer, Walk, refuse, settled, special
+from jaxdist.placements.plan import Placed, Plan, nbytes
 from jaxdist.placements.values import (
     PARTIAL,
     REPLICATED,
@@ -115,7 +116,7 @@ class _Carries:
 
 
 @special("scan")
-def _scan(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer, params = walk.infer, node.eqn.params
     first, count = compat.scan_split(params)
     rest = first + count
@@ -164,7 +165,7 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
     return tile(even[0], aval.shape[even[0]], infer.devices, p.stored) if even else REPLICATED
 
 
-def _own_turns(walk: _Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int) -> Plan | None:
+def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int) -> Plan | None:
     """A loop over the batch whose turns have nothing to do with each other but that they are added up."""
     if any(has_effect(n.eqn) or n.name in ("jaxdist_shard", "shard_map") for n in block.nodes):
         return None
@@ -208,7 +209,7 @@ def _own_turns(walk: _Walk, node: Node, ins: Sequence[Placement], block: Block, 
 
 
 @special("while")
-def _while(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer, params = walk.infer, node.eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     first = n_cond + n_body
@@ -239,7 +240,7 @@ def _while(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
 
 
 def _batched_while(
-    walk: _Walk,
+    walk: Walk,
     node: Node,
     ins: Sequence[Placement],
     asked: Sequence[Placement],
@@ -283,7 +284,7 @@ def _is_local(infer: Infer, placed: Placed) -> bool:
 
 
 @special("cond")
-def _cond(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer, branches = walk.infer, node.eqn.params["branches"]
     given = [p if isinstance(p, Partial) else _inside(p) for p in ins[1:]]
     blocks = [infer.block(b, node.backward) for b in branches]
@@ -316,7 +317,7 @@ def _is_nothing(p: Placement) -> bool:
 
 
 @special("checkpoint", "remat", "remat2")
-def _checkpoint(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer = walk.infer
     block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
     given = [p if isinstance(p, Partial) else _inside(p) for p in ins]
@@ -336,7 +337,7 @@ def _checkpoint(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
 
 
 @special("shard_map")
-def _shard_map(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """What the specs say; the body is a device's program already."""
     params, n = node.eqn.params, walk.n
     mesh = params["mesh"]
@@ -388,7 +389,7 @@ def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:
 
 
 @special("debug_callback", "debug_print")
-def _debug(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """On the root, once, with whole values."""
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
@@ -399,7 +400,7 @@ def _debug(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
 
 
 @special("pure_callback", "io_callback")
-def _callback(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """On the root; what it returns goes to all."""
     outs = [walk.block.avals[o] for o in node.outs]
 
@@ -419,7 +420,7 @@ def _callback(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
 
 
 @special("rng_uniform")
-def _rng_uniform(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _rng_uniform(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """Drawn by the root: each device would draw something else."""
     return Plan(
         [REPLICATED] * len(ins), [REPLICATED] * len(node.outs),

@@ -19,7 +19,8 @@ from jax.extend.core import ClosedJaxpr
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Infer, Placed
+from jaxdist.placements.infer import Infer
+from jaxdist.placements.plan import Placed
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Replicated, Split, form, wide
 from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, reduce_shard_p
 

@@ -7,9 +7,8 @@ nothing depends on the order of a set or on an address.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, flatten
 from jaxdist.placements.describe import Factors
+from jaxdist.placements.plan import Move, Placed, Plan, nbytes
+from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
+from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import (
     DEFERRED,
     PARTIAL,
@@ -37,120 +38,11 @@ from jaxdist.placements.values import (
     related,
     reshaped,
     tile,
-    wide,
 )
 
 # Cheap to compute where all they take is deferred: what they make is deferred too.
 _CHEAP = rules.ELEMENTWISE - {"optimization_barrier", "reshard", "device_put", "random_fold_in", "random_gamma_grad",
                               "threefry2x32"}  # fmt: skip
-
-
-@dataclass(eq=False)
-class Plan:
-    """How an operation runs on the devices.
-
-    Attributes:
-      takes: the form in which it takes each operand; None: it does not, until its deferred result is made.
-      gives: the placement of each result.
-      run: ``run(emitter, node, operands) -> results``, each what a device holds.
-      make: of a deferred result: ``make(emitter, node, form) -> result``.
-      bodies: of control flow.
-      exchanges: it talks to other devices by itself.
-      why: the operation is computed whole on every device, for this reason.
-    """
-
-    takes: Sequence[Form | None]
-    gives: Sequence[Placement]
-    run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
-    make: Callable[[Any, Node, Any], Any] | None = None
-    bodies: Sequence[Placed] = ()
-    exchanges: bool = False
-    why: str = ""
-
-
-@dataclass(eq=False)
-class Move:
-    """A value that changes its form.
-
-    Attributes:
-      node: the operation that needs it so.
-      kind: ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``.
-      aval: the value's logical type.
-      stored: it is kept in shards between steps, or made of such alone.
-      why: what the operation can't do on slices.
-    """
-
-    node: Node
-    kind: str
-    aval: Any
-    stored: bool
-    why: str
-
-    @property
-    def bytes(self) -> int:
-        """Of the whole value."""
-        return nbytes(self.aval)
-
-
-@dataclass(eq=False)
-class Placed:
-    """A block whose placements are settled.
-
-    Attributes:
-      block: its operations.
-      ins: how it is given its inputs.
-      plans: by operation.
-      at: by value: its placement.
-      outs: in which form it returns its outputs.
-      given: how they come.
-      own: what changes its form, outside of loops and branches.
-      summed: inputs that came as summands and were added up inside.
-    """
-
-    block: Block
-    ins: tuple[Form, ...]
-    plans: list[Plan] = field(default_factory=list)
-    at: list[Any] = field(default_factory=list)
-    outs: tuple[Form, ...] = ()
-    given: tuple[Placement, ...] = ()
-    own: list[Move] = field(default_factory=list)
-    summed: frozenset[int] = frozenset()
-
-    def returning(self, infer: Infer, wants: Sequence[Form | None]) -> Placed:
-        """The same, with its outputs in these forms; None: as they come."""
-        outs = tuple(own if want is None else want for own, want in zip(self.outs, wants, strict=True))
-        inputs = {i: k for k, i in enumerate(self.block.inputs)}
-        summed = {
-            inputs[i]
-            for i, to in zip(self.block.outputs, outs, strict=True)
-            if i in inputs and isinstance(self.at[i], Partial) and not isinstance(to, Partial)
-        }
-        makers = {o: node for node in self.block.nodes for o in node.outs}
-        moves = [
-            Move(makers[i], kind, self.block.avals[i], isinstance(p, Split) and p.stored, "")
-            for i, p, to in zip(self.block.outputs, self.given, outs, strict=True)
-            if i in makers and (kind := infer.move(p, to, self.block.avals[i])[0])
-        ]
-        return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
-
-    @property
-    def moves(self) -> list[Move]:
-        """What changes its form, in loops and branches too."""
-        return [*self.own, *(move for plan in self.plans for body in plan.bodies for move in body.moves)]
-
-    @property
-    def communicates(self) -> bool:
-        """Whether a device waits for others in it."""
-        return bool(self.moves) or any(
-            plan.exchanges or any(body.communicates for body in plan.bodies) for plan in self.plans
-        )
-
-
-def nbytes(aval: Any) -> int:
-    """Of a whole value."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return math.prod(aval.shape) * 8
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 class Infer:
@@ -203,7 +95,7 @@ class Infer:
         if key not in self._placed:
             natural = (id(block), ins, (None,) * len(wants), loose)
             if natural not in self._placed:
-                self._placed[natural] = _Walk(self, block, ins, loose).placed
+                self._placed[natural] = Walk(self, block, ins, loose).placed
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)
         return self._placed[key]
@@ -251,7 +143,7 @@ class Infer:
         )
 
 
-class _Walk:
+class Walk:
     """Settles one block."""
 
     def __init__(self, infer: Infer, block: Block, ins: Sequence[Placement], loose: frozenset[int]):
@@ -309,7 +201,7 @@ class _Walk:
         ins = [self.at[i] for i in node.ins]
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) can't be had on several devices")
-        if any(isinstance(p, Partial) for p in ins) and (plan := self.linear(node, ins)):
+        if any(isinstance(p, Partial) for p in ins) and (plan := linear(self, node, ins)):
             return plan
         marked = self.infer.marked(self.block)
         for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
@@ -335,7 +227,7 @@ class _Walk:
         if aval is not None and aval.ndim and node.name in _CHEAP:
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
-                const = 0 if node.name in ("convert_element_type", "copy", "neg") and _is_zero(ins[0]) else None
+                const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
                 return Plan([None] * len(ins), [Deferred(const)], make=make_elementwise)
         if node.name == "random_split" and node.outs:
             return Plan([None], [DEFERRED], make=make_whole)
@@ -439,14 +331,14 @@ class _Walk:
                     gives.append(replace(form(split.at(d)), stored=stored))  # type: ignore[arg-type]
                 else:
                     return None, None
-            return Plan(takes, gives, _Cut(described, factor, split, None)), (cost, 0, factor)
+            return Plan(takes, gives, Cut(described, factor, split, None)), (cost, 0, factor)
         if kind == "sum":
             if not all(is_wide(o.dtype) for o in outs):
                 return None, None
             gives = [Partial(gradient=node.backward)] * len(outs)
         else:
             gives = [REPLICATED] * len(outs)
-        run = _Cut(described, factor, split, kind)
+        run = Cut(described, factor, split, kind)
         sent = 2 * sum(map(nbytes, outs))
         if split.stored and sent > cost + 2 * sum(
             nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
@@ -454,92 +346,11 @@ class _Walk:
             return None, None  # to gather what is stored is less than to reduce what is made of it
         return Plan(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
 
-    # --- summands
-
-    def goes_on(self, node: Node) -> bool:
-        """Whether a cotangent that is added up here is added to others next: then it is reduced after these."""
-        following = self.next.get(node.outs[0])
-        return (
-            node.backward
-            and node.name in ("add", "add_any")
-            and following is not None
-            and following.name in ("add", "add_any")
-            and self.block.uses[node.outs[0]] == 1
-        )
-
-    def linear(self, node: Node, ins: Sequence[Placement]) -> Plan | None:
-        """The operation applied to summands, where the sum of the results is the result for the sum."""
-        name, avals = node.name, [self.block.avals[i] for i in node.ins]
-        if len(node.outs) != 1:
-            return None
-        out = self.block.avals[node.outs[0]]
-        partial = [isinstance(p, Partial) for p in ins]
-        size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
-        summands = [p for p in ins if isinstance(p, Partial)]
-        gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
-        takes: list[Form] = [PARTIAL if s else REPLICATED for s in partial]
-        ok = False
-        if name in _SHAPES:
-            ok = out.size <= size
-        elif name == "convert_element_type":
-            a, b = avals[0].dtype, out.dtype
-            ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
-        elif name in ("neg", "copy", "copy_p"):
-            ok = True
-        elif name in ("add", "sub", "add_any", "concatenate", "dynamic_update_slice", "select_n"):
-            first = 1 if name == "select_n" else 0
-            last = 2 if name == "dynamic_update_slice" else len(ins)
-            operands = range(first, last)
-            zero = [_is_zero(ins[k]) for k in operands]
-            ok = all(p or z for p, z in zip(partial[first:last], zero, strict=True)) or (
-                (node.outs[0] in self.loose or self.goes_on(node))
-                and not any(isinstance(p, Split) and not p.whole for p in ins[first:last])
-            )
-            ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
-            takes = [PARTIAL if k in operands else REPLICATED for k in range(len(ins))]
-        elif name == "mul":
-            other = ins[1 - partial.index(True)]
-            ok = sum(partial) == 1 and _scales(other, out.dtype)
-        elif name == "div":
-            ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
-        if not ok:
-            return None
-        return Plan(takes, [Partial(gradient, made)], run_wide)
-
 
 # Their results have the operand's dimensions, some longer or shorter.
 _KEEPS_DIMS = {"slice", "dynamic_slice", "pad", "concatenate", "gather", "split", "dynamic_update_slice", "rev", "sort"}
-_SHAPES = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "rev", "expand_dims",
-           "dynamic_slice"}  # fmt: skip
-
-
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
-
-
-def _is_plain(dtype: Any) -> bool:
-    """Whether a dtype is of floats that widen without loss, a sum that has overflowed included."""
-    return jnp.issubdtype(dtype, jnp.floating) and (jnp.dtype(dtype).itemsize > 2 or dtype == jnp.bfloat16)
-
-
-def _is_zero(p: Placement) -> bool:
-    return isinstance(p, (Replicated, Deferred)) and p.const is not None and p.const == 0
-
-
-def _scales(p: Placement, dtype: Any, inverse: bool = False) -> bool:
-    """Whether each summand may be multiplied by a number: one that the program says, and that makes none overflow.
-
-    Not 16-bit floats of a small range: their sum may have overflowed before.
-    """
-    if not isinstance(p, (Replicated, Deferred)) or p.const is None or not jnp.issubdtype(dtype, jnp.inexact):
-        return False
-    if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:
-        return False
-    size = abs(p.const)
-    return bool(np.isfinite(size)) and (size >= 1 / _LARGE if inverse else size <= _LARGE)
-
-
-_LARGE = 2**8
 
 
 def _const(value: Any) -> Any:
@@ -593,95 +404,7 @@ def _marked(infer: Infer, block: Block) -> dict[int, int]:
     return found
 
 
-# --- ways to run
-
-
-def run_as_is(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-    """The operation itself."""
-    return emitter.bind(node, xs)
-
-
-def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-    """On summands, in the dtype in which they are kept."""
-    eqn, out = node.eqn, emitter.block.avals[node.outs[0]]
-    if node.name == "convert_element_type":
-        return [xs[0].astype(wide(out.dtype))]
-    dtype = wide(out.dtype)
-    if dtype != out.dtype:
-        xs = [x.astype(dtype) if getattr(x, "dtype", None) == out.dtype else x for x in xs]
-    return emitter.bind(node, xs, eqn.params)
-
-
-def make_elementwise(emitter: Any, node: Node, to: Any) -> Any:
-    """Of a deferred value: from its operands in the same form."""
-    shape = emitter.block.avals[node.outs[0]].shape
-    xs = []
-    for i in node.ins:
-        own = emitter.block.avals[i].shape
-        same = isinstance(to, Split) and own and (own[to.dim] == shape[to.dim])
-        xs.append(emitter.take(i, to if same else REPLICATED))
-    return emitter.bind(node, xs)[0]
-
-
-def make_whole(emitter: Any, node: Node, to: Any) -> Any:
-    """Of a deferred value: all of it, then cut."""
-    if isinstance(to, Split):
-        return emitter.cut(emitter.take(node.outs[0], REPLICATED), to)
-    return emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The operation on slices along one factor."""
-
-    described: Factors
-    factor: int
-    split: Split
-    kind: str | None
-
-    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        described, factor, split, kind = self.described, self.factor, self.split, self.kind
-        params = node.eqn.params
-        if described.params is not None:
-            params = described.params(params, factor, split)
-        if kind is None:
-            return emitter.bind(node, xs, params)
-        if split.is_padded(emitter.n):
-            for k, dims in enumerate(described.operands):
-                if factor in dims and (described.masked is None or k in described.masked):
-                    xs[k] = emitter.masked(xs[k], split.at(dims.index(factor)), _identity(kind, xs[k].dtype))
-        if kind == "sum":
-            dtype = emitter.block.avals[node.outs[0]].dtype
-            if wide(dtype) != dtype:
-                if "update_jaxpr" in params:  # a scatter that adds, in whose parameters the dtype is written
-                    xs = [x.astype(wide(x.dtype)) if k != 1 else x for k, x in enumerate(xs)]
-                    return [compat.scatter_add(xs, params)]
-                # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
-                if "preferred_element_type" in params and not emitter.infer.on_cpu:
-                    params = {**params, "preferred_element_type": wide(dtype)}
-                else:
-                    xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
-                    if "preferred_element_type" in params:
-                        params = {**params, "preferred_element_type": wide(dtype)}
-            return emitter.bind(node, xs, params)
-        return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
-
-
-def _identity(kind: str, dtype: Any) -> Any:
-    if kind == "sum":
-        return 0
-    if kind in ("or", "and"):
-        if jnp.issubdtype(dtype, jnp.bool_):
-            return kind == "and"
-        return np.invert(np.zeros((), dtype)) if kind == "and" else 0
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return kind == "min"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -np.inf if kind == "max" else np.inf
-    return jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max
-
-
-Special = Callable[[_Walk, Node, Sequence[Placement]], Plan | None]
+Special = Callable[[Walk, Node, Sequence[Placement]], Plan | None]
 SPECIAL: dict[str, Special] = {}
 """Operations that need more than their factors; None from one of these: as any other."""
 

@@ -20,12 +20,14 @@ from jax import lax
 
 from jaxdist import compat
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Plan, _Walk, make_whole, special
+from jaxdist.placements.infer import Walk, special
+from jaxdist.placements.plan import Plan
+from jaxdist.placements.run import make_whole
 from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form
 
 
 @special("random_bits")
-def _bits(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _bits(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     if not isinstance(ins[0], (Replicated, Deferred)):
         return None
     keys = walk.block.avals[node.ins[0]]

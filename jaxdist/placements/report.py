@@ -11,7 +11,7 @@ import jax
 from jaxdist import compat
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.infer import Move, Placed, Plan
+from jaxdist.placements.plan import Move, Placed, Plan
 from jaxdist.placements.values import Replicated, Split, reshaped
 
 _WORTH_SAYING = 0.01

@@ -12,7 +12,9 @@ import numpy as np
 from jax import lax
 
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Plan, _Walk, run_as_is, special
+from jaxdist.placements.infer import Walk, special
+from jaxdist.placements.plan import Plan
+from jaxdist.placements.run import run_as_is
 from jaxdist.placements.values import (
     DEFERRED,
     REPLICATED,
@@ -27,7 +29,7 @@ from jaxdist.step.primitives import AXIS, counts, gather_shards_p
 
 
 @special("reshape")
-def _reshape(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     p = ins[0]
     if len(ins) > 1 or node.eqn.params["dimensions"] is not None:
         return None
@@ -58,7 +60,7 @@ def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
 
 
 @special("transpose")
-def _transpose(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _transpose(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     if not isinstance(ins[0], Deferred):
         return None
 
@@ -70,7 +72,7 @@ def _transpose(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None
 
 
 @special("squeeze")
-def _squeeze(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _squeeze(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0]:
         return None
     kept = [d for d in range(len(walk.shapes(node.ins)[0])) if d not in node.eqn.params["dimensions"]]
@@ -83,7 +85,7 @@ def _squeeze(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 
 @special("broadcast_in_dim")
-def _broadcast(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     p, dims = ins[0], node.eqn.params["broadcast_dimensions"]
     if len(ins) > 1:
         return None
@@ -113,7 +115,7 @@ def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
 
 
 @special("iota")
-def _iota(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _iota(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     return None if ins else Plan([], [DEFERRED], make=_make_iota)
 
 
@@ -130,7 +132,7 @@ def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
 
 
 @special("concatenate")
-def _concatenate(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     """Of pieces of one size along the batch: each device keeps its slice of each piece."""
     d = node.eqn.params["dimension"]
     splits = [p for p in ins if isinstance(p, Split)]
@@ -149,7 +151,7 @@ def _concatenate(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | No
 
 
 @special("tile")
-def _tile(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _tile(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     """Of the batch: each device repeats its own slice."""
     p, reps = ins[0], node.eqn.params["reps"]
     if not isinstance(p, Split) or reps[p.dim] == 1:
@@ -158,7 +160,7 @@ def _tile(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 
 @special("slice")
-def _slice(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     """Whole blocks of a batch that was put together of several."""
     p, params = ins[0], node.eqn.params
     if not isinstance(p, Split):
@@ -180,7 +182,7 @@ def _slice(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 
 @special("split")
-def _split(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     """Whole blocks of a batch that was put together of several."""
     p, params = ins[0], node.eqn.params
     if not isinstance(p, Split) or p.dim != params["axis"] or any(s % p.size for s in params["sizes"]):
@@ -194,7 +196,7 @@ def _split(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 
 @special("rev")
-def _reverse(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     """Along the batch: each device's own part, which then changes places."""
     p = ins[0]
     if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
@@ -210,7 +212,7 @@ def _reverse(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 
 @special("jaxdist_shard")
-def _mark(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     """From here on in shards (`jaxdist.zero`)."""
     p, params = ins[0], node.eqn.params
     shape = walk.shapes(node.ins)[0]
@@ -232,14 +234,14 @@ def _mark(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 
 @special("jaxdist_plain", "reshard", "sharding_constraint", "mesh_cast", "device_put", "pvary")
-def _same(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """The value itself: a decorated step inside of another one, and what only says where a value is."""
     gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
     return Plan([form(p) for p in gives], gives, lambda emitter, node, xs: xs)
 
 
 @special("jaxdist_count")
-def _count(walk: _Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """Of what each device holds."""
     to = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxdist.placements.infer import Placed
+from jaxdist.placements.plan import Placed
 from jaxdist.placements.values import Partial, Split
 
 

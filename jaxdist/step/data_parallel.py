@@ -26,7 +26,7 @@ from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import sharding_of, trace_settings, trace_state_clean
 from jaxdist.context import Context, get_context
 from jaxdist.placements import report
-from jaxdist.placements.infer import Placed
+from jaxdist.placements.plan import Placed
 from jaxdist.step.agree import Agreement, Description, list_ranks
 from jaxdist.step.fingerprint import constants
 from jaxdist.step.layouts import Layout, Padded, choose, sharding

@@ -17,8 +17,9 @@ from jaxdist import compat, finite
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter
-from jaxdist.placements.infer import Infer, Placed
+from jaxdist.placements.infer import Infer
 from jaxdist.placements.marks import Marks, marks
+from jaxdist.placements.plan import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.step.layouts import Layout, Padded, choose, layout, sharding

@@ -130,6 +130,7 @@ def of_lax() -> int:
             got = np.asarray(outs[dtype].addressable_data(0))
             want = np.asarray(expected[dtype])[ctx.rank][None]
             assert got.dtype == want.dtype, (name, dtype, got.dtype, want.dtype)
+            got = got[:1] if not got.size else got  # XLA does not shard what is empty
             np.testing.assert_allclose(
                 got.astype(complex), want.astype(complex), rtol=1e-6, atol=1e-6, err_msg=f"{name} {dtype}"
             )

@@ -1,4 +1,7 @@
-"""Oracle cases in one MPI job: `python run_oracle.py COMMUNICATOR EXPECTED.pickle NAME,…`; JSON from the root."""
+"""Oracle cases in one MPI job: `python run_oracle.py COMMUNICATOR EXPECTED.pickle NAME,… IDIOM:LEVEL,…`.
+
+JSON from the root.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,21 +19,29 @@ import oracle
 
 import jaxdist
 
+ROWS = 24
+"""Examples in a batch of the idioms."""
+STEPS = 2
+
 
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
     ctx = jaxdist.init(communicator=sys.argv[1])
     report = {}
     all_expected = pickle.loads(Path(sys.argv[2]).read_bytes())
-    for name in sys.argv[3].split(","):
-        expected = all_expected[name]
-        got = oracle.run_decorated(oracle.case(name), ctx.rank, ctx.size)
+
+    def check(name: str, expected: Any, case: oracle.Case, **how: int) -> None:
         # Every rank compares: state that differs between processes would show on one of them.
-        report[name] = max(ctx.control.exchange(name, oracle.difference(expected, got)))
+        gap = oracle.difference(expected, oracle.run_decorated(case, ctx.rank, ctx.size, **how))
+        report[name] = max(ctx.control.exchange(name, gap))
+
+    for name in sys.argv[3].split(","):
+        check(name, all_expected[name], oracle.case(name))
         if level := oracle.IN_SHARDS.get(name):
-            got = oracle.run_decorated(oracle.case(name, level), ctx.rank, ctx.size)
-            gap = oracle.difference(expected, got)
-            report[f"{name} at level {level}"] = max(ctx.control.exchange(f"{name} in shards", gap))
+            check(f"{name} at level {level}", all_expected[name], oracle.case(name, level))
+    for word in sys.argv[4].split(","):
+        name, level = word.split(":")
+        check(word, all_expected[name], oracle.idiom(name, ROWS, int(level)), steps=STEPS, rows=ROWS)
     if ctx.is_root:
         print("REPORT " + json.dumps({"communicator": ctx.communicator, "size": ctx.size, "gaps": report}), flush=True)
 

@@ -1,0 +1,122 @@
+"""What inference settles: a plan for each operation, and all of a block's together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.placements.block import Block, Node
+from jaxdist.placements.values import Form, Partial, Placement, Split
+
+
+@dataclass(eq=False)
+class Plan:
+    """How an operation runs on the devices.
+
+    Attributes:
+      takes: the form in which it takes each operand; None: it does not, until its deferred result is made.
+      gives: the placement of each result.
+      run: ``run(emitter, node, operands) -> results``, each what a device holds.
+      make: of a deferred result: ``make(emitter, node, form) -> result``.
+      bodies: of control flow.
+      exchanges: it talks to other devices by itself.
+      why: the operation is computed whole on every device, for this reason.
+    """
+
+    takes: Sequence[Form | None]
+    gives: Sequence[Placement]
+    run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
+    make: Callable[[Any, Node, Any], Any] | None = None
+    bodies: Sequence[Placed] = ()
+    exchanges: bool = False
+    why: str = ""
+
+
+@dataclass(eq=False)
+class Move:
+    """A value that changes its form.
+
+    Attributes:
+      node: the operation that needs it so.
+      kind: ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``.
+      aval: the value's logical type.
+      stored: it is kept in shards between steps, or made of such alone.
+      why: what the operation can't do on slices.
+    """
+
+    node: Node
+    kind: str
+    aval: Any
+    stored: bool
+    why: str
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole value."""
+        return nbytes(self.aval)
+
+
+@dataclass(eq=False)
+class Placed:
+    """A block whose placements are settled.
+
+    Attributes:
+      block: its operations.
+      ins: how it is given its inputs.
+      plans: by operation.
+      at: by value: its placement.
+      outs: in which form it returns its outputs.
+      given: how they come.
+      own: what changes its form, outside of loops and branches.
+      summed: inputs that came as summands and were added up inside.
+    """
+
+    block: Block
+    ins: tuple[Form, ...]
+    plans: list[Plan] = field(default_factory=list)
+    at: list[Any] = field(default_factory=list)
+    outs: tuple[Form, ...] = ()
+    given: tuple[Placement, ...] = ()
+    own: list[Move] = field(default_factory=list)
+    summed: frozenset[int] = frozenset()
+
+    def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
+        """The same, with its outputs in these forms; None: as they come."""
+        outs = tuple(own if want is None else want for own, want in zip(self.outs, wants, strict=True))
+        inputs = {i: k for k, i in enumerate(self.block.inputs)}
+        summed = {
+            inputs[i]
+            for i, to in zip(self.block.outputs, outs, strict=True)
+            if i in inputs and isinstance(self.at[i], Partial) and not isinstance(to, Partial)
+        }
+        makers = {o: node for node in self.block.nodes for o in node.outs}
+        moves = [
+            Move(makers[i], kind, self.block.avals[i], isinstance(p, Split) and p.stored, "")
+            for i, p, to in zip(self.block.outputs, self.given, outs, strict=True)
+            if i in makers and (kind := infer.move(p, to, self.block.avals[i])[0])
+        ]
+        return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
+
+    @property
+    def moves(self) -> list[Move]:
+        """What changes its form, in loops and branches too."""
+        return [*self.own, *(move for plan in self.plans for body in plan.bodies for move in body.moves)]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a device waits for others in it."""
+        return bool(self.moves) or any(
+            plan.exchanges or any(body.communicates for body in plan.bodies) for plan in self.plans
+        )
+
+
+def nbytes(aval: Any) -> int:
+    """Of a whole value."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return math.prod(aval.shape) * 8
+    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -1,0 +1,100 @@
+"""Ways to run an operation: what a plan does with what a device holds of the operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist import compat
+from jaxdist.placements.block import Node
+from jaxdist.placements.describe import Factors
+from jaxdist.placements.values import REPLICATED, Split, wide
+
+
+def run_as_is(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    """The operation itself."""
+    return emitter.bind(node, xs)
+
+
+def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    """On summands, in the dtype in which they are kept."""
+    eqn, out = node.eqn, emitter.block.avals[node.outs[0]]
+    if node.name == "convert_element_type":
+        return [xs[0].astype(wide(out.dtype))]
+    dtype = wide(out.dtype)
+    if dtype != out.dtype:
+        xs = [x.astype(dtype) if getattr(x, "dtype", None) == out.dtype else x for x in xs]
+    return emitter.bind(node, xs, eqn.params)
+
+
+def make_elementwise(emitter: Any, node: Node, to: Any) -> Any:
+    """Of a deferred value: from its operands in the same form."""
+    shape = emitter.block.avals[node.outs[0]].shape
+    xs = []
+    for i in node.ins:
+        own = emitter.block.avals[i].shape
+        same = isinstance(to, Split) and own and (own[to.dim] == shape[to.dim])
+        xs.append(emitter.take(i, to if same else REPLICATED))
+    return emitter.bind(node, xs)[0]
+
+
+def make_whole(emitter: Any, node: Node, to: Any) -> Any:
+    """Of a deferred value: all of it, then cut."""
+    if isinstance(to, Split):
+        return emitter.cut(emitter.take(node.outs[0], REPLICATED), to)
+    return emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The operation on slices along one factor."""
+
+    described: Factors
+    factor: int
+    split: Split
+    kind: str | None
+
+    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        described, factor, split, kind = self.described, self.factor, self.split, self.kind
+        params = node.eqn.params
+        if described.params is not None:
+            params = described.params(params, factor, split)
+        if kind is None:
+            return emitter.bind(node, xs, params)
+        if split.is_padded(emitter.n):
+            for k, dims in enumerate(described.operands):
+                if factor in dims and (described.masked is None or k in described.masked):
+                    xs[k] = emitter.masked(xs[k], split.at(dims.index(factor)), _identity(kind, xs[k].dtype))
+        if kind == "sum":
+            dtype = emitter.block.avals[node.outs[0]].dtype
+            if wide(dtype) != dtype:
+                if "update_jaxpr" in params:  # a scatter that adds, in whose parameters the dtype is written
+                    xs = [x.astype(wide(x.dtype)) if k != 1 else x for k, x in enumerate(xs)]
+                    return [compat.scatter_add(xs, params)]
+                # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
+                if "preferred_element_type" in params and not emitter.infer.on_cpu:
+                    params = {**params, "preferred_element_type": wide(dtype)}
+                else:
+                    xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
+                    if "preferred_element_type" in params:
+                        params = {**params, "preferred_element_type": wide(dtype)}
+            return emitter.bind(node, xs, params)
+        return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
+
+
+def _identity(kind: str, dtype: Any) -> Any:
+    if kind == "sum":
+        return 0
+    if kind in ("or", "and"):
+        if jnp.issubdtype(dtype, jnp.bool_):
+            return kind == "and"
+        return np.invert(np.zeros((), dtype)) if kind == "and" else 0
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return kind == "min"
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf if kind == "max" else np.inf
+    return jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max

@@ -1,0 +1,98 @@
+"""What may be done to summands: where the sum of the results is the result for the sum, for every input.
+
+A summand is trusted by operation and dtype. What changes which values are finite (a factor that may be huge, a division
+by what may be zero, a narrower dtype) waits until the sum is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.placements.block import Node
+from jaxdist.placements.plan import Plan
+from jaxdist.placements.run import run_wide
+from jaxdist.placements.values import PARTIAL, REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split
+
+_SHAPES = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "rev", "expand_dims",
+           "dynamic_slice"}  # fmt: skip
+
+
+def _goes_on(walk: Any, node: Node) -> bool:
+    """Whether a cotangent that is added up here is added to others next: then it is reduced after these."""
+    following = walk.next.get(node.outs[0])
+    return (
+        node.backward
+        and node.name in ("add", "add_any")
+        and following is not None
+        and following.name in ("add", "add_any")
+        and walk.block.uses[node.outs[0]] == 1
+    )
+
+
+def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
+    """The operation applied to summands, where the sum of the results is the result for the sum."""
+    name, avals = node.name, [walk.block.avals[i] for i in node.ins]
+    if len(node.outs) != 1:
+        return None
+    out = walk.block.avals[node.outs[0]]
+    partial = [isinstance(p, Partial) for p in ins]
+    size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
+    summands = [p for p in ins if isinstance(p, Partial)]
+    gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
+    takes: list[Form] = [PARTIAL if s else REPLICATED for s in partial]
+    ok = False
+    if name in _SHAPES:
+        ok = out.size <= size
+    elif name == "convert_element_type":
+        a, b = avals[0].dtype, out.dtype
+        ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
+    elif name in ("neg", "copy", "copy_p"):
+        ok = True
+    elif name in ("add", "sub", "add_any", "concatenate", "dynamic_update_slice", "select_n"):
+        first = 1 if name == "select_n" else 0
+        last = 2 if name == "dynamic_update_slice" else len(ins)
+        operands = range(first, last)
+        zero = [is_zero(ins[k]) for k in operands]
+        ok = all(p or z for p, z in zip(partial[first:last], zero, strict=True)) or (
+            (node.outs[0] in walk.loose or _goes_on(walk, node))
+            and not any(isinstance(p, Split) and not p.whole for p in ins[first:last])
+        )
+        ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
+        takes = [PARTIAL if k in operands else REPLICATED for k in range(len(ins))]
+    elif name == "mul":
+        other = ins[1 - partial.index(True)]
+        ok = sum(partial) == 1 and _scales(other, out.dtype)
+    elif name == "div":
+        ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
+    if not ok:
+        return None
+    return Plan(takes, [Partial(gradient, made)], run_wide)
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether a dtype is of floats that widen without loss, a sum that has overflowed included."""
+    return jnp.issubdtype(dtype, jnp.floating) and (jnp.dtype(dtype).itemsize > 2 or dtype == jnp.bfloat16)
+
+
+def is_zero(p: Placement) -> bool:
+    return isinstance(p, (Replicated, Deferred)) and p.const is not None and p.const == 0
+
+
+def _scales(p: Placement, dtype: Any, inverse: bool = False) -> bool:
+    """Whether each summand may be multiplied by a number: one that the program says, and that makes none overflow.
+
+    Not 16-bit floats of a small range: their sum may have overflowed before.
+    """
+    if not isinstance(p, (Replicated, Deferred)) or p.const is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:
+        return False
+    size = abs(p.const)
+    return bool(np.isfinite(size)) and (size >= 1 / _LARGE if inverse else size <= _LARGE)
+
+
+_LARGE = 2**8
