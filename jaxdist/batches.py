@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from jaxdist.placements.values import tile
-from jaxdist.step.placement import Placement
+from jaxdist.step.layouts import Padded, layout
+from jaxdist.step.placement import Placement, part
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order
@@ -31,6 +32,7 @@ class Plan:
     shuffle: bool
     seed: int
     pad: bool
+    keep: bool = False
 
     @property
     def whole(self) -> int:
@@ -40,7 +42,7 @@ class Plan:
     def steps(self, position: int) -> int:
         """Steps from a position to the end of the epoch."""
         left = self.length - position
-        return -(-left // self.whole) if self.pad else left // self.whole
+        return -(-left // self.whole) if self.pad or self.keep else left // self.whole
 
     def seek(self, epoch: int, position: int, step: int) -> tuple[int, int]:
         """Epoch and position of the batch that comes `step` batches after the one at a position."""
@@ -50,8 +52,17 @@ class Plan:
         further, step = divmod(step - first, self.steps(0))
         return epoch + 1 + further, step * self.whole
 
+    def tail(self, position: int) -> int | None:
+        """Examples of the batch at a position, if there are fewer than in others and the rest is not filled up."""
+        left = self.length - position
+        return left if self.keep and left < self.whole else None
+
     def part(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
         """This rank's examples of a batch, and whether each is real (the others fill up the tail)."""
+        if (left := self.tail(position)) is not None:
+            rows = -(-left // self.size)
+            places = position + np.minimum(self.rank * rows + np.arange(rows), left - 1)  # copies of the last one
+            return self.order(epoch, places), np.ones(rows, bool)
         places = position + self.rank * self.batch_size + np.arange(self.batch_size)
         return self.order(epoch, places % self.length), places < self.length
 
@@ -87,6 +98,8 @@ class Reader:
             batch = jax.tree.map(lambda x: x[indices], self.source.tree)
         else:
             batch = _stack([(i, self.example(epoch, i)) for i in indices.tolist()])
+        if self.plan.keep:  # a plain number: grain's workers would lose an attribute of the arrays
+            return batch, self.plan.tail(position) or 0
         return (batch, real.astype(np.float32)) if self.plan.pad else batch
 
     def example(self, epoch: int, index: int) -> Any:
@@ -116,17 +129,28 @@ def stream(read: Reader, workers: int, threads: int, prefetch: int, place: Calla
     return iter(batches)
 
 
-def placer(context: Any, batch_size: int) -> Callable[[Any], Any]:
+def known(plan: Plan, read: Any) -> Any:
+    """A batch as the loader yields it, from what the reader makes of it."""
+    if not plan.keep:
+        return read
+    batch, left = read
+    return jax.tree.map(lambda x: part(x, left), batch) if left and plan.size > 1 else batch
+
+
+def placer(context: Any, plan: Plan) -> Callable[[Any], Any]:
     """Puts this process's part of a batch on its devices, as part of a global array."""
+    batch_size = plan.batch_size
     placement = Placement(context, context.mesh)
     if batch_size % (n := len(placement.local_devices)):
         raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
 
-    def place(batch: Any) -> Any:
-        leaves, structure = jax.tree.flatten(batch)
+    def place(read: Any) -> Any:
+        leaves, structure = jax.tree.flatten(known(plan, read))
+        splits = [tile(0, getattr(x, "total", len(x) * placement.processes), placement.mesh.size) for x in leaves]
+        arrays = placement.place_batch(leaves, splits)
+        missing = [split.chunk * placement.mesh.size - split.size for split in splits]
         return jax.tree.unflatten(
-            structure,
-            placement.place_batch(leaves, [tile(0, len(x) * placement.processes, placement.mesh.size) for x in leaves]),
+            structure, [Padded(x, layout(0, n)) if n else x for x, n in zip(arrays, missing, strict=True)]
         )
 
     return place

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from jaxdist import collectives
-from jaxdist.batches import MOST, Plan, Reader, close, fingerprint, open_source, placer, stream
+from jaxdist.batches import MOST, Plan, Reader, close, fingerprint, known, open_source, placer, stream
 from jaxdist.context import get_context
 from jaxdist.zero import unshard
 
-Tail = Literal["drop", "pad"]
+Tail = Literal["drop", "pad", "keep"]
 State = dict[str, int | bool]
 
 
@@ -48,9 +48,11 @@ def loader(
       shuffle: in an order given by seed and epoch; False: in the source's.
       seed: of the order, and of a random `transform`.
       tail: what to do at the end of an epoch that can't fill a batch on every rank. ``"drop"`` it: the loader yields
-        ``batch``. ``"pad"`` it with examples from the epoch's start: the loader yields ``(batch, weight)``, in each
-        step, where `weight` is a float32 an example: 1, and 0 for what was added. With it means are exact:
-        ``jnp.sum(losses * weight) / jnp.sum(weight)``, `gather_for_metrics`.
+        ``batch``. ``"keep"`` it: the last batch is smaller, and a decorated step computes what one device would with
+        these examples alone (on several processes the parts have one length, and know how many examples are real; give
+        them to the step as they are). ``"pad"`` it with examples from the epoch's start: the loader yields
+        ``(batch, weight)``, in each step, where `weight` is a float32 an example: 1, and 0 for what was added. With it
+        means are exact, ``jnp.sum(losses * weight) / jnp.sum(weight)``; see `gather_for_metrics`.
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator``, another one
         for each example and epoch.
       workers: processes that read and transform; 0: this one does. Each gets a copy of source and transform by pickle.
@@ -138,8 +140,8 @@ class Loader:
             for name, value in (given | {"prefetch": prefetch}).items():
                 if isinstance(value, bool) or not hasattr(value, "__index__") or value < smallest[name]:
                     raise ValueError(f"{name}={value!r}: expected an integer of at least {smallest[name]}")
-            if tail not in ("drop", "pad"):
-                raise ValueError(f"tail={tail!r}: 'drop' or 'pad'")
+            if tail not in ("drop", "pad", "keep"):
+                raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
             self._source, length = open_source(source)
             size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * job.size
             if not 0 < length <= MOST:
@@ -148,11 +150,11 @@ class Loader:
                 raise ValueError(
                     f"the data set has {length} examples, fewer than one batch of all ranks ({batch_size} on each of "
                     f"{job.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size "
-                    "or tail='pad'"
+                    "or tail='keep'"
                 )
-            self._plan = Plan(length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad")
+            self._plan = Plan(length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad", tail == "keep")
             if on_devices:
-                self._place = placer(job.context, size)
+                self._place = placer(job.context, self._plan)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
                 "the checksum of the first and last example": fingerprint(self._source),
@@ -316,7 +318,8 @@ class Loader:
             if not self._stream:
                 read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
                 self._stream.append(stream(read, self._workers, self._threads, self._prefetch, self._place))
-            return next(self._stream[0])
+            batch = next(self._stream[0])
+            return batch if self._place else known(self._plan, batch)
         except BaseException:
             self.close()  # grain's iterator may have moved on
             raise

@@ -375,7 +375,7 @@ class Endless:
         (np.arange(3), {"batch_size": True}, "batch_size=True: expected"),
         (np.arange(3), {"seed": -1}, "seed=-1: expected"),
         (np.arange(3), {"workers": -1}, "workers=-1: expected"),
-        (np.arange(3), {"tail": "keep"}, "tail='keep': 'drop' or 'pad'"),
+        (np.arange(3), {"tail": "some"}, "tail='some': 'drop', 'keep' or 'pad'"),
         (np.arange(3), {"batch_size": 4}, r"3 examples, fewer than one batch of all ranks \(4 on each of 1, 4 in all"),
         ([], {"tail": "pad"}, "has 0 examples: expected at least one"),
         (np.zeros((0, 3)), {}, "has 0 examples: expected at least one"),

@@ -30,7 +30,7 @@ from jaxdist.placements.plan import Placed
 from jaxdist.step.agree import Agreement, Description, list_ranks
 from jaxdist.step.fingerprint import constants
 from jaxdist.step.layouts import Layout, Padded, choose, sharding
-from jaxdist.step.placement import ELSEWHERE, Placement, abstract, batch_problem, checksum, in_shards
+from jaxdist.step.placement import ELSEWHERE, Part, Placement, abstract, batch_problem, checksum, in_shards
 from jaxdist.step.primitives import AXIS, plain_p
 from jaxdist.step.program import OtherTypesError, Program, Signature, Static, Traced, is_array, picker, traced
 from jaxdist.step.trace import inside_step, with_axis
@@ -518,6 +518,7 @@ class DataParallel:
         entries: list[tuple[str, str]] = []
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
+            kind += f" of {x.total} in all" if isinstance(x, Part) else ""
             if is_batch:
                 entries.append((f"batch leaf {name}", kind))
                 continue

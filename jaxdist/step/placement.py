@@ -122,12 +122,13 @@ class Placement:
         return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
 
     def place_batch(self, leaves: Sequence[Any], splits: Sequence[Split]) -> list[Any]:
-        """Each process's part of the batch as one global array, the parts in rank order.
+        """Each process's part of the batch as one global array, the parts in rank order; with its padding.
 
         Args:
           leaves: this process's parts, or arrays that are global already.
           splits: how each is split; its end is padded with copies of the last example.
         """
+        leaves = list(map(physical, leaves))
         if self.processes == 1:
             whole = [_filled(x, how.chunk * self.mesh.size) for x, how in zip(leaves, splits, strict=True)]
             return jax.device_put(whole, self.batch_sharding)
@@ -153,7 +154,7 @@ class Placement:
 
     def batch_key(self, x: Any) -> Any:
         """What of a leaf of the batch decides which program runs."""
-        return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False)
+        return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
 
     def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the state once it is on the mesh: of its physical array."""
@@ -163,9 +164,11 @@ class Placement:
 
     def logical_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
-        aval = jax.typeof(x)
+        aval = jax.typeof(physical(x))
+        if type(x) is Padded:
+            return jax.ShapeDtypeStruct(x.shape, aval.dtype)
         spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
-        rows = aval.shape[0] * (1 if spanning else self.processes)
+        rows = getattr(x, "total", aval.shape[0] * (1 if spanning else self.processes))
         weak = self.processes == 1 and aval.weak_type
         return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
 
@@ -177,9 +180,11 @@ class Placement:
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""
-        spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
+        placed = [x for x in leaves if type(x) is not Padded]
+        names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
+        spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in placed]
         own = 1 if self.processes == 1 else len(self.local_devices)
-        return batch_problem(names, leaves, [self.mesh.size if s else own for s in spanning])
+        return batch_problem(names, placed, [self.mesh.size if s else own for s in spanning])
 
 
 def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
@@ -233,6 +238,28 @@ def in_shards(x: Any) -> bool:
     """Whether a leaf says that it is kept in shards, over whichever devices."""
     own = getattr(x, "sharding", None)
     return type(x) is Padded or (isinstance(own, NamedSharding) and not own.is_fully_replicated)
+
+
+class Part(np.ndarray):
+    """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
+
+    Made by `jaxdist.loader`. What numpy makes of it is a plain array.
+
+    Attributes:
+      total: examples of all parts, without the copies.
+    """
+
+    total: int
+
+    def __array_finalize__(self, other: Any) -> None:
+        pass
+
+
+def part(x: Any, total: int) -> Any:
+    """A `Part` of an array."""
+    out = np.asarray(x).view(Part)
+    out.total = total
+    return out
 
 
 class _Key:
