@@ -141,7 +141,8 @@ def placer(context: Any, plan: Plan) -> Callable[[Any], Any]:
     """Puts this process's part of a batch on its devices, as part of a global array."""
     batch_size = plan.batch_size
     placement = Placement(context, context.mesh)
-    if batch_size % (n := len(placement.local_devices)):
+    n = len(placement.local_devices)
+    if placement.processes > 1 and batch_size % n:
         raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
 
     def place(read: Any) -> Any:

@@ -112,6 +112,27 @@ def test_collectives_by_hand() -> None:
     np.testing.assert_array_equal(index, np.arange(8))
 
 
+def test_collectives_in_branches_and_loops() -> None:
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+
+    def each(x: Any) -> Any:
+        largest = lax.pmax(x.max(), "data")
+        branch = lax.cond(largest > 0, lambda x: lax.psum(x, "data") + x, lambda x: lax.ppermute(x, "data", ring), x)
+        turn = lambda c, w: (lax.ppermute(c, "data", ring) + w, lax.all_gather(c, "data").sum(0))
+        looped, ys = lax.scan(jax.checkpoint(turn), x, jnp.arange(3.0))
+        last = lax.while_loop(
+            lambda s: lax.psum(s[0], "data") < 24, lambda s: (s[0] + 1, lax.ppermute(s[1], "data", ring)), (0, x)
+        )
+        return branch, looped, ys[-1], last[1]
+
+    want = jax.vmap(each, axis_name="data")(PARTS)
+    for check_vma in (True, False):
+        run = jaxdist.per_device(each, P("data"), P("data"), check_vma=check_vma)
+        got = jaxdist.data_parallel(run)(X)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(a).reshape(b.shape), b, rtol=1e-12)
+
+
 def test_in_loops_branches_and_under_vmap() -> None:
     scale = jaxdist.per_device(lambda w, x: jnp.tanh(x * w.sum()), (P(), P("data")), P("data"))
 

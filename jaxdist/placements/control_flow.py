@@ -31,7 +31,7 @@ from jaxdist.placements.values import (
     is_wide,
     tile,
 )
-from jaxdist.step.interpreter import Interpreter, has_effect
+from jaxdist.step.interpreter import Interpreter, has_effect, subjaxprs
 from jaxdist.step.primitives import AXIS
 
 _SMALL = 1 << 16
@@ -378,6 +378,9 @@ class _Untyped(Interpreter):
         for name in ("broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
             self.rules[getattr(primitives, name)] = _without_sharding
         self.rewritten = set(self.rules)
+
+    def touches(self, eqn: Any) -> bool:
+        return any(True for _ in subjaxprs(eqn))  # all of them are typed
 
 
 def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:

@@ -27,7 +27,7 @@ def step(state: Any, batch: Any) -> Any:
     if MODE == "slow":
         loss = jax.pure_callback(slowly, jax.ShapeDtypeStruct((), np.float32), loss)
     if DIFFERENT:
-        loss = jax.lax.pmax(loss, "data")
+        loss = jnp.max(batch["x"] @ state["w"])
     if MODE == "fails alone" and ODD:
         raise KeyError("boom on purpose")
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": loss}
@@ -36,8 +36,8 @@ def step(state: Any, batch: Any) -> Any:
 lower: Any = step.lower  # type: ignore[attr-defined]
 
 
-def slowly(value: Any) -> Any:
-    if ODD and "slept" not in globals():
+def slowly(value: Any) -> Any:  # on the root
+    if "slept" not in globals():
         globals()["slept"] = True
         time.sleep(LATE)
     return np.asarray(value)
@@ -126,6 +126,33 @@ def main() -> None:
     elif MODE == "many shapes":  # every rank asks at about the same time, again and again: nobody is wrong
         for i in range(1, 60):
             step(state(), batch(i % 7 + 1))
+        print(f"OK {ctx.rank}", flush=True)
+    elif MODE == "read only":  # what a step does not return has to be the same everywhere
+        offset = np.full(2, 0.1 * ctx.rank, np.float32)
+        moved: Any = jaxdist.data_parallel(lambda s, offset, b: s | {"b": s["b"] + b["x"].mean() + offset})
+        try:
+            moved(s, offset, batch())
+        except ValueError as error:
+            print(f"CAUGHT {ctx.rank} {error}", flush=True)
+        s = moved(s, offset * 0, batch())
+        held = jnp.asarray(offset * 0)
+        for _ in range(3):
+            s = moved(s, held, batch())
+        print(f"OK {ctx.rank}", flush=True)
+    elif MODE == "constants":
+        own = np.full(2, 0.1 * ctx.rank, np.float32)
+        step_of = lambda own: jaxdist.data_parallel(lambda s, b: s | {"b": s["b"] + b["x"].mean() + own})
+        s = step_of(own * 0)(s, batch())
+        print(f"OK {ctx.rank}", flush=True)
+        s = step_of(own)(s, batch())
+        jax.block_until_ready(s)
+    elif MODE == "in jit":  # each rank would train by itself
+        try:
+            jax.jit(lambda s, b: step(s, b))(s, batch())
+        except Exception as error:
+            print(f"CAUGHT {ctx.rank} {error}", flush=True)
+        jax.eval_shape(step, s, batch())
+        s, _ = step(s, batch())
         print(f"OK {ctx.rank}", flush=True)
     elif MODE in ("stuck", "spins", "stops", "stuck first"):
         for _ in range(0 if MODE == "stuck first" else 2):

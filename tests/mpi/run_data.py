@@ -33,7 +33,7 @@ def run_epochs(ctx, report):
             x, weight = batch
             return jnp.sum(each_loss(w, x) * weight) / jnp.sum(weight)
 
-        loss, grads = jaxdist.value_and_grad(loss_fn, weight=lambda w, batch: batch[1])(w, batch)
+        loss, grads = jax.value_and_grad(loss_fn)(w, batch)
         return w - 0.1 * grads, loss
 
     @jaxdist.data_parallel(donate=False)

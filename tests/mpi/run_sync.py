@@ -34,9 +34,9 @@ def finite(w: Any, x: Any) -> Any:
 
 
 @jaxdist.data_parallel
-def first_loss(w: Any, x: Any) -> Any:
+def each_loss(w: Any, x: Any) -> Any:
     loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w["a"]) ** 2))(w)
-    jaxdist.check_finite({"loss": loss}, "first")
+    jaxdist.check_finite({"losses": (x @ w["a"]) ** 2}, "each")
     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
 
 
@@ -94,7 +94,7 @@ def main() -> None:
 
     w, _ = finite({"a": jnp.ones(3)}, batch())
     case("gradients", lambda: finite(w, batch(bad=ODD)))
-    case("loss", lambda: first_loss(w, batch(bad=ODD)))
+    case("loss", lambda: each_loss(w, batch(bad=ODD)))
     case("kept", lambda: finite(w, batch()))
     w, opt_state = in_shards(w, tx.init(w), batch())
     case("in shards", lambda: in_shards(w, opt_state, batch(bad=ODD)))

@@ -59,6 +59,30 @@ def test_an_error_of_one_rank_alone_is_everyones() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("read only", r"state leaf offset is not the same on rank 0 and rank 1.*does not return it.*batch_argnums"),
+        ("in jit", r"each of the 2 processes would train by itself"),
+    ],
+)
+def test_what_would_differ_in_silence_is_an_error_on_all(mode: str, words: str) -> None:
+    result = launch.mpirun(2, [SCRIPT, mode])
+    assert result.returncode == 0, result.output
+    for rank in range(2):
+        assert re.search(rf"CAUGHT {rank} .*{words}", result.stdout), result.output
+        assert f"OK {rank}" in result.stdout
+
+
+@pytest.mark.mpi
+def test_constants_that_differ_end_the_job() -> None:
+    result = launch.mpirun(2, [SCRIPT, "constants"])
+    assert result.returncode != 0
+    assert result.stdout.count("OK ") == 2, result.output
+    assert re.search("different programs|constant", result.output), result.output
+
+
+@pytest.mark.mpi
 def test_ranks_that_agree_again_and_again_are_left_alone() -> None:
     result = launch.mpirun(3, [SCRIPT, "many shapes"])
     assert result.returncode == 0, result.output

@@ -26,7 +26,7 @@ SAID = {
     r"bits on rank 1 than on rank 0(, 2)?\.",
     "call 6": "passed",
     "gradients": r"FloatingPointError: step 'finite', call 2: grads\['a'\] is not finite: 3 NaN on every device\.",
-    "loss": r"FloatingPointError: step 'first_loss', call 1: first\['loss'\] is not finite: 1 NaN on rank 1\.",
+    "loss": r"FloatingPointError: step 'each_loss', call 1: each\['losses'\] is not finite: 1 NaN on rank 1\.",
     "kept": "passed",
     "in shards": r"FloatingPointError: step 'in_shards', call 2: result\[0\]\['a'\] is not finite: 3 NaN on every",
     "in shards, kept": "passed",
