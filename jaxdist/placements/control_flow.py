@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, primitives
@@ -31,7 +32,7 @@ from jaxdist.placements.values import (
     is_wide,
     tile,
 )
-from jaxdist.step.interpreter import Interpreter, has_effect, subjaxprs
+from jaxdist.step.interpreter import Interpreter, has_effect, retrace, subjaxprs
 from jaxdist.step.primitives import AXIS
 
 _SMALL = 1 << 16
@@ -381,6 +382,10 @@ class _Untyped(Interpreter):
 
     def touches(self, eqn: Any) -> bool:
         return any(True for _ in subjaxprs(eqn))  # all of them are typed
+
+    def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+        return retrace(lambda *xs: self.run(closed, *xs), types)
 
 
 def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:
