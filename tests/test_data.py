@@ -43,9 +43,12 @@ def epoch(loaders: Sequence[Loader], steps: int | None = None) -> list[list[int]
         batch: list[int] = []
         for loader, part in zip(loaders, parts, strict=True):
             x, weight = part if loader._plan.pad else (part, np.ones(len(part)))
-            assert len(x) == loader._plan.batch_size
+            assert len(x) == loader._plan.batch_size or loader._plan.keep
             batch += x[weight > 0].tolist()
-        out.append(batch)
+        # A smaller last batch: parts of one length, filled up with copies of the last example.
+        total = getattr(parts[0], "total", len(batch))
+        assert all(x == batch[total - 1] for x in batch[total:])
+        out.append(batch[:total])
         if len(out) == steps:
             break
     return out
@@ -60,7 +63,7 @@ def flat(batches_: list[list[int]]) -> list[int]:
     n=st.integers(1, 60),
     size=st.integers(1, 5),
     batch_size=st.integers(1, 9),
-    tail=st.sampled_from(["drop", "pad"]),
+    tail=st.sampled_from(["drop", "pad", "keep"]),
     shuffle=st.booleans(),
     seed=st.integers(0, 2**40),
 )
@@ -354,8 +357,33 @@ def test_on_devices() -> None:
     assert all(b["x"].sharding.mesh == ctx.mesh and not b["x"].sharding.is_fully_replicated for b in got)
     assert sorted(np.concatenate([b["x"] for b in got]).tolist()) == list(range(48))
     loader.close()
-    with pytest.raises(ValueError, match="batch_size=12 can't be divided over this process's 8 devices"):
-        jaxdist.loader(np.arange(48), 12, on_devices=True)
+    uneven = list(jaxdist.loader(np.arange(48), 12, shuffle=False, on_devices=True))
+    assert [b.shape for b in uneven] == [(12,)] * 4
+    assert np.concatenate(uneven).tolist() == list(range(48))
+
+
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_a_smaller_last_batch_counts_its_own_examples_alone(on_devices: bool) -> None:
+    x = np.random.default_rng(0).normal(size=(23, 3))
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = x @ w
+            return jnp.mean((h - h.mean(0)) ** 2) + jnp.max(h)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, (value, len(x))
+
+    one = many = jnp.ones(3)
+    decorated = jaxdist.data_parallel(step)
+    counts = []
+    for i, batch in enumerate(jaxdist.loader(x, 12, shuffle=False, tail="keep", on_devices=on_devices)):
+        one, (value, _) = jax.jit(step)(one, x[12 * i : 12 * i + 12])
+        many, (got, count) = decorated(many, batch)
+        counts.append(int(count))
+        np.testing.assert_allclose(got, value, rtol=1e-12)
+        np.testing.assert_allclose(many, one, rtol=1e-12)
+    assert counts == [12, 11]
 
 
 # --- what goes wrong

@@ -19,6 +19,23 @@ from jaxdist.control import ControlError
 from jaxdist.data import gather_for_metrics
 
 
+def run_tail(ctx, report):
+    """A smaller last batch, of which ranks hold copies of the last example: as on one device."""
+    rows = np.random.default_rng(2).normal(size=(8 * ctx.size + 2 * ctx.size - 1, 3))
+
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.std(x @ w) + jnp.max(x @ w))(w)
+        return w - 0.1 * grads, (loss, len(x))
+
+    decorated, one, many, counts, gap = jaxdist.data_parallel(step), jnp.ones(3), jnp.ones(3), [], 0.0
+    for i, batch in enumerate(jaxdist.loader(rows, 8, shuffle=False, tail="keep")):
+        one, (loss, _) = step(one, rows[8 * ctx.size * i :][: 8 * ctx.size])
+        many, (got, count) = decorated(many, batch)
+        counts.append(int(count))
+        gap = max(gap, abs(float(loss) - float(got)), float(np.abs(np.asarray(one) - np.asarray(many)).max()))
+    report["tail"] = {"counts": counts, "gap": gap}
+
+
 def run_epochs(ctx, report):
     """Steps, losses and evaluation counts on an odd number of examples."""
     n = 101 + ctx.size
@@ -95,6 +112,7 @@ def main() -> None:
     report: dict[str, object] = {"size": ctx.size, "communicator": ctx.communicator}
 
     if sys.argv[3] == "all":
+        run_tail(ctx, report)
         run_epochs(ctx, report)
 
     # Some steps of an epoch that jobs of other sizes have begun.

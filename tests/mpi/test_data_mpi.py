@@ -34,6 +34,8 @@ def test_loader(tmp_path: Path) -> None:
         assert report["steps"] == dict.fromkeys(("False", "True"), -(-n // (8 * ranks)))
         assert report["dropped"] == n // (8 * ranks)
         assert report["gap"] < 1e-10
+        assert report["tail"]["counts"] == [8 * ranks, 2 * ranks - 1]
+        assert report["tail"]["gap"] < 1e-10
         assert report[f"evaluated {n}"] == [n, True]
         assert report["evaluated 1"] == [1, True]
         for rank, errors in enumerate(report["errors"]):
