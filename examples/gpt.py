@@ -60,8 +60,9 @@ class GPT(nn.Module):
         x_BxTxD = embed(bytes_BxT.astype(jnp.int32)) + place[: bytes_BxT.shape[1]]
         # One layer's activations at a time, and at ZeRO level 3 one layer's parameters.
         layer = nn.remat(Block, prevent_cse=False)
-        split = {"params": True, "dropout": True}
-        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs=split, length=self.layers)
+        stack = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=self.layers
+        )
         x_BxTxD, _ = stack(self.heads, self.dtype, self.dropout, name="layers")(x_BxTxD, None)
         x_BxTxD = nn.RMSNorm(dtype=self.dtype, param_dtype=self.dtype)(x_BxTxD)
         return embed.attend(x_BxTxD).astype(jnp.float32)

@@ -113,7 +113,7 @@ def test_two_batches_in_microbatches() -> None:
 @pytest.mark.parametrize("name", ["reduce", "weight"])
 def test_settings_that_are_gone(name: str) -> None:
     with pytest.raises(TypeError, match=name):
-        jaxdist.value_and_grad(loss_fn, **{name: "sum"})(W, X)
+        jaxdist.value_and_grad(loss_fn, **{name: "sum"})(W, X)  # pyright: ignore[reportArgumentType]
 
 
 @settings(max_examples=25, deadline=None)

@@ -49,6 +49,8 @@ def bits(x: Any) -> tuple[Any, Move]:
     """`x` in a dtype that every wire moves, bit for bit, and the way back."""
     if x.dtype == bool:
         return x.astype(jnp.uint8), lambda y: y.astype(bool)
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        return x.astype(jnp.int8), lambda y: y.astype(x.dtype)
     if x.dtype.kind in "iufc" and x.dtype != jnp.float16:
         return x, lambda y: y
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")

@@ -198,6 +198,8 @@ class Emitter:
         """This device's slice of a whole value."""
         raw, back = _raw(x)
         d, n = split.dim, self.n
+        if not raw.size:
+            return back(jnp.zeros(split.shape(raw.shape), raw.dtype))
         shape = raw.shape
         blocks = raw.reshape(*shape[:d], split.outer, split.size, *shape[d + 1 :]) if split.outer > 1 else raw
         at = d + (split.outer > 1)

@@ -21,7 +21,7 @@ LATE = float(os.environ.get("LATE", "1.5"))  # seconds
 DIFFERENT = False  # whether steps are traced differently now
 
 
-@jaxdist.data_parallel(check_finite=MODE == "nan")
+@jaxdist.data_parallel
 def step(state: Any, batch: Any) -> Any:
     loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"]) ** 2))(state)
     if MODE == "slow":
@@ -62,18 +62,55 @@ def batch(rows: int = 4) -> Any:
     return {"x": np.random.default_rng(ctx.rank).normal(size=(rows, 3)).astype(np.float32)}
 
 
+finite = jaxdist.data_parallel(check_finite=True)(step.__wrapped__)  # type: ignore[attr-defined]
+moved: Any = jaxdist.data_parallel(lambda s, offset, b: s | {"b": s["b"] + b["x"].mean() + offset})
+
+
+def with_nan(s: Any) -> None:
+    bad = batch()
+    if ODD:
+        bad["x"][0, 0] = np.nan
+    finite(s, bad)
+
+
+def from_the_root(_: Any) -> None:
+    """Each rank starts from other weights; the root's count."""
+    s, _ = step(state(ctx.rank), batch(4))
+    expected, _ = step(state(0), batch(4))
+    for name in s:
+        np.testing.assert_array_equal(s[name].addressable_data(0), expected[name].addressable_data(0))
+    sums = ctx.control.exchange("sums", float(np.abs(s["w"].addressable_data(0)).sum()))
+    assert len(set(sums)) == 1, sums
+
+
+def read_only(s: Any) -> None:
+    """What a step does not return has to be the same everywhere."""
+    same = np.zeros(2, np.float32)
+    for _ in range(3):
+        moved(state(), same, batch())
+    moved(state(), same + 0.1 * ctx.rank, batch())
+
+
+CAUGHT: dict[str, Any] = {
+    "shape": lambda s: step(s, batch(3 if ODD else 4)),
+    "dtype": lambda s: step(s | {"b": s["b"].astype(jnp.bfloat16)} if ODD else s, batch()),
+    "tree": lambda s: step(s | {"extra": jnp.zeros(3, jnp.float32)} if ODD else s, batch()),
+    "state shape": lambda s: step(s | {"w": jnp.zeros((3, 5), jnp.float32) if ODD else s["w"]}, batch()),
+    "empty": lambda s: step(s, batch(0 if ODD else 4)),
+    "scalar": lambda s: step(s, {"x": np.float32(1.0)} if ODD else batch()),
+    "type": lambda s: step(s, {"x": "text"} if ODD else batch()),  # of one rank, before it could compare
+    "nan": with_nan,
+    "read only": read_only,
+    "in jit": lambda s: jax.jit(lambda s, b: step(s, b))(s, batch()),  # each rank would train by itself
+    "the root's": from_the_root,
+}
+"""What goes wrong and can be caught, on every rank and in the same call."""
+
+
 def main() -> None:
     global DIFFERENT
     s = state()
-    if MODE == "sync":  # each rank starts from other weights; the root's count
-        s, _ = step(state(ctx.rank), batch(4))
-        expected, _ = step(state(0), batch(4))
-        for name in s:
-            np.testing.assert_array_equal(s[name].addressable_data(0), expected[name].addressable_data(0))
-        sums = ctx.control.exchange("sums", float(np.abs(s["w"].addressable_data(0)).sum()))
-        assert len(set(sums)) == 1, sums
-        print(f"OK {ctx.rank}", flush=True)
-    elif MODE == "shape first":
+    if MODE == "shape first":
         step(s, batch(3 if ODD else 4))
     elif MODE == "shape later":
         for i in range(4):
@@ -83,62 +120,26 @@ def main() -> None:
         if not ODD:
             time.sleep(2)
         step(s, batch(3 if ODD else 4))
-    elif MODE == "dtype":
-        step({**s, "b": s["b"].astype(jnp.bfloat16)} if ODD else s, batch())
-    elif MODE == "tree":
-        step({**s, "extra": jnp.zeros(3, jnp.float32)} if ODD else s, batch())
-    elif MODE == "state shape":
-        step({**s, "w": jnp.zeros((3, 5), jnp.float32) if ODD else s["w"]}, batch())
-    elif MODE == "empty":
-        step(s, batch(0 if ODD else 4))
-    elif MODE == "scalar":
-        step(s, {"x": np.float32(1.0)} if ODD else batch())
-    elif MODE == "nan":
-        s, _ = step(s, batch())
-        bad = batch()
-        if ODD:
-            bad["x"][0, 0] = np.nan
-        step(s, bad)
     elif MODE == "leaves early":
         for _ in range(2 if ODD else 5):
             s, _ = step(s, batch())
             jax.block_until_ready(s)
-    elif MODE == "caught":  # an error loses nothing: the job goes on
-        try:
-            step(s, batch(3 if ODD else 4))
-        except ValueError as error:
-            print(f"CAUGHT {ctx.rank} {error}", flush=True)
-        s, aux = step(s, batch())
-        print(f"OK {ctx.rank} {float(aux['loss'].addressable_data(0)):.6f}", flush=True)
-    elif MODE == "caught type":  # an error of one rank, before it could compare: on all ranks, in the same call
-        try:
-            step(s, {"x": "text"} if ODD else batch())
-        except (TypeError, ValueError) as error:
-            print(f"CAUGHT {ctx.rank} {error}", flush=True)
-        s, aux = step(s, batch())
-        print(f"OK {ctx.rank} {float(aux['loss'].addressable_data(0)):.6f}", flush=True)
+    elif MODE == "caught":  # errors on all ranks lose nothing: the job goes on
+        for name, call in CAUGHT.items():
+            try:
+                call(s)
+            except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:
+                print(f"CAUGHT {ctx.rank} {name}: {error}", flush=True)
+            s, aux = step(s, batch())
+            print(f"OK {ctx.rank} {name} {float(aux['loss'].addressable_data(0)):.6f}", flush=True)
+        for i in range(1, 40):  # every rank asks at about the same time, again and again: nobody is wrong
+            step(state(), batch(i % 7 + 1))
     elif MODE == "type later":  # the others are past comparing: the job ends
         for i in range(3):
             try:
                 s, _ = step(s, {"x": "text"} if ODD and i == 1 else batch())
             except TypeError:
                 print("CAUGHT", flush=True)
-    elif MODE == "many shapes":  # every rank asks at about the same time, again and again: nobody is wrong
-        for i in range(1, 60):
-            step(state(), batch(i % 7 + 1))
-        print(f"OK {ctx.rank}", flush=True)
-    elif MODE == "read only":  # what a step does not return has to be the same everywhere
-        offset = np.full(2, 0.1 * ctx.rank, np.float32)
-        moved: Any = jaxdist.data_parallel(lambda s, offset, b: s | {"b": s["b"] + b["x"].mean() + offset})
-        try:
-            moved(s, offset, batch())
-        except ValueError as error:
-            print(f"CAUGHT {ctx.rank} {error}", flush=True)
-        s = moved(s, offset * 0, batch())
-        held = jnp.asarray(offset * 0)
-        for _ in range(3):
-            s = moved(s, held, batch())
-        print(f"OK {ctx.rank}", flush=True)
     elif MODE == "constants":
         own = np.full(2, 0.1 * ctx.rank, np.float32)
         step_of = lambda own: jaxdist.data_parallel(lambda s, b: s | {"b": s["b"] + b["x"].mean() + own})
@@ -146,14 +147,6 @@ def main() -> None:
         print(f"OK {ctx.rank}", flush=True)
         s = step_of(own)(s, batch())
         jax.block_until_ready(s)
-    elif MODE == "in jit":  # each rank would train by itself
-        try:
-            jax.jit(lambda s, b: step(s, b))(s, batch())
-        except Exception as error:
-            print(f"CAUGHT {ctx.rank} {error}", flush=True)
-        jax.eval_shape(step, s, batch())
-        s, _ = step(s, batch())
-        print(f"OK {ctx.rank}", flush=True)
     elif MODE in ("stuck", "spins", "stops", "stuck first"):
         for _ in range(0 if MODE == "stuck first" else 2):
             s, _ = step(s, batch())

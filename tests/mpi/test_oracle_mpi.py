@@ -19,8 +19,10 @@ ROWS, STEPS = 24, 2  # as in run_oracle.py
 SCRIPT = str(Path(__file__).with_name("run_oracle.py"))
 EVERYTHING = "JAXDIST_FULL" in os.environ
 IDIOMS = [
-    "infonce", "cnn_batchnorm", "mixup_permutation", "private_map", "moe_expert_choice", "topk_hard_mining", "gradient_accumulation",
-    "moco_queue", "flax_batchnorm_dropout", "spearman_double_argsort", "transformer_scanned", "aux_in_order",
+    "infonce", "cnn_batchnorm", "mixup_permutation", "private_map", "moe_expert_choice", "topk_hard_mining",
+    "gradient_accumulation", "moco_queue", "flax_batchnorm_dropout", "spearman_double_argsort",
+    "transformer_scanned",
+    "aux_in_order",
 ]  # fmt: skip
 """Between them they gather, exchange, permute, sort, scatter, carry and draw."""
 

@@ -182,11 +182,13 @@ def test_accumulated_gradients_are_reduced_once_after_the_loop(loop: str, k: int
         value, grad = accumulate(loop, add, (jnp.zeros(()), jnp.zeros_like(w)), parts)
         return w - grad / k, value / k
 
+    parity.check(step, W, X, devices=8)
+    if loop != "scan" and 32 // k < 8:
+        return  # parts of fewer examples than there are devices, picked one by one: each device computes them whole
     found = parity.collectives(parity.program(step, W, X, bucket_bytes=0))
     reductions = [one for one in found if one[0] == "all-reduce"]
     assert sorted(reductions) == [("all-reduce", (), ""), ("all-reduce", (6, 6), "")]
     assert all(kind in ("all-gather", "all-to-all") and where == "" for kind, _, where in found if kind != "all-reduce")
-    parity.check(step, W, X, devices=8)
 
 
 @pytest.mark.parametrize("loop", ["scan", "fori"])
@@ -264,14 +266,14 @@ def test_nested_loops_are_traced_once() -> None:
     from jaxdist.placements import infer
 
     walks: list[int] = []
-    original = infer._Walk.__init__
+    original = infer.Walk.__init__
 
     def counting(self: Any, *args: Any) -> None:
         walks.append(1)
         original(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(infer._Walk, "__init__", counting)
+        patch.setattr(infer.Walk, "__init__", counting)
         counts = []
         for depth in (1, 2, 3, 4):
             walks.clear()
