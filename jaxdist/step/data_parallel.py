@@ -348,6 +348,8 @@ class DataParallel:
         state = list(signature.pick_state(leaves))
         for i in program.padded:
             state[i] = state[i].array
+        if any(map(_is_deleted, state)):
+            raise RuntimeError("Array has been deleted")
         if program.donates and len(set(map(id, state))) < len(state):
             state = _without_aliases(state)
         return program, state, self._placement.batch_argument(batch, program.batch)
@@ -603,6 +605,7 @@ def _expected(program: Program, constants: Sequence[int]) -> list[Any]:
 
 
 _NEITHER = object()
+_is_deleted = operator.methodcaller("is_deleted")
 
 
 def _agreement(context: Context) -> Agreement:

@@ -144,28 +144,48 @@ def match(
             first += child.num_leaves
         return found
 
-    def visit(tree: Any, first: int) -> None:
-        scores = [(s, argument) for argument in left if (s := score(first, tree, argument)) is not None]
-        if scores:
-            best = max(s for s, _ in scores)
-            tied = [argument for s, argument in scores if s == best]
-            if len(tied) > 1 and best[1] and places(out_tree, 0, tied[0]) < len(tied):
-                names = " or ".join(name for _, _, name in tied)
-                raise StepError(
-                    f"a part of the result may be the next value of {names}: it has the structure and types of each, "
-                    "and follows from them alike. Return the other one too (as it is, if it does not change)"
-                )
-            matched[first : first + tree.num_leaves] = tied[0][1]
-            left.remove(tied[0])
-            return
-        node = tree.node_data()
+    def parts(tree: Any, first: int) -> list[tuple[Any, int]]:
+        """The outermost parts of a result that may be the next value of an argument."""
+        if any(score(first, tree, argument) is not None for argument in left):
+            return [(tree, first)]
+        node, found = tree.node_data(), []
         if node is not None and node[0] in (tuple, list, dict):
             for child in tree.children():
-                visit(child, first)
+                found += parts(child, first)
                 first += child.num_leaves
+        return found
 
-    visit(out_tree, 0)
+    open_parts = parts(out_tree, 0)
+    while open_parts:
+        ranked: list[tuple[tuple[Any, int], tuple[int, int], list[Any]]] = []
+        for tree, first in open_parts:
+            scores = [(s, argument) for argument in left if (s := score(first, tree, argument)) is not None]
+            best = max((s for s, _ in scores), default=(0, 0))
+            ranked.append(((tree, first), best, [argument for s, argument in scores if s == best]))
+        # What is clear first: what is left may be clear then.
+        (tree, first), best, tied = next((r for r in ranked if len(r[2]) == 1), ranked[0])
+        open_parts.remove((tree, first))
+        if not tied:  # its argument was another part's: what it is made of may be some other one's
+            open_parts += [part for child in _children(tree, first) for part in parts(*child)]
+            continue
+        if len(tied) > 1 and best[1] and places(out_tree, 0, tied[0]) < len(tied):
+            names = " or ".join(name for _, _, name in tied)
+            raise StepError(
+                f"a part of the result may be the next value of {names}: it has the structure and types of each, "
+                "and follows from them alike. Return the other one too (as it is, if it does not change)"
+            )
+        matched[first : first + tree.num_leaves] = tied[0][1]
+        left.remove(tied[0])
     return matched
+
+
+def _children(tree: Any, first: int) -> list[tuple[Any, int]]:
+    """The parts of a structure, each with the position of its first leaf."""
+    node, out = tree.node_data(), []
+    for child in tree.children() if node is not None and node[0] in (tuple, list, dict) else ():
+        out.append((child, first))
+        first += child.num_leaves
+    return out
 
 
 def _kind(dtype: Any) -> Any:

@@ -66,14 +66,14 @@ finite = jaxdist.data_parallel(check_finite=True)(step.__wrapped__)  # type: ign
 moved: Any = jaxdist.data_parallel(lambda s, offset, b: s | {"b": s["b"] + b["x"].mean() + offset})
 
 
-def with_nan(s: Any) -> None:
+def with_nan(_: Any, s: Any) -> None:
     bad = batch()
     if ODD:
         bad["x"][0, 0] = np.nan
     finite(s, bad)
 
 
-def from_the_root(_: Any) -> None:
+def from_the_root(step: Any, _: Any) -> None:
     """Each rank starts from other weights; the root's count."""
     s, _ = step(state(ctx.rank), batch(4))
     expected, _ = step(state(0), batch(4))
@@ -83,7 +83,7 @@ def from_the_root(_: Any) -> None:
     assert len(set(sums)) == 1, sums
 
 
-def read_only(s: Any) -> None:
+def read_only(_: Any, __: Any) -> None:
     """What a step does not return has to be the same everywhere."""
     same = np.zeros(2, np.float32)
     for _ in range(3):
@@ -92,16 +92,16 @@ def read_only(s: Any) -> None:
 
 
 CAUGHT: dict[str, Any] = {
-    "shape": lambda s: step(s, batch(3 if ODD else 4)),
-    "dtype": lambda s: step(s | {"b": s["b"].astype(jnp.bfloat16)} if ODD else s, batch()),
-    "tree": lambda s: step(s | {"extra": jnp.zeros(3, jnp.float32)} if ODD else s, batch()),
-    "state shape": lambda s: step(s | {"w": jnp.zeros((3, 5), jnp.float32) if ODD else s["w"]}, batch()),
-    "empty": lambda s: step(s, batch(0 if ODD else 4)),
-    "scalar": lambda s: step(s, {"x": np.float32(1.0)} if ODD else batch()),
-    "type": lambda s: step(s, {"x": "text"} if ODD else batch()),  # of one rank, before it could compare
+    "shape": lambda step, s: step(s, batch(3 if ODD else 4)),
+    "dtype": lambda step, s: step(s | {"b": s["b"].astype(jnp.bfloat16)} if ODD else s, batch()),
+    "tree": lambda step, s: step(s | {"extra": jnp.zeros(3, jnp.float32)} if ODD else s, batch()),
+    "state shape": lambda step, s: step(s | {"w": jnp.zeros((3, 5), jnp.float32) if ODD else s["w"]}, batch()),
+    "empty": lambda step, s: step(s, batch(0 if ODD else 4)),
+    "scalar": lambda step, s: step(s, {"x": np.float32(1.0)} if ODD else batch()),
+    "type": lambda step, s: step(s, {"x": "text"} if ODD else batch()),  # of one rank, before it could compare
     "nan": with_nan,
     "read only": read_only,
-    "in jit": lambda s: jax.jit(lambda s, b: step(s, b))(s, batch()),  # each rank would train by itself
+    "in jit": lambda step, s: jax.jit(lambda s, b: step(s, b))(s, batch()),  # each rank would train by itself
     "the root's": from_the_root,
 }
 """What goes wrong and can be caught, on every rank and in the same call."""
@@ -126,11 +126,12 @@ def main() -> None:
             jax.block_until_ready(s)
     elif MODE == "caught":  # errors on all ranks lose nothing: the job goes on
         for name, call in CAUGHT.items():
+            one: Any = jaxdist.data_parallel(step.__wrapped__)  # type: ignore[attr-defined]
             try:
-                call(s)
+                call(one, state())
             except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:
                 print(f"CAUGHT {ctx.rank} {name}: {error}", flush=True)
-            s, aux = step(s, batch())
+            _, aux = one(state(), batch())
             print(f"OK {ctx.rank} {name} {float(aux['loss'].addressable_data(0)):.6f}", flush=True)
         for i in range(1, 40):  # every rank asks at about the same time, again and again: nobody is wrong
             step(state(), batch(i % 7 + 1))
@@ -145,8 +146,10 @@ def main() -> None:
         step_of = lambda own: jaxdist.data_parallel(lambda s, b: s | {"b": s["b"] + b["x"].mean() + own})
         s = step_of(own * 0)(s, batch())
         print(f"OK {ctx.rank}", flush=True)
-        s = step_of(own)(s, batch())
-        jax.block_until_ready(s)
+        differing = step_of(own)
+        for _ in range(100):  # the job goes on for a while, and ends before that
+            s = jax.block_until_ready(differing(s, batch()))
+            time.sleep(0.1)
     elif MODE in ("stuck", "spins", "stops", "stuck first"):
         for _ in range(0 if MODE == "stuck first" else 2):
             s, _ = step(s, batch())
