@@ -76,7 +76,9 @@ class _Carries:
         self.at: list[Placement] = []
         for p, i in zip(init, inner, strict=True):
             added = block.uses[i] == 1 and consumers.get(i) in _ADDS and is_wide(block.avals[i].dtype)
-            self.at.append(Partial(True, made=False) if added and not isinstance(p, Split) else _inside(p))
+            # A sum that starts from something else than zero is no gradient: parameters, say.
+            start = Partial(_is_nothing(p) or (isinstance(p, Partial) and p.gradient), made=False)
+            self.at.append(start if added and not isinstance(p, Split) else _inside(p))
 
     @property
     def loose(self) -> frozenset[int]:

@@ -63,6 +63,8 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
         )
         ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
         takes = [PARTIAL if k in operands else REPLICATED for k in range(len(ins))]
+        # What is added to a gradient must not lose digits on the wire for it.
+        gradient = gradient and all(p or z for p, z in zip(partial[first:last], zero, strict=True))
     elif name == "mul":
         other = ins[1 - partial.index(True)]
         ok = sum(partial) == 1 and _scales(other, out.dtype)
