@@ -32,7 +32,7 @@ from jaxdist.placements.values import (
     is_wide,
     tile,
 )
-from jaxdist.step.interpreter import Interpreter, has_effect, retrace, subjaxprs
+from jaxdist.step.interpreter import INLINED, Interpreter, has_effect, retrace
 from jaxdist.step.primitives import AXIS
 
 _SMALL = 1 << 16
@@ -362,6 +362,9 @@ def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     return Plan(takes, gives, run, exchanges=True)
 
 
+_TYPED = {*INLINED, "scan", "while", "cond", "checkpoint", "remat", "remat2"}  # whose bodies are; a kernel's is not
+
+
 class _Untyped(Interpreter):
     """Evaluates the body of a typed ``shard_map`` in one that is not."""
 
@@ -383,7 +386,7 @@ class _Untyped(Interpreter):
         self.rewritten = set(self.rules)
 
     def touches(self, eqn: Any) -> bool:
-        return any(True for _ in subjaxprs(eqn))  # all of them are typed
+        return eqn.primitive.name in _TYPED
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]

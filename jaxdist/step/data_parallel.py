@@ -478,7 +478,7 @@ class DataParallel:
         mine = {program.signature.names[i]: checksum(leaves[i]) for i in elsewhere if i in read}
         if context.size == 1 or not mine:
             return
-        everyone = context.control.exchange(f"step {self._name} call {call} read-only", mine, context.timeout)
+        everyone = context.control.exchange(f"read-only state of step {self._name}, call {call}", mine, context.timeout)
         for name, own in everyone[0].items():
             others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != own]
             if others:
