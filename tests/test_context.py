@@ -169,6 +169,7 @@ def test_several_processes_by_hand():
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_several_processes_under_mpirun():
     result = launch.mpirun(3, ["-c", _SEVERAL, "auto"], {"JAX_ENABLE_X64": "1"})
     assert result.returncode == 0, result.output

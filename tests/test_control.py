@@ -252,6 +252,7 @@ threading.Event().wait(60)
 """
 
 
+@pytest.mark.slow
 def test_a_network_that_goes_down_is_noticed_at_both_ends(tmp_path):
     script = tmp_path / "link_down.py"
     script.write_text(_LINK_DOWN)
@@ -268,6 +269,7 @@ def test_a_network_that_goes_down_is_noticed_at_both_ends(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_goodbyes_end_in_peace_and_waiting_costs_no_cpu():
     for result in launch.spawn_env(3, ["-c", _SCRIPT, "bye"], timeout=50):
         assert (result.returncode, result.stderr) == (0, ""), result.output

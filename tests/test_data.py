@@ -278,6 +278,7 @@ def test_a_transform_may_write_into_its_example() -> None:
     assert [float(next(iter(loader)).sum()) for _ in range(2)] == [24, 24]
 
 
+@pytest.mark.slow
 def test_worker_processes() -> None:
     squares = [Squares()[i] for i in range(12)]
     want, got = make(squares, 2, tail="pad"), make(squares, 2, tail="pad", workers=2, prefetch=1)
@@ -475,6 +476,7 @@ def test_states_of_others() -> None:
         make(np.arange(9), 2).set_epoch(-1)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -101,6 +101,7 @@ def test_snippets_parse(code: str):
     ast.parse(code)
 
 
+@pytest.mark.slow
 def test_the_program_runs(tmp_path: Path):
     programs = [code for (code,) in (p.values for p in SNIPPETS) if str(code).startswith("# runs\n")]
     assert programs

@@ -168,6 +168,7 @@ def test_failing_exit_code_of_one_rank(how):
     assert 3 in [p.returncode for p in processes]
 
 
+@pytest.mark.slow
 def test_a_caught_exit_and_a_normal_end_are_no_failure():
     for result in _start("env", "caught").finish(60):
         assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.output

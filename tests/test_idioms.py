@@ -17,6 +17,8 @@ import pytest
 import quick
 from jax.sharding import Mesh
 
+pytestmark = pytest.mark.slow  # together
+
 STEPS = 2
 NAMES = list(idioms.IDIOMS)
 SIZES = {True: 24, False: 20}

@@ -100,6 +100,7 @@ def test_what_compiles_is_what_is_planned(plans: dict[int, Plan]) -> None:
     assert plans[2].own.peak == analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_another_level_is_that_level(plans: dict[int, Plan]) -> None:
     """Whichever level the step is written with."""
     for level in (0, 3):

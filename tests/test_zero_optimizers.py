@@ -26,6 +26,8 @@ import quick
 from jax.sharding import Mesh
 from optimizers import ENTRIES
 
+pytestmark = pytest.mark.slow  # together
+
 EVERYTHING = "JAXDIST_FULL" in os.environ
 COMBINATIONS = [(level, n) for n, level in itertools.product((2, 3, 4, 8), (1, 2, 3))]
 # Parts that are tested with the optimizer of their name, unless another entry is compared with them.

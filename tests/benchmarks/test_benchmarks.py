@@ -13,6 +13,8 @@ import launch
 import pytest
 import quick
 
+pytestmark = pytest.mark.slow  # together
+
 HERE = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--rounds=2", "--seconds=0.02"]
 ENV = launch.environment({"XLA_FLAGS": quick.XLA_FLAGS, "JAX_ENABLE_X64": None})

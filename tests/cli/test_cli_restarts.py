@@ -18,6 +18,8 @@ import pytest
 from jaxdist.cli.hosts import Host, parse_hosts
 from jaxdist.cli.run import _what_remains
 
+pytestmark = pytest.mark.slow  # together
+
 TRAINING = Path(__file__).parents[1] / "training.py"
 
 

@@ -18,6 +18,8 @@ from jaxdist.cli.hosts import Host
 from jaxdist.cli.mpi import Mpirun, split_tag
 from jaxdist.cli.program import program_command
 
+pytestmark = pytest.mark.slow  # together
+
 CLI = [sys.executable, "-m", "jaxdist"]
 
 RANK = """

@@ -46,6 +46,7 @@ def test_missing_variables_are_listed():
         slurm.connect(env={"SLURM_NTASKS": "2"})
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_one_host_do_not_mix():
     jobs = []
     for number in ("4711", "4712"):

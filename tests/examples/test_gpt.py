@@ -12,6 +12,8 @@ import launch
 import pytest
 import quick
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 SMALL = [
     "--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=8", "--steps=12", "--eval-every=4",

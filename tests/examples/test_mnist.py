@@ -13,6 +13,8 @@ import pytest
 
 from jaxdist.cli.mpi import find_mpirun
 
+pytestmark = pytest.mark.slow  # together
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 FINAL = re.compile(r"final test_accuracy=(0\.\d{4}|1\.0000) epochs=(\d+) devices=(\d+) communicator=(\w+)")
@@ -55,14 +57,12 @@ def losses(done: "subprocess.CompletedProcess[str]") -> list[float]:
     return [float(loss) for loss in re.findall(r"epoch \d+ loss (\S+)", done.stderr)]
 
 
-@pytest.mark.slow
 def test_one_process():
     accuracy, epochs, devices, communicator = final(run(sys.executable, EXAMPLES / "mnist.py"))
     assert accuracy >= 0.95
     assert (epochs, devices, communicator) == (12, 1, "xla")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "epochs"), [("env", 2), pytest.param("mpirun", 12, marks=pytest.mark.mpi)])
 def test_two_ranks(launcher: str, epochs: int):
     if launcher == "mpirun" and find_mpirun() is None:
@@ -76,7 +76,6 @@ def test_two_ranks(launcher: str, epochs: int):
     assert len(losses(done)) == epochs  # only the root writes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--dropout", "0.1", "--batchnorm")])
 def test_the_number_of_devices_does_not_change_the_loss(flags: tuple[str, ...]):
     single = run(sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2, *flags)

@@ -8,6 +8,8 @@ from pathlib import Path
 import launch
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("bad_calls.py"))
 
 MESSAGES = {
@@ -25,7 +27,6 @@ MESSAGES = {
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 def test_an_error_on_all_ranks_says_what_differs_and_loses_nothing(communicator: str) -> None:
     result = launch.mpirun(3, [SCRIPT, "caught", communicator])

@@ -18,6 +18,8 @@ import launch
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).parents[1] / "training.py")
 
 

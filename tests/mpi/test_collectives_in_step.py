@@ -7,6 +7,8 @@ from pathlib import Path
 import launch
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("run_collectives.py"))
 
 
@@ -21,7 +23,6 @@ def test_collectives(ranks: int, communicator: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 def test_large_reduce_scatters_are_exact(communicator: str) -> None:
     result = launch.mpirun(2, [SCRIPT, communicator, "scatter"], timeout=300)

@@ -10,6 +10,8 @@ from typing import Any
 import launch
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("run_data.py"))
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import launch
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("run_eager.py"))
 WIRES = pytest.mark.parametrize("communicator", ["mpi", "xla"])
 
@@ -51,7 +53,6 @@ def test_debug_prints_and_compares_each_call() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @WIRES
 @pytest.mark.parametrize(("ranks", "megabytes"), [(2, 35.0), (4, 8.0)])
 def test_large_reduce_scatters_are_exact(ranks: int, megabytes: float, communicator: str) -> None:

@@ -15,6 +15,8 @@ import launch
 import oracle
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 ROWS, STEPS = 24, 2  # as in run_oracle.py
 SCRIPT = str(Path(__file__).with_name("run_oracle.py"))
 EVERYTHING = "JAXDIST_FULL" in os.environ
@@ -46,7 +48,6 @@ def check(report: dict[str, float], names: list[str], idioms: list[str]) -> None
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_n_processes_compute_what_one_would(ranks: int, communicator: str, expected: str) -> None:

@@ -11,11 +11,12 @@ import pytest
 from jaxdist.metrics import read_metrics
 from jaxdist.profile import share
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("run_seeing.py"))
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 def test_two_ranks_look_at_themselves(communicator: str, tmp_path: Path) -> None:
     env = {"JAXDIST_LOG": "comm", "JAXDIST_TIMEOUT": "60", "JAX_ENABLE_X64": None}

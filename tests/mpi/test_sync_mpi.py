@@ -9,6 +9,8 @@ from pathlib import Path
 import launch
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("run_sync.py"))
 
 SAID = {

@@ -11,6 +11,8 @@ import pytest
 
 from jaxdist import context
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("bad_calls.py"))
 WHO = r"rank 1 \(\S+, pid \d+\)"
 BOTH = pytest.mark.parametrize("communicator", ["xla", "mpi"])

@@ -16,6 +16,8 @@ import launch
 import optimizers
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 SCRIPT = str(Path(__file__).with_name("run_zero_optimizers.py"))
 SOME = ["chain", "lamb", "adafactor", "muon", "apply_if_finite"]  # the last one sees a NaN of the last rank
 ALL = list(optimizers.ENTRIES)
