@@ -1,6 +1,7 @@
 """Each operation of `operations_of_a_batch` on several devices is that on one, whether or not these divide the batch.
 
-Each on one number of devices that divides the batch and one that does not, by turns; with JAXDIST_FULL set, on all.
+Those that move dimensions or reduce on a number of devices that divides the batch and on one that does not, the others
+on one or the other; which one, by turns. With JAXDIST_FULL set, all on all.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from operations_of_a_batch import OPERATIONS, batch, state
 EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
 ODD = [(2, 7), (3, 7), (4, 5), (8, 13), (8, 5), (4, 9)]
 """Devices, examples."""
+BOTH = ("shape", "reduce")
 CASES = (
     list(itertools.product(OPERATIONS, EVEN + ODD))
     if "JAXDIST_FULL" in os.environ
-    else [(name, ways[i % len(ways)]) for i, name in enumerate(OPERATIONS) for ways in (EVEN, ODD)]
+    else [
+        (name, ways[i % len(ways)])
+        for i, name in enumerate(OPERATIONS)
+        for k, ways in enumerate((EVEN, ODD))
+        if name.startswith(BOTH) or k == bool(i % 3)
+    ]
 )
 
 
