@@ -65,7 +65,7 @@ class GPT(nn.Module):
         )
         x_BxTxD, _ = stack(self.heads, self.dtype, self.dropout, name="layers")(x_BxTxD, None)
         x_BxTxD = nn.RMSNorm(dtype=self.dtype, param_dtype=self.dtype)(x_BxTxD)
-        return embed.attend(x_BxTxD).astype(jnp.float32)
+        return embed.attend(x_BxTxD).astype(jnp.promote_types(self.dtype, jnp.float32))
 
 
 class State(TrainState):

@@ -16,6 +16,7 @@ from jax._src import source_info_util
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 from jax.extend.core import ClosedJaxpr
+from jax.extend.core.primitives import jit_p
 
 # --- arrays
 
@@ -94,6 +95,25 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
     ):
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]
+
+
+def call(closed: ClosedJaxpr, args: Sequence[Any]) -> Sequence[Any]:
+    """Evaluate a jaxpr as a call in what is being traced, without tracing it anew.
+
+    `jax.jit` of it would; the parameters of its primitive are another set in each version, so an empty one gives them.
+    """
+    params = dict(_empty_call(jax.sharding.get_abstract_mesh()))
+    for name, count in (("in", len(args)), ("out", len(closed.out_avals))):
+        for kind in ("shardings", "layouts"):
+            params[f"{name}_{kind}"] = (params[f"{name}_{kind}"][0],) * count
+    params.update(jaxpr=closed, donated_invars=(False,) * len(args), name="part")
+    return jit_p.bind(*args, **params)
+
+
+@functools.lru_cache(maxsize=64)
+def _empty_call(mesh: Any) -> dict[str, Any]:
+    """The parameters of a call with one argument and one result, traced under the mesh of the moment."""
+    return jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
 
 
 def name_stack(eqn: Any) -> str:

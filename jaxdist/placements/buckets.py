@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxdist.step.interpreter import Interpreter, has_effect, live
+from jaxdist.step.interpreter import contains, has_effect, live, subjaxprs
 from jaxdist.step.primitives import AXIS, all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 
 # What may stand between the backward pass and a reduction without making it later.
@@ -34,64 +34,93 @@ _FORM = {"reshape", "squeeze", "transpose", "copy"}
 _FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
 
-class Fuse(Interpreter):
-    """Evaluates a traced step with its collectives in buckets.
+class Fuse:
+    """Puts the collectives of a program into buckets. Everything else of it stays as it is, but for the order.
 
     Args:
       bucket_bytes: on the wire, of a full bucket. 0: each tensor travels alone.
+      devices: of the axis.
       ahead: how many bytes may be gathered before they are used.
       barriers: whether the compiler keeps to ``lax.optimization_barrier``. XLA's for CPUs drops it before it merges
         equal operations and decides on an order; there a gather is made to depend on what has to come before it.
     """
 
-    def __init__(self, bucket_bytes: int, ahead: int = 0, barriers: bool = True):
-        super().__init__({})
-        self.barriers = barriers
-        self._nested = False
-        self.ahead = ahead
-        self.rewritten = _FUSED
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, bucket_bytes: int, devices: int, ahead: int = 0, barriers: bool = True):
+        self.bucket_bytes, self.devices, self.ahead, self.barriers = bucket_bytes, devices, ahead, barriers
 
-    def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+    def __call__(self, closed: ClosedJaxpr, nested: bool = False) -> ClosedJaxpr:
+        """The program with its collectives in buckets.
+
+        Args:
+          closed: the program.
+          nested: it is the body of a loop or branch.
+        """
+        jaxpr = closed.jaxpr
         producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        pace = _Pace(self.ahead, None if self.barriers or not self._nested else _given(jaxpr))
+        pace = _Pace(self.ahead, None if self.barriers or not nested else _given(jaxpr))
         result = None  # of those gathered because they are results, the latest: one after another, in less memory
+        done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
+        constants: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for item in schedule(live(jaxpr), self.bucket_bytes, self.ahead):
             if isinstance(item, JaxprEqn):
-                outs = self.eval_eqn(item, *map(read, item.invars))
-                env.update(zip(item.outvars, outs, strict=True))
+                out.append(self._within(item))
+                done.update(item.outvars)
                 continue
-            operands = [read(eqn.invars[0]) for eqn in item.eqns]
             if item.use is not None:
                 cause = pace.cause(item, producers)
             else:
                 cause = result if item.gathers and not self.barriers else None
-            if cause in env:
-                operands = self._after(env[cause], operands)
-            if len(item.eqns) == 1:
-                outs = [item.eqns[0].primitive.bind(*operands, **item.eqns[0].params)]
-            else:
-                with jax.named_scope(f"bucket_of_{len(item.eqns)}"):  # for the log of `step.wire`, and for traces
-                    outs = _TOGETHER[item.eqns[0].primitive](operands, item.eqns)
             if item.gathers and item.use is None:
                 result = item.eqns[0].outvars[0]
-            env.update(zip((eqn.outvars[0] for eqn in item.eqns), outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+            if len(item.eqns) == 1 and cause not in done:
+                out += item.eqns
+            else:
+                out += self._together(item.eqns, cause if cause in done else None, constants)
+            done.update(eqn.outvars[0] for eqn in item.eqns)
+        fused = jaxpr.replace(eqns=out, constvars=list(constants), debug_info=None)
+        return ClosedJaxpr(fused, list(constants.values()))
 
-    def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        nested, self._nested = self._nested, True
-        try:
-            return super().rewrite(closed)
-        finally:
-            self._nested = nested
+    def _within(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation with the collectives of its bodies in buckets."""
 
-    def _after(self, cause: Any, operands: Sequence[Any]) -> list[Any]:
+        def fused(value: Any) -> Any:
+            if isinstance(value, ClosedJaxpr):
+                return self(value, nested=True)
+            if isinstance(value, Jaxpr):  # jax.checkpoint: an open jaxpr, without constants
+                closed = self(ClosedJaxpr(value, ()), nested=True)
+                if closed.consts:
+                    raise NotImplementedError(f"constants inside {eqn.primitive}")
+                return closed.jaxpr
+            return type(value)(map(fused, value)) if isinstance(value, (tuple, list)) else value
+
+        if not any(contains(sub, _FUSED) for sub in subjaxprs(eqn)):
+            return eqn
+        return eqn.replace(params={k: fused(v) for k, v in eqn.params.items()})
+
+    def _together(self, eqns: Sequence[JaxprEqn], cause: Any, constants: dict[Any, Any]) -> list[JaxprEqn]:
+        """The equations in whose place a bucket stands, traced alone; it starts when `cause` is known."""
+
+        def run(*operands: Any) -> list[Any]:
+            parts: Sequence[Any] = operands
+            if cause is not None:
+                parts = self._after(operands[-1], operands[:-1])
+            if len(eqns) == 1:
+                return [eqns[0].primitive.bind(*parts, **eqns[0].params)]
+            with jax.named_scope(f"bucket_of_{len(eqns)}"):  # for the log of `step.wire`, and for traces
+                return _TOGETHER[eqns[0].primitive](parts, eqns)
+
+        operands = [eqn.invars[0] for eqn in eqns] + ([] if cause is None else [cause])
+        traced = jax.make_jaxpr(run, axis_env=[(AXIS, self.devices)])(*(v.aval for v in operands))
+        constants.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        names = dict(zip(traced.jaxpr.invars, operands, strict=True))
+        names.update(zip(traced.jaxpr.outvars, (eqn.outvars[0] for eqn in eqns), strict=True))
+
+        def named(atoms: Sequence[Any]) -> list[Any]:
+            return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
+
+        return [eqn.replace(invars=named(eqn.invars), outvars=named(eqn.outvars)) for eqn in traced.eqns]
+
+    def _after(self, cause: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """The operands of a gather, but not before `cause` is known."""
         if self.barriers:
             return lax.optimization_barrier((*operands, cause))[:-1]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
-from jaxdist.compat import bind
+from jaxdist.compat import bind, call
+
+_WORTH_A_CALL, _LONGEST_CALL = 4, 256
+"""Equations."""
 
 Rule = Callable[..., Any]
 """``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence where the primitive has several)."""
@@ -61,9 +62,9 @@ def retrace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJa
 class Interpreter:
     """Evaluates jaxprs, with `rules` in place of the primitives that they name.
 
-    Equations that hold none of those primitives, directly or in a jaxpr of theirs, are bound as they are. Of the
-    others, calls are inlined; the bodies of control flow and of ``jax.checkpoint`` are rewritten by the same rules and
-    bound again.
+    Equations that hold none of those primitives, directly or in a jaxpr of theirs, are bound as they are: many in a row
+    in one call, for to trace each anew takes as long as to trace the step. Of the others, calls are inlined; the bodies
+    of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
 
     Args:
       rules: primitive -> rule.
@@ -81,33 +82,50 @@ class Interpreter:
     def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        eqns = self.equations(jaxpr)
-        atoms = chain(jaxpr.outvars, *(eqn.invars for eqn in eqns))
-        uses = Counter(atom for atom in atoms if not isinstance(atom, Literal))
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else self.use(env[atom], uses[atom])
+            return atom.val if isinstance(atom, Literal) else env[atom]
 
-        for eqn in eqns:
-            outs = self.eval_eqn(eqn, *map(read, eqn.invars))
-            env.update(zip(eqn.outvars, outs, strict=True))
+        eqns = live(jaxpr)
+        last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, Literal)}
+        last.update((v, len(eqns)) for v in jaxpr.outvars if not isinstance(v, Literal))
+        for start, stop in self._stretches(eqns):
+            if stop - start < _WORTH_A_CALL:
+                for eqn in eqns[start:stop]:
+                    outs = self.eval_eqn(eqn, *map(read, eqn.invars))
+                    env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            part = eqns[start:stop]
+            made = {v for eqn in part for v in eqn.outvars}
+            taken = (v for eqn in part for v in eqn.invars if not isinstance(v, Literal) and v not in made)
+            ins = list(dict.fromkeys(taken))
+            outs = [v for eqn in part for v in eqn.outvars if last.get(v, -1) >= stop]
+            effects = frozenset().union(*(eqn.effects for eqn in part))
+            body = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=part, effects=effects, debug_info=None)
+            env.update(zip(outs, call(ClosedJaxpr(body, ()), [env[v] for v in ins]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def equations(self, jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
-        """Those to evaluate; a pass may want more than the live ones."""
-        return live(jaxpr)
+    def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
+        """[start, stop) of equations that are bound as they are, and of each other one alone.
 
-    def use(self, value: Any, uses: int) -> Any:
-        """Called where a value is read that is read `uses` times in all; a pass may hold values back until then."""
-        return value
-
-    def finish(self, value: Any) -> Any:
-        """Called on each output of a jaxpr that is traced anew."""
-        return value
+        Bounded, because XLA takes long for a call with thousands of operands.
+        """
+        start = 0
+        for i, eqn in enumerate(eqns):
+            if eqn.primitive in self.rules or has_effect(eqn) or self.touches(eqn):
+                if start < i:
+                    yield start, i
+                yield i, i + 1
+                start = i + 1
+            elif i - start == _LONGEST_CALL:
+                yield start, i
+                start = i
+        if start < len(eqns):
+            yield start, len(eqns)
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """`closed` after the rules, traced in the shard_map that is being traced."""
-        return retrace(lambda *xs: [self.finish(x) for x in self.run(closed, *xs)], closed.in_avals)
+        return retrace(lambda *xs: self.run(closed, *xs), closed.in_avals)
 
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """The outputs of one equation."""
@@ -138,7 +156,7 @@ class Interpreter:
         return bind(eqn, {k: rewrite(v) for k, v in eqn.params.items()}, args)
 
     def touches(self, eqn: JaxprEqn) -> bool:
-        """Whether a jaxpr inside the equation binds a primitive that has a rule."""
+        """Whether the equation has to be evaluated, because a jaxpr inside it binds a primitive that has a rule."""
 
         def cached(jaxpr: Jaxpr) -> bool:
             if id(jaxpr) not in self._contains:  # keeps the jaxpr alive, so that its id stays its own

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +22,7 @@ from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.plan import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape, tile
 from jaxdist.placements.wires import compressible
+from jaxdist.step.interpreter import Interpreter
 from jaxdist.step.layouts import Layout, Padded, choose, layout, sharding
 from jaxdist.step.matching import flows, match
 from jaxdist.step.primitives import AXIS
@@ -302,7 +303,7 @@ class Program:
         if mesh.size == 1:
             if self._on_traced is not None:
                 self._on_traced(step.jaxpr, None)
-            outs = jaxpr_as_fun(step.jaxpr)(*args)
+            outs = Interpreter({}).run(step.jaxpr, *args)
             return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         placed, ins = self.place()
         emitter = Emitter(
@@ -315,8 +316,8 @@ class Program:
         closed = emitter.program(local)
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        fuse = Fuse(self._bucket_bytes, in_shards // _GATHERED_AT_ONCE, barriers=not on_cpu)
-        closed = jax.make_jaxpr(lambda *xs: fuse.run(closed, *xs), axis_env=[(AXIS, mesh.size)])(*local)
+        fuse = Fuse(self._bucket_bytes, mesh.size, in_shards // _GATHERED_AT_ONCE, barriers=not on_cpu)
+        closed = fuse(closed)
         if self._on_traced is not None:
             self._on_traced(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)

@@ -127,11 +127,13 @@ def _axes(eqn: JaxprEqn) -> set[Any]:
 
 def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
     """Whether a collective over one of the axes is in it, outside of a `shard_map`."""
-    return any(
-        (eqn.primitive in _COLLECTIVES and bool(_axes(eqn) & names))
-        or (eqn.primitive.name != "shard_map" and any(_named(sub, names) for sub in subjaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(_names(eqn, names) for eqn in jaxpr.eqns)
+
+
+def _names(eqn: JaxprEqn, names: set[str]) -> bool:
+    if eqn.primitive in _COLLECTIVES:
+        return bool(_axes(eqn) & names)
+    return eqn.primitive.name != "shard_map" and any(_named(sub, names) for sub in subjaxprs(eqn))
 
 
 class Alone(Interpreter):
@@ -146,12 +148,10 @@ class Alone(Interpreter):
         self.names = set(names)
 
     def touches(self, eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name == "shard_map":
-            return False
-        return any(_named(sub, self.names) for sub in subjaxprs(eqn))
+        return _names(eqn, self.names)
 
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        if eqn.primitive not in _COLLECTIVES or not _axes(eqn) & self.names:
+        if eqn.primitive not in _COLLECTIVES or not self.touches(eqn):
             return super().eval_eqn(eqn, *args)
         others = tuple(a for a in _axes(eqn) if a not in self.names)
         if others:

@@ -32,7 +32,7 @@ def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: 
     dtypes = dtypes or [jnp.float32] * len(shapes)
     avals = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     closed = jax.make_jaxpr(f, axis_env=AXES)(*avals)
-    closed = jax.make_jaxpr(lambda *xs: Fuse(bucket_bytes).run(closed, *xs), axis_env=AXES)(*avals)
+    closed = Fuse(bucket_bytes, AXES[0][1])(closed)
     found: list[tuple[str, int]] = []
 
     def visit(jaxpr: Jaxpr) -> None:
