@@ -291,6 +291,18 @@ INDEXING: dict[str, Operation] = {
         b["x"].at[:, 1].set(b["y"][:, 0]),
         b["x"].at[jnp.arange(len(b["x"])), b["k"][:, 1]].add(1.0),
     ],
+    "own rows in several ways": lambda w, b: [
+        b["z"][jnp.arange(len(b["z"]))[:, None], jnp.arange(4)[None], b["k"][:, :1] % 3],
+        jax.grad(lambda z: jnp.sin(z[jnp.arange(len(z))[:, None], jnp.arange(4), b["k"][:, 1:] % 3]).sum())(b["z"]),
+        b["x"].at[jnp.arange(len(b["x"])), b["i"]].set(0.0),
+        b["x"].at[jnp.arange(len(b["x"]), dtype=jnp.int64), b["k"][:, 0]].multiply(b["y"][:, 0]),
+        (b["x"] @ b["y"].T)[jnp.arange(len(b["x"])), b["perm"]],
+        (b["x"] @ b["y"].T)[b["perm"], jnp.arange(len(b["x"]))],
+        (b["x"] @ b["y"].T)[jnp.arange(len(b["x"])), jnp.arange(len(b["x"]))],
+        b["z"][jnp.arange(len(b["z"])), b["i"] % 4, :].sum(0),
+        b["x"][jnp.arange(len(b["x"])) - 1, b["k"][:, 0]],
+        b["m"][jnp.arange(len(b["m"]))],
+    ],
     "batched windows": lambda w, b: jax.vmap(lambda x, k: lax.dynamic_slice(x, (k[0] % 3,), (3,)))(b["x"], b["k"]),
     "batched updates": lambda w, b: jax.vmap(lambda x, y, k: lax.dynamic_update_slice(x, y[:2], (k[0] % 4,)))(
         b["x"], b["y"], b["k"]

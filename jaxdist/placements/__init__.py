@@ -6,7 +6,7 @@
 | `block` | a step as a flat list of operations |
 | `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
 | `infer`, `plan` | the walk that settles the placement of each value, and what it settles |
-| `summands`, `shapes`, `random_bits`, `control_flow` | what it knows of such operations |
+| `summands`, `shapes`, `own_rows`, `random_bits`, `control_flow` | what it knows of such operations |
 | `marks` | what `jaxdist.zero` asks for |
 | `emit`, `run` | the program of one device, once |
 | `wires` | which summands may travel compressed |
@@ -14,4 +14,4 @@
 | `report` | what moves, and what every device repeats |
 """
 
-from jaxdist.placements import control_flow, random_bits, shapes  # noqa: F401  (they enter their rules)
+from jaxdist.placements import control_flow, own_rows, random_bits, shapes  # noqa: F401  (they enter their rules)

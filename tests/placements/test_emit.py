@@ -442,3 +442,20 @@ def test_between_two_splits_there_is_an_exchange() -> None:
     g = lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), jnp.zeros((8, 6)), x)[0]
     assert parity.collectives(parity.program(g, W, x))[0][0] == "all-to-all"
     parity.check(g, W, x, devices=8)
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_an_examples_own_place_moves_nothing(rows: int) -> None:
+    """``logits[arange(B), labels]`` and its gradient: each device has the rows that it asks for."""
+
+    def step(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            logits = jax.nn.log_softmax(batch["x"] @ w)
+            return -logits[jnp.arange(len(logits)), batch["y"]].mean()
+
+        return jax.value_and_grad(loss)(w)
+
+    batch = {"x": RNG.normal(size=(rows, 6)), "y": RNG.integers(0, 6, rows)}
+    parity.check(step, W, batch, devices=8)
+    moved = [shape for _, shape, _ in parity.collectives(parity.program(step, W, batch))]
+    assert sum(map(np.prod, moved)) == W.size + 1
