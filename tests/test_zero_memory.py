@@ -153,7 +153,7 @@ def test_level_3_gathers_one_layer_at_a_time() -> None:
     in_loops = [c.bytes for c in gathers if c.times > 1]
     # In the forward and in the backward loop; of the scale, which has two uses, two views.
     assert 2 * LAYER <= sum(in_loops) <= 2 * (LAYER + 2 * WIDTH * 4)
-    assert max(c.bytes for c in gathers) <= max(LAYER, VOCAB * WIDTH * 4)
+    assert max(c.bytes for c in gathers) <= max(LAYER + WIDTH * 4, VOCAB * WIDTH * 4)
     scattered = [c.bytes for c in found if c.kind == "reduce-scatter" and c.times > 1]
     # The gradients of the scale are small: added up after the loop, with the rest, in fewer messages.
     assert sum(scattered) == LAYER - WIDTH * 4

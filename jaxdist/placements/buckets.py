@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxdist.step.interpreter import contains, has_effect, live, subjaxprs
 from jaxdist.step.primitives import AXIS, all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 
-# What may stand between the backward pass and a reduction without making it later.
+# What may stand between what makes a tensor and its collective without making that later.
 _CHEAP = {
     "mul", "div", "neg", "convert_element_type", "reshape", "squeeze", "transpose", "broadcast_in_dim", "copy",
 }  # fmt: skip
@@ -228,7 +228,7 @@ class _Collective:
     Attributes:
       at: its position.
       level: how many collectives it follows from, in the longest chain.
-      ready: the position of the equation that makes its operand.
+      ready: the position of the equation that makes its operand, but for cheap ones after it.
       needed: that of the first one that takes its result.
     """
 
@@ -313,8 +313,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
         made = max((ready[j] for j in needs[i]), default=-1)
         fusible = eqn.primitive in _FUSED and eqn.params["axes"] == (AXIS,)
         if fusible:
-            at = max(needs[i], default=-1) if eqn.primitive is gather_shards_p else made
-            collectives.append(_Collective(i, level, at, needed[i], eqn))
+            collectives.append(_Collective(i, level, made, needed[i], eqn))
         levels[i] = level + fusible
         ready[i] = made if eqn.primitive.name in _CHEAP else i
 
@@ -355,6 +354,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
             if j in done:
                 continue
             if j in gathers:
+                emit([c.at for c in gathers[j]])  # a cheap operation on a shard may stand later than the first use
                 append(gathers[j])
             else:
                 out.append(eqns[j])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import parity
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,3 +160,24 @@ def test_what_a_gather_waits_for() -> None:
     assert _before_form(last.invars[0], producers) is first.outvars[0]
     assert _before_form(first.outvars[0], producers) is first.outvars[0]
     assert _before_form(jaxpr.invars[0], producers) is jaxpr.invars[0]
+
+
+def test_shards_that_change_form_before_they_are_gathered_travel_together() -> None:
+    """Biases are broadcast as shards, each just before its use: one message for all. Six for the matrices, five of which
+    are gathered again for the backward pass.
+    """
+    params = [{"w": jnp.ones((64, 64)) / 64, "b": jnp.zeros(64)} for _ in range(6)]
+
+    def loss(params: Any, x: Any) -> Any:
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+        return jnp.mean(x**2)
+
+    tx = jaxdist.zero(optax.sgd(0.1), 3)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(loss)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    program = parity.program(step, params, tx.init(params), np.ones((16, 64)), bucket_bytes=1 << 20)
+    assert [kind for kind, *_ in parity.collectives(program)].count("all-gather") == 12
