@@ -19,6 +19,7 @@ from jaxdist import compat
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, refuse, settled, special
 from jaxdist.placements.plan import Placed, Plan, nbytes
+from jaxdist.placements.report import work
 from jaxdist.placements.values import (
     PARTIAL,
     REPLICATED,
@@ -37,6 +38,9 @@ from jaxdist.step.primitives import AXIS
 
 _SMALL = 1 << 16
 """Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages."""
+
+_LITTLE = 1 << 20
+"""FLOPs that take less than a message."""
 
 _ADDS = {"add", "add_any", "sub", "convert_element_type", "select_n", "scan", "while", "cond", "checkpoint", "remat",
          "remat2"}  # fmt: skip
@@ -129,13 +133,24 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         return plan
     consts = [_inside(p) for p in ins[:first]]
     xs = [_unscanned(infer, _inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
-    inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
-    carries = _Carries(infer, block, ins[first:rest], first)
+    inner: list[Placement] = []
 
     def place(carry: Sequence[Placement], loose: frozenset[int], wants: Any = None) -> Placed:
         return infer.place(block, [*consts, *carry, *inner], wants, loose)
 
-    placed = carries.settle(place)
+    def settle() -> tuple[_Carries, Placed]:
+        inner[:] = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
+        carries = _Carries(infer, block, ins[first:rest], first)
+        return carries, carries.settle(place)
+
+    carries, placed = settle()
+    if over_batch and placed.communicates and sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:]) <= _SMALL:
+        # Little work, a turn after the other: to gather the batch once may be less than a message in each turn.
+        shared, xs = (carries, placed, xs), [p if isinstance(p, Split) and p.stored else REPLICATED for p in xs]
+        carries, placed = settle()
+        if placed.communicates or work(placed) > _LITTLE:
+            carries, placed, xs = shared
+            inner[:] = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
     wants: list[Form | None] = [form(p) for p in carries.at]
     gives: list[Placement] = carries.given
     marked = infer.marked(walk.block)

@@ -40,6 +40,8 @@ def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
         factor = described.operands[1][row]
         if factor is None:  # of a scatter that is not added up: its updates have one too
             factor = 1 + max((f for dims in described.operands for f in dims if f is not None), default=-1)
+        if factor in described.operands[0]:  # the rows run along another dimension of the operand already
+            continue
         held = _with(described.operands[0], d, factor)
         indices = _with(described.operands[1], row, factor)
         others = list(described.operands[2:])
@@ -101,8 +103,9 @@ def _counts(walk: Walk, i: int) -> int | None:
         return _counts(walk, node.ins[0])
     if node.name == "select_n" and len(node.ins) == 3:  # counted from the end if it is below zero, which it is not
         below = walk.makers.get(node.ins[0])
-        zero = below is not None and below.name == "lt" and _is_zero(walk, below.ins[1])
-        return _counts(walk, node.ins[1]) if zero and below.ins[0] == node.ins[1] else None
+        if below is None or below.name != "lt" or below.ins[0] != node.ins[1] or not _is_zero(walk, below.ins[1]):
+            return None
+        return _counts(walk, node.ins[1])
     if node.name in ("broadcast_in_dim", "reshape") and len(node.ins) == 1:
         d, old = _counts(walk, node.ins[0]), walk.block.avals[node.ins[0]].shape
         if d is None:

@@ -110,6 +110,11 @@ def _moves(placed: Placed, times: int) -> Iterator[tuple[Move, int]]:
             yield from _moves(body, times * _times(node))
 
 
+def work(placed: Placed) -> int:
+    """FLOPs of a device in all of it."""
+    return sum(cost for _, cost, _ in _work(placed, 1))
+
+
 Rows = frozenset[int]
 """Dimensions of a value that run over the examples of the batch."""
 

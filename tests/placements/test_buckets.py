@@ -163,8 +163,8 @@ def test_what_a_gather_waits_for() -> None:
 
 
 def test_shards_that_change_form_before_they_are_gathered_travel_together() -> None:
-    """Biases are broadcast as shards, each just before its use: one message for all. Six for the matrices, five of which
-    are gathered again for the backward pass.
+    """Biases are broadcast as shards, each just before its use: one message for all. Six for the matrices, and five of
+    these are gathered again for the backward pass.
     """
     params = [{"w": jnp.ones((64, 64)) / 64, "b": jnp.zeros(64)} for _ in range(6)]
 

@@ -295,3 +295,19 @@ def test_the_last_turns_effects_and_order() -> None:
         return lax.scan(turn, jnp.zeros_like(w), x.reshape(4, -1, 6))
 
     parity.check(step, W, X, devices=8)
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_a_loop_over_single_examples_sends_nothing_in_its_turns(rows: int) -> None:
+    """Each turn needs the one before: the batch is gathered once, and the loop is every device's."""
+
+    def step(w: Any, x: Any) -> Any:
+        def turn(w: Any, row: Any) -> Any:
+            loss, grad = jax.value_and_grad(lambda w: jnp.sum((row @ w) ** 2))(w)
+            return w - 0.01 * grad, loss
+
+        return lax.scan(turn, w, x)
+
+    w, x = jnp.eye(6), np.random.default_rng(0).normal(size=(rows, 6))
+    parity.check(step, w, x, devices=8)
+    assert [where for *_, where in parity.collectives(parity.program(step, w, x))] == [""]

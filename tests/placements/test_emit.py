@@ -292,7 +292,7 @@ def test_what_is_random_or_impure_is_the_same_on_each_device() -> None:
         pure = jax.pure_callback(lambda x: x.max(0), jax.ShapeDtypeStruct((6,), np.float64), x)
         return w, {"drawn": drawn, "counted": counted, "pure": pure}
 
-    w, aux = parity.decorated(f, 4)(W, X)
+    w, aux = jax.block_until_ready(parity.decorated(f, 4)(W, X))
     assert calls == [16], "once, with all of it"
     assert aux["counted"] == 1
     np.testing.assert_array_equal(aux["pure"], X.max(0))
