@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,11 @@ class Block:
     traced: list[Node] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
+
+    @functools.cached_property
+    def makers(self) -> dict[int, Node]:
+        """Of each value that an operation makes: which."""
+        return {o: node for node in self.nodes for o in node.outs}
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)

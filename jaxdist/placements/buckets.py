@@ -12,6 +12,7 @@ Reference: Li et al., *PyTorch Distributed*, VLDB 2020, section 3.2.3 (gradient 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxdist.step.interpreter import contains, has_effect, live, subjaxprs
+from jaxdist.step.interpreter import contains, has_effect, live, subjaxprs, with_bodies
 from jaxdist.step.primitives import AXIS, all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 
 # What may stand between what makes a tensor and its collective without making that later.
@@ -82,20 +83,9 @@ class Fuse:
 
     def _within(self, eqn: JaxprEqn) -> JaxprEqn:
         """An equation with the collectives of its bodies in buckets."""
-
-        def fused(value: Any) -> Any:
-            if isinstance(value, ClosedJaxpr):
-                return self(value, nested=True)
-            if isinstance(value, Jaxpr):  # jax.checkpoint: an open jaxpr, without constants
-                closed = self(ClosedJaxpr(value, ()), nested=True)
-                if closed.consts:
-                    raise NotImplementedError(f"constants inside {eqn.primitive}")
-                return closed.jaxpr
-            return type(value)(map(fused, value)) if isinstance(value, (tuple, list)) else value
-
         if not any(contains(sub, _FUSED) for sub in subjaxprs(eqn)):
             return eqn
-        return eqn.replace(params={k: fused(v) for k, v in eqn.params.items()})
+        return eqn.replace(params=with_bodies(eqn, functools.partial(self, nested=True)))
 
     def _together(self, eqns: Sequence[JaxprEqn], cause: Any, constants: dict[Any, Any]) -> list[JaxprEqn]:
         """The equations in whose place a bucket stands, traced alone; it starts when `cause` is known."""

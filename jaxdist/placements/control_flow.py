@@ -6,6 +6,7 @@ A loop that only adds to a carry carries summands, and adds them up once, after 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +21,10 @@ from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, refuse, settled, special
 from jaxdist.placements.plan import Placed, Plan, nbytes
 from jaxdist.placements.report import work
+from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
     PARTIAL,
     REPLICATED,
-    Deferred,
     Form,
     Partial,
     Placement,
@@ -81,7 +82,7 @@ class _Carries:
         for p, i in zip(init, inner, strict=True):
             added = block.uses[i] == 1 and consumers.get(i) in _ADDS and is_wide(block.avals[i].dtype)
             # A sum that starts from something else than zero is no gradient: parameters, say.
-            start = Partial(_is_nothing(p) or (isinstance(p, Partial) and p.gradient), made=False)
+            start = Partial(is_zero(p) or (isinstance(p, Partial) and p.gradient), made=False)
             self.at.append(start if added and not isinstance(p, Split) else _inside(p))
 
     @property
@@ -133,24 +134,23 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         return plan
     consts = [_inside(p) for p in ins[:first]]
     xs = [_unscanned(infer, _inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
-    inner: list[Placement] = []
 
-    def place(carry: Sequence[Placement], loose: frozenset[int], wants: Any = None) -> Placed:
-        return infer.place(block, [*consts, *carry, *inner], wants, loose)
+    def place(
+        xs: Sequence[Placement], carries: Sequence[Placement], loose: frozenset[int], wants: Any = None
+    ) -> Placed:
+        inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
+        return infer.place(block, [*consts, *carries, *inner], wants, loose)
 
-    def settle() -> tuple[_Carries, Placed]:
-        inner[:] = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
+    def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], _Carries, Placed]:
         carries = _Carries(infer, block, ins[first:rest], first)
-        return carries, carries.settle(place)
+        return xs, carries, carries.settle(functools.partial(place, xs))
 
-    carries, placed = settle()
+    xs, carries, placed = settle(xs)
     if over_batch and placed.communicates and sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:]) <= _SMALL:
         # Little work, a turn after the other: to gather the batch once may be less than a message in each turn.
-        shared, xs = (carries, placed, xs), [p if isinstance(p, Split) and p.stored else REPLICATED for p in xs]
-        carries, placed = settle()
-        if placed.communicates or work(placed) > _LITTLE:
-            carries, placed, xs = shared
-            inner[:] = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
+        whole = settle([p if isinstance(p, Split) and p.stored else REPLICATED for p in xs])
+        if not whole[-1].communicates and work(whole[-1]) <= _LITTLE:
+            xs, carries, placed = whole
     wants: list[Form | None] = [form(p) for p in carries.at]
     gives: list[Placement] = carries.given
     marked = infer.marked(walk.block)
@@ -163,7 +163,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         wants.append(form(p))
         outer = replace(p, dim=p.dim + 1, whole=False, asked=False) if isinstance(p, Split) else p
         gives.append(Replicated() if isinstance(outer, Replicated) else outer)
-    placed = place(carries.at, carries.loose, wants)
+    placed = place(xs, carries.at, carries.loose, wants)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, args, {**params, "jaxpr": emitter.body(placed)})
@@ -187,10 +187,9 @@ def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, f
     """A loop over the batch whose turns have nothing to do with each other but that they are added up."""
     if any(has_effect(n.eqn) or n.name in ("jaxdist_shard", "shard_map") for n in block.nodes):
         return None
-    producers = {o: n for n in block.nodes for o in n.outs}
     carried = list(zip(block.inputs[first:rest], block.outputs, strict=False))
     for i, o in carried:
-        n = producers.get(o)
+        n = block.makers.get(o)
         if n is None or n.name not in ("add", "add_any") or i not in n.ins or n.ins[0] == n.ins[1]:
             return None
         if block.uses[i] != 1 or block.uses[o] != 1 or not is_wide(block.avals[i].dtype):
@@ -313,8 +312,8 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         placed = [infer.place(b, given) for b in blocks]
     gives: list[Placement] = []
     for outs in zip(*(one.given for one in placed), strict=True):
-        outs = [settled(p) if not _is_nothing(p) else p for p in outs]
-        some = [p for p in outs if not _is_nothing(p)] or [REPLICATED]
+        outs = [settled(p) if not is_zero(p) else p for p in outs]
+        some = [p for p in outs if not is_zero(p)] or [REPLICATED]
         joined: Placement = some[0]
         for p in some[1:]:
             joined = _join(joined, p)
@@ -327,11 +326,6 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
 
     gives = [Replicated() if isinstance(p, Replicated) else p for p in gives]
     return Plan([REPLICATED, *map(form, given)], gives, run, bodies=placed)
-
-
-def _is_nothing(p: Placement) -> bool:
-    """Zeros, which are zeros in any form."""
-    return isinstance(p, (Replicated, Deferred)) and p.const is not None and p.const == 0
 
 
 @special("checkpoint", "remat", "remat2")

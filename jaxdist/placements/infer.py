@@ -7,7 +7,6 @@ nothing depends on the order of a set or on an address.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -179,11 +178,6 @@ class Walk:
         self.placed.at, self.placed.outs = self.at, tuple(form(self.at[i]) for i in block.outputs)
         self.placed.given = tuple(self.at[i] for i in block.outputs)
         self.placed.summed = frozenset(summed)
-
-    @functools.cached_property
-    def makers(self) -> dict[int, Node]:
-        """Of each value that an operation makes: which."""
-        return {o: node for node in self.block.nodes for o in node.outs}
 
     def note(self, node: Node, i: int, to: Form, why: str) -> None:
         """Write down that a value has to move, once for each form."""

@@ -17,7 +17,8 @@ from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.plan import Plan
 from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import Cut
-from jaxdist.placements.values import Placement, Replicated, Split
+from jaxdist.placements.summands import is_zero
+from jaxdist.placements.values import Placement, Split
 
 
 @special("gather", *(name for name in FACTORS if name.startswith("scatter")))
@@ -80,7 +81,7 @@ class _OwnRows:
 
 def _place(walk: Walk, i: int, column: int) -> int | None:
     """The dimension of which one column of the indices is the entry's own place, if there is one."""
-    node, last = walk.makers.get(i), walk.block.avals[i].ndim - 1
+    node, last = walk.block.makers.get(i), walk.block.avals[i].ndim - 1
     if node is not None and node.name == "concatenate" and node.eqn.params["dimension"] == last:
         start = 0
         for operand in node.ins:
@@ -93,7 +94,7 @@ def _place(walk: Walk, i: int, column: int) -> int | None:
 
 def _counts(walk: Walk, i: int) -> int | None:
     """The dimension along which each entry of a value is its own index, if there is one."""
-    node = walk.makers.get(i)
+    node = walk.block.makers.get(i)
     if node is None:
         return None
     params, new = node.eqn.params, walk.block.avals[i].shape
@@ -102,8 +103,8 @@ def _counts(walk: Walk, i: int) -> int | None:
     if node.name == "convert_element_type":
         return _counts(walk, node.ins[0])
     if node.name == "select_n" and len(node.ins) == 3:  # counted from the end if it is below zero, which it is not
-        below = walk.makers.get(node.ins[0])
-        if below is None or below.name != "lt" or below.ins[0] != node.ins[1] or not _is_zero(walk, below.ins[1]):
+        below = walk.block.makers.get(node.ins[0])
+        if below is None or below.name != "lt" or below.ins[0] != node.ins[1] or not is_zero(walk.at[below.ins[1]]):
             return None
         return _counts(walk, node.ins[1])
     if node.name in ("broadcast_in_dim", "reshape") and len(node.ins) == 1:
@@ -114,10 +115,5 @@ def _counts(walk: Walk, i: int) -> int | None:
             to = int(params["broadcast_dimensions"][d])
             return to if new[to] == old[d] else None
         longer = [k for k, n in enumerate(new) if n != 1]
-        return longer[0] if longer == [k for k, n in enumerate(new) if n == old[d]] and len(longer) == 1 else None
+        return longer[0] if len(longer) == 1 and new[longer[0]] == old[d] else None
     return None
-
-
-def _is_zero(walk: Walk, i: int) -> bool:
-    p = walk.at[i]
-    return isinstance(p, Replicated) and p.const is not None and p.const == 0

@@ -94,7 +94,7 @@ class Placed:
             for i, to in zip(self.block.outputs, outs, strict=True)
             if i in inputs and isinstance(self.at[i], Partial) and not isinstance(to, Partial)
         }
-        makers = {o: node for node in self.block.nodes for o in node.outs}
+        makers = self.block.makers
         moves = [
             Move(makers[i], kind, self.block.avals[i], isinstance(p, Split) and p.stored, "")
             for i, p, to in zip(self.block.outputs, self.given, outs, strict=True)

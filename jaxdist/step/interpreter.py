@@ -39,6 +39,22 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item
 
 
+def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
+    """An equation's parameters, with each jaxpr among them changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return change(value)
+        if isinstance(value, Jaxpr):  # jax.checkpoint: an open jaxpr, without constants
+            closed = change(ClosedJaxpr(value, ()))
+            if closed.consts:
+                raise NotImplementedError(f"constants inside {eqn.primitive}")
+            return closed.jaxpr
+        return type(value)(map(changed, value)) if isinstance(value, (tuple, list)) else value
+
+    return {k: changed(v) for k, v in eqn.params.items()}
+
+
 def contains(jaxpr: Jaxpr, primitives: set[Primitive]) -> bool:
     """Whether an equation of `jaxpr`, or of a jaxpr inside it, binds one of `primitives`."""
     return any(
@@ -140,20 +156,7 @@ class Interpreter:
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """Rewrite the jaxprs that an equation holds and bind it again; its inputs and outputs keep their types."""
-
-        def rewrite(value: Any) -> Any:
-            if isinstance(value, ClosedJaxpr):
-                return self.rewrite(value)
-            if isinstance(value, Jaxpr):  # jax.checkpoint: an open jaxpr, without constants
-                closed = self.rewrite(ClosedJaxpr(value, ()))
-                if closed.consts:
-                    raise NotImplementedError(f"constants inside {eqn.primitive}")
-                return closed.jaxpr
-            if isinstance(value, (tuple, list)):
-                return type(value)(map(rewrite, value))
-            return value
-
-        return bind(eqn, {k: rewrite(v) for k, v in eqn.params.items()}, args)
+        return bind(eqn, with_bodies(eqn, self.rewrite), args)
 
     def touches(self, eqn: JaxprEqn) -> bool:
         """Whether the equation has to be evaluated, because a jaxpr inside it binds a primitive that has a rule."""

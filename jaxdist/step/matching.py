@@ -7,6 +7,7 @@ A leaf of the result *carries* a leaf of the arguments if it is that leaf, chang
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,22 +139,20 @@ def match(
         """In how many parts of the result an argument's next value may be."""
         if score(first, tree, argument) is not None:
             return 1
-        found = 0
-        for child in tree.children():
-            found += places(child, first, argument)
-            first += child.num_leaves
-        return found
+        return sum(places(child, at, argument) for child, at in _children(tree, first))
 
     def parts(tree: Any, first: int) -> list[tuple[Any, int]]:
         """The outermost parts of a result that may be the next value of an argument."""
         if any(score(first, tree, argument) is not None for argument in left):
             return [(tree, first)]
-        node, found = tree.node_data(), []
-        if node is not None and node[0] in (tuple, list, dict):
-            for child in tree.children():
-                found += parts(child, first)
-                first += child.num_leaves
-        return found
+        return within(tree, first)
+
+    def within(tree: Any, first: int) -> list[tuple[Any, int]]:
+        """As `parts`, but not the whole."""
+        node = tree.node_data()
+        if node is None or node[0] not in (tuple, list, dict):
+            return []
+        return [part for child, at in _children(tree, first) for part in parts(child, at)]
 
     open_parts = parts(out_tree, 0)
     while open_parts:
@@ -166,7 +165,7 @@ def match(
         (tree, first), best, tied = next((r for r in ranked if len(r[2]) == 1), ranked[0])
         open_parts.remove((tree, first))
         if not tied:  # its argument was another part's: what it is made of may be some other one's
-            open_parts += [part for child in _children(tree, first) for part in parts(*child)]
+            open_parts += within(tree, first)
             continue
         if len(tied) > 1 and best[1] and places(out_tree, 0, tied[0]) < len(tied):
             names = " or ".join(name for _, _, name in tied)
@@ -181,11 +180,8 @@ def match(
 
 def _children(tree: Any, first: int) -> list[tuple[Any, int]]:
     """The parts of a structure, each with the position of its first leaf."""
-    node, out = tree.node_data(), []
-    for child in tree.children() if node is not None and node[0] in (tuple, list, dict) else ():
-        out.append((child, first))
-        first += child.num_leaves
-    return out
+    sizes = (child.num_leaves for child in tree.children())
+    return list(zip(tree.children(), itertools.accumulate(sizes, initial=first), strict=False))
 
 
 def _kind(dtype: Any) -> Any:

@@ -1,8 +1,8 @@
 """A whole run of an example's model in float64: `python whole_runs.py mnist|gpt PATH STEPS LEVEL`.
 
 Through `loader`, whose last batch of an epoch is smaller, with dropout, BatchNorm (mnist), rematerialised scanned
-layers (gpt), clipping and AdamW. It goes on from the last checkpoint in PATH, saves its
-own at the end, and prints the losses and final weights.
+layers (gpt), clipping and AdamW. It goes on from the last checkpoint in PATH, saves its own at the end, and prints the
+losses and final weights.
 """
 
 from __future__ import annotations
