@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -32,6 +33,8 @@ _CHEAP = {
     "mul", "div", "neg", "convert_element_type", "reshape", "squeeze", "transpose", "broadcast_in_dim", "copy",
 }  # fmt: skip
 _FORM = {"reshape", "squeeze", "transpose", "copy"}
+_MANY = 8
+"""Pieces of a bucket for which `_pieces_of_one_kernel` pays."""
 _FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
 
@@ -97,7 +100,7 @@ class Fuse:
             if len(eqns) == 1:
                 return [eqns[0].primitive.bind(*parts, **eqns[0].params)]
             with jax.named_scope(f"bucket_of_{len(eqns)}"):  # for the log of `step.wire`, and for traces
-                return _TOGETHER[eqns[0].primitive](parts, eqns)
+                return _TOGETHER[eqns[0].primitive](parts, eqns, _pieces if self.barriers else _pieces_of_one_kernel)
 
         operands = [eqn.invars[0] for eqn in eqns] + ([] if cause is None else [cause])
         traced = jax.make_jaxpr(run, axis_env=[(AXIS, self.devices)])(*(v.aval for v in operands))
@@ -114,10 +117,7 @@ class Fuse:
         """The operands of a gather, but not before `cause` is known."""
         if self.barriers:
             return lax.optimization_barrier((*operands, cause))[:-1]
-        first = first_entry(cause).real
-        first = first.astype(jnp.uint8) if first.dtype == bool else first
-        bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
-        ready = bits | 1 != 0  # always; XLA does not know, and makes this part of what computes the operand
+        ready = _always(cause)  # as a part of what computes the operand
         return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
 
 
@@ -168,40 +168,64 @@ def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
     return v
 
 
-def _reduced_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
+def _always(x: Any) -> Any:
+    """True when `x` is known; XLA does not know that it always is."""
+    first = first_entry(x).real
+    first = first.astype(jnp.uint8) if first.dtype == bool else first
+    return lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}")) | 1 != 0
+
+
+_Unpack = Callable[[Any, Sequence[int]], list[Any]]
+"""``unpack(x, sizes)``: `x` in pieces of these sizes along its last dimension."""
+
+
+def _reduced_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
     """The reduction of several tensors as that of one."""
     whole = all_reduce_p.bind(jnp.concatenate([x.reshape(-1) for x in parts]), **eqns[0].params)
-    pieces = _split(whole, [x.size for x in parts])
+    pieces = unpack(whole, [x.size for x in parts])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, parts, strict=True)]
 
 
-def _scattered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
+def _scattered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
     """This device's slices of several reductions: what goes to one device lies together."""
     params = eqns[0].params
     rows = [slices(x, e.params["dim"], params["devices"]) for x, e in zip(parts, eqns, strict=True)]
     flat = jnp.concatenate([r.reshape(r.shape[0], -1) for r in rows], 1)
     mine = reduce_shard_p.bind(flat, **{**params, "dim": 0})
-    pieces = _split(mine.reshape(-1), [r[0].size for r in rows])
+    pieces = unpack(mine.reshape(-1), [r[0].size for r in rows])
     return [piece.reshape(r.shape[1:]) for piece, r in zip(pieces, rows, strict=True)]
 
 
-def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[Any]:
+def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
     """Several arrays from everyone's slices."""
     params = eqns[0].params
     devices = params["devices"]
     flat = jnp.concatenate([x.reshape(1, -1) for x in parts], 1)
     whole = gather_shards_p.bind(flat, **{**params, "dim": 0, "size": devices})
-    pieces = _split(whole, [x.size for x in parts])
+    pieces = unpack(whole, [x.size for x in parts])
     return [
         joined(piece.reshape(devices, *x.shape), e.params["dim"], e.params["size"])
         for piece, x, e in zip(pieces, parts, eqns, strict=True)
     ]
 
 
-def _split(x: Any, sizes: Sequence[int]) -> list[Any]:
-    """`x` in pieces of these sizes along its last dimension."""
+def _pieces(x: Any, sizes: Sequence[int]) -> list[Any]:
+    """As `_Unpack`."""
     ends = itertools.accumulate(sizes)
-    return [x[..., end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [lax.slice_in_dim(x, end - size, end, axis=x.ndim - 1) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _pieces_of_one_kernel(x: Any, sizes: Sequence[int]) -> list[Any]:
+    """As `_pieces`, but XLA is not told where in the bucket they are.
+
+    It makes a slice a part of what takes it, an optimizer's update say. Where it knows the place, the updates of alike
+    parameters are kernels of their own, 10 ms each to compile; else they are one.
+    """
+    if len(sizes) < _MANY:
+        return _pieces(x, sizes)
+    places = [np.uint32(end - size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    places = lax.cond(_always(x), lambda: places, lambda: [place + 1 for place in places])
+    return [lax.dynamic_slice_in_dim(x, i, size, axis=x.ndim - 1) for i, size in zip(places, sizes, strict=True)]
 
 
 _TOGETHER = {

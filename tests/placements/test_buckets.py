@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_a_loop_has_buckets_of_its_own() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=12),
     st.sampled_from([0, 1, 8, 64, 100, 4096]),
     st.sampled_from([None, "bf16"]),
 )
@@ -181,3 +182,18 @@ def test_shards_that_change_form_before_they_are_gathered_travel_together() -> N
 
     program = parity.program(step, params, tx.init(params), np.ones((16, 64)), bucket_bytes=1 << 20)
     assert [kind for kind, *_ in parity.collectives(program)].count("all-gather") == 12
+
+
+def test_alike_parameters_are_updated_by_one_kernel() -> None:
+    """XLA compiles a kernel for each place in a bucket that it knows of."""
+
+    @jaxdist.data_parallel
+    def step(ws: list[jax.Array], batch: jax.Array) -> list[jax.Array]:
+        grads = jax.grad(lambda ws: sum(jnp.mean(batch * w) for w in ws))(ws)
+        return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)]
+
+    text = step.lower([jnp.ones(8)] * 20, jnp.ones((16, 8))).compile().as_text()
+    bodies = re.findall(r"^%(?:fused|wrapped)_\S+ .*?^}", text, re.MULTILINE | re.DOTALL)
+    updates = [re.sub(r"%[\w.\-]+|param_[\w.]+|, metadata=.*", "", body) for body in bodies if "dynamic-slice(" in body]
+    assert len(updates) == 20
+    assert len(set(updates)) == 1
