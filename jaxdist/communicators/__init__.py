@@ -76,9 +76,8 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh) -> int:
 
     Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo 0.2 ms and more, so that copying pays at
     any size; it costs MPI 0.01 ms, and from 1 MiB a tensor the copy costs more. Between virtual devices of one process
-    it costs little as well, and large buckets make XLA compile long: what it unpacks from one place for each of many
-    alike layers is another kernel each. On GPUs XLA's own combiner does it: it merges the reductions without copying
-    them (see ``docs/communication.md``).
+    it costs little as well. On GPUs XLA's own combiner does it: it merges the reductions without copying them (see
+    ``docs/communication.md``).
 
     Args:
       communicator: ``"xla"`` or ``"mpi"``.
