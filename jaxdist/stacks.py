@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import faulthandler
+import re
 import sysconfig
+import tempfile
 import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _JAXDIST = f"{Path(__file__).parent}/"
@@ -15,25 +16,32 @@ _JAXDIST = f"{Path(__file__).parent}/"
 
 def main_thread_line() -> str:
     """File and line that the main thread executes; of the user's own code, where there is any."""
-    frame = _main_thread()
-    if frame is None:
+    frames = _main_thread()
+    if not frames:
         return "its end"
-    lines = []
-    while frame is not None:
-        code = frame.f_code
-        lines.append((code.co_filename, f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"))
-        frame = frame.f_back
     foreign = ("<frozen", _JAXDIST, *_LIBRARIES)
-    return next((line for file, line in lines if not file.startswith(foreign)), lines[0][1])
+    frame = next((frame for frame in frames if not frame.filename.startswith(foreign)), frames[0])
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def main_thread_stack() -> str:
     """All of its Python frames, the innermost last, as a traceback shows them."""
-    frame = _main_thread()
-    return "its main thread is at its end" if frame is None else "".join(
-        ["its main thread (most recent call last):\n", *traceback.format_stack(frame)]
-    ).rstrip()  # fmt: skip
+    frames = _main_thread()
+    if not frames:
+        return "its main thread is at its end"
+    return "".join(["its main thread (most recent call last):\n", *traceback.format_list(frames[::-1])]).rstrip()
 
 
-def _main_thread() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+def _main_thread() -> list[traceback.FrameSummary]:
+    """Its frames, the innermost first.
+
+    From faulthandler: to walk the frames of a thread that runs meanwhile, as ``sys._current_frames`` offers, ends in a
+    segmentation fault now and then (seen with Python 3.11.7).
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    own = re.search(rf"^.*hread 0x0*{threading.main_thread().ident:x} .*\n((?:  .*\n)*)", text, re.MULTILINE)
+    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
+    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]

@@ -10,3 +10,8 @@ os.environ.setdefault("JAX_ENABLE_X64", "1")
 # Unbuffered, a print() is one write for its text and one for the end of its line, and lines of ranks that share a pipe
 # mix. Tests that want it so say so.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+from jaxdist.placements import small
+
+# Arrays are small here, and yet the tests are about what moves between devices; placements/test_small.py is not.
+small.limits = small.Limits(fewer=10**9)

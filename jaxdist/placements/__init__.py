@@ -9,6 +9,7 @@
 | `summands`, `shapes`, `own_rows`, `random_bits`, `control_flow` | what it knows of such operations |
 | `marks` | what `jaxdist.zero` asks for |
 | `emit`, `run` | the program of one device, once |
+| `small` | steps that are computed whole, in place of messages |
 | `wires` | which summands may travel compressed |
 | `buckets` | which collectives travel together |
 | `report` | what moves, and what every device repeats |

@@ -21,7 +21,7 @@ from jaxdist.communicators import exchange
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.plan import Placed
-from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Replicated, Split, form, wide
+from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Replicated, Split, form, local_shape, wide
 from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, reduce_shard_p
 
 
@@ -259,7 +259,7 @@ def local_types(placed: Placed) -> list[Any]:
 
 def local_type(aval: Any, to: Any) -> Any:
     """The type of what a device holds of a value."""
-    shape = to.shape(aval.shape) if isinstance(to, Split) else aval.shape
+    shape = local_shape(aval.shape, to)
     dtype = wide(aval.dtype) if isinstance(to, Partial) else aval.dtype
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=aval.weak_type and dtype == aval.dtype)
 

@@ -74,6 +74,7 @@ class Placed:
       given: how they come.
       own: what changes its form, outside of loops and branches.
       summed: inputs that came as summands and were added up inside.
+      whole: every device computes all of it, in place of messages (`jaxdist.placements.small`).
     """
 
     block: Block
@@ -84,6 +85,7 @@ class Placed:
     given: tuple[Placement, ...] = ()
     own: list[Move] = field(default_factory=list)
     summed: frozenset[int] = frozenset()
+    whole: bool = False
 
     def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
         """The same, with its outputs in these forms; None: as they come."""

@@ -56,6 +56,9 @@ def rows(placed: Placed) -> list[Row]:
         moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
         reason = (why if moves else "") or (_REASONS.get(name, "") if of_batch else "")
         table.append(Row(what, name, line, size, why=reason, instead=_INSTEAD.get(name, "") if of_batch else ""))
+    if placed.whole:
+        why = "the step is small: to compute all of it takes less time than messages would"
+        return [*table, Row("repeated", "all of it", "", flops=work(placed), share=1.0, why=why)]
     total = 0
     repeated: dict[tuple[str, str], int] = {}
     for node, cost, again in _work(placed, 1):
@@ -70,6 +73,8 @@ def rows(placed: Placed) -> list[Row]:
 
 def warning(placed: Placed) -> str:
     """What a user should know of a step that is about to be compiled; nothing if all is well."""
+    if placed.whole:
+        return ""
     lines = []
     for row in rows(placed):
         what = f"{row.operation} at {row.line}"

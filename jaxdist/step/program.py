@@ -16,17 +16,19 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat, finite
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.placements.buckets import Fuse
-from jaxdist.placements.emit import Emitter
+from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.plan import Placed
-from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape, tile
+from jaxdist.placements.small import at_once
+from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.step.interpreter import Interpreter
 from jaxdist.step.layouts import Layout, Padded, choose, layout, sharding
 from jaxdist.step.matching import flows, match
 from jaxdist.step.primitives import AXIS
 from jaxdist.step.trace import stepping, trace
+from jaxdist.step.wire import transfers
 
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
@@ -285,7 +287,21 @@ class Program:
                 wants.append(form(given))
             else:
                 wants.append(REPLICATED)
-        return infer.place(block, ins, wants), ins
+        return at_once(infer, infer.place(block, ins, wants), ins, self._messages), ins
+
+    def _messages(self, placed: Placed) -> int:
+        on_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        sent = transfers(self._fused(placed), self._mesh.size, on_cpu)
+        return sum(one.times * count for one, count in sent.items())
+
+    def _fused(self, placed: Placed) -> ClosedJaxpr:
+        """What a device runs, its collectives in buckets."""
+        step, mesh = self._step, self._mesh
+        may = compressible(placed, step.sources) if self._compress else {}
+        closed = Emitter(step.infer, placed, may, self._compress).program(local_types(placed))
+        in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        return Fuse(self._bucket_bytes, mesh.size, in_shards // _GATHERED_AT_ONCE, barriers=not on_cpu)(closed)
 
     def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
         step, signature, mesh = self._step, self.signature, self._mesh
@@ -306,18 +322,7 @@ class Program:
             outs = Interpreter({}).run(step.jaxpr, *args)
             return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         placed, ins = self.place()
-        emitter = Emitter(
-            step.infer, placed, compressible(placed, step.sources) if self._compress else {}, self._compress
-        )
-        local = [
-            jax.ShapeDtypeStruct(local_shape(a.shape, p), a.dtype, weak_type=a.weak_type)
-            for a, p in zip(self._avals, ins, strict=True)
-        ]
-        closed = emitter.program(local)
-        in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        fuse = Fuse(self._bucket_bytes, mesh.size, in_shards // _GATHERED_AT_ONCE, barriers=not on_cpu)
-        closed = fuse(closed)
+        closed = self._fused(placed)
         if self._on_traced is not None:
             self._on_traced(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)

@@ -1,0 +1,64 @@
+"""Small steps: where to compute all of it on every device takes less time than the messages between their parts.
+
+The examples are gathered first, in one message. What is kept in shards stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jaxdist.placements.infer import Infer
+from jaxdist.placements.plan import Move, Placed, nbytes
+from jaxdist.placements.report import work
+from jaxdist.placements.values import REPLICATED, Placement, Split
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is small.
+
+    Attributes:
+      batch: bytes of a batch.
+      message: FLOPs that take less than a message: 50 us of a core.
+      fewer: messages that must be saved. A step without coupling has two at most.
+    """
+
+    batch: int = 1 << 16
+    message: int = 1 << 17
+    fewer: int = 2
+
+
+limits = Limits()
+
+
+def at_once(infer: Infer, placed: Placed, ins: Sequence[Placement], messages: Callable[[Placed], int]) -> Placed:
+    """A step as it is placed, or computed whole on every device.
+
+    Args:
+      infer: which placed it.
+      placed: the step, each device computing its part.
+      ins: how its arguments come.
+      messages: how many a device sends in a placed step.
+
+    Returns:
+      A step that takes its arguments and returns its results in the same forms.
+    """
+    block = placed.block
+    examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
+    avals = [block.avals[block.inputs[k]] for k in examples]
+    if sum(map(nbytes, avals)) > limits.batch or len(placed.moves) < limits.fewer:
+        return placed
+    whole = infer.place(block, [REPLICATED if k in examples else p for k, p in enumerate(ins)], placed.outs)
+    before = messages(placed)
+    more = work(whole) - work(placed)
+    if more > limits.message * before:
+        return placed
+    user = {i: node for node in reversed(block.nodes) for i in node.ins}
+    gathered = [
+        Move(user[i], "all-gather", a, False, "")
+        for i, a in zip((block.inputs[k] for k in examples), avals, strict=True) if i in user
+    ]  # fmt: skip
+    whole = replace(whole, ins=placed.ins, own=[*gathered, *whole.own], whole=True)
+    saved = before - messages(whole)
+    return whole if saved >= limits.fewer and more <= limits.message * saved else placed

@@ -1,0 +1,130 @@
+"""Small steps with many messages: computed whole on every device, to the same numbers, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import idioms
+import jax
+import jax.numpy as jnp
+import optax
+import oracle
+import parity
+import pytest
+import quick
+
+import jaxdist
+from jaxdist.placements import small
+from jaxdist.step.data_parallel import DataParallel
+
+SHIPPED = small.Limits()
+WAYS = [(2, 0, 24), (3, 3, 20), (4, 1, 20), (8, 2, 24)]
+"""Devices, level of ZeRO, examples."""
+CHATTY = [
+    "accumulation_contrastive", "aux_in_order", "aux_of_all_kinds", "consecutive_differences", "gan_concatenated",
+    "graph_messages", "in_batch_softmax", "listwise_ranking", "mmd_median_kernel", "moe_expert_choice",
+    "nearest_neighbour", "pairwise_ranking", "ppo_shuffled_minibatches", "quantile_clipping", "scaled_by_largest",
+    "spearman_double_argsort",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The other tests are about steps that are not small, with arrays that are."""
+    monkeypatch.setattr(small, "limits", SHIPPED)
+    with quick.compilation():
+        yield
+
+
+def is_whole(step: Any, *args: Any) -> bool:
+    decorated: DataParallel = step if isinstance(step, DataParallel) else parity.decorated(step, 4)
+    placed = decorated.placed(*args)
+    assert placed is not None
+    return placed.whole
+
+
+def ranked(w: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+    """Four gathers, each of which follows from the one before."""
+
+    def loss(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        score = x @ w
+        for _ in range(4):
+            score = jnp.sort(score) * jnp.tanh(score)
+        return score.sum(), score
+
+    (_, score), grad = jax.value_and_grad(loss, has_aux=True)(w)
+    return w - 0.1 * grad, score
+
+
+@pytest.mark.slow  # together
+@pytest.mark.parametrize("name", CHATTY)
+def test_the_numbers_are_those_of_one_device(name: str) -> None:
+    devices, level, rows = WAYS[CHATTY.index(name) % len(WAYS)]
+    case = oracle.idiom(name, rows, level)
+    step, state = idioms.IDIOMS[name](lambda tx: tx)
+    assert is_whole(step, *state, idioms.batch(0, rows)), "it is no example any more"
+    got = oracle.run_decorated(case, steps=2, rows=rows, mesh=parity.mesh(devices))
+    assert oracle.difference(oracle.run_plain(oracle.idiom(name, rows), 2, rows), got) <= case.tolerance
+
+
+def test_one_message_in_place_of_many() -> None:
+    args = jnp.ones(3), jnp.ones((16, 3))
+    assert is_whole(ranked, *args)
+    sent = Counter(kind for kind, *_ in parity.collectives(parity.program(ranked, *args, devices=4)))
+    assert sent == {"all-gather": 1}
+
+
+@pytest.mark.parametrize("rows", [16, 18])
+def test_what_comes_back_is_kept_as_ever(rows: int) -> None:
+    args = jnp.arange(3.0), jnp.arange(rows * 3.0).reshape(rows, 3) / rows
+    whole = parity.decorated(ranked, 4)
+    got = whole(*args)
+    assert is_whole(whole, *args)
+    parity.compare(got, jax.jit(ranked)(*args))
+    small.limits = small.Limits(fewer=1000)
+    apart = parity.decorated(ranked, 4)(*args)
+    assert [x.sharding for x in got] == [x.sharding for x in apart]
+
+
+def test_state_in_shards_stays_so() -> None:
+    tx = jaxdist.zero(optax.adam(1e-2), level=3)
+
+    def step(w: jax.Array, opt: Any, x: jax.Array) -> Any:
+        new, _ = ranked(w.reshape(-1), x)
+        updates, opt = tx.update((w.reshape(-1) - new).reshape(w.shape), opt, w)
+        return optax.apply_updates(w, updates), opt
+
+    w = jnp.arange(24.0).reshape(8, 3)
+    decorated = parity.decorated(step, 4)
+    opt, x = tx.init(w), jnp.ones((16, 24))
+    assert is_whole(decorated, w, opt, x)
+    new, opt = decorated(w, opt, x)
+    assert not new.is_fully_replicated
+    assert {x.sharding.is_fully_replicated for x in jax.tree.leaves(opt) if x.ndim} == {False}
+
+
+@pytest.mark.parametrize(
+    ("why", "step", "args"),
+    [
+        ("nothing couples the examples", lambda w, x: w - jnp.mean(jnp.tanh(x @ w)), (jnp.ones(3), jnp.ones((16, 3)))),
+        ("the batch is large", ranked, (jnp.ones(3), jnp.ones((4096, 3)))),
+        ("there is much to compute", lambda w, x: ranked(w, jnp.tanh(jnp.tile(x, 512) @ jnp.ones((1536, 3)))),
+         (jnp.ones(3), jnp.ones((1024, 3)))),
+    ],
+)  # fmt: skip
+def test_what_is_not_small(why: str, step: Any, args: Any) -> None:
+    assert not is_whole(step, *args), why
+
+
+def test_it_is_said_when_asked_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    args = jnp.ones(3), jnp.ones((16, 3))
+    decorated = parity.decorated(ranked, 4)
+    text = str(jaxdist.explain(decorated, *args))
+    assert "the step is small" in text
+    assert "100.0% of the FLOPs" in text
+    with caplog.at_level(logging.WARNING, "jaxdist"):
+        decorated(*args)
+    assert not caplog.records

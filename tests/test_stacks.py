@@ -1,0 +1,55 @@
+"""Where the main thread is, as its other threads see it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+from jaxdist.stacks import main_thread_line, main_thread_stack
+
+
+def test_from_another_thread() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.extend([main_thread_line(), main_thread_stack()]))
+    thread.start()
+    thread.join()  # here
+    line, stack = found
+    assert line.startswith(f"{__file__}:")
+    assert line.endswith(" in test_from_another_thread")
+    assert "thread.join()  # here" in stack
+    assert stack.index("test_from_another_thread") < stack.index("in join")
+
+
+_BUSY = """
+import faulthandler, sys, threading
+from jaxdist.stacks import main_thread_line
+
+faulthandler.enable()
+sys.setswitchinterval(1e-6)
+looks, wanted = [], 5000
+
+def look():
+    while len(looks) < wanted:
+        looks.append(main_thread_line())
+
+def deep(n):
+    yield from deep(n - 1) if n else ()
+    yield n
+
+def call(n):
+    return call(n - 1) + sum(deep(3)) if n else sorted(range(3), key=lambda x: sum(deep(x)))[0]
+
+threads = [threading.Thread(target=look) for _ in range(3)]
+for thread in threads:
+    thread.start()
+while any(thread.is_alive() for thread in threads):
+    call(12)
+print(len(looks) >= wanted)
+"""
+
+
+def test_a_busy_thread_is_looked_at_without_harm() -> None:
+    # Through sys._current_frames it ended in a segmentation fault in each of five runs.
+    done = subprocess.run([sys.executable, "-c", _BUSY], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]
