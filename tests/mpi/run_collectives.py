@@ -1,8 +1,8 @@
 """Collectives in a decorated step: `python run_collectives.py COMMUNICATOR PART...`; each rank compares its own part.
 
 Parts: ``lax``: JAX's own, against `jax.vmap` with a named axis. ``nan``: their extremes. ``jaxdist``: ours, random
-calls, against one device. ``pieces``: the same, in many messages. ``scatter``: large reduce-scatters in a loop,
-exactly. Prints OK and the number of comparisons on every rank.
+calls, against one device. ``pieces``: the same, in many messages. ``scatter:TURNS``: large reduce-scatters in a
+loop, exactly. Prints OK and the number of comparisons on every rank.
 """
 
 from __future__ import annotations
@@ -147,9 +147,8 @@ def of_jaxdist() -> int:
     return compared
 
 
-def of_scatter(mib: int = 35) -> int:
+def of_scatter(turns: int, mib: int = 35) -> int:
     """Gloo's own reduce-scatter is wrong in a few of 200 such turns (jax#40830)."""
-    turns = 200
     rows = (mib << 18) // 1024 // N * N
 
     @jaxdist.data_parallel
@@ -197,8 +196,17 @@ def of_pieces() -> int:
 
 
 def main() -> None:
-    parts = {"lax": of_lax, "nan": of_nan, "jaxdist": of_jaxdist, "pieces": of_pieces, "scatter": of_scatter}
-    compared = sum(parts[part]() for part in sys.argv[2:])
+    parts: dict[str, Callable[..., int]] = {
+        "lax": of_lax,
+        "nan": of_nan,
+        "jaxdist": of_jaxdist,
+        "pieces": of_pieces,
+        "scatter": of_scatter,
+    }
+    compared = 0
+    for part in sys.argv[2:]:
+        name, *numbers = part.split(":")
+        compared += parts[name](*map(int, numbers))
     print(f"OK {ctx.communicator} {compared}", flush=True)
 
 
