@@ -171,8 +171,10 @@ def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
 def _always(x: Any) -> Any:
     """True when `x` is known; XLA does not know that it always is."""
     first = first_entry(x).real
-    first = first.astype(jnp.uint8) if first.dtype == bool else first
-    return lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}")) | 1 != 0
+    if not jnp.issubdtype(first.dtype, jnp.floating):
+        return first.astype(jnp.uint8) | 1 != 0
+    wide = first.astype(jnp.promote_types(first.dtype, jnp.float32))
+    return lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}")) | 1 != 0
 
 
 _Unpack = Callable[[Any, Sequence[int]], list[Any]]

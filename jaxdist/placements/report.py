@@ -120,6 +120,11 @@ def work(placed: Placed) -> int:
     return sum(cost for _, cost, _ in _work(placed, 1))
 
 
+def moves(placed: Placed) -> int:
+    """How often a value changes its form."""
+    return sum(times for _, times in _moves(placed, 1))
+
+
 Rows = frozenset[int]
 """Dimensions of a value that run over the examples of the batch."""
 

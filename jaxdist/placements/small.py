@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.plan import Move, Placed, nbytes
-from jaxdist.placements.report import work
+from jaxdist.placements.report import moves, work
 from jaxdist.placements.values import REPLICATED, Placement, Split
 
 
@@ -47,7 +47,8 @@ def at_once(infer: Infer, placed: Placed, ins: Sequence[Placement], messages: Ca
     block = placed.block
     examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
     avals = [block.avals[block.inputs[k]] for k in examples]
-    if sum(map(nbytes, avals)) > limits.batch or len(placed.moves) < limits.fewer:
+    moved = moves(placed)  # some of these travel together, but to know it the step has to be traced
+    if sum(map(nbytes, avals)) > limits.batch or moved < limits.fewer or work(placed) > limits.message * moved:
         return placed
     whole = infer.place(block, [REPLICATED if k in examples else p for k, p in enumerate(ins)], placed.outs)
     before = messages(placed)

@@ -198,3 +198,12 @@ def test_alike_parameters_are_updated_by_one_kernel() -> None:
     updates = [re.sub(r"%[\w.\-]+|param_[\w.]+|, metadata=.*", "", body) for body in bodies if "dynamic-slice(" in body]
     assert len(updates) == 20
     assert len(set(updates)) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int4", "uint8", "int64", "float8_e4m3fn", "bfloat16", "float64", "complex64"]
+)
+def test_many_pieces_of_any_dtype(dtype: str) -> None:
+    numbers = np.random.default_rng(0).integers(0, 2, (8, 11))
+    batch = [jnp.asarray(numbers[:, : i + 1]).astype(dtype) for i in range(10)]
+    parity.check(lambda _, batch: [x[jnp.asarray([3, 0, 0])] for x in batch], 0.0, batch, devices=4)
