@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import parity
 import pytest
 import quick
 from flax.training.dynamic_scale import DynamicScale
@@ -435,3 +436,12 @@ def test_gradients_of_other_shapes() -> None:
 
     with pytest.raises(ValueError, match=r"gradients.*\['w'\] has shape \(1, 5\), expected \(6, 5\)"):
         jaxdist.data_parallel(step)(PARAMS, tx.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("devices", [3, 4, 8])
+def test_what_is_in_shards_over_other_devices_as_a_batch(devices: int) -> None:
+    whole = -1.0 - jnp.arange(60.0).reshape(6, 10)
+    kept = jaxdist.shard(whole)  # over eight: two rows of padding
+    assert isinstance(kept, Padded)
+    step = lambda batch: (batch.max(0), 2 * batch, jnp.sort(batch, 0)[-1])
+    parity.compare(jax.tree.map(jaxdist.unshard, parity.decorated(step, devices)(kept)), jax.jit(step)(whole))

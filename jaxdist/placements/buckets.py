@@ -173,7 +173,7 @@ def _always(x: Any) -> Any:
     first = first_entry(x).real
     if not jnp.issubdtype(first.dtype, jnp.floating):
         return first.astype(jnp.uint8) | 1 != 0
-    wide = first.astype(jnp.promote_types(first.dtype, jnp.float32))
+    wide = first if first.dtype.itemsize >= 4 else first.astype(jnp.float32)
     return lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}")) | 1 != 0
 
 

@@ -160,7 +160,7 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
         outer, size, chunk = math.prod(shape[a : split.dim]) * split.outer, split.size * after, split.chunk * after
         for k in range(c, d):
             before, behind = math.prod(new[c:k]), math.prod(new[k + 1 : d])
-            if outer % before or size % behind or chunk % behind:
+            if not before * behind or outer % before or size % behind or chunk % behind:
                 continue
             if new[k] == outer // before * (size // behind) and size // behind > 0:
                 return replace(split, dim=k, outer=outer // before, size=size // behind, chunk=chunk // behind)

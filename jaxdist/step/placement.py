@@ -128,11 +128,10 @@ class Placement:
           leaves: this process's parts, or arrays that are global already.
           splits: how each is split; its end is padded with copies of the last example.
         """
-        leaves = list(map(physical, leaves))
         if self.processes == 1:
             whole = [_filled(x, how.chunk * self.mesh.size) for x, how in zip(leaves, splits, strict=True)]
             return jax.device_put(whole, self.batch_sharding)
-        return [self._shard(x) for x in leaves]
+        return [self._shard(physical(x)) for x in leaves]
 
     def batch_argument(self, leaves: Sequence[Any], splits: Sequence[Split]) -> list[Any]:
         """The batch as a compiled step takes it: `place_batch`, which for a single device jit does itself, faster."""
@@ -219,6 +218,8 @@ def checksum(x: Any) -> int:
 
 def _filled(x: Any, rows: int) -> Any:
     """A batch with copies of its last example, up to a number of rows."""
+    if type(x) is Padded:  # with the padding that it has; or that of another mesh
+        x = x.array if x.layout.dim == 0 and x.array.shape[0] == rows else np.asarray(x)
     missing = rows - x.shape[0]
     if not missing:
         return x

@@ -79,6 +79,8 @@ def test_summands_of_16_bits_are_kept_in_32() -> None:
         (Split(1, 8, 2), (1, 8, 1), (8,), Split(0, 8, 2)),
         (Split(0, 4, 2), (4, 6), (4, 2, 3), Split(0, 4, 2)),
         (Split(1, 6, 2), (4, 6), (4, 2, 3), None),
+        (Split(0, 8, 4), (8, 0), (0, 8), None),  # of nothing
+        (Split(0, 8, 4), (8, 0), (2, 0, 4), None),
     ],
 )
 def test_reshapes(split: Split, shape: Sequence[int], new: Sequence[int], expected: Split | None) -> None:
