@@ -46,6 +46,8 @@ def at_once(infer: Infer, placed: Placed, ins: Sequence[Placement], messages: Ca
     """
     block = placed.block
     examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
+    if not examples:
+        return placed
     avals = [block.avals[block.inputs[k]] for k in examples]
     moved = moves(placed)  # some of these travel together, but to know it the step has to be traced
     if sum(map(nbytes, avals)) > limits.batch or moved < limits.fewer or work(placed) > limits.message * moved:
