@@ -9,6 +9,8 @@ import time
 import launch
 import pytest
 
+pytestmark = pytest.mark.slow  # together
+
 _SCRIPT = """
 import os, signal, sys, threading, time
 what, culprit = sys.argv[1], int(sys.argv[2])
@@ -168,7 +170,6 @@ def test_failing_exit_code_of_one_rank(how):
     assert 3 in [p.returncode for p in processes]
 
 
-@pytest.mark.slow
 def test_a_caught_exit_and_a_normal_end_are_no_failure():
     for result in _start("env", "caught").finish(60):
         assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.output

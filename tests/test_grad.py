@@ -116,6 +116,7 @@ def test_settings_that_are_gone(name: str) -> None:
         jaxdist.value_and_grad(loss_fn, **{name: "sum"})(W, X)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(1, 3),

@@ -42,6 +42,7 @@ def _quick() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow  # together
 @pytest.mark.parametrize("name", NAMES)
 def test_n_devices_compute_what_one_would(name: str) -> None:
     """Each fourth compiled as a user's step is."""

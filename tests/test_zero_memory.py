@@ -137,6 +137,7 @@ PSI = parameter_bytes(params_of(True))
 LAYER = parameter_bytes(layer_params()) // LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [True, False])
 def test_which_collectives_are_compiled(scanned: bool) -> None:
     kinds = {level: {c.kind for c in collectives(compiled(level, scanned).text)} for level in LEVELS}

@@ -13,6 +13,8 @@ import launch
 import pytest
 from namespaces import Hosts
 
+pytestmark = pytest.mark.slow  # together
+
 RUN = [sys.executable, "-m", "jaxdist", "run", "--launcher", "env", "--hosts"]
 
 
@@ -65,7 +67,6 @@ def test_a_lost_connection_ends_the_ranks(hosts: Hosts, sleeper: str, at: str) -
     hosts.check_idle()
 
 
-@pytest.mark.slow  # ssh's patience
 def test_hosts_that_are_not_there_are_named_in_seconds(hosts: Hosts) -> None:
     hosts.link("node3", "down")
     begin = time.monotonic()
