@@ -216,6 +216,7 @@ class Program:
         self.padded = [i for i, how in enumerate(held) if how and how.pad]
         self.batch = [tile(0, avals[i].shape[0], mesh.size) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
+        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = _has_constants(step.tree)
         self._avals = list(avals)
@@ -266,8 +267,12 @@ class Program:
         """As ``jax.jit(f).lower``."""
         return self._jitted.lower(list(self._pick[0](state)), list(self._pick[1](state)), batch)
 
-    def place(self) -> tuple[Placed, list[Placement]]:
-        """Settle the placements of the step; also: how its arguments come."""
+    def place(self, fused: Callable[[Placed], ClosedJaxpr] | None = None) -> tuple[Placed, list[Placement]]:
+        """Settle the placements of the step; also: how its arguments come.
+
+        Args:
+          fused: `_fused`, which may be asked for what it returns.
+        """
         step, mesh = self._step, self._mesh
         infer, block = step.infer, step.infer.block(step.jaxpr)
         batch = iter(self.batch)
@@ -287,12 +292,12 @@ class Program:
                 wants.append(form(given))
             else:
                 wants.append(REPLICATED)
-        return at_once(infer, infer.place(block, ins, wants), ins, self._messages), ins
 
-    def _messages(self, placed: Placed) -> int:
-        on_cpu = self._mesh.devices.flat[0].platform == "cpu"
-        sent = transfers(self._fused(placed), self._mesh.size, on_cpu)
-        return sum(one.times * count for one, count in sent.items())
+        def messages(placed: Placed) -> int:
+            sent = transfers((fused or self._fused)(placed), mesh.size, self._on_cpu)
+            return sum(one.times * count for one, count in sent.items())
+
+        return at_once(infer, infer.place(block, ins, wants), ins, messages), ins
 
     def _fused(self, placed: Placed) -> ClosedJaxpr:
         """What a device runs, its collectives in buckets."""
@@ -300,8 +305,8 @@ class Program:
         may = compressible(placed, step.sources) if self._compress else {}
         closed = Emitter(step.infer, placed, may, self._compress).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        return Fuse(self._bucket_bytes, mesh.size, in_shards // _GATHERED_AT_ONCE, barriers=not on_cpu)(closed)
+        ahead = in_shards // _GATHERED_AT_ONCE
+        return Fuse(self._bucket_bytes, mesh.size, ahead, barriers=not self._on_cpu)(closed)
 
     def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
         step, signature, mesh = self._step, self.signature, self._mesh
@@ -321,8 +326,9 @@ class Program:
                 self._on_traced(step.jaxpr, None)
             outs = Interpreter({}).run(step.jaxpr, *args)
             return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
-        placed, ins = self.place()
-        closed = self._fused(placed)
+        fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
+        placed, ins = self.place(fused)
+        closed = fused(placed)
         if self._on_traced is not None:
             self._on_traced(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
