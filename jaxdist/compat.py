@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import operator
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -338,6 +342,25 @@ def key_value_store() -> Any:
     client = distributed.global_state.client
     assert client is not None, "jax.distributed is not initialized"
     return client
+
+
+def on_exit_code(note: Callable[[Any], None]) -> None:
+    """Have `note` told the code of the SystemExit that ends the script, before the functions of atexit run.
+
+    Python tells nobody: neither excepthook nor atexit. But the interpreter then asks the exception for its `code`, with
+    no frame of Python on the stack; so that attribute is one of ours. (Seen to work with Python 3.8 to 3.13.)
+    """
+    members = gc.get_referents(SystemExit.__dict__)[0]
+    code = members["code"]
+
+    def get(error: SystemExit) -> Any:
+        value = code.__get__(error)
+        if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+            note(value)
+        return value
+
+    members["code"] = property(get, code.__set__, code.__delete__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
 
 def quiet_distributed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.util
 import math
@@ -21,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist import commlog, communicators, compat, connectors, devices, failfast, rendezvous, transfer
+from jaxdist import commlog, communicators, compat, connectors, devices, failfast, farewell, rendezvous, transfer
 from jaxdist.communicators import Rules
 from jaxdist.connectors import Connector
 from jaxdist.control import Control, ControlError
+from jaxdist.sequence import Sequence
 from jaxdist.watchdog import Watchdog
 
 AXIS = "data"  # the name of the mesh axis
@@ -56,6 +56,7 @@ class Context:
       connector: how the processes found each other.
       control: the channel beside the training (`jaxdist.control`).
       watchdog: knows how far this process is with each step, and asks the others (`jaxdist.watchdog`).
+      sequence: the calls of steps and eager collectives so far, the same on every rank (`jaxdist.sequence`).
       saving: the checkpoint that is being written in the background (`jaxdist.save`), if any.
 
     Example:
@@ -72,6 +73,7 @@ class Context:
         self.control = control
         self.timeout = timeout
         self.watchdog = Watchdog(control, timeout)
+        self.sequence = Sequence(control)
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank
@@ -133,11 +135,6 @@ class Context:
             return tree_or_object
         received = self.control.broadcast_buffers(None, root, carrier, self.timeout)
         return transfer.unpack(received, tree_or_object, self.rank)
-
-    def leave(self) -> None:
-        """Say goodbye to the other processes; runs by itself when the script ends."""
-        failfast.end_if_exiting(self)
-        self.control.close()
 
     def __repr__(self) -> str:
         return (
@@ -209,7 +206,7 @@ def init(
         failfast.install(ctx)  # from here on, a failure of one rank ends the job
         _start_jax(ctx, wanted, timeout)
         ctx.rules = None if isinstance(communicator, str) else communicator
-        atexit.register(ctx.leave)  # after `import jax`: runs before jax's own shutdown
+        farewell.install(ctx)
         _context, _asked = ctx, asked
         return ctx
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist import rendezvous
 from jaxdist.hub import PRINT_SECONDS, Hub, lost, receive_cast, send_cast
@@ -26,6 +26,18 @@ _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
 
 class ControlError(RuntimeError):
     """The ranks are not in the same call, one of them is missing, or one of them left."""
+
+
+class Entry(NamedTuple):
+    """Where a rank is that waits in an exchange.
+
+    Attributes:
+      position: calls of steps and eager collectives that it has entered before.
+      what: names the exchange.
+    """
+
+    position: int
+    what: str
 
 
 class Control:
@@ -48,9 +60,11 @@ class Control:
       root_host: address at which this rank reached rank 0.
       notices: {tag: {rank: value}} of exchanges that others have entered and that have not
         ended; `notices["bye"]` keeps the farewells.
-      on_notice: hook (tag, rank, value), called on the watcher thread: it must not block.
-      listeners: {tag: hook (rank, value)} for what others `post`; called as `on_notice` is.
-      farewell: hook whose result travels with the goodbye.
+      waiting: {rank: where it is} of the others in such an exchange.
+      position: hook: calls of steps and eager collectives that this rank has entered; tells the others where it is.
+      on_enter: hook (rank, its position, what it has entered), called on the watcher thread: it must not block.
+      on_bye: hook (rank, its position), called likewise.
+      listeners: {tag: hook (rank, value)} for what others `post`; called likewise.
       whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
         known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
 
@@ -77,14 +91,17 @@ class Control:
         self.rank, self.size = rank, size
         self.abort = abort
         self.notices: dict[str, dict[int, Any]] = {}
-        self.on_notice: Callable[[str, int, Any], None] | None = None
+        self.waiting: dict[int, Entry] = {}
+        self.position: Callable[[], int] = lambda: 0
+        self.on_enter: Callable[[int, int, str], None] | None = None
+        self.on_bye: Callable[[int, int], None] | None = None
         self.listeners: dict[str, Callable[[int, Any], None]] = {}
-        self.farewell: Callable[[], Any] | None = None
         self.whereabouts: Callable[[list[int]], str | None] | None = None
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
         self._closed = False
+        self._all_left = threading.Event()
         self._alarmed = False  # this rank told the others to end
         self._held = False  # the main thread is about to end this process itself
         self._reason = threading.Event()  # the others told this rank to end
@@ -121,13 +138,14 @@ class Control:
 
     # --- calls of the owner
 
-    def exchange(self, tag: str, value: Any = None, timeout: float | None = None) -> list[Any]:
+    def exchange(self, tag: str, value: Any = None, timeout: float | None = None, what: str = "") -> list[Any]:
         """All-gather of small picklable values, in rank order.
 
         Args:
           tag: names the call; every rank must be in an exchange of the same tag.
           value: mine.
           timeout: seconds to wait for the others; None: as long as they live.
+          what: names the call for a person; default: the tag.
 
         Returns:
           The value of each rank.
@@ -146,7 +164,7 @@ class Control:
         with self._exchange_lock:
             if self._closed:
                 raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
-            self._send(("enter", tag, value))
+            self._send(("enter", tag, value, Entry(self.position(), what or repr(tag))))
             kind, got, payload = self._answer(tag, timeout)
         if kind == "error":
             raise ControlError(f"rank {self.rank}: {payload}")
@@ -170,7 +188,7 @@ class Control:
                 elif turns.bit_count() == 1:  # 1, 2, 4, 8, ...
                     self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
         # Rank 0 tells everyone, so that nobody waits for a rank that gave up.
-        self._send(("timeout", tag, timeout, known))
+        self._send(("timeout", timeout, known))
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=10.0)
         raise ControlError(
@@ -271,22 +289,20 @@ class Control:
         self.end_because_of(message, pause=0.5, stacks=True)
         self.alarm(message, stacks=True)
 
-    def close(self, farewell: Any = None) -> None:
+    def close(self) -> None:
         """Say goodbye: what the others see next is an orderly end, not a death.
 
         The connections stay until the process ends: rank 0 goes on serving those that still work.
-
-        Args:
-          farewell: a value for the others' `notices["bye"]`; default: what the hook
-            `self.farewell` returns.
         """
         if self._closed or not self._is_owner():
             return
-        if farewell is None and self.farewell is not None:
-            farewell = self.farewell()
         self._closed = True
         if self.size > 1:
-            self._send(("bye", farewell))
+            self._send(("bye", self.position()))
+
+    def all_left(self, seconds: float) -> bool:
+        """Whether, within this time, every rank has said goodbye, or the job is known to have failed."""
+        return self.size == 1 or self._all_left.wait(seconds)
 
     def who(self, rank: int) -> str:
         """A rank with the host and the process behind it, for messages."""
@@ -327,17 +343,26 @@ class Control:
         """Act on what the hub says (watcher thread; on rank 0 also the main thread)."""
         kind = message[0]
         if kind == "notice":
-            _, tag, rank, value = message
+            _, tag, rank, value, entry = message
             self.notices.setdefault(tag, {})[rank] = value
-            self._call(self.on_notice, tag, rank, value)
+            self.waiting[rank] = entry
+            self._call(self.on_enter, rank, *entry)
+        elif kind == "bye":
+            _, rank, position = message
+            self.notices.setdefault("bye", {})[rank] = position
+            self._call(self.on_bye, rank, position)
+        elif kind == "all left":
+            self._all_left.set()
         elif kind == "post":
             self._call(self.listeners.get(message[1]), *message[2:])
         elif kind == "result":
             self.notices.pop(message[1], None)
+            self.waiting.clear()
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "error":
             for tag in [t for t in self.notices if t != "bye"]:
                 self.notices.pop(tag, None)
+            self.waiting.clear()
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
             self.end_because_of(*message[1:])
@@ -362,6 +387,7 @@ class Control:
             return
         self.say(message)
         self._reason.set()
+        self._all_left.set()
         if self._held:
             return
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxdist import compat
 from jaxdist.control import ControlError
 
 if TYPE_CHECKING:
@@ -97,26 +98,18 @@ def end_if_exiting(ctx: Context) -> None:
     if code is None or code == 0 or ctx.control.ending:
         return
     number = code if isinstance(code, int) else 1
-    ctx.control.alarm(f"{ctx.control.who(ctx.rank)} called sys.exit({code!r})")
+    ctx.control.alarm(f"{ctx.control.who(ctx.rank)} ended its script with exit code {code!r}")
     ctx.control.depart(number & 0xFF or 1, abort=True)
 
 
 def _watch_exit(ctx: Context) -> None:
-    class Exit(SystemExit):
-        """Tells, when Python lets go of it, whether it ended the program or was caught."""
-
-        def __del__(self) -> None:
-            # No frame of the script is left only after it ran through all of them. (Python hands
-            # neither excepthook nor atexit the exit code.)
-            if sys._getframe().f_back is None:
-                ctx.exit_code = self.code
+    def note(code: Any) -> None:
+        ctx.exit_code = code
 
     def leave(status: Any = None, /) -> None:
-        if threading.current_thread() is threading.main_thread():
-            raise Exit(status)
-        original(status)
+        raise SystemExit(status)  # Python's own leaves making it to the interpreter, which then asks it nothing
 
-    original = sys.exit
+    compat.on_exit_code(note)
     sys.exit = leave  # type: ignore[assignment]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdist import rendezvous
 
 if TYPE_CHECKING:
-    from jaxdist.control import Control
+    from jaxdist.control import Control, Entry
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _CHUNK = 1 << 24  # bytes of a broadcast that travel in one frame
@@ -33,7 +33,7 @@ class Hub:
         self.connections = connections
         self.lock = threading.RLock()
         self.send_locks = {rank: threading.Lock() for rank in connections}
-        self.entered: dict[int, tuple[str, Any]] = {}
+        self.entered: dict[int, tuple[str, Any, Entry]] = {}
         self.failure: str | None = None  # of the running exchange: late ranks are told as well
         self.told: set[int] = set()
         self.left: set[int] = set()
@@ -82,11 +82,12 @@ class Hub:
         kind = message[0]
         with self.lock:
             if kind == "enter":
-                self.enter(rank, message[1], message[2])
+                self.enter(rank, *message[1:])
             elif kind == "timeout":
                 if rank in self.entered and self.failure is None:
-                    _, tag, seconds, known = message
-                    self.fail(f"exchange {tag!r} timed out on rank {rank} after {seconds:g} s. {self.where()}{known}")
+                    _, seconds, known = message
+                    what = self.entered[rank][2].what
+                    self.fail(f"exchange {what} timed out on rank {rank} after {seconds:g} s. {self.where()}{known}")
             elif kind == "post":
                 _, tag, value, to = message
                 for r in self.others(rank) if to is None else [to]:
@@ -94,20 +95,23 @@ class Hub:
             elif kind == "bye":
                 self.left.add(rank)
                 for r in self.others(rank):
-                    self.send(r, ("notice", "bye", rank, message[1]))
+                    self.send(r, ("bye", rank, *message[1:]))
                 if self.entered:
                     self.fail(self.why_gone())
+                if len(self.left) == self.control.size:
+                    for r in self.others(-1):
+                        self.send(r, ("all left",))
             elif kind == "alarm":
                 self.end_all(message[1], spare=rank, pause=2 * PRINT_SECONDS, stacks=message[2])
 
-    def enter(self, rank: int, tag: str, value: Any) -> None:
+    def enter(self, rank: int, tag: str, value: Any, entry: Entry) -> None:
         if self.failure is None:
-            self.entered[rank] = (tag, value)
+            self.entered[rank] = (tag, value, entry)
             for r in self.others(rank):
-                self.send(r, ("notice", tag, rank, value))
+                self.send(r, ("notice", tag, rank, value, entry))
             if self.left:
                 self.fail(self.why_gone())
-            elif len({t for t, _ in self.entered.values()}) > 1:
+            elif len({t for t, *_ in self.entered.values()}) > 1:
                 if len(self.entered) == self.control.size:
                     self.mismatch()
                 elif self.timer is None:
@@ -124,7 +128,7 @@ class Hub:
 
     def mismatch(self) -> None:
         with self.lock:
-            tags = {t for t, _ in self.entered.values()}
+            tags = {t for t, *_ in self.entered.values()}
             if self.failure is None and len(tags) > 1:
                 self.fail(
                     f"the ranks are in different calls. {self.where()} Every rank must make the "
@@ -142,9 +146,9 @@ class Hub:
     def where(self) -> str:
         """Which rank is at which tag, and who is missing, with hosts and pids."""
         places: dict[str, list[int]] = {}
-        for rank, (tag, _) in sorted(self.entered.items()):
-            places.setdefault(tag, []).append(rank)
-        parts = [f"{rendezvous._ranks(ranks)} at {tag!r}" for tag, ranks in places.items()]
+        for rank, (_, _, entry) in sorted(self.entered.items()):
+            places.setdefault(entry.what, []).append(rank)
+        parts = [f"{rendezvous._ranks(ranks)} at {what}" for what, ranks in places.items()]
         missing = [
             self.control.who(r) for r in range(self.control.size) if r not in self.entered and r not in self.left
         ]

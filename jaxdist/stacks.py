@@ -24,6 +24,11 @@ def main_thread_line() -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
+def script_is_over() -> bool:
+    """Whether the main thread runs what is left to do at exit. (Or an import then: a wrong no.)"""
+    return all(frame.name != "<module>" for frame in _main_thread())
+
+
 def main_thread_stack() -> str:
     """All of its Python frames, the innermost last, as a traceback shows them."""
     frames = _main_thread()

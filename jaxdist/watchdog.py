@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from jaxdist.control import Control
 from jaxdist.progress import Call, Progress
-from jaxdist.stacks import main_thread_line
+from jaxdist.stacks import main_thread_line, script_is_over
 
 _ASK, _TELL = "where are you", "I am here"
+_SILENT = "does not answer: stopped, swapping, or in native code that holds Python's lock"
 _ANSWER_SECONDS = 10.0  # for a thread of a rank to answer: Python's lock may be held, the host may be swapping
 
 
@@ -23,12 +24,14 @@ class _Report(NamedTuple):
       busy: of these steps that call is not over.
       failed: of these steps that call ended with this error.
       at: the line of Python in which its main thread is.
+      over: whether its script is.
     """
 
     committed: dict[str, int]
     busy: list[str]
     failed: dict[str, str]
     at: str
+    over: bool
 
 
 class Watchdog:
@@ -81,7 +84,7 @@ class Watchdog:
         for rank in ranks:
             who, report = self._control.who(rank), reports.get(rank)
             if report is None:
-                absent.append(f"{who} does not answer: stopped, swapping, or in native code that holds Python's lock")
+                absent.append(f"{who} {_SILENT}")
                 continue
             made = report.committed.get(step, 0)
             if made >= call > 0:
@@ -91,6 +94,18 @@ class Watchdog:
                 calls = f"has made {made} call{'s' * (made != 1)} of it and " if call else ""
                 absent.append(f"{who} {calls}is at {report.at}")
         return "; ".join(absent) or None
+
+    def at_the_end(self, ranks: Collection[int]) -> tuple[list[str], list[str]]:
+        """Where ranks are that have not said goodbye: those that hang at their end, and those still at work."""
+        reports = self._ask(ranks)
+        hanging, working = [], []
+        for rank in ranks:
+            who, report = self._control.who(rank), reports.get(rank)
+            if report is None:
+                hanging.append(f"{who} {_SILENT}")
+            else:
+                (hanging if report.over else working).append(f"{who} is at {report.at}")
+        return hanging, working
 
     def _has_been_in(self, step: str, call: int) -> bool:
         progress = self.steps.get(step)
@@ -162,4 +177,5 @@ class Watchdog:
             [step for step, p in steps if p.busy],
             {step: p.failed for step, p in steps if p.failed},
             main_thread_line(),
+            script_is_over(),
         )

@@ -71,17 +71,20 @@ def test_exchange_gathers_in_rank_order_and_one_process_needs_no_network():
 
 def test_notices_tell_who_waits_and_where_before_the_exchange_ends():
     controls = job(3)
-    heard: list[tuple[int, str, int, Any]] = []
+    heard: list[tuple[int, int, int, str]] = []
     for c in controls:
-        c.on_notice = lambda tag, rank, value, me=c.rank: heard.append((me, tag, rank, value))
-    early = threading.Thread(target=lambda: controls[1].exchange("step", "shapes"), daemon=True)
+        c.on_enter = lambda rank, position, what, me=c.rank: heard.append((me, rank, position, what))
+    controls[1].position = lambda: 7
+    early = threading.Thread(target=lambda: controls[1].exchange("step", "shapes", what="a step"), daemon=True)
     early.start()
     until(lambda: len(heard) == 2)
-    assert sorted(heard) == [(0, "step", 1, "shapes"), (2, "step", 1, "shapes")]
+    assert sorted(heard) == [(0, 1, 7, "a step"), (2, 1, 7, "a step")]
     assert controls[0].notices == {"step": {1: "shapes"}}
+    assert controls[0].waiting == {1: (7, "a step")}
     everywhere([lambda c=c: c.exchange("step") for c in (controls[0], controls[2])])
     early.join(20)
     assert not controls[0].notices
+    assert not controls[0].waiting
 
 
 def test_different_tags_are_an_error_on_every_rank_and_the_next_exchange_works():
@@ -121,7 +124,7 @@ def test_timeout_names_the_missing_on_every_rank():
 
 def test_a_rank_that_left_is_named_at_once_and_its_farewell_kept():
     controls = job(3)
-    controls[2].farewell = lambda: {"steps": 5}
+    controls[2].position = lambda: 5
     waiting = threading.Thread(target=lambda: got.extend(everywhere([first])), daemon=True)
     got: list[Any] = []
     first = lambda: controls[1].exchange("step")
@@ -131,7 +134,7 @@ def test_a_rank_that_left_is_named_at_once_and_its_farewell_kept():
     waiting.join(20)
     assert "rank 2" in str(got[0])
     assert "already left" in str(got[0])
-    assert controls[1].notices["bye"] == {2: {"steps": 5}}
+    assert controls[1].notices["bye"] == {2: 5}
     with pytest.raises(ControlError, match="already left"):
         controls[0].exchange("step")
 

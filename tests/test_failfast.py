@@ -50,6 +50,10 @@ for i in range(2000):
             threading.Thread(target=lambda: [][1]).start()
         if what == "exit":
             sys.exit(3)
+        if what == "exit()":
+            exit(3)
+        if what == "raise":
+            raise SystemExit(3)
         if what == "caught":
             try:
                 sys.exit(4)
@@ -162,12 +166,16 @@ def test_exception_in_a_thread():
     _failed(_start("env", "thread"), "uncaught exception in thread", "IndexError")
 
 
-@BOTH
-def test_failing_exit_code_of_one_rank(how):
-    job = _start(how, "exit")
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [pytest.param("mpirun", "raise", marks=pytest.mark.mpi), ("env", "exit"), ("env", "exit()"), ("env", "raise")],
+)
+def test_failing_exit_code_of_one_rank(how, what):
+    job = _start(how, what)
     processes = job.processes
-    _failed(job, "called sys.exit(3)")
-    assert 3 in [p.returncode for p in processes]
+    output = _failed(job, "ended its script with exit code 3")
+    assert "number of calls" not in output
+    assert [p.returncode for p in processes] == ([3] if how == "mpirun" else [1, 3, 1])
 
 
 def test_a_caught_exit_and_a_normal_end_are_no_failure():

@@ -128,12 +128,15 @@ class Eager:
         fingerprint = 0 if problem else mine.fingerprint
         if self.debug:
             self._compare_aloud(mine, fingerprint, problem, ready)
+        if ready:
+            self.ctx.sequence.announce(mine)
         if (
             self.wire.differ(fingerprint, self._sequence, lambda: f"{mine} (eager collective {self._sequence})")
             or problem
         ):
             self._explain(mine, problem, self.ctx.control.exchange(_DETAILS, mine, self.timeout))
         assert ready is not None
+        self.ctx.sequence.commit(mine)
         call = ready.call
         assert call is not None
         group = self._world if call.groups is None else call.group(self.ctx.rank, self.ctx.size)

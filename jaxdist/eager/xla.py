@@ -50,7 +50,7 @@ class XlaWire:
           ControlError: some did not come within the timeout, left, or are in another call.
         """
         try:
-            said = self._ctx.control.exchange("an eager collective", (fingerprint, sequence), self._timeout)
+            said = self._ctx.control.exchange("an eager collective", (fingerprint, sequence), self._timeout, what())
         except ControlError as error:
             raise ControlError(f"{what()}: not every rank came to it. {error}") from None
         return len(set(said)) > 1

@@ -27,7 +27,7 @@ from jaxdist.compat import sharding_of, trace_settings, trace_state_clean
 from jaxdist.context import Context, get_context
 from jaxdist.placements import report
 from jaxdist.placements.plan import Placed
-from jaxdist.step.agree import Agreement, Description, list_ranks
+from jaxdist.step.agree import Agreement, Description, StepCall, list_ranks
 from jaxdist.step.fingerprint import constants
 from jaxdist.step.layouts import Layout, Padded, choose, sharding
 from jaxdist.step.placement import ELSEWHERE, Part, Placement, abstract, batch_problem, checksum, in_shards
@@ -204,7 +204,7 @@ class DataParallel:
         self._programs: dict[Any, Program] = {}
         self._signatures: dict[Any, Signature] = {}
         self._latest: dict[Any, _Latest] = {}
-        self._agreed: set[Any] = set()
+        self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
         self._told = False  # what is gathered
         self._log: commlog.StepLog | None = None
 
@@ -290,8 +290,9 @@ class DataParallel:
         """The other ranks learn of an error that came before the arguments could be compared."""
         assert self._context is not None
         if self._context.size > 1:
+            text = f"{type(error).__name__}: {error}"
             with contextlib.suppress(ValueError):  # this rank raises its own
-                self._agreement.check(self._name, call, Description((), f"{type(error).__name__}: {error}"))
+                self._agreement.check(StepCall(self._name), Description(self._name, (), text))
 
     def _bind_context(self) -> None:
         if self._context is None:
@@ -335,11 +336,10 @@ class DataParallel:
             latest = None
         program = latest and latest.program
         changed = program is None or any(not signature.is_batch[i] for i in strangers)
-        commit = functools.partial(self._agreement.commit, self._name, call)
-        if known not in self._agreed or (changed and self._unplaced(signature, leaves)) or not commit():
-            self._agree(signature, leaves, batch, call)
-            self._agreed.add(known)
-            commit()
+        what = self._agreed.get(known)
+        if what is None or (changed and self._unplaced(signature, leaves)) or not self._agreement.known(call, what):
+            what = self._agreed.setdefault(known, self._agree(signature, leaves, batch))
+            self._agreement.compared(call, what)
         if changed:
             program = self._choose(signature, leaves)
             self._place(program, leaves, call)
@@ -465,6 +465,8 @@ class DataParallel:
     def _place(self, program: Program, leaves: list[Any], call: int) -> None:
         """Bring the state's leaves to where `program` takes them."""
         elsewhere = [i for i in program.signature.state if self._placement.layout(leaves[i]) is not program.layouts[i]]
+        if not elsewhere:
+            return
         self._compare(program, elsewhere, leaves, call)
         placed = self._placement.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
@@ -514,22 +516,27 @@ class DataParallel:
         )
         return Signature(tree, tuple(p in argnums for p in positions), names, tuple(parameters))
 
-    def _agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any], call: int) -> None:
+    def _agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any]) -> StepCall:
+        """Compare what this rank comes with and what the others do."""
         names = [signature.names[i] for i in signature.batch]
         problem = self._placement.batch_problem(names, batch)
         entries: list[tuple[str, str]] = []
+        types: list[tuple[str, str]] = []
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
             kind += f" of {x.total} in all" if isinstance(x, Part) else ""
             if is_batch:
                 entries.append((f"batch leaf {name}", kind))
+                types.append((name, kind))
                 continue
             how = self._placement.layout(x)
             where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
             entries.append((f"state leaf {name}", kind + where))
             if not problem and (stranger := self._placement.stranger(x)):
                 problem = f"state leaf {name} {stranger}"
-        self._agreement.check(self._name, call, Description(tuple(entries), problem))
+        what = StepCall(self._name, tuple(types))
+        self._agreement.check(what, Description(self._name, tuple(entries), problem))
+        return what
 
 
 class Held(NamedTuple):

@@ -57,7 +57,7 @@ def test_who_does_not_come_to_the_first_call_is_named_on_all() -> None:
     for rank in (0, 2):
         assert results[rank].returncode != 0
         assert re.search(
-            rf"'step step call 1' timed out on rank [02] after 2 s.* not there: {WHO}.* in stuck_in_the_loader",
+            rf"exchange step 'step' .*timed out on rank [02] after 2 s.* not there: {WHO}.* in stuck_in_the_loader",
             results[rank].stderr,
         ), results[rank].output
 
@@ -102,7 +102,7 @@ def test_a_rank_that_traces_alone_is_left_alone_and_lower_sends_nothing() -> Non
 def test_a_call_that_fails_on_one_rank_alone_is_found_out() -> None:
     result = launch.mpirun(2, [SCRIPT, "fails alone"], {"JAXDIST_TIMEOUT": "2"})
     assert result.returncode != 0
-    found = rf"{WHO} left it with KeyError|timed out on rank 1|different calls. rank 0 at 'broadcast'; rank 1 at 'step"
+    found = rf"{WHO} left it with KeyError|timed out on rank 1|different calls. rank 0 at 'broadcast'; rank 1 at step"
     assert re.search(found, result.output), result.output
 
 

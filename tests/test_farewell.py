@@ -1,0 +1,77 @@
+"""The end of a job: ranks wait for each other, however far apart they end, and who hangs at its end is named."""
+
+from __future__ import annotations
+
+import re
+
+import launch
+import pytest
+
+pytestmark = pytest.mark.slow  # together
+
+_SCRIPT = """
+import atexit, sys, time
+what, culprit = sys.argv[1], int(sys.argv[2])
+import jax, jax.numpy as jnp, jaxdist
+ctx = jaxdist.init()
+me = ctx.rank
+step = jaxdist.data_parallel(lambda w, x: w - 0.1 * jnp.mean(x) * w)
+w, x = jnp.ones(3), jnp.ones(4)
+for _ in range(3):
+    w = step(w, x)
+jax.block_until_ready(w)
+
+def at_exit():
+    if what == "step of all":
+        print("WEIGHTS", float(step(w, x)[0]), flush=True)
+    elif me == culprit:
+        if what == "step of one":
+            step(w, x)
+        if what == "hang":
+            time.sleep(100)
+        if what == "own error":
+            raise ValueError("no business of the job")
+
+atexit.register(at_exit)
+if what == "late" and me == culprit:
+    time.sleep(float(sys.argv[3]))
+    print("LATE", flush=True)
+"""
+
+
+def _run(how: str, what: str, culprit: int, *args: str, timeout: str = "60") -> list[launch.Result]:
+    start = launch.start_mpirun if how == "mpirun" else launch.start_env
+    return start(2, ["-c", _SCRIPT, what, str(culprit), *args], {"JAXDIST_TIMEOUT": timeout}).finish(60)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_who_ends_later_than_the_timeout_is_waited_for(culprit: int) -> None:
+    results = _run("env", "late", culprit, "4", timeout="1.5")
+    assert [r.returncode for r in results] == [0, 0], results
+    assert "LATE" in results[culprit].stdout
+    assert f"for the others: rank {culprit} (" in results[1 - culprit].stderr
+    assert "Traceback" not in results[culprit].stderr
+
+
+@pytest.mark.parametrize("how", ["env", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_who_hangs_at_its_end_is_named(how: str) -> None:
+    results = _run(how, "hang", 1, timeout="2")
+    assert all(r.returncode != 0 for r in results)
+    assert any("its script is over" in r.stderr and "for the others: rank 1 (" in r.stderr for r in results), results
+    assert any("in at_exit" in r.stderr for r in results), results
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_step_that_fails_in_a_function_of_atexit_fails_the_job(culprit: int) -> None:
+    results = _run("env", "step of one", culprit)
+    assert all(r.returncode != 0 for r in results), results
+    # The other one has left by then, or leaves while this one is in the call.
+    told = rf"rank {culprit} .* failed in a function that it runs at exit|rank {1 - culprit} has finished after 3 calls"
+    assert re.search(told, results[culprit].stderr + results[1 - culprit].stderr), results
+
+
+def test_what_is_no_business_of_the_job_does_not_fail_it() -> None:
+    assert [r.returncode for r in _run("env", "own error", 1)] == [0, 0]
+    results = _run("env", "step of all", 1)
+    assert [r.returncode for r in results] == [0, 0], results
+    assert len({r.stdout.split("WEIGHTS")[1] for r in results}) == 1
