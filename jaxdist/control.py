@@ -50,7 +50,8 @@ class Control:
       notices: {tag: {rank: value}} of exchanges that others have entered and that have not
         ended; `notices["bye"]` keeps the farewells.
       on_notice: hook (tag, rank, value), called on the watcher thread: it must not block.
-      listeners: {tag: hook (rank, value)} for what others `post`; called as `on_notice` is.
+      listeners: {tag: hook (rank, value)} for what others `post`; called as `on_notice` is. On rank 0 "gone" hears of
+        each rank whose connection has ended.
       farewell: hook whose result travels with the goodbye.
       whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
         known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.

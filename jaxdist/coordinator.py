@@ -142,7 +142,12 @@ def _serve(control: Control, path: Path, timeout: float) -> None:
             streams[rank, number].start()
         streams[rank, number].came.put(part)
 
-    control.listeners[_TAG] = came
+    def gone(rank: int, _: None) -> None:
+        for (of, _number), stream in streams.items():
+            if of == rank:
+                stream.came.put(b"")  # the coordinator ends at once if nobody is connected
+
+    control.listeners |= {_TAG: came, "gone": gone}
 
 
 def _forward(control: Control, path: Path) -> None:
