@@ -112,7 +112,7 @@ def attack(rng: random.Random, ports: Callable[[], list[int]], count: int, evil:
         challenge = b""
         with contextlib.suppress(OSError):
             if rng.random() < 0.5:
-                sock.settimeout(0.2)
+                sock.settimeout(0.05)
                 challenge = sock.recv(40)
             kind, content = message(rng, challenge, port, evil)
             sent[kind] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from pathlib import Path
@@ -17,7 +16,7 @@ def listening(pid: int | str = "self") -> set[tuple[str, int]]:
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                inodes.add(os.readlink(descriptor))
+                inodes.add(str(descriptor.readlink()))
     found = set()
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         with contextlib.suppress(OSError):
