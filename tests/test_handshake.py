@@ -258,7 +258,13 @@ def between() -> Iterator[tuple[SignedConnection, SignedConnection, socket.socke
 
 def test_messages_pass_as_on_any_connection(between):
     one, other, heard, to = between
-    threading.Thread(target=lambda: [to.sendall(part) for part in iter(lambda: heard.recv(1 << 20), b"")]).start()
+
+    def pass_on() -> None:
+        while part := heard.recv(1 << 20):
+            to.sendall(part)
+
+    relay = threading.Thread(target=pass_on)
+    relay.start()
     for value in ({"a": 1}, b"", "x" * 100_000, None):
         one.send(value)
         assert other.recv() == value
@@ -273,6 +279,7 @@ def test_messages_pass_as_on_any_connection(between):
     with pytest.raises(OSError, match="bad message length"):
         other.recv_bytes(20)
     one.close()
+    relay.join(30)
 
 
 @pytest.mark.parametrize("what", ["changed", "again", "swapped", "back", "short", "huge"])
