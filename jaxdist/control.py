@@ -50,8 +50,8 @@ class Control:
       notices: {tag: {rank: value}} of exchanges that others have entered and that have not
         ended; `notices["bye"]` keeps the farewells.
       on_notice: hook (tag, rank, value), called on the watcher thread: it must not block.
-      listeners: {tag: hook (rank, value)} for what others `post`; called as `on_notice` is. On rank 0 "gone" hears of
-        each rank whose connection has ended.
+      listeners: {tag: hook (rank, value)} for what others `post`; called as `on_notice` is. "gone" hears of
+        a rank whose connection has ended: rank 0 of each, the others of rank 0's end in order.
       farewell: hook whose result travels with the goodbye.
       whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
         known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
@@ -321,6 +321,7 @@ class Control:
                 break
         if 0 in self.notices.get("bye", {}):
             self._answers.put(("error", "", f"{self.who(0)} has already left"))
+            self.deliver(("post", "gone", 0, None))
         else:
             self.end_because_of(lost(self.who(0), reason), 0.0)
 

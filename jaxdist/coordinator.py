@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+from jaxdist import compat
 from jaxdist.control import Control
 from jaxdist.keys import is_loopback
 
@@ -42,8 +43,7 @@ def reachable(control: Control, timeout: float) -> Iterator[Path]:
     folder = _own_folder()
     try:
         path = folder / "socket"
-        if control.rank == 0:
-            _serve(control, path, timeout)
+        streams = _serve(control, path, timeout) if control.rank == 0 else None
         there = Path(control.exchange("coordinator", str(path), timeout)[0])
         if control.rank > 0:
             # Containers of one host may share its network and not its disk, hosts their disks and not a network.
@@ -54,6 +54,9 @@ def reachable(control: Control, timeout: float) -> Iterator[Path]:
                 _forward(control, path)
         yield path
         control.exchange("coordinator reached", None, timeout)
+        if streams is not None:
+            # The last answers of the coordinator are in this process's hands.
+            compat.before_coordinator_ends(lambda: _wait_for_ends(streams, control, timeout))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -100,6 +103,7 @@ class _Stream:
 
     def __init__(self, connect: Callable[[], socket.socket], send: Callable[[bytes], None]):
         self.came: SimpleQueue[bytes] = SimpleQueue()
+        self.ended = threading.Event()
         self._connect, self._send = connect, send
 
     def start(self) -> None:
@@ -111,12 +115,14 @@ class _Stream:
             sock = self._connect()
         except OSError:
             self._send(b"")
+            self.ended.set()
             return
         threading.Thread(target=self._read, args=(sock,), name="jaxdist-coordinator", daemon=True).start()
         with sock, contextlib.suppress(OSError):
             while part := self.came.get():
                 sock.sendall(part)
             sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, close alone does not
+        self.ended.set()
 
     def _read(self, sock: socket.socket) -> None:
         part = b"."
@@ -129,9 +135,12 @@ class _Stream:
         self.came.put(b"")
 
 
-def _serve(control: Control, path: Path, timeout: float) -> None:
+_Streams = dict[tuple[int, int], _Stream]
+
+
+def _serve(control: Control, path: Path, timeout: float) -> _Streams:
     """The root: what other ranks' streams say goes to the coordinator."""
-    streams: dict[tuple[int, int], _Stream] = {}
+    streams: _Streams = {}
 
     def came(rank: int, message: tuple[int, bytes]) -> None:
         number, part = message
@@ -148,6 +157,15 @@ def _serve(control: Control, path: Path, timeout: float) -> None:
                 stream.came.put(b"")  # the coordinator ends at once if nobody is connected
 
     control.listeners |= {_TAG: came, "gone": gone}
+    return streams
+
+
+def _wait_for_ends(streams: _Streams, control: Control, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    while not all(stream.ended.is_set() for stream in streams.values()):
+        if control.ending or time.monotonic() > end:
+            return
+        time.sleep(0.005)
 
 
 def _forward(control: Control, path: Path) -> None:
@@ -161,6 +179,10 @@ def _forward(control: Control, path: Path) -> None:
         number, part = message
         streams[number].came.put(part)
 
+    def gone(rank: int, _: None) -> None:
+        for stream in streams.values():
+            stream.came.put(b"")  # or a client would wait for ever for a root that has ended
+
     def accept() -> None:
         for number in itertools.count():
             sock, _ = server.accept()
@@ -168,5 +190,5 @@ def _forward(control: Control, path: Path) -> None:
             streams[number] = _Stream(lambda sock=sock: sock, send)
             streams[number].start()
 
-    control.listeners[_TAG] = came
+    control.listeners |= {_TAG: came, "gone": gone}
     threading.Thread(target=accept, name="jaxdist-coordinator", daemon=True).start()

@@ -129,8 +129,8 @@ def peer_user(sock: socket.socket) -> int | None:
     Example:
       >>> import os, socket
       >>> with socket.create_server(("127.0.0.1", 0)) as server:
-      ...     with socket.create_connection(server.getsockname()) as sock:
-      ...         peer_user(server.accept()[0]) == os.geteuid()
+      ...     with socket.create_connection(server.getsockname()), server.accept()[0] as sock:
+      ...         peer_user(sock) == os.geteuid()
       True
     """
     try:

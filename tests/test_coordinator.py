@@ -94,7 +94,32 @@ def test_a_job_as_across_hosts():
     own = rendezvous.interface_addresses()
     if not own:
         pytest.skip("no interface beside loopback: not checked here (tests/hosts does)")
-    begin = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
-    for result in launch.spawn_env(3, ["-c", _SCRIPT], begin):
+    env = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
+    for result in launch.spawn_env(3, ["-c", _SCRIPT], env):
         assert result.returncode == 0, result.output
         assert result.stdout == "sum 6.0\n"
+
+
+_LATE = """
+import atexit, time
+import jax, numpy as np, jaxdist
+ctx = jaxdist.init()
+if ctx.rank == 1:
+    came, leaving = ctx.control.listeners["coordinator"], []
+    def late(rank, message):
+        if leaving:
+            time.sleep(leaving.pop())  # longer than gRPC waits for those it serves
+        came(rank, message)
+    ctx.control.listeners["coordinator"] = late
+    atexit.register(leaving.append, 8)
+"""
+
+
+@pytest.mark.slow
+def test_the_root_ends_after_the_last_answer_of_the_coordinator_has_come():
+    own = rendezvous.interface_addresses()
+    if not own:
+        pytest.skip("no interface beside loopback: not checked")
+    env = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
+    for result in launch.spawn_env(2, ["-c", _LATE], env):
+        assert result.returncode == 0, result.output
