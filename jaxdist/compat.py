@@ -371,7 +371,8 @@ def before_coordinator_ends(wait: Callable[[], None]) -> None:
             wait()
             self.service.shutdown()
 
-    state.service = Service(state.service)
+    if state.service is not None:
+        state.service = Service(state.service)
 
 
 def one_cpu_device() -> None:
