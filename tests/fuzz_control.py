@@ -143,8 +143,12 @@ def run(count: int, seed: int, *, secret: bool = True, other_user: bool = False)
     Returns:
       What went wrong; nothing if all is well.
     """
-    folder = Path(tempfile.mkdtemp(prefix="jaxdist-fuzz-"))
-    folder.chmod(0o777)
+    with tempfile.TemporaryDirectory(prefix="jaxdist-fuzz-") as folder:
+        Path(folder).chmod(0o777)
+        return _run(Path(folder), count, seed, secret, other_user)
+
+
+def _run(folder: Path, count: int, seed: int, secret: bool, other_user: bool) -> list[str]:
     stop, pwned = folder / "stop", folder / "pwned"
     port = launch.free_port()
     shared = {

@@ -104,13 +104,13 @@ _LATE = """
 import atexit, time
 import jax, numpy as np, jaxdist
 ctx = jaxdist.init()
-if ctx.rank == 1:
-    came, leaving = ctx.control.listeners["coordinator"], []
-    def late(rank, message):
-        if leaving:
+if ctx.rank == 0:
+    post, leaving = ctx.control.post, []
+    def late(tag, value, to=None):
+        if leaving and tag == "coordinator":
             time.sleep(leaving.pop())  # longer than gRPC waits for those it serves
-        came(rank, message)
-    ctx.control.listeners["coordinator"] = late
+        post(tag, value, to)
+    ctx.control.post = late
     atexit.register(leaving.append, 8)
 """
 
