@@ -10,7 +10,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist import commlog, communicators, compat, connectors, devices, failfast, farewell, rendezvous, transfer
+from jaxdist import (
+    commlog,
+    communicators,
+    compat,
+    connectors,
+    coordinator,
+    devices,
+    failfast,
+    farewell,
+    rendezvous,
+    transfer,
+)
 from jaxdist.communicators import Rules
 from jaxdist.connectors import Connector
 from jaxdist.control import Control, ControlError
+from jaxdist.keys import Key, is_loopback
 from jaxdist.sequence import Sequence
 from jaxdist.watchdog import Watchdog
 
@@ -273,18 +284,18 @@ def _control(connector: Connector, timeout: float) -> Control:
     rank, size = connector.rank, connector.size
     if size == 1:
         return Control(0, 1)
-    server = rendezvous.bind("", [0]) if rank == 0 else None
+    one_host = connector.local_size == size
+    server = rendezvous.bind("127.0.0.1" if one_host else "", [0]) if rank == 0 else None
     where = None
     if server is not None:
-        port = server.getsockname()[1]
-        where = (socket.gethostname(), rendezvous.interface_addresses(), port, secrets.token_hex())
+        ips = [] if one_host else rendezvous.interface_addresses()
+        where = (socket.gethostname(), ips, server.getsockname()[1], secrets.token_bytes())
     host, ips, port, secret = connector.broadcast(where, 0)
-    names = [*ips, host]
-    if host == socket.gethostname():
-        names.insert(0, "127.0.0.1")
+    names = ["127.0.0.1"] if one_host or host == socket.gethostname() else []
+    names += [] if one_host else [*ips, host]
     return Control(
         rank, size, [(name, port) for name in names], server=server,
-        key=rendezvous.job_key(secret), timeout=timeout, abort=connector.abort,
+        key=Key(secret), timeout=timeout, abort=connector.abort,
     )  # fmt: skip
 
 
@@ -370,28 +381,11 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             f"rank {ctx.rank} of {ctx.size}: jax.distributed was already initialized as process "
             "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
         )
-    everyone_local = all(rendezvous.is_loopback(m.ip) for m in ctx.control.members)
-    bind_ip = "127.0.0.1" if everyone_local else "0.0.0.0"
-    holder, port = None, 0
-    if ctx.is_root:
-        # Held with SO_REUSEPORT, which gRPC sets too: nobody takes the port before it listens.
-        holder = socket.socket()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((bind_ip, 0))
-        port = holder.getsockname()[1]
-    port = ctx.control.exchange("port", port, timeout)[0]
-    host = ctx.control.root_host
-    # gRPC would send even this through a proxy, and hang.
-    name = "no_grpc_proxy"  # gRPC reads it in lower case only
-    direct = os.environ.get(name) or os.environ.get(name.replace("_grpc", "")) or ""
-    os.environ[name] = f"{direct},{host}".strip(",")
     compat.quiet_distributed()
-    if not ctx.is_root:
-        _await_listener(host, port, min(timeout, 5.0))  # the root is about to; behind a firewall it never does
-    try:
+    with coordinator.reachable(ctx.control, timeout) as path:
         jax.distributed.initialize(
-            coordinator_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            coordinator_bind_address=f"{bind_ip}:{port}",
+            coordinator_address=f"unix:{path}",
+            coordinator_bind_address=f"unix:{path}",
             num_processes=ctx.size,
             process_id=ctx.rank,
             local_device_ids=local_ids,
@@ -399,24 +393,6 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             initialization_timeout=max(1, int(timeout)),
             heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
         )
-    finally:
-        if holder is not None:
-            holder.close()
-
-
-def _await_listener(host: str, port: int, seconds: float) -> None:
-    """Wait until someone listens there: gRPC tries again after a second or two, and every rank waits for that one.
-
-    After so many seconds the error is left to what is tried next.
-    """
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            socket.create_connection((host, port), 1).close()
-        except OSError:
-            time.sleep(0.005)
-        else:
-            return
 
 
 def _connect_gloo(ctx: Context) -> None:
@@ -447,7 +423,7 @@ def _reachable_ip(ctx: Context) -> str:
     members = ctx.control.members
     ip = members[ctx.rank].ip
     # A rank beside the root talked to it over loopback: others reach both at the root's address.
-    return members[0].ip if rendezvous.is_loopback(ip) else ip
+    return members[0].ip if is_loopback(ip) else ip
 
 
 def _alone(wanted: str, ctx: Context) -> str:

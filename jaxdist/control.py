@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from jaxdist import rendezvous
+from jaxdist.handshake import Member
 from jaxdist.hub import PRINT_SECONDS, Hub, lost, receive_cast, send_cast
-from jaxdist.rendezvous import Member
+from jaxdist.keys import Key, job_key
 from jaxdist.stacks import main_thread_stack
 
 _STACK_SECONDS = 2.0  # to print a stack
@@ -51,7 +52,7 @@ class Control:
       size: how many there are.
       addresses: (host, port) candidates of rank 0 (ignored on rank 0 if `server` is given).
       server: rank 0 only: the listening socket (see `rendezvous.bind`).
-      key: secret of the job; default: from JAXDIST_SECRET, else from the port.
+      key: by what the ranks know each other; default: `keys.job_key` of the first address.
       timeout: seconds for everyone to come.
       abort: how this process ends itself when the job fails (a connector's `abort`).
 
@@ -64,7 +65,8 @@ class Control:
       position: hook: calls of steps and eager collectives that this rank has entered; tells the others where it is.
       on_enter: hook (rank, its position, what it has entered), called on the watcher thread: it must not block.
       on_bye: hook (rank, its position), called likewise.
-      listeners: {tag: hook (rank, value)} for what others `post`; called likewise.
+      listeners: {tag: hook (rank, value)} for what others `post`; called likewise. "gone" hears of a rank whose
+        connection has ended: rank 0 of each, the others of rank 0's end in order.
       whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
         known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
 
@@ -84,7 +86,7 @@ class Control:
         addresses: Sequence[tuple[str, int]] = (),
         *,
         server: socket.socket | None = None,
-        key: bytes | None = None,
+        key: Key | None = None,
         timeout: float = 300.0,
         abort: Callable[[int, str], None] | None = None,
     ):
@@ -113,19 +115,18 @@ class Control:
         if size == 1:
             self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
             return
+        key = key or job_key(addresses[0][0], f"port {addresses[0][1]}")
         if rank == 0:
             if server is None:
                 server = rendezvous.bind(addresses[0][0], [port for _, port in addresses])
             port = server.getsockname()[1]
             host = addresses[0][0] if addresses else "0.0.0.0"
             joined = rendezvous.gather(
-                server, size, key or rendezvous.job_key(f"port {port}"), timeout,
-                f"tcp://{host}:{port}",
+                server, size, key, timeout, f"tcp://{host}:{port}",
             )  # fmt: skip
             self._hub = Hub(self, joined.connections)
             target = self._hub.watch
         else:
-            key = key or rendezvous.job_key(f"port {addresses[0][1]}")
             joined = rendezvous.join(addresses, rank, size, key, timeout)
             self._root = joined.connections[0]
             target = self._watch
@@ -336,6 +337,7 @@ class Control:
                 break
         if 0 in self.notices.get("bye", {}):
             self._answers.put(("error", "", f"{self.who(0)} has already left"))
+            self.deliver(("post", "gone", 0, None))
         else:
             self.end_because_of(lost(self.who(0), reason), 0.0)
 

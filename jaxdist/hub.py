@@ -58,6 +58,7 @@ class Hub:
                     with self.gone:
                         self.open.discard(rank)
                         self.gone.notify_all()
+                    self.control.deliver(("post", "gone", rank, None))
                     if rank not in self.left and not self.control.ending:
                         self.end_all(lost(self.control.who(rank), error), spare=rank)
 

@@ -1,37 +1,30 @@
-"""Sockets for the control channel: bind, find the root, prove to be of the same job, join."""
+"""Where the ranks of a job meet: rank 0 listens, the others find it, and each learns who is there."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import hashlib
-import hmac
 import os
-import queue
-import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-HANDSHAKE_SECONDS = 5.0
-_NONCE = 32
+from jaxdist import handshake
+from jaxdist.handshake import Arrival, Hello, Member
+from jaxdist.keys import Key, is_loopback
+
 _SILENCE, _SILENCE_LEAST = (
     30.0,
     3.0,
 )  # seconds without a sign of a host before it is taken for lost; or the job's timeout
-
-
-class Member(NamedTuple):
-    """One process of the job: its host name, process id and the address it is reached at."""
-
-    host: str
-    pid: int
-    ip: str
+_SPARE = 64  # connections that may be in the handshake beside those of the ranks
+_TURNED_AWAY_SECONDS = 10.0  # after which a rank says that it is
+_WELCOME, _LATE, _REFUSED = b"W", b"T", b"R"  # what rank 0 says in the end
+_WORDS = 4096  # bytes of a reason
 
 
 class Joined(NamedTuple):
@@ -42,19 +35,9 @@ class Joined(NamedTuple):
     root_host: str  # the address at which this rank reaches rank 0
 
 
-def job_key(default: str) -> bytes:
-    """The secret of the job: JAXDIST_SECRET, else one derived from `default` (the address).
-
-    The derived one keeps two jobs apart, it does not keep an attacker out: on a network that
-    others share, set JAXDIST_SECRET to the same random string on every rank.
-    """
-    secret = os.environ.get("JAXDIST_SECRET") or f"jaxdist {default}"
-    return hashlib.sha256(secret.encode()).digest()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is written as a loopback address (no look-up: a name may map to 127.0.1.1)."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+def loopback(host: str) -> str:
+    """The one loopback address that `host` stands for, if it is one: listened at and called alike."""
+    return host if not is_loopback(host) or host == "::1" else "127.0.0.1"
 
 
 def interface_addresses() -> list[str]:
@@ -74,8 +57,9 @@ def bind(host: str, ports: Iterable[int]) -> socket.socket:
     """A listening socket on the first free one of `ports` (0: any).
 
     Args:
-      host: the name others use. Only a loopback one narrows what is bound: the root may know
-        its own name by another address than its peers do.
+      host: as the other ranks call it. An address of this host is the only one listened at. A name says little: the
+        root may know its own name by another address than its peers do (127.0.1.1 on Debian), so for one, and for "",
+        it is all interfaces.
       ports: the candidates.
 
     Returns:
@@ -87,11 +71,7 @@ def bind(host: str, ports: Iterable[int]) -> socket.socket:
     tried = list(ports)
     for port in tried:
         try:
-            if is_loopback(host) and host != "::1":
-                return socket.create_server(("127.0.0.1", port), backlog=1024)
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-            return socket.create_server(("0.0.0.0", port), backlog=1024)
+            return _listen(loopback(host), port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
@@ -102,13 +82,26 @@ def bind(host: str, ports: Iterable[int]) -> socket.socket:
     )
 
 
-def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
+def _listen(host: str, port: int) -> socket.socket:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+            return socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:  # not written as an address, or (behind a router that translates) not one of ours
+            if error.errno not in (None, errno.EADDRNOTAVAIL):
+                raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("0.0.0.0", port), backlog=1024)
+
+
+def gather(server: socket.socket, size: int, key: Key, timeout: float, address: str) -> Joined:
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there.
 
     Args:
       server: the listening socket; closed on return.
       size: number of ranks.
-      key: the secret of the job.
+      key: of the job.
       timeout: seconds.
       address: how messages name the meeting place.
 
@@ -119,91 +112,80 @@ def gather(server: socket.socket, size: int, key: bytes, timeout: float, address
       TimeoutError: names the ranks that did not come.
       ValueError: two processes claim one rank, or they disagree about the size.
     """
-    deadline = time.monotonic() + timeout
-    arrivals: queue.Queue[tuple[Connection, int, int, Member, str]] = queue.Queue()
-
-    def greet(sock: socket.socket) -> None:
-        # A thread each: a port scanner that says nothing must not keep the job waiting.
-        try:
-            ours = _plain(sock.getsockname()[0])
-            conn = _connection(sock, timeout)
-            if _challenge(conn, key):
-                rank, their_size, member = conn.recv()
-                arrivals.put((conn, rank, their_size, member, ours))
-        except (OSError, EOFError):
-            pass
-
-    def accept() -> None:
-        while True:
-            try:
-                sock, _ = server.accept()
-            except OSError:
-                return  # closed: everyone is in, or time is up
-            threading.Thread(target=greet, args=(sock,), daemon=True).start()
-
-    threading.Thread(target=accept, name="jaxdist-accept", daemon=True).start()
+    arrivals = handshake.Arrivals(server, key, size + _SPARE, time.monotonic() + timeout)
     connections: dict[int, Connection] = {}
     members: dict[int, Member] = {}
-    root_ip = "127.0.0.1"
+    root_ip = loopback("localhost")
 
-    def refuse(reason: str, extra: Sequence[Connection] = ()) -> None:
-        for conn in [*connections.values(), *extra]:
+    def refuse(kind: bytes, reason: str) -> None:
+        for conn in connections.values():
             with contextlib.suppress(OSError):
-                conn.send(("refused", reason))
+                conn.send_bytes(kind + reason.encode()[:_WORDS])
                 conn.close()
 
-    try:
-        while len(connections) < size - 1:
-            try:
-                conn, rank, their_size, member, ours = arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                missing = [r for r in range(1, size) if r not in connections]
-                reason = (
-                    f"rank 0 waited {timeout:g} s at {address} and {len(connections) + 1} of "
-                    f"{size} ranks came; missing: {_ranks(missing)}. Were they started, did they "
-                    "fail before init (see their output), and can they reach this address?"
-                )
-                refuse(reason)
-                raise TimeoutError(reason) from None
-            if their_size != size:
-                reason = (
-                    f"rank {rank} ({member.host}, pid {member.pid}) was started with size "
-                    f"{their_size}, rank 0 with size {size}: give every rank the same WORLD_SIZE"
-                )
-            elif rank in members or not 0 < rank < size:
-                other = members.get(rank, Member(socket.gethostname(), os.getpid(), ""))
-                reason = (
-                    f"two processes claim rank {rank}: {other.host}, pid {other.pid} and "
-                    f"{member.host}, pid {member.pid}. Give each its own RANK in 0..{size - 1}"
-                )
-            else:
-                connections[rank], members[rank] = conn, member
-                if not is_loopback(ours):
-                    root_ip = ours
-                continue
-            refuse(reason, [conn])
-            raise ValueError(reason)
-    finally:
-        # shutdown wakes the accepting thread, close alone does not
-        with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)
-        server.close()
+    with contextlib.closing(server):
+        for arrival in arrivals if size > 1 else ():
+            rank, _, member = arrival.hello
+            problem = _problem(arrival.hello, size, members)
+            ours = _plain(arrival.sock.getsockname()[0])
+            conn = _connection(arrival, key, timeout)
+            if problem:
+                connections[-1] = conn
+                refuse(_REFUSED, problem)
+                raise ValueError(problem)
+            connections[rank], members[rank] = conn, member
+            if not is_loopback(ours):
+                root_ip = ours
+            if len(connections) == size - 1:
+                break
+    if len(connections) < size - 1:
+        missing = [r for r in range(1, size) if r not in connections]
+        others = arrivals.turned_away
+        reason = (
+            f"rank 0 waited {timeout:g} s at {address} and {len(connections) + 1} of "
+            f"{size} ranks came; missing: {_ranks(missing)}. Were they started, did they "
+            "fail before init (see their output), and can they reach this address?"
+        )
+        if others:
+            reason += f" {others} connection{'s' * (others > 1)} came without {_what(key)}"
+        refuse(_LATE, reason)
+        raise TimeoutError(reason)
     members[0] = Member(socket.gethostname(), os.getpid(), root_ip)
     everyone = [members[r] for r in range(size)]
     for conn in connections.values():
         with contextlib.suppress(OSError):  # it died meanwhile: the watcher sees the lost connection
-            conn.send(("welcome", everyone))
+            conn.send_bytes(_WELCOME + b"".join(member.pack() for member in everyone))
     return Joined(connections, everyone, "127.0.0.1")
 
 
-def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:
+def _problem(hello: Hello, size: int, members: dict[int, Member]) -> str:
+    rank, their_size, member = hello
+    if their_size != size:
+        return (
+            f"rank {rank} ({member.host}, pid {member.pid}) was started with size "
+            f"{their_size}, rank 0 with size {size}: give every rank the same WORLD_SIZE"
+        )
+    if rank in members or not 0 < rank < size:
+        other = members.get(rank, Member(socket.gethostname(), os.getpid(), ""))
+        return (
+            f"two processes claim rank {rank}: {other.host}, pid {other.pid} and "
+            f"{member.host}, pid {member.pid}. Give each its own RANK in 0..{size - 1}"
+        )
+    return ""
+
+
+def _what(key: Key) -> str:
+    return "being this user's (another user, or another job)" if key.same_user else "the secret of this job"
+
+
+def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: Key, timeout: float) -> Joined:
     """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`.
 
     Args:
       addresses: (host, port) candidates.
       rank: mine.
       size: number of ranks.
-      key: the secret of the job.
+      key: of the job.
       timeout: seconds.
 
     Returns:
@@ -214,11 +196,13 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes,
       ValueError: rank 0 refused (a rank claimed twice, another size).
     """
     deadline = time.monotonic() + timeout
+    say_after = time.monotonic() + _TURNED_AWAY_SECONDS
     names = " or ".join(f"tcp://{h}:{p}" for h, p in addresses[:4])
     last = "no attempt was made"
     pause = 0.02
     while True:
-        for host, port in addresses:
+        for name, port in addresses:
+            host = loopback(name)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
@@ -227,7 +211,7 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes,
                     "close the port?"
                 )
             try:
-                sock = socket.create_connection((host, port), timeout=min(left, HANDSHAKE_SECONDS))
+                sock = socket.create_connection((host, port), timeout=min(left, handshake.SECONDS))
                 if sock.getsockname() == sock.getpeername():
                     # TCP self-connect: a free port of the ephemeral range dialled itself
                     sock.close()
@@ -236,45 +220,50 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes,
                 last = str(error)
                 continue
             ip = _plain(sock.getsockname()[0])
-            conn = _connection(sock, timeout)
-            try:
-                proved = _answer(conn, key)
-            except (OSError, EOFError):
-                proved = False
-            if not proved:
-                conn.close()
-                last = (
-                    f"something answers at {host}:{port}, but it is not rank 0 of this job "
-                    "(another job or program, or another JAXDIST_SECRET)"
-                )
-                continue
-            return _hello(conn, rank, size, ip, host, deadline, names)
+            _watch_silence(sock, timeout)
+            conn = handshake.enter(sock, key, Hello(rank, size, Member(socket.gethostname(), os.getpid(), ip)))
+            if conn is not None:
+                return _answer(conn, rank, size, host, deadline, names)
+            last = (
+                f"something answers at {name}:{port}, but it is not rank 0 of this job (another job, program or user, "
+                "or another secret: set JAXDIST_SECRET to the same random string on every rank)"
+            )
+            if time.monotonic() > say_after:
+                say_after = deadline
+                os.write(2, f"[jaxdist rank {rank}] {last}; trying on for {left:.0f} s\n".encode())
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(0.5, pause * 1.5)
 
 
-def _hello(conn: Connection, rank: int, size: int, ip: str, host: str, deadline: float, names: str) -> Joined:
-    conn.send((rank, size, Member(socket.gethostname(), os.getpid(), ip)))
+def _answer(conn: Connection, rank: int, size: int, host: str, deadline: float, names: str) -> Joined:
+    """What rank 0 says when all are there, or its time is up."""
     try:
         # Rank 0 names the missing ranks when its own time is up: leave it room to say so.
-        if not conn.poll(max(0.0, deadline - time.monotonic()) + HANDSHAKE_SECONDS):
+        if not conn.poll(max(0.0, deadline - time.monotonic()) + handshake.SECONDS):
             raise TimeoutError(
                 f"rank {rank} reached {names}, but the job was not complete in time: some other rank did not come"
             )
-        answer = conn.recv()
+        answer = conn.recv_bytes(1 + max(_WORDS, size * len(Member("", 0, "").pack())))
     except (EOFError, ConnectionError):
         raise ConnectionError(f"rank {rank} reached {names}, then rank 0 ended before all ranks were there") from None
-    if answer[0] == "refused":
-        kind = TimeoutError if "waited" in answer[1] else ValueError
-        raise kind(f"rank {rank} was refused by rank 0: {answer[1]}")
-    return Joined({0: conn}, answer[1], host)
+    kind, said = answer[:1], answer[1:]
+    if kind == _WELCOME:
+        return Joined({0: conn}, Member.unpack_all(said), host)
+    error = TimeoutError if kind == _LATE else ValueError
+    raise error(f"rank {rank} was refused by rank 0: {said.decode(errors='replace')}")
 
 
-def _connection(sock: socket.socket, timeout: float) -> Connection:
-    sock.settimeout(None)
+def _connection(arrival: Arrival, key: Key, timeout: float) -> Connection:
+    _watch_silence(arrival.sock, timeout)
+    return handshake.signed(arrival.sock, key, arrival.said, root=True)
+
+
+def _watch_silence(sock: socket.socket, timeout: float) -> None:
+    """A cut cable sends nothing: without keepalive the two ends of a connection would wait for ever.
+
+    The other kernel answers it, so a process that is stopped or busy is not taken for lost.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A cut cable sends nothing: without keepalive its two ends would wait for ever. The other kernel answers it, so a
-    # process that is stopped or busy is not taken for lost.
     seconds = max(_SILENCE_LEAST, min(_SILENCE, timeout))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -285,40 +274,6 @@ def _connection(sock: socket.socket, timeout: float) -> Connection:
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return Connection(sock.detach())
-
-
-def _receive(conn: Connection) -> bytes:
-    if not conn.poll(HANDSHAKE_SECONDS):
-        raise EOFError
-    return conn.recv_bytes(1024)
-
-
-# multiprocessing's own challenge is HMAC-MD5 on Python 3.11, which FIPS hosts refuse. Nothing is
-# unpickled before both sides have proved that they know the key.
-def _proof(key: bytes, side: bytes, nonce: bytes) -> bytes:
-    return hmac.new(key, side + nonce, "sha256").digest()
-
-
-def _challenge(conn: Connection, key: bytes) -> bool:
-    nonce = secrets.token_bytes(_NONCE)
-    conn.send_bytes(b"jaxdist1" + nonce)
-    answer = _receive(conn)
-    proof, theirs = answer[:32], answer[32:]
-    if len(theirs) != _NONCE or not hmac.compare_digest(proof, _proof(key, b"rank", nonce)):
-        conn.close()
-        return False
-    conn.send_bytes(_proof(key, b"root", theirs))
-    return True
-
-
-def _answer(conn: Connection, key: bytes) -> bool:
-    hello = _receive(conn)
-    if len(hello) != 8 + _NONCE or hello[:8] != b"jaxdist1":
-        return False
-    nonce = secrets.token_bytes(_NONCE)
-    conn.send_bytes(_proof(key, b"rank", hello[8:]) + nonce)
-    return hmac.compare_digest(_receive(conn), _proof(key, b"root", nonce))
 
 
 def _plain(ip: str) -> str:

@@ -10,7 +10,7 @@ import threading
 import launch
 import pytest
 
-from jaxdist.context import _await_listener
+from jaxdist.coordinator import await_listener
 
 _ALONE = """
 import os, sys
@@ -218,14 +218,14 @@ def test_a_connector_of_the_users_own():
         assert "fine mine xla 1" in result.stdout
 
 
-def test_ranks_connect_once_the_root_listens():
+def test_ranks_connect_once_the_root_listens(tmp_path):
     """gRPC, refused once, tries again after a second or two."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-        _await_listener("127.0.0.1", port, 0.05)  # nobody listens: the next attempt tells of it
-        waiting = threading.Thread(target=_await_listener, args=("127.0.0.1", port, 60))
-        waiting.start()
+    path = tmp_path / "socket"
+    await_listener(path, 0.05)  # nobody listens: the next attempt tells of it
+    waiting = threading.Thread(target=await_listener, args=(path, 60))
+    waiting.start()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
         server.listen()
         connection, _ = server.accept()
         connection.close()

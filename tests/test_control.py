@@ -18,16 +18,17 @@ import pytest
 
 from jaxdist import rendezvous
 from jaxdist.control import Control, ControlError
+from jaxdist.keys import Key
 
 
-def job(size: int, key: bytes = b"k") -> list[Control]:
+def job(size: int) -> list[Control]:
     """`size` controls in this process, each with its own connections."""
     server = rendezvous.bind("127.0.0.1", [0])
     address = ("127.0.0.1", server.getsockname()[1])
     made: list[Any] = [None] * size
 
     def make(rank: int) -> None:
-        made[rank] = Control(rank, size, [address], server=server if rank == 0 else None, key=key, timeout=30)
+        made[rank] = Control(rank, size, [address], server=server if rank == 0 else None, key=Key(b"k"), timeout=30)
 
     everywhere([lambda r=r: make(r) for r in range(size)])
     return made
@@ -158,8 +159,8 @@ def test_another_jobs_secret_is_not_let_in_and_the_address_is_named():
     port = server.getsockname()[1]
     address = [("127.0.0.1", port)]
     got = everywhere([
-        lambda: Control(0, 2, address, server=server, key=b"one", timeout=1.5),
-        lambda: Control(1, 2, address, key=b"two", timeout=1.0),
+        lambda: Control(0, 2, address, server=server, key=Key(b"one"), timeout=1.5),
+        lambda: Control(1, 2, address, key=Key(b"two"), timeout=1.0),
     ])  # fmt: skip
     assert isinstance(got[0], TimeoutError)
     assert "missing: rank 1" in str(got[0])
@@ -174,10 +175,10 @@ def test_one_rank_claimed_twice_and_different_sizes_are_refused():
         address = [("127.0.0.1", server.getsockname()[1])]
         root_size = 3 if len(ranks) == 2 else 2
         calls: list[Callable[[], Any]] = [
-            lambda: Control(0, root_size, address, server=server, key=b"k", timeout=20)  # noqa: B023
+            lambda: Control(0, root_size, address, server=server, key=Key(b"k"), timeout=20)  # noqa: B023
         ]
         for rank, size in zip(ranks, sizes, strict=True):
-            calls.append(lambda r=rank, s=size, a=address: Control(r, s, a, key=b"k", timeout=20))
+            calls.append(lambda r=rank, s=size, a=address: Control(r, s, a, key=Key(b"k"), timeout=20))
         got = everywhere(calls)
         assert all(isinstance(error, ValueError) and words in str(error) for error in got)
 
@@ -279,12 +280,3 @@ def test_goodbyes_end_in_peace_and_waiting_costs_no_cpu():
     for result in launch.spawn_env(2, ["-c", _SCRIPT, "idle"], timeout=50):
         assert result.returncode == 0, result.output
         assert float(result.stdout.split()[-1]) < 0.5
-
-
-def test_the_other_secret_is_read_from_the_environment():
-    assert rendezvous.job_key("a") != rendezvous.job_key("b")
-    os.environ["JAXDIST_SECRET"] = "s"
-    try:
-        assert rendezvous.job_key("a") == rendezvous.job_key("b")
-    finally:
-        del os.environ["JAXDIST_SECRET"]

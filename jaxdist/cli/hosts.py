@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.rendezvous import is_loopback
+from jaxdist.keys import is_loopback
 
 _FORMS = "`node1 slots=2` (Open MPI), `node1:2` (MPICH) or `node1` (one rank)"
 _LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(\d+))?((?:\s+\S+)*)")

@@ -15,7 +15,7 @@ from jaxdist.cli.agent import FAILURE_MARK, Task
 from jaxdist.cli.hosts import Host
 from jaxdist.cli.processes import Program
 from jaxdist.cli.ranks import free_port
-from jaxdist.rendezvous import is_loopback
+from jaxdist.keys import is_loopback
 
 _CONNECT_S = 10
 _ANSWER_S = 30.0  # for a login shell and a first Python from a slow disk

@@ -6,9 +6,9 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from jaxdist import rendezvous
 from jaxdist.connectors.base import environment, need, read_int
 from jaxdist.connectors.tcp import TcpConnector
+from jaxdist.keys import job_key
 
 _CANDIDATES = 8
 
@@ -88,13 +88,17 @@ def connect(timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Tcp
     )  # fmt: skip
     size = _size(env)
     rank = read_int(env, "SLURM_PROCID", 0, size - 1)
-    host = first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"])
+    hosts = env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"]
+    host = first_host(hosts)
+    if host == hosts.strip():
+        host = "127.0.0.1"  # all are on one host: nobody else has to come
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
     token = f"slurm {env['SLURM_JOB_ID']}.{step}.{env.get('SLURM_RESTART_COUNT', '0')}"
     # Below Linux's ephemeral ports, where any outgoing connection may sit on the port.
     base = 12000 + int.from_bytes(hashlib.sha256(token.encode()).digest()[:4]) % 20000
     addresses = [(host, base + i) for i in range(_CANDIDATES)]
-    return TcpConnector(addresses, rank, size, timeout, name="slurm", key=rendezvous.job_key(token))
+    key = job_key(host, token) if size > 1 else None
+    return TcpConnector(addresses, rank, size, timeout, name="slurm", key=key)
 
 
 def _size(env: Mapping[str, str]) -> int:

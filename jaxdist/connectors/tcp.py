@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxdist import control
 from jaxdist.connectors.base import environment, local_position, need, read_int
+from jaxdist.keys import Key
 
 _BY_HAND = (
     "Start each process with all of them, for example RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "
@@ -28,7 +29,7 @@ class TcpConnector:
       local_rank: index on this host; default: counted by host name.
       local_size: processes on this host; default: counted by host name.
       name: for messages.
-      key: secret of the job (`rendezvous.job_key`).
+      key: by what the ranks know each other; default: `keys.job_key`.
 
     Raises:
       TimeoutError: names the address that was not reached, or the ranks that did not come.
@@ -49,14 +50,14 @@ class TcpConnector:
         local_rank: int | None = None,
         local_size: int | None = None,
         name: str = "tcp",
-        key: bytes | None = None,
+        key: Key | None = None,
     ):
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"rank {rank} of size {size}: expected 0 <= rank < size")
         self.name, self.rank, self.size = name, rank, size
         self.control = control.Control(rank, size, addresses, timeout=timeout, key=key)
         self.control.abort = None  # nothing beyond the control channel's own alarm
-        given = self.control.exchange("local", (socket.gethostname(), local_rank, local_size))
+        given = self.control.exchange("local", (socket.gethostname(), local_rank, local_size), timeout)
         counted = local_position([host for host, _, _ in given], rank)
         self.local_rank = counted[0] if local_rank is None else local_rank
         self.local_size = counted[1] if local_size is None else local_size
@@ -124,8 +125,10 @@ def from_env(
     port = read_int(env, "MASTER_PORT", 1, 65535)
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun's own store already listens on MASTER_PORT, in the agent process
+    # torchrun calls its own host by name. Where all are on one host, nobody else has to come.
+    host = "127.0.0.1" if local_size == size else env["MASTER_ADDR"]
     return TcpConnector(
-        [(env["MASTER_ADDR"], port)], rank, size, timeout,
+        [(host, port)], rank, size, timeout,
         local_rank=local_rank, local_size=local_size, name="env",
     )  # fmt: skip
 

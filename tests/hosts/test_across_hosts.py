@@ -90,22 +90,26 @@ def test_jaxdist_run_over_ssh_on_three_hosts(hosts: Hosts, expected: str, tmp_pa
     check(result, [["node2", 0, 2], ["node2", 1, 2], ["node1", 0, 1], ["node3", 0, 1]], "xla")
 
 
-def test_env_by_hand(hosts: Hosts, expected: str) -> None:
+def test_env_by_hand_with_the_secret_of_a_home_that_the_hosts_share(
+    hosts: Hosts, expected: str, tmp_path: Path
+) -> None:
     job = launch.Job()
     for rank, (host, local_rank, _) in enumerate(TWO_EACH[1:]):
         env = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+        env["HOME"] = str(tmp_path)
         if host == "node2":
             env["LOCAL_RANK"] = str(local_rank)  # node1's is counted
         hosts.start(job, str(host), [sys.executable, SCRIPT, "train", expected, "auto", "env://"], env)
     results = job.finish()
     assert [r.returncode for r in results] == [0, 0, 0], [r.output for r in results]
     check(results[0], [["node1", 0, 1], ["node2", 0, 2], ["node2", 1, 2]], "xla")
+    assert (tmp_path / ".jaxdist" / "secret").stat().st_mode & 0o777 == 0o600
 
 
 def test_tcp_by_hand_with_the_root_on_the_other_host(hosts: Hosts, expected: str) -> None:
     job = launch.Job()
     for rank, host in enumerate(["node2", "node1"]):
-        env = {"RANK": str(rank), "WORLD_SIZE": "2"}
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "JAXDIST_SECRET": "of these two"}
         command = [sys.executable, SCRIPT, "train", expected, "auto", "tcp://10.77.0.2:29500"]
         hosts.start(job, host, command, env)
     results = job.finish()
@@ -116,7 +120,7 @@ def test_tcp_by_hand_with_the_root_on_the_other_host(hosts: Hosts, expected: str
 @pytest.mark.parametrize("by", ["hand", pytest.param("mpirun", marks=pytest.mark.mpi)])
 def test_link_down_in_mid_training(hosts: Hosts, by: str) -> None:
     job = launch.Job()
-    timeout = {"JAXDIST_TIMEOUT": "5"}
+    timeout = {"JAXDIST_TIMEOUT": "5", "JAXDIST_SECRET": "of these two"}
     if by == "hand":
         for rank, host in enumerate(["node1", "node2"]):
             env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
