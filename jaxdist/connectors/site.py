@@ -48,7 +48,7 @@ def mpirun_on_path() -> Path | None:
 def own_mpi() -> Path | None:
     """The launcher or mpirun of an MPI that this machine has by itself: not of this Python's environment."""
     for program in (launcher(), mpirun_on_path()):
-        if program is not None and not program.is_relative_to(sys.prefix):
+        if program is not None and not program.resolve().is_relative_to(Path(sys.prefix).resolve()):
             return program
     return None
 

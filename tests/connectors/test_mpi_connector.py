@@ -59,6 +59,7 @@ def _mpich() -> tuple[str, str]:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_mpich_from_debian(tmp_path):
     launcher, library = _mpich()
     (tmp_path / "libmpi.so.12").symlink_to(library)
