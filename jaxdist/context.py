@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
+import io
 import math
 import os
 import secrets
@@ -12,16 +12,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from jaxdist import commlog, communicators, compat, connectors, devices, failfast, rendezvous, transfer
+from jaxdist import commlog, communicators, compat, connectors, devices, failfast, gloo, rendezvous, transfer
 from jaxdist.communicators import Rules
 from jaxdist.connectors import Connector
 from jaxdist.control import Control, ControlError
@@ -205,6 +203,8 @@ def init(
         commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, _control(found, timeout), timeout)
+        if ctx.size > 1:
+            _write_whole_lines()
         failfast.install(ctx)  # from here on, a failure of one rank ends the job
         _start_jax(ctx, wanted, timeout)
         ctx.rules = None if isinstance(communicator, str) else communicator
@@ -225,6 +225,13 @@ def get_context() -> Context:
       True
     """
     return init() if _context is None else _context
+
+
+def _write_whole_lines() -> None:
+    """Under PYTHONUNBUFFERED print() writes its arguments, spaces and newline one by one, and those of ranks mix."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _refuse_workers() -> None:
@@ -342,8 +349,10 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
-    if over_gloo and ctx.communicator == "xla":  # it prints a line
-        _connect_gloo(ctx)
+    # Beside MPI only where nothing can stand between: it is for a program of the user's own, which uses XLA's collectives.
+    if over_gloo and (ctx.communicator == "xla" or _one_host(ctx)):
+        ctx.control.barrier(timeout)
+        gloo.connect(ctx.mesh)
     if ctx.communicator == "mpi":
         from jaxdist.communicators.mpi import world
 
@@ -372,8 +381,7 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             f"rank {ctx.rank} of {ctx.size}: jax.distributed was already initialized as process "
             "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
         )
-    everyone_local = all(rendezvous.is_loopback(m.ip) for m in ctx.control.members)
-    bind_ip = "127.0.0.1" if everyone_local else "0.0.0.0"
+    bind_ip = "127.0.0.1" if _one_host(ctx) else "0.0.0.0"
     holder, port = None, 0
     if ctx.is_root:
         # Held with SO_REUSEPORT, which gRPC sets too: nobody takes the port before it listens.
@@ -406,6 +414,10 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             holder.close()
 
 
+def _one_host(ctx: Context) -> bool:
+    return all(rendezvous.is_loopback(m.ip) for m in ctx.control.members)
+
+
 def _await_listener(host: str, port: int, seconds: float) -> None:
     """Wait until someone listens there: gRPC tries again after a second or two, and every rank waits for that one.
 
@@ -419,30 +431,6 @@ def _await_listener(host: str, port: int, seconds: float) -> None:
             time.sleep(0.005)
         else:
             return
-
-
-def _connect_gloo(ctx: Context) -> None:
-    """A first sum over all processes, while they are all here: for connecting them gloo gives them 30 s to come.
-
-    (A constant in XLA. The later collectives wait for half an hour.)
-    """
-    ones = jax.make_array_from_process_local_data(NamedSharding(ctx.mesh, PartitionSpec(AXIS)), np.ones(1, np.int32))
-    ctx.control.barrier(ctx.timeout)
-    with _stdout_on_stderr():  # where gloo says how many it has connected
-        jax.block_until_ready(jax.jit(jnp.sum)(ones))
-
-
-@contextlib.contextmanager
-def _stdout_on_stderr() -> Iterator[None]:
-    """What native code prints meanwhile goes to standard error: standard output is the script's own."""
-    sys.stdout.flush()
-    own = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(own, 1)
-        os.close(own)
 
 
 def _reachable_ip(ctx: Context) -> str:
