@@ -200,6 +200,7 @@ def init(
             if wanted not in COMMUNICATORS:
                 raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
         timeout = _timeout(timeout)
+        failfast.one_line_for_interrupts()
         commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, _control(found, timeout), timeout)
@@ -349,7 +350,7 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
-    # Beside MPI only where nothing can stand between: it is for a program of the user's own, which uses XLA's collectives.
+    # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if over_gloo and (ctx.communicator == "xla" or _one_host(ctx)):
         ctx.control.barrier(timeout)
         gloo.connect(ctx.mesh)

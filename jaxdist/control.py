@@ -86,7 +86,7 @@ class Control:
         self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
         self._closed = False
         self._alarmed = False  # this rank told the others to end
-        self._held = False  # the main thread is about to end this process itself
+        self._held = self._quiet = False  # the main thread is about to end this process itself
         self._reason = threading.Event()  # the others told this rank to end
         self._hub: Hub | None = None
         self._root: Connection | None = None
@@ -360,7 +360,8 @@ class Control:
         """
         if self.ending or not self._is_owner():
             return
-        self.say(message)
+        if not self._quiet:
+            self.say(message)
         self._reason.set()
         if self._held:
             return
@@ -381,9 +382,13 @@ class Control:
         """Whether the job is known to have failed."""
         return self._alarmed or self._reason.is_set()
 
-    def hold(self) -> None:
-        """Leave the end of this process to the caller, who has something to print first."""
-        self._held = True
+    def hold(self, *, quiet: bool = False) -> None:
+        """Leave the end of this process to the caller, who has something to print first.
+
+        Args:
+          quiet: do not print why the others end.
+        """
+        self._held, self._quiet = True, quiet
 
     def told_to_end(self, seconds: float) -> bool:
         """Whether, within this time, the others say that the job failed."""

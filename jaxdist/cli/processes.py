@@ -190,6 +190,8 @@ def _supervise(
         if isinstance(event, _Signal):
             again = kill_at is not None
             verdict = verdict or 128 + event.number
+            if event.number == signal.SIGINT and not again:
+                say("interrupted: ending the job. (Ctrl-C again: at once)")
             _signal_all(programs, running, signal.SIGKILL if again else signal.Signals(event.number))
             kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
             continue
