@@ -131,7 +131,7 @@ def _end_interrupted(ctx: Context, place: str) -> NoReturn:
     if not (ctx.is_root and _run_has_said_it()):
         _print_marked(ctx.rank, f"interrupted{place}")
     ctx.control.alarm(f"{ctx.control.who(ctx.rank)} was interrupted")
-    ctx.control.depart(130, abort=not ctx.is_root)  # 130 is what shells report for Ctrl-C
+    ctx.control.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
     raise AssertionError("depart returned")
 
 

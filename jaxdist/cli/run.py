@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from jaxdist.cli.advice import crowded, misplaced_options
 from jaxdist.cli.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.cli.mpi import Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.cli.processes import LineFilter, Program, run_job, say
@@ -115,6 +116,10 @@ def run(
         if only_rank is not None and only_rank >= size:
             raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
         command = program_command(script)
+        hint = misplaced_options(script, ranks_given=ranks is not None or bool(placed))
+        for advice in (hint, "" if placed else crowded(size, command)):
+            if advice:
+                say(advice)
         mpirun = _choose(launcher, connector, communicator)
         environment = {"JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi"}
         if communicator is not Communicator.auto:
