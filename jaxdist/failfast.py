@@ -53,7 +53,7 @@ def _place(trace: TracebackType | None) -> str:
     own = str(Path(__file__).parent)
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         file = frame.f_code.co_filename
-        if not file.startswith((own, sys.prefix, sys.base_prefix, "<")):
+        if not file.startswith((own, sys.prefix, sys.base_prefix, "<frozen")):
             return f" at {file}:{line}"
     return ""
 

@@ -45,7 +45,7 @@ def test_only_the_one_line_is_dropped_and_only_at_first(capfd: pytest.CaptureFix
     def run() -> int:
         os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n")
         os.write(1, b"[Gloo] Rank 0 is NOT connected to: [1]\n")
-        print("from a thread of the user's")
+        os.write(1, b"from a thread of the user's\n")
         return 3
 
     assert gloo.quietly(_mesh(901, 902), run) == 3
