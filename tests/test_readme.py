@@ -91,7 +91,7 @@ def test_every_extra_that_is_quoted_exists():
     quoted = {
         name
         for file in files
-        for found in re.findall(r"(?:jaxdist|'\.|\be \.)\[([a-z0-9,]+)\]", file.read_text())
+        for found in re.findall(r"(?:jaxdist|'\.)\[([a-z0-9,]+)\]", file.read_text())
         for name in found.split(",")
     }
     assert {"mpi", "openmpi", "cuda12"} <= quoted <= set(extras)

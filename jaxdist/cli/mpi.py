@@ -147,6 +147,16 @@ def find_mpirun() -> Mpirun | None:
     return Mpirun(Path(path), family, version)
 
 
+# Without jaxdist, which would import JAX.
+_ASK_MPI4PY = r"""
+import mpi4py, re
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().splitlines()[0])
+print(next(iter(re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", open("/proc/self/maps").read())), ""))
+"""
+
+
 @dataclass(frozen=True)
 class Library:
     """The MPI library that mpi4py loads here.
@@ -169,10 +179,7 @@ def mpi_library() -> Library:
     """What mpi4py loads, asked in a process of its own: loading it here would make the launcher an MPI process."""
     if importlib.util.find_spec("mpi4py") is None:
         return Library(problem="mpi4py is not installed")
-    done = python_probe(
-        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; from jaxdist.connectors import site\n"
-        "print(MPI.Get_library_version().splitlines()[0]); print(site.loaded() or '')"
-    )
+    done = python_probe(_ASK_MPI4PY)
     if done is None:
         return Library(problem="mpi4py gave no answer within two minutes")
     if done.returncode != 0:

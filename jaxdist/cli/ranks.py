@@ -14,6 +14,8 @@ def own_processes(
     environment: Mapping[str, str],
     prefix: bool,
     only_rank: int | None,
+    *,
+    whole_lines: bool = False,
 ) -> list[Program]:
     """The processes of `ranks`, which are all that run on this machine.
 
@@ -23,9 +25,11 @@ def own_processes(
         environment: what they share: WORLD_SIZE, MASTER_ADDR, MASTER_PORT, …
         prefix: write the rank before each line.
         only_rank: show the output of this one only.
+        whole_lines: of one rank alone, too: something else writes to its terminal or pipe.
     """
+    alone = len(ranks) == 1 and not whole_lines
     shared = {**environment, "LOCAL_WORLD_SIZE": str(len(ranks))}
-    if len(ranks) > 1 and sys.stdout.isatty():
+    if not alone and sys.stdout.isatty():
         # Their output comes through pipes, where Python would hold it back until it has 8 KiB.
         shared = {"PYTHONUNBUFFERED": "1", **shared}
     return [
@@ -33,7 +37,7 @@ def own_processes(
             name=f"rank {rank}",
             command=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-            line_filter=_lines_of(rank, prefix, only_rank, alone=len(ranks) == 1),
+            line_filter=_lines_of(rank, prefix, only_rank, alone),
         )
         for local_rank, rank in enumerate(ranks)
     ]
@@ -63,7 +67,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _lines_of(rank: int, prefix: bool, only_rank: int | None, *, alone: bool) -> LineFilter | None:
+def _lines_of(rank: int, prefix: bool, only_rank: int | None, alone: bool) -> LineFilter | None:
     """Line by line: what ranks write in pieces (all print()s under PYTHONUNBUFFERED, tracebacks) would mix."""
     if only_rank is not None and rank != only_rank:
         return lambda line: None
