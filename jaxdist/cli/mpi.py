@@ -95,7 +95,7 @@ def outside_environment() -> dict[str, str]:
 
     With it, a child of a rank would take itself for that rank.
     """
-    launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "OPAL_")
+    launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "OPAL_", "MV2_COMM_", "MVP_COMM_")
     return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
 
 
@@ -138,33 +138,59 @@ def find_mpirun() -> Mpirun | None:
     family: Family = "unknown"
     if "Open MPI" in text or "OpenRTE" in text:
         family = "openmpi"
-    elif "HYDRA" in text or "MPICH" in text.upper():
+    elif any(name in text.upper() for name in ("HYDRA", "MPICH", "INTEL(R) MPI", "MVAPICH")):
         family = "mpich"
     version = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    if family == "mpich":
-        number = re.search(r"Version:\s*(\S+)", text)
-        version = f"MPICH (hydra) {number.group(1) if number else ''}".strip()
+    number = re.search(r"Version:\s*(\S+)", text) if family == "mpich" else None
+    if number is not None:  # hydra's first line is a title
+        version = f"MPICH (hydra) {number.group(1)}"
     return Mpirun(Path(path), family, version)
 
 
-@functools.cache
-def mpi_library() -> tuple[Family, str] | None:
-    """The MPI library that mpi4py loads here, or None. Asked in a process of its own.
+# Without jaxdist, which would import JAX.
+_ASK_MPI4PY = r"""
+import mpi4py, re
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().splitlines()[0])
+print(next(iter(re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", open("/proc/self/maps").read())), ""))
+"""
 
-    Loading it here would make this process, the launcher, an MPI process.
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads here.
+
+    Attributes:
+        family: whose it is.
+        version: its own words.
+        path: its file.
+        problem: why there is none.
     """
+
+    family: Family = "unknown"
+    version: str = ""
+    path: str = ""
+    problem: str = ""
+
+
+@functools.cache
+def mpi_library() -> Library:
+    """What mpi4py loads, asked in a process of its own: loading it here would make the launcher an MPI process."""
     if importlib.util.find_spec("mpi4py") is None:
-        return None
-    done = python_probe(
-        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    )
-    if done is None or done.returncode != 0:
-        return None
-    first = done.stdout.strip().splitlines()[0].split(",")[0].strip()
-    first = re.sub(r"\s+", " ", first).rstrip("\x00")
-    if "Open MPI" in first:
-        return "openmpi", first
-    return ("mpich" if "MPICH" in first.upper() else "unknown"), first
+        return Library(problem="mpi4py is not installed")
+    done = python_probe(_ASK_MPI4PY)
+    if done is None:
+        return Library(problem="mpi4py gave no answer within two minutes")
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Library(problem=f"mpi4py loads no MPI library: {said[-1] if said else 'it says nothing'}")
+    first, path = done.stdout.splitlines()[-2:]
+    version = re.sub(r"\s+", " ", first.split(",")[0].strip()).rstrip("\x00")
+    if "Open MPI" in version:
+        return Library("openmpi", version, path)
+    mpich = any(name in version.upper() for name in ("MPICH", "INTEL", "MVAPICH"))  # one ABI, and hydra
+    return Library("mpich" if mpich else "unknown", version, path)
 
 
 _TAG = re.compile(

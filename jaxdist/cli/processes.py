@@ -31,6 +31,8 @@ SIGNAL_GRACE_S = 10.0
 # What a rank started and left behind may hold its pipe open; for so long its silence is waited for.
 _SILENCE_S = 1.0
 
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # a progress bar's too, which begins its line anew
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
 
@@ -100,10 +102,15 @@ class _Pump(threading.Thread):
         self._show = show
 
     def run(self) -> None:
-        for line in self._source:
+        rest = b""
+        while data := os.read(self._source.fileno(), 1 << 16):
+            *lines, rest = _LINE_END.split(rest + data)
             self.writing = True
-            self._show(line)
+            for line in lines:
+                self._show(line)
             self.writing = False
+        if rest:
+            self._show(rest + b"\n")
 
 
 _Event = _Exit | _PartFailed | _LastWords | _Signal
@@ -183,6 +190,8 @@ def _supervise(
         if isinstance(event, _Signal):
             again = kill_at is not None
             verdict = verdict or 128 + event.number
+            if event.number == signal.SIGINT and not again:
+                say("interrupted: ending the job. (Ctrl-C again: at once)")
             _signal_all(programs, running, signal.SIGKILL if again else signal.Signals(event.number))
             kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
             continue
@@ -254,7 +263,7 @@ def _pump_output(
             return
         if last_words is not None and last_words.search(line):
             events.put(_LastWords())
-        shown = line_filter(line if line.endswith(b"\n") else line + b"\n")
+        shown = line_filter(line)
         if shown is not None:
             # One write per line: lines of several ranks don't mix.
             target.write(shown)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 
 from jaxdist.cli.processes import LineFilter, Program
@@ -24,16 +25,19 @@ def own_processes(
         environment: what they share: WORLD_SIZE, MASTER_ADDR, MASTER_PORT, …
         prefix: write the rank before each line.
         only_rank: show the output of this one only.
-        whole_lines: pass output on line by line, where the ranks would share one pipe: what they write in pieces
-            (all print()s under PYTHONUNBUFFERED, tracebacks) would mix there.
+        whole_lines: of one rank alone, too: something else writes to its terminal or pipe.
     """
+    alone = len(ranks) == 1 and not whole_lines
     shared = {**environment, "LOCAL_WORLD_SIZE": str(len(ranks))}
+    if not alone and sys.stdout.isatty():
+        # Their output comes through pipes, where Python would hold it back until it has 8 KiB.
+        shared = {"PYTHONUNBUFFERED": "1", **shared}
     return [
         Program(
             name=f"rank {rank}",
             command=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-            line_filter=_lines_of(rank, prefix, only_rank, whole_lines),
+            line_filter=_lines_of(rank, prefix, only_rank, alone),
         )
         for local_rank, rank in enumerate(ranks)
     ]
@@ -63,9 +67,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _lines_of(rank: int, prefix: bool, only_rank: int | None, whole_lines: bool) -> LineFilter | None:
+def _lines_of(rank: int, prefix: bool, only_rank: int | None, alone: bool) -> LineFilter | None:
+    """Line by line: what ranks write in pieces (all print()s under PYTHONUNBUFFERED, tracebacks) would mix."""
     if only_rank is not None and rank != only_rank:
         return lambda line: None
     if prefix:
         return lambda line: b"[%d] %b" % (rank, line)
-    return (lambda line: line) if whole_lines else None
+    return None if alone else lambda line: line

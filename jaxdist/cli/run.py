@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from jaxdist.cli.advice import crowded, misplaced_options
 from jaxdist.cli.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.cli.mpi import Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.cli.processes import LineFilter, Program, run_job, say
 from jaxdist.cli.program import program_command
 from jaxdist.cli.ranks import cores, free_port, own_processes, thread_environment
 from jaxdist.cli.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_programs, that_answer
-
-_GET_MPI = "pip install 'jaxdist[mpi]' brings mpirun and mpi4py (see `jaxdist info`)"
+from jaxdist.connectors import site
 
 # What a rank says that hears of another's failure, and what Open MPI says. With the network gone neither Open MPI nor
 # MPICH would end after that: they wait for their other half to confirm.
@@ -116,6 +116,10 @@ def run(
         if only_rank is not None and only_rank >= size:
             raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
         command = program_command(script)
+        hint = misplaced_options(script, ranks_given=ranks is not None or bool(placed))
+        for advice in (hint, "" if placed else crowded(size, command)):
+            if advice:
+                say(advice)
         mpirun = _choose(launcher, connector, communicator)
         environment = {"JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi"}
         if communicator is not Communicator.auto:
@@ -206,21 +210,20 @@ def _choose(launcher: Launcher, connector: Connector, communicator: Communicator
     mpirun = find_mpirun()
     if mpirun is None:
         if must:
-            raise ValueError(f"no mpirun in this environment or on PATH; {_GET_MPI}")
+            raise ValueError(f"no mpirun in this environment or on PATH: {site.install()}")
         return None
     if importlib.util.find_spec("mpi4py") is None:
         if must and launcher is not Launcher.mpirun:
-            raise ValueError(f"mpi4py is not installed; {_GET_MPI}")
+            raise ValueError(f"mpi4py is not installed: {site.install()}")
         return mpirun if must else None
     library = mpi_library()
-    if library is None or "unknown" in (mpirun.family, library[0]) or mpirun.family == library[0]:
+    if not library.problem and ("unknown" in (mpirun.family, library.family) or mpirun.family == library.family):
         return mpirun
+    what = f"{mpirun.path} is {mpirun.version}, but {library.problem or f'mpi4py loads {library.version}'}"
+    fix = f"To load its library: {site.how_to_load(mpirun.path)}"
     if must:
-        raise ValueError(
-            f"{mpirun.path} is {mpirun.version} but mpi4py loads {library[1]}: each process would "
-            "be a job of one rank. Put the mpirun of that library first on PATH, or run with "
-            "--launcher env"
-        )
+        raise ValueError(f"{what}: the ranks would not find each other. {fix}. Or leave mpirun out: --launcher env")
+    say(f"without mpirun. ({what}; {fix})")
     return None
 
 

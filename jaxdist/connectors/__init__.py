@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxdist.connectors.base import Connector, need
+
+if TYPE_CHECKING:
+    from jaxdist.connectors.launchers import Launched
 
 __all__ = ["VALID", "Connector", "choose", "connect"]
 
@@ -19,8 +22,8 @@ _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def choose(env: Mapping[str, str] | None = None) -> str:
     """The connector that fits how this process was started.
 
-    Open MPI and hydra come before Slurm (inside sbatch they start their daemons with srun, so
-    SLURM_PROCID is there too); plain srun before PMI (srun sets PMI variables for any program).
+    An MPI's launcher comes before Slurm: inside of an allocation it starts its daemons with srun, so that the step's
+    variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
 
     Args:
       env: instead of the process's environment.
@@ -30,20 +33,22 @@ def choose(env: Mapping[str, str] | None = None) -> str:
 
     Raises:
       ImportError: started by an MPI launcher, but mpi4py is missing.
-      ValueError: a part of the variables of env:// is set; lists what is missing.
+      ValueError: a part of the variables of env:// is set, and lists what is missing; or something says that
+        this process is alone, and a launcher says that it is one of several.
 
     Example:
       >>> choose({}), choose({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
       ('local', 'mpi')
     """
-    from jaxdist.connectors import mpi, slurm
+    from jaxdist.connectors import launchers, slurm
 
     env = os.environ if env is None else env
     if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
         return env["JAXDIST_CONNECTOR"]
-    launched = mpi.launched_size(env)
-    hydra = "MPI_LOCALNRANKS" in env or "HYDI_CONTROL_FD" in env
-    if launched is not None and ("OMPI_COMM_WORLD_SIZE" in env or hydra):
+    launched = launchers.by_mpi(env)
+    if launched is not None and launched.size == 1:
+        _refuse_alone(env, launched.by)
+    if launched is not None and launched.certain:
         return _mpi_or_complain(launched)
     if env.get("RANK") or env.get("WORLD_SIZE"):
         alone = env.get("WORLD_SIZE") == "1"
@@ -51,12 +56,13 @@ def choose(env: Mapping[str, str] | None = None) -> str:
             env, _ENV[:2] if alone else _ENV, "env://",
             "Set all of them on every process, or unset RANK and WORLD_SIZE to run one alone",
         )  # fmt: skip
+        if alone:
+            _refuse_alone(env, "WORLD_SIZE=1")
         return "env://"
-    if slurm.in_step(env):
-        return "slurm"
-    if launched is not None and "SLURM_PROCID" not in env:
+    if launched is not None:
         return _mpi_or_complain(launched)
-    return "local"
+    step = slurm.step(env)
+    return "slurm" if step is not None and step[1] > 1 else "local"
 
 
 def connect(
@@ -127,15 +133,28 @@ def connect(
     return LocalConnector()
 
 
-def _mpi_or_complain(launched: int) -> str:
+def _refuse_alone(env: Mapping[str, str], what: str) -> None:
+    """Complain where something says that this process is alone, and a launcher that it is not."""
+    from jaxdist.connectors import launchers
+
+    others = launchers.several(env)
+    if others is not None:
+        raise ValueError(
+            f"{what} in the environment says that this process is alone, but {others.by} started it as rank "
+            f"{others.rank} of {others.size or 'several'}: each would train alone, as rank 0. Unset what is left over "
+            "from another launcher, or set JAXDIST_CONNECTOR=local if that is meant"
+        )
+
+
+def _mpi_or_complain(launched: Launched) -> str:
     if importlib.util.find_spec("mpi4py") is not None:
         return "mpi"
-    if launched == 1:
+    if launched.size == 1:
         return "local"
-    from jaxdist.connectors.mpi import INSTALL
+    from jaxdist.connectors import site
 
     # Silently alone would mean N trainings of size 1, each writing the same checkpoint.
     raise ImportError(
-        f"an MPI launcher started this process as one of {launched or 'several'}, but mpi4py is "
-        f"not installed. Install: {INSTALL}"
+        f"an MPI launcher ({launched.by}) started this process as one of {launched.size or 'several'}, but mpi4py is "
+        f"not installed. Install: {site.install()}"
     )

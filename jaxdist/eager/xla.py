@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import compat
+from jaxdist import compat, gloo
 from jaxdist.control import ControlError
 from jaxdist.eager.call import Call, Group, merge, positive, split
 from jaxdist.eager.numerics import reduction
@@ -66,7 +66,9 @@ class XlaWire:
         mesh = _mesh(tuple(self._ctx.devices[r] for r in group.ranks))
         sharding = NamedSharding(mesh, P())  # a lie that spares a reshape: each device holds its own
         inputs: list[jax.Array] = [jax.make_array_from_single_device_arrays(x.shape, sharding, [x]) for x in leaves]
-        outs = _program(mesh, call, mesh.devices.flat[0].platform == "cpu")(inputs)
+        over_gloo = mesh.devices.flat[0].platform == "cpu"
+        run = functools.partial(_program(mesh, call, over_gloo), inputs)
+        outs = gloo.quietly(mesh, run) if over_gloo else run()
         stays = (call.kind in ("reduce", "gather") and group.me != call.root) or (
             call.kind == "broadcast" and group.me == call.root
         )

