@@ -56,7 +56,6 @@ class Context:
       connector: how the processes found each other.
       control: the channel beside the training (`jaxdist.control`).
       watchdog: knows how far this process is with each step, and asks the others (`jaxdist.watchdog`).
-      saving: the checkpoint that is being written in the background (`jaxdist.save`), if any.
 
     Example:
       >>> import jaxdist
@@ -81,7 +80,6 @@ class Context:
         self.devices: list[Any] = []
         self.num_devices = 0
         self.mesh: Mesh
-        self.saving: Any = None
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process is here.
