@@ -6,7 +6,8 @@ import contextlib
 import functools
 import operator
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -338,6 +339,19 @@ def key_value_store() -> Any:
     client = distributed.global_state.client
     assert client is not None, "jax.distributed is not initialized"
     return client
+
+
+def before_threads_end(call: Callable[[], None]) -> None:
+    """Run something when the main thread is at its end and executors of other threads still work.
+
+    `atexit` is too late for what a thread does with orbax meanwhile: before Python waits for its threads it forbids
+    new work for executors (`concurrent.futures.thread._python_exit`, which registers itself in the same way; what
+    registered last runs first). Python 3.9-3.14 have this and nothing public.
+    """
+    import concurrent.futures.process
+    import concurrent.futures.thread  # noqa: F401
+
+    threading._register_atexit(call)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def quiet_distributed() -> None:

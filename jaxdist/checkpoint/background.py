@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable
 
-from jaxdist import failfast
+from jaxdist import compat, failfast
 from jaxdist.checkpoint import lock
 from jaxdist.context import Context
 
@@ -32,8 +32,7 @@ class Saving:
         Raises:
           CheckpointError: it could not be written. It is raised once.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -42,6 +41,10 @@ class Saving:
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._thread is None or not self._thread.is_alive()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self, write: Callable[[], None], background: bool) -> None:
         global _pending
@@ -55,7 +58,6 @@ class Saving:
             except BaseException as error:  # raised by wait()
                 self._error = error
 
-        # Not a daemon: a script that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=run, name="jaxdist-save")
         _pending = self
         self._thread.start()
@@ -71,11 +73,18 @@ def await_pending() -> None:
 
 @functools.cache
 def at_exit(ctx: Context) -> None:
-    """Give the directories back when the script ends, and let it fail with its last save; before the first one."""
+    """What is to be done when the script ends; called before the first save.
 
-    def end() -> None:  # after Python has waited for the writing thread, and before `Context.leave`
+    It waits for the checkpoint that is being written, gives its directories back, and fails if that one could not be
+    written.
+    """
+    # Here and not in the thread: modules that it imports could not register what they do at the end any more.
+    import orbax.checkpoint  # noqa: F401
+
+    def end() -> None:  # before `Context.leave`
         lock.release_all()
         if _pending is not None and _pending._error is not None:
             failfast.fail_at_exit(ctx, f"the script has ended, and its last save had failed: {_pending._error}")
 
+    compat.before_threads_end(lambda: _pending and _pending._join())
     atexit.register(end)
