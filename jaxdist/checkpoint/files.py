@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ITEM = "default"  # what orbax's CheckpointManager calls the only item of a step
 UNFINISHED = ".orbax-checkpoint-tmp"  # of a directory that orbax too takes for an unfinished one
@@ -108,31 +107,3 @@ def sync_to_disk(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-# --- orbax, which takes a second to import
-
-
-def orbax_handler(rank: int) -> Any:
-    """Orbax's writer of trees, told that this process is alone: no barriers. The root writes metadata."""
-    import orbax.checkpoint as ocp
-
-    logger = logging.getLogger("absl")
-    if _raised_anyway not in logger.filters:
-        logger.addFilter(_raised_anyway)
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
-    )
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, multiprocessing_options=alone)
-
-
-def _raised_anyway(line: logging.LogRecord) -> bool:
-    """Not the tracebacks of orbax's threads, one inside the other: the error itself is raised where they are joined."""
-    return "_SignalingThread.run() raised" not in line.getMessage()
-
-
-def as_epath(path: Path) -> Any:
-    """As orbax wants its paths."""
-    from etils import epath
-
-    return epath.Path(path)

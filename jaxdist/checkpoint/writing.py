@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.checkpoint import history, lock, record
+from jaxdist.checkpoint import history, lock, orbax_writer, record
 from jaxdist.checkpoint.agreement import forget, raise_first, together
 from jaxdist.checkpoint.background import Saving, at_exit, await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
@@ -26,10 +26,8 @@ from jaxdist.checkpoint.files import (
     UNFINISHED,
     Saved,
     absolute,
-    as_epath,
     aside,
     checkpoint_of,
-    orbax_handler,
     remove,
     saved,
     sync_to_disk,
@@ -241,10 +239,7 @@ def _write(ctx: Context, directory: Path, parts: list[_Part]) -> dict[str, int]:
                 shutil.rmtree(left)
     directory.mkdir(parents=True, exist_ok=True)
     if mine:
-        import orbax.checkpoint as ocp
-
-        tree = nested([part.name for part in mine], [part.value for part in mine])
-        orbax_handler(ctx.rank).save(as_epath(directory), args=ocp.args.PyTreeSave(tree))
+        orbax_writer.write(nested([part.name for part in mine], [part.value for part in mine]), directory, ctx.rank)
     return {".".join(part.name): part.share(ctx.is_root) for part in mine}
 
 
@@ -273,7 +268,7 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> Exception | None:
 def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], Leaf], keep: int | None) -> None:
     """The root's: all parts are there; give them the name that readers look for."""
     path = final.parent
-    orbax_handler(0).finalize(as_epath(temporary / ITEM))
+    orbax_writer.finalize(temporary / ITEM)
     there = saved(path)
     new = Saved(int(final.name), max((s.number or 0 for s in there), default=0) + 1, history.position(path))
     record.write(temporary, new, leaves)
