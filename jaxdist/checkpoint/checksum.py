@@ -56,7 +56,7 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
     total, turn, last = 0, _BLOCK * per_word, first + rows.shape[1]
     for lo in range(first - first % turn, last, turn):
         a, b = max(lo, first), min(lo + turn, last)
-        factors = _within(a - lo, b - lo, per_word) * _of_block(axis, lo // turn)
+        factors = _within(axis, a - lo, b - lo, per_word) * _of_block(axis, lo // turn)
         total += _sum(rows[:, a - first : b - first], of_rows, factors)
     return total % MODULUS
 
@@ -75,12 +75,12 @@ def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:
     return total
 
 
-def _within(a: int, b: int, per_word: int) -> np.ndarray:
+def _within(axis: int, a: int, b: int, per_word: int) -> np.ndarray:
     """The factors of the words, or of the items of which `per_word` make a word, within a block."""
     if per_word == 1:
-        return _table()[a:b]
+        return _table(axis)[a:b]
     i = np.arange(a, b)
-    return _table()[i // per_word] << (i % per_word * (8 * _WORD // per_word)).astype(np.uint64)
+    return _table(axis)[i // per_word] << (i % per_word * (8 * _WORD // per_word)).astype(np.uint64)
 
 
 def _along(axis: int, a: int, b: int) -> np.ndarray:
@@ -88,13 +88,13 @@ def _along(axis: int, a: int, b: int) -> np.ndarray:
     parts = []
     for block in range(a // _BLOCK, -(-b // _BLOCK)):
         lo = block * _BLOCK
-        parts.append(_table()[max(a - lo, 0) : b - lo] * _of_block(axis, block))
+        parts.append(_table(axis)[max(a - lo, 0) : b - lo] * _of_block(axis, block))
     return np.concatenate(parts)
 
 
 @functools.cache
-def _table() -> np.ndarray:
-    return _odd(np.arange(1, _BLOCK + 1, dtype=np.uint64))
+def _table(axis: int) -> np.ndarray:
+    return _odd(np.arange(1, _BLOCK + 1, dtype=np.uint64) + np.uint64((axis + 1) << 32))
 
 
 @functools.lru_cache(maxsize=1 << 16)
