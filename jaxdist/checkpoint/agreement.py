@@ -37,14 +37,17 @@ def together(
     mine, cause = _attempt(ctx, work)
     key = f"jaxdist/{name}"
     if ctx.is_root:
-        said = [mine, *(json.loads(_await(ctx, f"{key}/{r}", what, r)) for r in range(1, ctx.size))]
-        errors = [error for error, _ in said if error]
-        if not errors:
-            (error, _), cause = _attempt(ctx, lambda: conclude([value for _, value in said]))
-            errors = [error] if error else []
-        verdict = f"{failed}: {'; '.join(errors[:4])}" if errors else ""
-        if ctx.size > 1:
-            compat.key_value_store().key_value_set(f"{key}/verdict", json.dumps(verdict))
+        verdict = f"{failed}: rank 0 was interrupted"
+        try:
+            said = [mine, *(json.loads(_await(ctx, f"{key}/{r}", what, r)) for r in range(1, ctx.size))]
+            errors = [error for error, _ in said if error]
+            if not errors:
+                (error, _), cause = _attempt(ctx, lambda: conclude([value for _, value in said]))
+                errors = [error] if error else []
+            verdict = f"{failed}: {'; '.join(errors[:4])}" if errors else ""
+        finally:
+            if ctx.size > 1:
+                compat.key_value_store().key_value_set(f"{key}/verdict", json.dumps(verdict))
     else:
         compat.key_value_store().key_value_set(f"{key}/{ctx.rank}", json.dumps(mine))
         verdict = json.loads(_await(ctx, f"{key}/verdict", what, 0))

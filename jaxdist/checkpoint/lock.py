@@ -2,7 +2,8 @@
 
 `.jaxdist-lock` in the directory names the owner. The owner renews it (its time of modification) every few seconds and
 removes it at its end. Another job takes it over at once if the owner was a process of this machine and is dead, and
-else when it was not renewed for a minute. Times are compared by the file system's own clock.
+else when it was not renewed for a minute. Times are compared by the file system's own clock. An owner that was
+suspended for longer looks before it gives a checkpoint its name, and gets the error then.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ def write(tree: dict[str, Any], directory: Path, rank: int) -> None:
     import orbax.checkpoint as ocp
 
     _show_one_error()
+    # Orbax has the other processes wait ten minutes for the root to make this folder, which it never does if its own
+    # part has failed.
+    (directory / "array_metadatas").mkdir(parents=True, exist_ok=True)
     _handler(rank).save(_epath(directory), args=ocp.args.PyTreeSave(tree))
 
 

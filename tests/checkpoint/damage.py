@@ -133,7 +133,7 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def run(count: int, seed: int, where: Path) -> collections.Counter[str]:
-    """How often which damage was told, did not matter, or ("SILENT", "RAW") was taken for the truth or another error."""
+    """How often which damage was told or did not matter; "SILENT": other weights came back; "RAW": another error."""
     good, bad = where / "good", where / "bad"
     for step in STEPS:
         jaxdist.save(good, state(step), step)

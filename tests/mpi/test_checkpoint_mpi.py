@@ -19,7 +19,28 @@ import pytest
 
 pytestmark = pytest.mark.slow  # together
 
+DAMAGED = """
+import sys
+import jaxdist, numpy as np
+ctx = jaxdist.init()
+w = np.random.default_rng(0).normal(size=(60, 500))
+if sys.argv[2] == "save":
+    for step in (10, 20):
+        jaxdist.save(sys.argv[1], {"w": jaxdist.shard(w + step), "step": step}, step)
+else:
+    try:
+        got = jaxdist.restore(sys.argv[1], {"w": jaxdist.shard(w), "step": 0})
+        print("GOT", got["step"], np.array_equal(jaxdist.unshard(got["w"]), w.astype(got["w"].dtype) + 10), flush=True)
+    except jaxdist.CheckpointError as error:
+        print("TOLD", error, flush=True)
+"""
+
 SCRIPT = str(Path(__file__).parents[1] / "training.py")
+
+
+def steps_in(path: Path) -> list[str]:
+    """Without the lock, which a killed job leaves."""
+    return sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
 
 
 def found(result: launch.Result) -> dict[str, Any]:
@@ -79,9 +100,10 @@ import sys
 import jaxdist, numpy as np
 ctx = jaxdist.init()
 path = sys.argv[1]
-big = jaxdist.shard(np.random.default_rng(0).normal(size=(1024, 1024)))
+rng = np.random.default_rng(0)  # many: each that can't be written could show a traceback of its own
+big = jaxdist.shard({f"w{i}": rng.normal(size=(128, 256)) for i in range(32)})
 try:
-    jaxdist.save(path, {"w": big}, 2)
+    jaxdist.save(path, big, 2)
 except jaxdist.CheckpointError as error:
     print(f"TOLD rank {ctx.rank}: {error}", flush=True)
 print("LAST", ctx.rank, jaxdist.latest_step(path), jaxdist.restore(path, {"w": np.zeros(3)})["w"].tolist(), flush=True)
@@ -113,6 +135,70 @@ def test_disk_full(communicator: str, tmp_path: Path) -> None:
     for rank in range(2):
         assert re.search(rf"TOLD rank {rank}: .*2 was not written.*No space left", done.stdout), done.output
         assert f"LAST {rank} 1 [0.0, 1.0, 2.0]" in done.stdout
+    assert "Event loop" not in done.output
+    assert "Traceback" not in done.output
+
+
+SLOW = """
+import sys, time
+import jaxdist, numpy as np
+from jaxdist.checkpoint import writing
+ctx = jaxdist.init()
+
+def slow(*args):
+    time.sleep(5 if ctx.rank == int(sys.argv[2]) else 0)
+    return write(*args)
+
+def full(*args):
+    raise OSError(28, "No space left on device")
+
+write, writing._write = writing._write, slow
+state = {"whole": np.ones(3), "wide": jaxdist.shard(np.ones(64))}
+jaxdist.save(sys.argv[1], state, 1, wait=sys.argv[3] == "wait").wait()
+print("LATEST", jaxdist.latest_step(sys.argv[1]), flush=True)
+if ctx.rank == int(sys.argv[2]):
+    writing._write = full
+jaxdist.save(sys.argv[1], state, 2, wait=False)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("communicator", "rank", "wait"), [("mpi", 0, "wait"), ("xla", 1, "in the background")])
+def test_a_slow_write_is_waited_for_and_a_failed_last_one_told(
+    communicator: str, rank: int, wait: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    env = {"JAXDIST_COMMUNICATOR": communicator, "JAXDIST_TIMEOUT": "2"}
+    done = launch.mpirun(2, [str(script), str(tmp_path / "run"), str(rank), wait], env=env, timeout=90)
+    assert done.stdout.count("LATEST 1") == 2, done.output
+    assert f"has waited for 2 s for rank {rank} " in done.stderr
+    assert done.returncode == 1
+    assert re.search(
+        rf"its last save had failed: checkpoint .*2 was not written.*: rank {rank} .*No space", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert steps_in(tmp_path / "run") == ["1"]
+
+
+@pytest.mark.mpi
+def test_damage_is_told_on_every_rank_or_passed_over(tmp_path: Path) -> None:
+    """Shards of 2 ranks, restored by 3, of which each reads a part of what was damaged."""
+    script = tmp_path / "damaged.py"
+    script.write_text(DAMAGED)
+    path = str(tmp_path / "run")
+    saved = launch.mpirun(2, [str(script), path, "save"], timeout=90)
+    assert saved.returncode == 0, saved.output
+    file = max((tmp_path / "run" / "20").rglob("d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    told = launch.mpirun(3, [str(script), path, "restore"], timeout=90)
+    assert told.stdout.count("TOLD leaf w of checkpoint") == 3, told.output
+    assert told.stdout.count(str(file)) == 3
+    went_on = launch.mpirun(3, [str(script), path, "restore"], {"JAXDIST_RESTARTS": "1"}, timeout=90)
+    assert went_on.stdout.count("GOT 10 True") == 3, went_on.output
+    assert went_on.stderr.count("step 20 is passed over, going on from step 10: leaf w of checkpoint") == 1
 
 
 BAD = """
