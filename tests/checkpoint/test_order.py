@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import jaxdist
 from jaxdist.checkpoint import history
@@ -35,6 +37,8 @@ def test_the_last_saved_is_the_latest(tmp_path: Path) -> None:
     assert jaxdist.latest_step(tmp_path) == 15
     new_job(tmp_path)
     assert jaxdist.restore(tmp_path, LIKE) == {"w": 15}
+    with pytest.raises(FileExistsError, match="overwrite=True"):  # of the branch that was left
+        save(tmp_path, 20)
     save(tmp_path, 20, overwrite=True)
     assert there(tmp_path) == [10, 15, 20, 30]
     assert jaxdist.latest_step(tmp_path) == 20
@@ -97,8 +101,6 @@ def test_a_circle_ends() -> None:
 
 
 def test_a_removed_directory(tmp_path: Path) -> None:
-    import shutil
-
     save(tmp_path / "run", 1, 2, 3)
     shutil.rmtree(tmp_path / "run")
     save(tmp_path / "run", 1, 2, keep=1)
