@@ -363,6 +363,19 @@ def on_exit_code(note: Callable[[Any], None]) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
 
+def before_threads_end(call: Callable[[], None]) -> None:
+    """Run something when the main thread is at its end and executors of other threads still work.
+
+    `atexit` is too late for what a thread does with orbax meanwhile: before Python waits for its threads it forbids
+    new work for executors (`concurrent.futures.thread._python_exit`, which registers itself in the same way; what
+    registered last runs first). Python 3.9-3.14 have this and nothing public.
+    """
+    import concurrent.futures.process
+    import concurrent.futures.thread  # noqa: F401
+
+    threading._register_atexit(call)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def quiet_distributed() -> None:
     """Switch off what jax.distributed does that harms a training job; before `initialize`.
 

@@ -66,7 +66,6 @@ class Context:
       control: the channel beside the training (`jaxdist.control`).
       watchdog: knows how far this process is with each step, and asks the others (`jaxdist.watchdog`).
       sequence: the calls of steps and eager collectives so far, the same on every rank (`jaxdist.sequence`).
-      saving: the checkpoint that is being written in the background (`jaxdist.save`), if any.
 
     Example:
       >>> import jaxdist
@@ -92,7 +91,6 @@ class Context:
         self.devices: list[Any] = []
         self.num_devices = 0
         self.mesh: Mesh
-        self.saving: Any = None
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process is here.

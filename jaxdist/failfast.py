@@ -152,6 +152,20 @@ def end_if_exiting(ctx: Context) -> None:
     ctx.control.depart(number & 0xFF or 1, abort=True)
 
 
+def fail_at_exit(ctx: Context, message: str) -> None:
+    """From an exit handler: end the job with a failing code, whatever the script's own is.
+
+    Args:
+      ctx: the context of the job.
+      message: why.
+    """
+    _print_marked(ctx.rank, message)
+    if ctx.size > 1:
+        ctx.control.alarm(f"{ctx.control.who(ctx.rank)}: {message}")
+        ctx.control.depart(1, abort=True)
+    os._exit(1)
+
+
 def _watch_exit(ctx: Context) -> None:
     def note(code: Any) -> None:
         ctx.exit_code = code

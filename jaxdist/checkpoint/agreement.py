@@ -2,58 +2,87 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 import socket
+import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 from jaxdist import compat
 from jaxdist.context import Context
 from jaxdist.errors import CheckpointError
 
+_SLICE = 5.0  # seconds of waiting, after which a rank looks whether the job still lives
 
-class Agreement:
-    """Do something on each rank, and learn on every rank whether all could; also from a thread beside the training."""
 
-    def __init__(self, ctx: Context, name: str):
-        self.ctx, self.name, self.count = ctx, name, 0
+def together(
+    ctx: Context, what: str, name: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None], failed: str
+) -> None:
+    """Do something on each rank, then something on the root, and learn on every rank whether it was all done.
 
-    def __call__(self, work: Callable[[], None], failed: str, undo: Path) -> None:
-        error = ""
+    Also from a thread beside the training. A rank that takes long is waited for while it lives: its end is noticed on
+    the control channel, and ends this one.
+
+    Args:
+      ctx: of the job.
+      what: is waited for; for a line about it.
+      name: of this one among all, the same on every rank.
+      work: each rank's part; what it returns goes to the root (small, as JSON).
+      conclude: the root's, with what each rank returned; not called where a rank has failed.
+      failed: how the message about a failure begins.
+
+    Raises:
+      CheckpointError: on every rank: a rank's part, or the root's, raised an error.
+    """
+    mine, cause = _attempt(ctx, work)
+    key = f"jaxdist/{name}"
+    if ctx.is_root:
+        verdict = f"{failed}: rank 0 was interrupted"
         try:
-            work()
-        except Exception as e:
-            error = f"rank {self.ctx.rank} ({socket.gethostname()}): {type(e).__name__}: {brief(e)}"
-        errors = [e for e in self._all(error) if e]
-        if errors:
-            if self.ctx.is_root:
-                shutil.rmtree(undo, ignore_errors=True)
-            raise CheckpointError(f"{failed}: {'; '.join(errors[:4])}")
-
-    def _all(self, mine: str) -> list[str]:
-        # Not by the control channel, in which the training may be waiting meanwhile.
-        if self.ctx.size == 1:
-            return [mine]
-        store = compat.key_value_store()
-        key = f"jaxdist/save/{self.name}/{self.count}"
-        self.count += 1
-        store.key_value_set(f"{key}/{self.ctx.rank}", mine or "-")
-        said = []
-        for rank in range(self.ctx.size):
-            try:
-                said.append(store.blocking_key_value_get(f"{key}/{rank}", int(self.ctx.timeout * 1000)))
-            except Exception as e:
-                raise CheckpointError(
-                    f"rank {self.ctx.rank}: rank {rank} has not written its part {self.ctx.timeout:g} s after this one"
-                ) from e
-        return ["" if s == "-" else s for s in said]
+            said = [mine, *(json.loads(_await(ctx, f"{key}/{r}", what, r)) for r in range(1, ctx.size))]
+            errors = [error for error, _ in said if error]
+            if not errors:
+                (error, _), cause = _attempt(ctx, lambda: conclude([value for _, value in said]))
+                errors = [error] if error else []
+            verdict = f"{failed}: {'; '.join(errors[:4])}" if errors else ""
+        finally:
+            if ctx.size > 1:
+                compat.key_value_store().key_value_set(f"{key}/verdict", json.dumps(verdict))
+    else:
+        compat.key_value_store().key_value_set(f"{key}/{ctx.rank}", json.dumps(mine))
+        verdict = json.loads(_await(ctx, f"{key}/verdict", what, 0))
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause  # Ctrl-C
+    if verdict:
+        raise CheckpointError(verdict) from cause
 
 
-def await_pending(ctx: Context) -> None:
-    """Wait for the checkpoint that is written in the background, if any, and raise what went wrong with it."""
-    if ctx.saving is not None:
-        pending, ctx.saving = ctx.saving, None
-        pending.wait()
+def _attempt(ctx: Context, work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | None]:
+    try:
+        return ("", work()), None
+    except BaseException as error:  # the others hear of Ctrl-C too: they would wait for this rank
+        return (f"rank {ctx.rank} ({socket.gethostname()}): {type(error).__name__}: {brief(error)}", None), error
+
+
+def _await(ctx: Context, key: str, what: str, rank: int) -> str:
+    """What a rank says; not by the control channel, in which the training may be waiting meanwhile."""
+    store, start = compat.key_value_store(), time.monotonic()
+    told = ctx.timeout
+    while True:
+        try:
+            return store.blocking_key_value_get(key, int(min(_SLICE, ctx.timeout) * 1000))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or ctx.control.ending:
+                raise CheckpointError(f"rank {ctx.rank}: {what} was left, for the job ends: {brief(error)}") from None
+        waited = time.monotonic() - start
+        if waited >= told:
+            ctx.control.say(f"{what} has waited for {waited:.0f} s for {ctx.control.who(rank)}, which is still writing")
+            told *= 2
+
+
+def forget(name: str) -> None:
+    """What the ranks said under a name: all have heard it."""
+    compat.key_value_store().key_value_delete(f"jaxdist/{name}")  # and what is below it
 
 
 def brief(error: BaseException) -> str:

@@ -1,14 +1,31 @@
-"""The directory of a run's checkpoints, and orbax's reader and writer of one."""
+"""The directory of a run's checkpoints: which are there, in which order they were saved, which of them are old."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 ITEM = "default"  # what orbax's CheckpointManager calls the only item of a step
 UNFINISHED = ".orbax-checkpoint-tmp"  # of a directory that orbax too takes for an unfinished one
 _ASIDE = f".replaced{UNFINISHED}"
+_RECORD = re.compile(r"saved-(\d+)-after-(\d+)\.json")
+
+
+class Saved(NamedTuple):
+    """A checkpoint, by the names of its files alone.
+
+    Attributes:
+      step: whose it is.
+      number: counts the saves into this directory, from 1; None: its record is gone.
+      after: the number of the one that the job had saved or restored before; 0: none.
+    """
+
+    step: int
+    number: int | None
+    after: int
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -27,29 +44,66 @@ def checkpoint_of(path: Path, step: int) -> Path:
     return aside(final) if aside(final).is_dir() and not final.is_dir() else final
 
 
-def steps(path: Path) -> list[int]:
-    """Of which there are whole checkpoints, in order."""
+def saved(path: Path) -> list[Saved]:
+    """The checkpoints in a directory, in the order in which they were saved; last those of which that is not known."""
     if not path.is_dir():
         return []
-    names = {p.name.removesuffix(_ASIDE) for p in path.iterdir() if (p / ITEM).is_dir()}
-    return sorted(int(name) for name in names if name.isdecimal())
+    names = {p.name.removesuffix(_ASIDE) for p in path.iterdir() if p.is_dir()}
+    steps = [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
+    found = [look(checkpoint_of(path, step), step) for step in steps]
+    return sorted((s for s in found if s is not None), key=lambda s: (s.number is None, s.number or 0, s.step))
 
 
-# --- orbax, which takes a second to import
+def look(directory: Path, step: int) -> Saved | None:
+    """Which checkpoint a directory holds; None: it is someone else's."""
+    names = [p.name for p in directory.iterdir()]
+    records = [m for m in map(_RECORD.fullmatch, names) if m]
+    if len(records) == 1:
+        return Saved(step, int(records[0][1]), int(records[0][2]))
+    return Saved(step, None, 0) if records or ITEM in names else None
 
 
-def orbax_handler(rank: int) -> Any:
-    """Orbax's reader and writer of trees, told that this process is alone: no barriers. The root writes metadata."""
-    import orbax.checkpoint as ocp
-
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
-    )
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, multiprocessing_options=alone)
+def record_name(number: int, after: int) -> str:
+    """The file in a checkpoint's directory that says what is in it (`jaxdist.checkpoint.record`)."""
+    return f"saved-{number}-after-{after}.json"
 
 
-def as_epath(path: Path) -> Any:
-    """As orbax wants its paths."""
-    from etils import epath
+def too_many(there: list[Saved], keep: int) -> list[Saved]:
+    """Which to remove so that `keep` are left of those whose order is known; never the one that was saved last.
 
-    return epath.Path(path)
+    First those that the last one does not descend from: they were left when the job went back to an earlier
+    checkpoint, or began anew. Then its own ancestors. Of each kind those that were saved first.
+
+    Example:
+      >>> line = [Saved(10, 1, 0), Saved(20, 2, 1), Saved(30, 3, 2)]
+      >>> [s.step for s in too_many(line, 2)]
+      [10]
+      >>> [s.step for s in too_many([*line, Saved(15, 4, 1)], 2)]  # it went back to 10
+      [20, 30]
+    """
+    known = [s for s in there if s.number is not None]
+    if not known:
+        return []
+    by_number = {s.number: s for s in known}
+    line, at = set(), known[-1]
+    while at is not None:
+        line.add(at.number)
+        at = by_number.get(at.after) if at.after < (at.number or 0) else None
+    first = [s for s in known if s.number not in line] + [s for s in known[:-1] if s.number in line]
+    return first[: max(0, len(known) - keep)]
+
+
+def remove(directory: Path) -> None:
+    """Remove a checkpoint; what is half removed is not to be found."""
+    gone = directory.with_name(f"{directory.name}.removed{UNFINISHED}")
+    directory.rename(gone)
+    shutil.rmtree(gone)
+
+
+def sync_to_disk(directory: Path) -> None:
+    """A rename outlives the machine only when its directory is written."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -35,12 +35,6 @@ def nested(names: list[tuple[str, ...]], values: list[Any]) -> dict[str, Any]:
     return tree
 
 
-def flat(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """The leaves of such a tree, with their names."""
-    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: not isinstance(x, dict))
-    return [(tuple(_key(k) for k in path), x) for path, x in found]
-
-
 def kind(x: Any) -> Any:
     """What of a leaf has to be the same on every rank, and in a checkpoint that is read into it."""
     if isinstance(x, str):

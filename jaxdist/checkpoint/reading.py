@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
-from jaxdist.checkpoint.agreement import await_pending, brief, raise_first
-from jaxdist.checkpoint.files import ITEM, absolute, as_epath, checkpoint_of, orbax_handler, steps
-from jaxdist.checkpoint.leaves import PYTHON, flat, is_key, named, nested
+from jaxdist.checkpoint import history, record
+from jaxdist.checkpoint.agreement import brief, raise_first
+from jaxdist.checkpoint.arrays import Bounds, Reader
+from jaxdist.checkpoint.background import await_pending
+from jaxdist.checkpoint.checksum import MODULUS, checksum
+from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, saved
+from jaxdist.checkpoint.leaves import PYTHON, is_key, named
+from jaxdist.checkpoint.record import DamagedError, Leaf, Record
 from jaxdist.context import Context, get_context
 from jaxdist.errors import CheckpointError
 from jaxdist.step.layouts import Padded
 
 
-def restore(path: str | os.PathLike[str], like: Any, step: int | None = None) -> Any:
+def restore(path: str | os.PathLike[str], like: Any, step: int | None = None, *, fallback: bool | None = None) -> Any:
     """Read a checkpoint; every process calls it.
+
+    What is read is compared with the checksums that were saved with it.
 
     Args:
       path: as given to `save`.
       like: a state of the structure, shapes and dtypes of the saved one: just initialized, or of a step, or of
         ``jax.eval_shape``. Its values are not used.
-      step: which; default: the last one.
+      step: which; default: the one that was saved last.
+      fallback: without `step`: whether to go on to the one saved before when the last is damaged, and so on; the root
+        says so on stderr, and the next `save` renames those that were passed over (``15.damaged``). Default: where
+        ``jaxdist run --max-restarts`` has started the job again.
 
     Returns:
       The state. Leaves whose counterpart in `like` lies on the mesh (a state that a step has returned, `shard`) are
@@ -37,7 +49,9 @@ def restore(path: str | os.PathLike[str], like: Any, step: int | None = None) ->
 
     Raises:
       FileNotFoundError: no such checkpoint, or no checkpoint at all.
-      CheckpointError: on every rank: it is of another model (names the first leaf that differs), or damaged.
+      CheckpointError: on every rank: it is of another model (names the first leaf that differs), or damaged (names
+        the leaf and the file).
+      ValueError: both `step` and `fallback`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile
@@ -46,36 +60,48 @@ def restore(path: str | os.PathLike[str], like: Any, step: int | None = None) ->
       >>> jaxdist.restore(path, {"w": jnp.zeros(3)})["w"].tolist()
       [0.0, 1.0, 2.0]
     """
+    if fallback and step is not None:
+        raise ValueError("restore(step=..., fallback=True): of which step? Leave one of them out")
     ctx = get_context()
-    await_pending(ctx)
+    await_pending()
     root = absolute(path)
-    wanted = ctx.control.exchange("restore", latest_step(root) if step is None else step, ctx.timeout)[0]
-    problem, state = None, None
-    if wanted is None:
-        problem = FileNotFoundError(f"there is no checkpoint in {root}")
-    elif not (directory := checkpoint_of(root, wanted) / ITEM).is_dir():
-        there = ", ".join(map(str, steps(root))) or "none"
-        problem = FileNotFoundError(
-            f"there is no checkpoint of step {wanted} in {root} as {socket.gethostname()} sees it; there: {there}."
-            " All processes have to see the directory"
-        )
-    else:
+    if fallback is None:
+        fallback = step is None and os.environ.get("JAXDIST_RESTARTS", "0") not in ("", "0")
+    passed: list[tuple[Saved, str]] = []  # damaged ones, and how
+    while True:
+        wanted = _choose(root, step, [s for s, _ in passed]) if ctx.is_root else None
+        wanted, fallback = ctx.control.exchange("restore", (wanted, fallback), ctx.timeout)[0]
+        mine = _attempt(ctx, root, wanted, step, like)
+        # Reading may take a while longer on one rank than on another: as long as they live.
+        said = ctx.control.exchange("restored", (mine.problem, mine.shares), None)
         try:
-            state = _read(ctx, directory, like)
-        except CheckpointError as error:
-            problem = error
-        except Exception as error:
-            problem = CheckpointError(
-                f"checkpoint {directory.parent} can't be read, files of it may be damaged or gone: "
-                f"{type(error).__name__}: {brief(error)}. Other steps there: "
-                f"{[s for s in steps(root) if s != wanted]}; restore one with restore(path, like, step=…)"
-            )
-    raise_first(ctx, ctx.control.exchange("restored", problem, ctx.timeout))
-    return state
+            raise_first(ctx, [None if isinstance(problem, DamagedError) else problem for problem, _ in said])
+            raise_first(ctx, [problem for problem, _ in said])
+            assert wanted is not None
+            _check_shares(root, wanted, mine.leaves, [shares for _, shares in said])
+        except DamagedError as error:
+            if not fallback:
+                raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
+            assert wanted is not None
+            passed.append((wanted, str(error)))
+            continue
+        except FileNotFoundError as error:
+            if not passed:
+                raise
+            all_of_them = "; ".join(f"step {s.step}: {text}" for s, text in passed)
+            raise CheckpointError(f"{error} that is whole: {all_of_them}") from None
+        if ctx.is_root:
+            for damaged, text in passed:
+                ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
+            history.at(root, wanted, [s for s, _ in passed])
+        return mine.state
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The last step of which there is a whole checkpoint.
+    """The step that was saved last, by this job or another, as the names of the files say; no data are read.
+
+    After going back (restoring 10 of 10, 20, 30) that is 30 until the next `save`, and then the one it saves, whatever
+    its number. A checkpoint without a record, which is damaged, counts as the last. Waits for a save in the background.
 
     Args:
       path: as given to `save`.
@@ -83,89 +109,206 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
     Returns:
       None if there is none, or no such directory.
 
+    Raises:
+      CheckpointError: the last save, in the background, has failed.
+
     Example:
       >>> import jaxdist
       >>> jaxdist.latest_step("no/such/directory") is None
       True
     """
-    return max(steps(absolute(path)), default=None)
+    await_pending()
+    there = saved(absolute(path))
+    return there[-1].step if there else None
 
 
 def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
-    """Every leaf of one checkpoint by its name, as arrays of the host; for export. Of one process, without `init`."""
-    import orbax.checkpoint as ocp
+    """Every leaf of one checkpoint by its name, as arrays of the host; for export. Of one process, without `init`.
 
-    directory = absolute(directory) / ITEM
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory.parent} is not a checkpoint: expected a step, such as run/checkpoints/100")
-    leaves, notes = _contents(orbax_handler(0), directory)
-    tree = orbax_handler(0).restore(as_epath(directory), args=ocp.args.PyTreeRestore(restore_args=_as_numpy(leaves)))
-    found = {".".join(path): value for path, value in flat(tree)}
-    empty = {name: np.zeros(shape, dtype) for name, (shape, dtype) in notes["empty"].items()}
-    return found | empty
+    Raises:
+      FileNotFoundError: not a checkpoint.
+      CheckpointError: it is damaged.
+    """
+    directory = absolute(directory)
+    found = record.of(directory)
+    if found is None:
+        raise FileNotFoundError(f"{directory} is not a checkpoint: expected a step, such as run/checkpoints/100")
+    record.check_files(directory, found)
+    arrays = {name: leaf for name, leaf in found.leaves.items() if leaf.dtype != "str"}
+    values = _arrays(directory, arrays, dict.fromkeys(arrays), {})
+    return {
+        ".".join(name): values[name][0] if name in arrays else str(leaf.value) for name, leaf in found.leaves.items()
+    }
 
 
-def _read(ctx: Context, directory: Path, like: Any) -> Any:
-    import orbax.checkpoint as ocp
+def _choose(root: Path, step: int | None, passed: list[Saved]) -> Saved | None:
+    """Which checkpoint to read; None: there is none."""
+    there = [s for s in saved(root) if s not in passed and step in (None, s.step)]
+    return there[-1] if there else None
 
+
+def _elsewhere(root: Path, damaged: Saved | None) -> str:
+    others = [s.step for s in saved(root) if s != damaged]
+    if not others:
+        return "There is no other step"
+    return (
+        f"Other steps there: {others}; restore one with restore(path, like, step=...), or the newest whole one with "
+        "restore(path, like, fallback=True)"
+    )
+
+
+class _Attempt(NamedTuple):
+    """What came of reading a checkpoint on this rank.
+
+    Attributes:
+      state: None if there was a problem.
+      problem: what it was.
+      shares: this rank's in the checksums of those arrays of which no rank has all.
+      leaves: as they were saved.
+    """
+
+    state: Any = None
+    problem: Exception | None = None
+    shares: dict[tuple[str, ...], int] = {}  # noqa: RUF012
+    leaves: dict[tuple[str, ...], Leaf] = {}  # noqa: RUF012
+
+
+def _attempt(ctx: Context, root: Path, wanted: Saved | None, step: int | None, like: Any) -> _Attempt:
+    if wanted is None:
+        if step is None:
+            return _Attempt(problem=FileNotFoundError(f"there is no checkpoint in {root}"))
+        there = ", ".join(str(s.step) for s in saved(root)) or "none"
+        return _Attempt(problem=FileNotFoundError(f"there is no checkpoint of step {step} in {root}; there: {there}"))
+    directory = checkpoint_of(root, wanted.step)
+    try:
+        if not directory.is_dir():
+            raise FileNotFoundError(
+                f"{socket.gethostname()} does not see checkpoint {directory}, which rank 0 sees: all processes have to "
+                "see the directory"
+            )
+        found = record.read(directory, wanted)
+        if ctx.is_root:
+            record.check_files(directory, found)
+        shares: dict[tuple[str, ...], int] = {}
+        return _Attempt(_read(directory, found, like, shares), None, shares, found.leaves)
+    except (CheckpointError, FileNotFoundError) as error:
+        return _Attempt(problem=error)
+    except Exception as error:
+        kind = CheckpointError if isinstance(error, MemoryError) else DamagedError
+        return _Attempt(problem=kind(f"checkpoint {directory} can't be read: {type(error).__name__}: {brief(error)}"))
+
+
+def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...], int]) -> Any:
     names, leaves = named(like)
-    handler = orbax_handler(ctx.rank)
-    saved, notes = _contents(handler, directory)
     for name, x in zip(names, leaves, strict=True):
-        _check_leaf(directory.parent, name, x, saved, notes)
-    if extra := [name for name in saved if name not in set(names)]:
-        raise CheckpointError(f"checkpoint {directory.parent} has a leaf {'.'.join(extra[0])} that `like` has not")
-    stored = [name for name in names if name in saved]
-    args = [_restore_as(x) for name, x in zip(names, leaves, strict=True) if name in saved]
-    tree = nested(stored, args)
-    arguments = ocp.args.PyTreeRestore(item=tree, restore_args=tree)
-    got = handler.restore(as_epath(directory), args=arguments) if stored else {}
-    values = dict(flat(got))
-    out = [_placed(values[name] if name in values else np.zeros(x.shape, x.dtype), x, notes, name)
-           for name, x in zip(names, leaves, strict=True)]  # fmt: skip
+        _check_leaf(directory, name, x, found.leaves)
+    known = set(names)
+    if extra := [name for name in found.leaves if name not in known]:
+        raise CheckpointError(f"checkpoint {directory} has a leaf {'.'.join(extra[0])} that `like` has not")
+    arrays = {name: leaf for name, leaf in found.leaves.items() if leaf.dtype != "str"}
+    places = {name: _on_mesh(x) for name, x in zip(names, leaves, strict=True)}
+    values = _arrays(directory, arrays, places, shares)
+    out: list[Any] = []
+    for name, x in zip(names, leaves, strict=True):
+        leaf, place = found.leaves[name], places[name]
+        if leaf.dtype == "str":
+            out.append(str(leaf.value))
+        elif place is None:
+            out.append(_placed(values[name][0], x, leaf))
+        else:
+            bounds, blocks = _cut(place, leaf.shape)[0], values[name]
+            out.append(_assembled(place, leaf.shape, dict(zip(bounds, blocks, strict=True))))
     return jax.tree.unflatten(jax.tree.structure(like), out)
 
 
-def _contents(handler: Any, directory: Path) -> tuple[dict[tuple[str, ...], Any], dict[str, Any]]:
-    """Orbax's metadata of each leaf, and what `_parts` noted."""
-    metadata = handler.metadata(as_epath(directory))
-    notes = (metadata.custom_metadata or {}).get("jaxdist", {})
-    return dict(flat(metadata.tree)), {"empty": {}, "keys": {}} | notes
+def _arrays(
+    directory: Path,
+    leaves: dict[tuple[str, ...], Leaf],
+    places: dict[tuple[str, ...], Any],
+    shares: dict[tuple[str, ...], int],
+) -> dict[tuple[str, ...], list[np.ndarray]]:
+    """The slices of arrays that this process needs (`_cut`), compared with their checksums.
+
+    Raises:
+      DamagedError: an array is not what was saved.
+    """
+    reader = Reader(directory, ITEM)
+    opened = {name: reader.open(name) for name in leaves}
+    reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
+    for name, leaf in leaves.items():
+        reads[name] = reader.read(name, leaf, opened.pop(name), list(_cut(places[name], leaf.shape)[0]))
+    values = {}
+    for name, leaf in leaves.items():
+        bounds, counts, alone = _cut(places[name], leaf.shape)
+        values[name] = blocks = reads.pop(name)()
+        each = zip(bounds, counts, blocks, strict=True)
+        share = sum(checksum(block, [a for a, _ in b]) for b, own, block in each if own) % MODULUS
+        if not alone:
+            shares[name] = share
+        elif share != leaf.value:
+            raise reader.damaged(name, "has other bits than were saved")
+    return values
 
 
-def _check_leaf(
-    where: Path, name: tuple[str, ...], x: Any, saved: dict[tuple[str, ...], Any], notes: dict[str, Any]
+def _check_shares(
+    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], Leaf], shares: list[dict[tuple[str, ...], int]]
 ) -> None:
+    """Compare the checksums of arrays of which each rank has read a part."""
+    for name in shares[0]:
+        if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
+            reader = Reader(checkpoint_of(root, wanted.step), ITEM)
+            raise reader.damaged(name, "has other bits than were saved")
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(place: Sharding | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, ...], tuple[bool, ...], bool]:
+    """How this process reads an array.
+
+    Returns:
+      The slices that its devices hold, each once; of each whether this process counts it in the checksum (and not
+      another one that holds it too); whether what it counts is all of the array.
+    """
+    whole = tuple((0, n) for n in shape)
+    if place is None or place.is_fully_replicated:
+        return (whole,), (True,), True
+    first: dict[Bounds, Any] = {}
+    for device, index in place.devices_indices_map(shape).items():
+        first.setdefault(_bounds(index, shape), device)
+    here = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
+    return here, tuple(first[b] in place.addressable_devices for b in here), place.is_fully_addressable
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+
+
+def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:
     label = ".".join(name)
     of = f"leaf {label} of checkpoint {where}"
-    impl = notes["keys"].get(label)
+    if name not in leaves:
+        close = ", ".join(".".join(n) for n in itertools.islice(leaves, 3))
+        raise CheckpointError(f"checkpoint {where} has no leaf {label}, as `like` has; it has {close}, …")
+    leaf = leaves[name]
     if is_key(x):
-        if impl is None and (name in saved or label in notes["empty"]):
+        if leaf.key is None:
             raise CheckpointError(f"{of} is no PRNG key, as it is in `like`")
-        if impl is not None and (kind := jax.random.key(0, impl=impl).dtype) != x.dtype:
+        if (kind := jax.random.key(0, impl=leaf.key).dtype) != x.dtype:
             raise CheckpointError(f"{of} is a PRNG key {kind}, in `like` {x.dtype}")
         x = jax.eval_shape(jax.random.key_data, x)
-    elif impl is not None:
+    elif leaf.key is not None:
         raise CheckpointError(f"{of} is a PRNG key, in `like` it is not")
-    if label in notes["empty"]:
-        shape, dtype = notes["empty"][label]
-    elif name not in saved:
-        close = ", ".join(".".join(n) for n in itertools.islice(saved, 3))
-        raise CheckpointError(f"checkpoint {where} has no leaf {label}, as `like` has; it has {close}, …")
-    elif isinstance(x, str) or not hasattr(saved[name], "dtype"):
-        if isinstance(x, str) == hasattr(saved[name], "dtype"):
-            raise CheckpointError(f"{of} and of `like`: one is a string, the other is not")
+    if isinstance(x, str) != (leaf.dtype == "str"):
+        raise CheckpointError(f"{of} and of `like`: one is a string, the other is not")
+    if isinstance(x, str):
         return
-    else:
-        shape, dtype = saved[name].shape, str(np.dtype(saved[name].dtype))
-    if tuple(shape) != np.shape(x):
-        raise CheckpointError(f"{of} has shape {tuple(shape)}, in `like` {np.shape(x)}")
+    if leaf.shape != np.shape(x):
+        raise CheckpointError(f"{of} has shape {leaf.shape}, in `like` {np.shape(x)}")
     if type(x) in PYTHON:
-        if np.dtype(dtype).kind != np.asarray(x).dtype.kind:
-            raise CheckpointError(f"{of} is {dtype}, in `like` {type(x).__name__}")
-    elif dtype != str(np.dtype(x.dtype)):
+        if jnp.dtype(leaf.dtype).kind != np.asarray(x).dtype.kind:
+            raise CheckpointError(f"{of} is {leaf.dtype}, in `like` {type(x).__name__}")
+    elif leaf.dtype != str(np.dtype(x.dtype)):
         raise CheckpointError(
-            f"{of} is {dtype}, in `like` {np.dtype(x.dtype)}: restore it as it was saved, and cast it then"
+            f"{of} is {leaf.dtype}, in `like` {np.dtype(x.dtype)}: restore it as it was saved, and cast it then"
         )
 
 
@@ -174,40 +317,22 @@ def _on_mesh(x: Any) -> NamedSharding | None:
     return own if isinstance(own, NamedSharding) and type(x) is not Padded and not is_key(x) else None
 
 
-def _restore_as(x: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    if isinstance(x, str):
-        return ocp.RestoreArgs(restore_type=str)
-    own = _on_mesh(x)
-    if own is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=own, global_shape=x.shape, dtype=x.dtype)
+def _assembled(place: NamedSharding, shape: tuple[int, ...], blocks: dict[Bounds, np.ndarray]) -> jax.Array:
+    return jax.make_array_from_callback(shape, place, lambda index: blocks[_bounds(index, shape)])
 
 
-def _as_numpy(saved: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    args = [_restore_as("" if not hasattr(m, "dtype") else 0) for m in saved.values()]
-    return nested(list(saved), args)
-
-
-def _placed(value: Any, x: Any, notes: dict[str, Any], name: tuple[str, ...]) -> Any:
-    """A leaf as its counterpart is."""
-    if isinstance(x, str):
-        return str(value)
+def _placed(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
+    """A leaf as its counterpart is, off the mesh."""
     if type(x) in PYTHON:
-        return type(x)(np.asarray(value).item())
+        return type(x)(value.item())
     if type(x) is Padded:
-        padded = x.layout.padded(np.asarray(value))
+        padded = x.layout.padded(value)
         own = x.array.sharding
         return Padded(jax.make_array_from_callback(padded.shape, own, lambda i: padded[i]), x.layout)
     if is_key(x):
-        keys = jax.random.wrap_key_data(jnp.asarray(value), impl=notes["keys"][".".join(name)])
+        keys = jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.key)
         own = x.sharding if isinstance(getattr(x, "sharding", None), NamedSharding) else None
         return keys if own is None else jax.device_put(keys, own)
     if isinstance(x, (np.ndarray, np.generic)):
-        return np.asarray(value, x.dtype) if isinstance(x, np.ndarray) else x.dtype.type(value)
-    own = _on_mesh(x)
-    if own is not None and not isinstance(value, jax.Array):
-        value = np.asarray(value, x.dtype)
-        return jax.make_array_from_callback(x.shape, own, lambda i: value[i])
-    return value if own is not None else jnp.asarray(value, x.dtype)
+        return value if isinstance(x, np.ndarray) else x.dtype.type(value)
+    return jnp.asarray(value, x.dtype)

@@ -2,73 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
 import shutil
-import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.checkpoint.agreement import Agreement, await_pending, raise_first
-from jaxdist.checkpoint.files import ITEM, UNFINISHED, absolute, as_epath, aside, checkpoint_of, orbax_handler, steps
+from jaxdist.checkpoint import history, lock, orbax_writer, record
+from jaxdist.checkpoint.agreement import forget, raise_first, together
+from jaxdist.checkpoint.background import Saving, at_exit, await_pending
+from jaxdist.checkpoint.checksum import MODULUS, checksum
+from jaxdist.checkpoint.files import (
+    ITEM,
+    UNFINISHED,
+    Saved,
+    absolute,
+    aside,
+    checkpoint_of,
+    remove,
+    saved,
+    sync_to_disk,
+    too_many,
+)  # fmt: skip
 from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
+from jaxdist.checkpoint.record import Leaf
 from jaxdist.context import Context, get_context
 from jaxdist.errors import CheckpointError
 from jaxdist.step.layouts import Padded
 from jaxdist.zero import unshard
 
-
-class Saving:
-    """A checkpoint on its way to the disk.
-
-    Attributes:
-      step: whose it is.
-    """
-
-    def __init__(self, step: int):
-        self.step = step
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def wait(self) -> None:
-        """Return when the checkpoint is whole and on disk, on every rank.
-
-        Raises:
-          CheckpointError: it could not be written.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def _run(self, write: Callable[[], None], background: bool) -> None:
-        if not background:
-            write()
-            return
-
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # raised by wait()
-                self._error = error
-
-        # Not a daemon: a script that ends waits for its last checkpoint.
-        self._thread = threading.Thread(target=run, name="jaxdist-save")
-        self._thread.start()
+_last: str = ""  # the name under which the ranks agreed on the save before
 
 
 def save(
@@ -84,7 +56,8 @@ def save(
 
     Arrays have their logical shapes on disk, whatever the number of devices, the ZeRO level and the communicator.
     Shards are written by the processes that hold them, everything else by the root. A save that fails or is killed
-    leaves all earlier checkpoints as they are.
+    leaves all earlier checkpoints as they are. From the first save to its end the job owns the directory: another job
+    that saves into it gets an error.
 
     Args:
       path: directory of the checkpoints of one run, on a file system that all processes share.
@@ -93,7 +66,8 @@ def save(
       step: its name, 0 or more.
       wait: False: return as soon as the state is copied, and write in the background. Training may go on and donate
         the state; the next `save` waits for this one, and so does the end of the script.
-      keep: remove the oldest checkpoints but for the last `keep`; None: keep all.
+      keep: keep the `keep` that were saved last, and remove the others: first those that this one does not descend
+        from (the job went back to an earlier one, or began anew), then the oldest. None: keep all.
       overwrite: replace a checkpoint of that step, if there is one.
 
     Returns:
@@ -101,7 +75,7 @@ def save(
 
     Raises:
       CheckpointError: on every rank: it could not be written (by which rank, and why), or an earlier one could not
-        that was written in the background.
+        that was written in the background; or another job saves into the directory.
       FileExistsError: there is a checkpoint of this step.
       TypeError: a leaf that can't be saved.
 
@@ -119,13 +93,12 @@ def save(
       them.
     """
     ctx = get_context()
-    await_pending(ctx)
+    await_pending()
     names, leaves = named(state)
     final = absolute(path) / str(step)
-    temporary = final.with_name(final.name + UNFINISHED)
     problem = _bad_call(names, leaves, step, keep)
     if problem is None and ctx.is_root:
-        problem = _make_room(final, temporary, overwrite)
+        problem = _make_ready(ctx, final, overwrite)
     shapes = [(n, kind(x)) for n, x in zip(names, leaves, strict=True)] if problem is None else []
     mine = (str(final), zlib.crc32(repr(shapes).encode()), problem, secrets.token_hex(8))
     said = ctx.control.exchange("save", mine, ctx.timeout)
@@ -136,19 +109,36 @@ def save(
             shown = f": {values[0]} on rank 0, {values[odd]} on rank {odd}" if what != "states" else ""
             raise CheckpointError(f"rank {ctx.rank}: the ranks save different {what}{shown}")
 
-    whole, shards, notes = _parts(ctx, names, leaves, copy=not wait)
+    parts = _parts(ctx, names, leaves, copy=not wait)
+    name = f"save/{said[0][3]}"
+    # Of its own: what a killed job has left is in nobody's way.
+    temporary = final.with_name(f"{step}.{said[0][3]}{UNFINISHED}")
+
+    def conclude(sums: list[Any]) -> None:
+        _publish(temporary, final, {part.name: part.leaf(sums) for part in parts}, keep)
 
     def write() -> None:
-        agree = Agreement(ctx, said[0][3])
+        _forget_last(ctx, name)
         failed = f"checkpoint {final} was not written, earlier ones are as they were"
-        agree(lambda: _write(ctx, temporary / ITEM, whole if ctx.is_root else shards, notes), failed, undo=temporary)
-        agree(lambda: _publish(temporary, final, keep) if ctx.is_root else None, failed, undo=temporary)
+        try:
+            together(ctx, f"checkpoint {final}", name, lambda: _write(ctx, temporary / ITEM, parts), conclude, failed)
+        except BaseException:
+            if ctx.is_root:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
-    saving = Saving(step)
+    at_exit(ctx)
+    saving = Saving(int(step))
     saving._run(write, background=not wait)
-    if not wait:
-        ctx.saving = saving
     return saving
+
+
+def _forget_last(ctx: Context, name: str) -> None:
+    """The ranks' agreement on the save before: all have heard it, or they would not be in this one."""
+    global _last
+    if ctx.is_root and ctx.size > 1 and _last:
+        forget(_last)
+    _last = name
 
 
 def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: Any) -> Exception | None:
@@ -160,6 +150,8 @@ def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: 
         return ValueError("the state has no leaves: there is nothing to save")
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str) or type(x) in PYTHON:
+            if type(x) is int and not -(2**63) <= x < 2**63:
+                return ValueError(f"leaf {'.'.join(name)} can't be saved: {x} does not fit into 64 bits")
             continue
         if not hasattr(x, "dtype") or not hasattr(x, "shape") or x.dtype == object:
             return TypeError(f"leaf {'.'.join(name)} can't be saved: {type(x).__name__} is no array, number or string")
@@ -172,92 +164,124 @@ def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: 
     return None
 
 
-def _parts(
-    ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What the root writes, what the other ranks do, and what orbax has no place for."""
-    whole: list[Any] = []
+class _Part(NamedTuple):
+    """A leaf on its way to the disk.
+
+    Attributes:
+      name: its keys.
+      value: what orbax is to write: an array, a string; None: nothing on this rank, or of an empty array.
+      shards: whether each rank writes its own shards; else the root writes it.
+      about: what the record will say, but for the checksum.
+    """
+
+    name: tuple[str, ...]
+    value: Any
+    shards: bool
+    about: Leaf
+
+    def share(self, root: bool) -> int:
+        """This rank's share in the checksum."""
+        if self.shards:
+            return sum(_checksum(s.data, s.index) for s in self.value.addressable_shards if s.replica_id == 0) % MODULUS
+        return checksum(self.value, (0,) * self.value.ndim) if root and isinstance(self.value, np.ndarray) else 0
+
+    def leaf(self, sums: Sequence[dict[str, int]]) -> Leaf:
+        """For the record, with what each rank has summed up."""
+        if self.about.dtype == "str":
+            return self.about
+        return self.about._replace(value=sum(s.get(".".join(self.name), 0) for s in sums) % MODULUS)
+
+
+def _checksum(data: jax.Array, index: tuple[slice, ...]) -> int:
+    return checksum(np.asarray(data), [s.start or 0 for s in index])
+
+
+def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_Part]:
+    """What is to be written; copied, if the training goes on meanwhile."""
+    parts = []
     x: Any
-    shards: list[tuple[tuple[str, ...], Any]] = []
-    notes: dict[str, Any] = {"empty": {}, "keys": {}}
-    kept: list[tuple[str, ...]] = []
     for name, x in zip(names, leaves, strict=True):
-        if is_key(x):
-            notes["keys"][".".join(name)] = str(jax.random.key_impl(x))
-            x = jax.random.key_data(x)
-        if not isinstance(x, str) and np.size(x) == 0:
-            notes["empty"][".".join(name)] = (list(np.shape(x)), str(x.dtype))  # orbax refuses them
+        if isinstance(x, str):
+            parts.append(_Part(name, x if ctx.is_root else None, False, Leaf((), "str", x)))
             continue
+        key = str(jax.random.key_impl(x)) if is_key(x) else None
+        if key is not None:
+            x = jax.random.key_data(x)
         if type(x) is Padded:
             x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
-        in_shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
-        if in_shards:
+        here = not isinstance(x, jax.Array) or x.is_fully_addressable
+        shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
+        shards = shards and (ctx.size == 1 or not here) and x.size > 0
+        if shards:
             x = _copied(x) if copy else x
-            shards.append((name, x))
-        elif ctx.is_root and isinstance(x, jax.Array):
-            x = np.array(x.addressable_data(0), copy=copy or None)
-        elif ctx.is_root and not isinstance(x, str):
-            x = np.array(x, copy=copy or None)
-        kept.append(name)
-        whole.append(x)
-    return nested(kept, whole), nested(*map(list, zip(*shards, strict=True))) if shards else {}, notes
+        elif ctx.is_root:
+            x = np.array(x if here else x.addressable_data(0), copy=copy or None)
+        else:
+            x = np.asarray(x) if type(x) in PYTHON else x
+        about = Leaf(tuple(x.shape), str(x.dtype), 0, key)
+        parts.append(_Part(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
+    return parts
 
 
-def _copied(x: Any) -> jax.Array:
+def _copied(x: jax.Array) -> jax.Array:
     """Without a program of all processes, as which jnp.copy would run."""
     return jax.make_array_from_single_device_arrays(
         x.shape, x.sharding, [jnp.copy(s.data) for s in x.addressable_shards]
     )
 
 
-def _write(ctx: Context, directory: Path, tree: dict[str, Any], notes: dict[str, Any]) -> None:
-    if tree:
-        import orbax.checkpoint as ocp
+def _write(ctx: Context, directory: Path, parts: list[_Part]) -> dict[str, int]:
+    """Write this rank's part; its shares in the checksums."""
+    mine = [part for part in parts if part.value is not None]
+    if ctx.is_root:
+        for left in directory.parent.parent.glob(f"*{UNFINISHED}"):  # of jobs that were killed
+            if left != directory.parent:
+                shutil.rmtree(left)
+    directory.mkdir(parents=True, exist_ok=True)
+    if mine:
+        orbax_writer.write(nested([part.name for part in mine], [part.value for part in mine]), directory, ctx.rank)
+    return {".".join(part.name): part.share(ctx.is_root) for part in mine}
 
-        arguments = ocp.args.PyTreeSave(tree, custom_metadata={"jaxdist": notes})
-        orbax_handler(ctx.rank).save(as_epath(directory), args=arguments)
 
-
-def _make_room(final: Path, temporary: Path, overwrite: bool) -> Exception | None:
-    """The root's: an empty directory to write into."""
+def _make_ready(ctx: Context, final: Path, overwrite: bool) -> Exception | None:
+    """The root's: a directory that is this job's to write into."""
+    path = final.parent
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        for step in steps(final.parent):
-            if (whole := checkpoint_of(final.parent, step)).name != str(step):
-                whole.rename(final.with_name(str(step)))
+        path.mkdir(parents=True, exist_ok=True)
+        lock.take(path, min(lock.LEASE + 1, ctx.timeout / 2))
+        for found in saved(path):
+            if (whole := checkpoint_of(path, found.step)).name != str(found.step):
+                whole.rename(path / str(found.step))
+        history.set_aside(path, saved(path))
         if final.exists() and not overwrite:
             return FileExistsError(
                 f"there is a checkpoint of this step, {final}: restore it, save into another directory, or replace it "
                 "with overwrite=True"
             )
-        for left in final.parent.glob(f"*{UNFINISHED}"):  # of jobs that were killed
-            shutil.rmtree(left)
-        (temporary / ITEM).mkdir(parents=True)
+    except CheckpointError as error:
+        return error
     except OSError as error:
-        return CheckpointError(f"can't write into {final.parent}: {error.strerror or error}")
+        return CheckpointError(f"can't write into {path}: {error.strerror or error}")
     return None
 
 
-def _publish(temporary: Path, final: Path, keep: int | None) -> None:
+def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], Leaf], keep: int | None) -> None:
     """The root's: all parts are there; give them the name that readers look for."""
-    orbax_handler(0).finalize(as_epath(temporary / ITEM))
+    path = final.parent
+    orbax_writer.finalize(temporary / ITEM)
+    there = saved(path)
+    new = Saved(int(final.name), max((s.number or 0 for s in there), default=0) + 1, history.position(path))
+    record.write(temporary, new, leaves)
+    sync_to_disk(temporary)
+    lock.take(path, 0)  # still: this host may have been suspended for long
     if final.exists():
         final.rename(aside(final))  # killed here: `checkpoint_of` finds it
         temporary.rename(final)
         shutil.rmtree(aside(final))
     else:
         temporary.rename(final)
-    _sync_to_disk(final.parent)
-    for old in steps(final.parent)[: -keep or None] if keep else []:
-        gone = final.with_name(f"{old}{UNFINISHED}")
-        (final.parent / str(old)).rename(gone)  # what is half removed is not to be found
-        shutil.rmtree(gone)
-
-
-def _sync_to_disk(directory: Path) -> None:
-    """A rename outlives the machine only when its directory is written."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_to_disk(path)
+    history.at(path, new)
+    with contextlib.suppress(OSError):  # the new one is there, whatever becomes of these: the next save tries again
+        for old in too_many(saved(path), keep) if keep else []:
+            remove(path / str(old.step))

@@ -14,6 +14,7 @@ def export(
     """Writes the arrays of a checkpoint into one file, by their names: params.layer.kernel."""
     # Here, not above: `jaxdist run` needs none of it.
     from jaxdist.checkpoint import latest_step, read_all
+    from jaxdist.errors import CheckpointError
 
     try:
         if out.suffix not in (".safetensors", ".npz"):
@@ -40,6 +41,6 @@ def export(
             except ImportError:
                 raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
             save_file(arrays, out, metadata=texts)
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, CheckpointError) as problem:
         raise typer.BadParameter(str(problem)) from None
     print(f"{out}: {len(arrays)} arrays of {checkpoint}")

@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
+import kills
 import launch
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.slow  # together
 
+DAMAGED = """
+import sys
+import jaxdist, numpy as np
+ctx = jaxdist.init()
+w = np.random.default_rng(0).normal(size=(60, 500))
+if sys.argv[2] == "save":
+    for step in (10, 20):
+        jaxdist.save(sys.argv[1], {"w": jaxdist.shard(w + step), "step": step}, step)
+else:
+    try:
+        got = jaxdist.restore(sys.argv[1], {"w": jaxdist.shard(w), "step": 0})
+        print("GOT", got["step"], np.array_equal(jaxdist.unshard(got["w"]), w.astype(got["w"].dtype) + 10), flush=True)
+    except jaxdist.CheckpointError as error:
+        print("TOLD", error, flush=True)
+"""
+
 SCRIPT = str(Path(__file__).parents[1] / "training.py")
+
+
+def steps_in(path: Path) -> list[str]:
+    """Without the lock, which a killed job leaves."""
+    return sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
 
 
 def found(result: launch.Result) -> dict[str, Any]:
@@ -41,7 +61,7 @@ def test_kill_and_resume_is_bit_equal(communicator: str, level: int, tmp_path: P
     straight = train(2, communicator, tmp_path / "straight", 20, level)
     killed = train(2, communicator, tmp_path / "cut", 20, level, "--die-at", "10")
     assert killed.returncode != 0
-    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == ["10", "5"]
+    assert steps_in(tmp_path / "cut") == ["10", "5"]
     resumed = train(2, communicator, tmp_path / "cut", 20, level)
     assert resumed.returncode == 0, resumed.output
     assert found(resumed)["bits"] == found(straight)["bits"]
@@ -69,54 +89,10 @@ def test_everything_changes_in_between(tmp_path: Path) -> None:
     assert max(gaps.values()) <= 1e-10, gaps
 
 
-SAVER = """
-import sys
-import jaxdist, numpy as np
-ctx = jaxdist.init()
-path = sys.argv[1]
-wide = jaxdist.shard({"even": np.zeros((64, 4096), np.float32), "padded": np.zeros((33, 4097), np.float32)})
-state = {"wide": wide, "whole": np.zeros((256, 256)), "step": 0}
-last = jaxdist.latest_step(path)
-if last is not None:
-    state = jaxdist.restore(path, state)
-    values = {float(v.min()) for v in map(np.asarray, jaxdist.unshard(state["wide"]).values())}
-    values |= {float(np.asarray(v).max()) for v in jaxdist.unshard(state["wide"]).values()}
-    assert values == {float(last)}, (values, last)
-    assert state["step"] == last and (state["whole"] == last).all()
-if ctx.is_root:
-    print("RESTORED", last, flush=True)
-for step in range((last or 0) + 1, int(sys.argv[2])):
-    filled = jaxdist.shard({k: np.full(v.shape, step, np.float32) for k, v in wide.items()})
-    state = {"wide": filled, "whole": np.full((256, 256), float(step)), "step": step}
-    jaxdist.save(path, state, step, keep=3, wait=step % 2 == 0)
-    if ctx.is_root:
-        print("SAVED", step, flush=True)
-"""
-
-
 @pytest.mark.mpi
 def test_killed_while_saving(tmp_path: Path) -> None:
-    """All ranks get SIGKILL at random moments: what is restored then is always whole."""
-    script = tmp_path / "saver.py"
-    script.write_text(SAVER)
-    rng = random.Random(0)
-    last = 0
-    for _ in range(20 if "JAXDIST_FULL" in os.environ else 3):
-        job = launch.start_mpirun(
-            2, [str(script), str(tmp_path / "run"), "100000"], env={"JAXDIST_COMMUNICATOR": "mpi"}
-        )
-        try:
-            job.wait_for(lambda text: "SAVED" in text, timeout=90)
-            time.sleep(rng.uniform(0, 0.5))  # among the saves, which follow each other without a pause
-            job.kill()
-            text = job.text()
-        finally:
-            job.kill()
-        restored = re.search(r"RESTORED (\w+)", text)
-        assert restored, job.everything()
-        assert last == 0 or int(restored[1]) >= last, job.everything()
-        saved = [int(n) for n in re.findall(r"SAVED (\d+)", text)]
-        last = max(n for n in saved if n % 2 == 0 or n < max(saved)) if len(saved) > 1 else last
+    """All ranks get SIGKILL at random moments: what is restored then is always whole, and nothing is lost."""
+    kills.run(2, 0, tmp_path)
 
 
 FAILING = """
@@ -124,9 +100,10 @@ import sys
 import jaxdist, numpy as np
 ctx = jaxdist.init()
 path = sys.argv[1]
-big = jaxdist.shard(np.random.default_rng(0).normal(size=(1024, 1024)))
+rng = np.random.default_rng(0)  # many: each that can't be written could show a traceback of its own
+big = jaxdist.shard({f"w{i}": rng.normal(size=(128, 256)) for i in range(32)})
 try:
-    jaxdist.save(path, {"w": big}, 2)
+    jaxdist.save(path, big, 2)
 except jaxdist.CheckpointError as error:
     print(f"TOLD rank {ctx.rank}: {error}", flush=True)
 print("LAST", ctx.rank, jaxdist.latest_step(path), jaxdist.restore(path, {"w": np.zeros(3)})["w"].tolist(), flush=True)
@@ -158,6 +135,70 @@ def test_disk_full(communicator: str, tmp_path: Path) -> None:
     for rank in range(2):
         assert re.search(rf"TOLD rank {rank}: .*2 was not written.*No space left", done.stdout), done.output
         assert f"LAST {rank} 1 [0.0, 1.0, 2.0]" in done.stdout
+    assert "Event loop" not in done.output
+    assert "Traceback" not in done.output
+
+
+SLOW = """
+import sys, time
+import jaxdist, numpy as np
+from jaxdist.checkpoint import writing
+ctx = jaxdist.init()
+
+def slow(*args):
+    time.sleep(5 if ctx.rank == int(sys.argv[2]) else 0)
+    return write(*args)
+
+def full(*args):
+    raise OSError(28, "No space left on device")
+
+write, writing._write = writing._write, slow
+state = {"whole": np.ones(3), "wide": jaxdist.shard(np.ones(64))}
+jaxdist.save(sys.argv[1], state, 1, wait=sys.argv[3] == "wait").wait()
+print("LATEST", jaxdist.latest_step(sys.argv[1]), flush=True)
+if ctx.rank == int(sys.argv[2]):
+    writing._write = full
+jaxdist.save(sys.argv[1], state, 2, wait=False)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("communicator", "rank", "wait"), [("mpi", 0, "wait"), ("xla", 1, "in the background")])
+def test_a_slow_write_is_waited_for_and_a_failed_last_one_told(
+    communicator: str, rank: int, wait: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    env = {"JAXDIST_COMMUNICATOR": communicator, "JAXDIST_TIMEOUT": "2"}
+    done = launch.mpirun(2, [str(script), str(tmp_path / "run"), str(rank), wait], env=env, timeout=90)
+    assert done.stdout.count("LATEST 1") == 2, done.output
+    assert f"has waited for 2 s for rank {rank} " in done.stderr
+    assert done.returncode == 1
+    assert re.search(
+        rf"its last save had failed: checkpoint .*2 was not written.*: rank {rank} .*No space", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert steps_in(tmp_path / "run") == ["1"]
+
+
+@pytest.mark.mpi
+def test_damage_is_told_on_every_rank_or_passed_over(tmp_path: Path) -> None:
+    """Shards of 2 ranks, restored by 3, of which each reads a part of what was damaged."""
+    script = tmp_path / "damaged.py"
+    script.write_text(DAMAGED)
+    path = str(tmp_path / "run")
+    saved = launch.mpirun(2, [str(script), path, "save"], timeout=90)
+    assert saved.returncode == 0, saved.output
+    file = max((tmp_path / "run" / "20").rglob("d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    told = launch.mpirun(3, [str(script), path, "restore"], timeout=90)
+    assert told.stdout.count("TOLD leaf w of checkpoint") == 3, told.output
+    assert told.stdout.count(str(file)) == 3
+    went_on = launch.mpirun(3, [str(script), path, "restore"], {"JAXDIST_RESTARTS": "1"}, timeout=90)
+    assert went_on.stdout.count("GOT 10 True") == 3, went_on.output
+    assert went_on.stderr.count("step 20 is passed over, going on from step 10: leaf w of checkpoint") == 1
 
 
 BAD = """

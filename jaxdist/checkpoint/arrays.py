@@ -1,0 +1,92 @@
+"""Reads arrays of a checkpoint: tensorstore alone, a leaf at a time, so that an error is about one leaf.
+
+Orbax has written them in zarr's format into one database of its own (OCDBT). It can read them too, but runs all reads
+in an event loop, which it closes when one fails, with a traceback from each of those that are still under way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.checkpoint.agreement import brief
+from jaxdist.checkpoint.record import DamagedError, Leaf
+
+Bounds = tuple[tuple[int, int], ...]  # of a slice: where it begins and ends along each axis
+_NODES_IN_MEMORY = 100_000_000  # bytes of the database's index; nothing is kept without a limit
+
+
+class Reader:
+    """Of one checkpoint.
+
+    Args:
+      directory: of the checkpoint.
+      item: the folder in it with the database.
+    """
+
+    def __init__(self, directory: Path, item: str):
+        import tensorstore as ts
+
+        self._ts, self._directory, self._item = ts, directory, item
+        self._base = f"file://{directory / item}/"
+        self._context = ts.Context({"cache_pool#index": {"total_bytes_limit": _NODES_IN_MEMORY}})
+
+    def open(self, name: tuple[str, ...]) -> Any:
+        """Begin to open an array; for `read`."""
+        path = f"{'.'.join(name)}/"
+        database = {"driver": "ocdbt", "base": self._base, "path": path, "cache_pool": "cache_pool#index"}
+        spec = {"driver": "zarr3", "kvstore": database}
+        return self._ts.open(spec, open=True, read=True, context=self._context)
+
+    def read(self, name: tuple[str, ...], leaf: Leaf, opened: Any, wanted: list[Bounds]) -> Callable[[], list[Any]]:
+        """Begin to read slices of an array; what is returned waits for them.
+
+        Raises:
+          DamagedError: names the leaf and the files that hold it.
+        """
+
+        def careful(what: Callable[[], Any]) -> Any:
+            try:
+                return what()
+            except (DamagedError, MemoryError):
+                raise
+            except Exception as error:
+                raise self.damaged(name, f"can't be read: {brief(error)}") from None
+
+        def begin() -> list[Any]:
+            array = opened.result()
+            if tuple(array.shape) != leaf.shape or str(np.dtype(array.dtype.numpy_dtype)) != leaf.dtype:
+                raise self.damaged(name, f"is {array.dtype.name}{list(array.shape)} on disk, and was "
+                                         f"{leaf.dtype}{list(leaf.shape)}")  # fmt: skip
+            return [array[tuple(slice(a, b) for a, b in bounds)].read() for bounds in wanted]
+
+        if 0 in leaf.shape:  # orbax refuses them
+            return lambda: [np.zeros([b - a for a, b in bounds], jnp.dtype(leaf.dtype)) for bounds in wanted]
+        reads = careful(begin)
+        return lambda: careful(lambda: [np.asarray(read.result()) for read in reads])
+
+    def damaged(self, name: tuple[str, ...], what: str) -> DamagedError:
+        """The error about a leaf."""
+        files = self.files_of(name)
+        where = f"in {', '.join(files)}" if files else f"somewhere below {self._directory / self._item}"
+        return DamagedError(
+            f"leaf {'.'.join(name)} of checkpoint {self._directory} is damaged: it {what}. Its data are {where}"
+        )
+
+    def files_of(self, name: tuple[str, ...]) -> list[str]:
+        """The files that hold an array's data, as far as the database's index can still be read."""
+        try:
+            base = self._ts.KvStore.open(self._base).result()
+            root = self._ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+            entries = self._ts.ocdbt.dump(base, root).result()["entries"]
+            prefix = f"{'.'.join(name)}/".encode()
+            places = {e.get("indirect_value", root) for e in entries if e.get("key", b"").startswith(prefix)}
+        except Exception:  # it is damaged itself
+            return []
+        found = [re.fullmatch(r"\w+:(.*):\d+:\d+", place) for place in sorted(places)]
+        return [str(self._directory / self._item / m[1].replace(":", "")) for m in found if m]

@@ -1,0 +1,63 @@
+"""Orbax's writer of trees, which takes a second to import; with one error where it would show many."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def write(tree: dict[str, Any], directory: Path, rank: int) -> None:
+    """Write this process's part of a checkpoint."""
+    import orbax.checkpoint as ocp
+
+    _show_one_error()
+    # Orbax has the other processes wait ten minutes for the root to make this folder, which it never does if its own
+    # part has failed.
+    (directory / "array_metadatas").mkdir(parents=True, exist_ok=True)
+    _handler(rank).save(_epath(directory), args=ocp.args.PyTreeSave(tree))
+
+
+def finalize(directory: Path) -> None:
+    """Make one database of what the processes have written."""
+    _handler(0).finalize(_epath(directory))
+
+
+def _handler(rank: int) -> Any:
+    """Told that this process is alone: no barriers. The root writes metadata."""
+    import orbax.checkpoint as ocp
+
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
+    )
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, multiprocessing_options=alone)
+
+
+def _epath(path: Path) -> Any:
+    from etils import epath
+
+    return epath.Path(path)
+
+
+@functools.cache
+def _show_one_error() -> None:
+    """When a write fails (a full disk), that is raised; all else that orbax and tensorstore print is about the same.
+
+    Orbax logs the traceback in each of its threads, and closes its event loop, which tensorstore then can't tell of
+    the end of each other write: a traceback for every array.
+    """
+    logging.getLogger("absl").addFilter(lambda line: "_SignalingThread.run() raised" not in line.getMessage())
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
+            frames = traceback.extract_tb(unraisable.exc_traceback)
+            if frames and frames[0].name == "call_soon_threadsafe":  # called by native code: no task of the user's
+                return
+        before(unraisable)
+
+    sys.unraisablehook = hook

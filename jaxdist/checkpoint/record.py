@@ -1,0 +1,145 @@
+"""The record of a checkpoint: its step, its leaves with their checksums, and its files.
+
+    path/12/saved-3-after-2.json     the third save into `path`; the job had saved or restored the second before
+
+The record has a digest of its own and names its step, so that neither a flipped bit in it nor a file of another step
+in its place is taken for the truth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdist.checkpoint.files import Saved, look, record_name
+from jaxdist.errors import CheckpointError
+
+_DATA = "d"  # the folders in which orbax's database keeps what the arrays' checksums are about
+
+
+class DamagedError(CheckpointError):
+    """What is on disk is not what was saved."""
+
+
+class Leaf(NamedTuple):
+    """A leaf as it was saved.
+
+    Attributes:
+      shape: of the array.
+      dtype: its name; "str" of a string.
+      value: of an array the checksum (`jaxdist.checkpoint.checksum`), of a string the string.
+      key: the generator's name, if it is an array of PRNG keys: the array is then their data.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: int | str
+    key: str | None = None
+
+
+class Record(NamedTuple):
+    """What is in a checkpoint.
+
+    Attributes:
+      saved: which one it is.
+      leaves: by their names.
+      files: {name: (bytes, CRC-32)} of all other files; those with data of arrays have no CRC.
+    """
+
+    saved: Saved
+    leaves: dict[tuple[str, ...], Leaf]
+    files: dict[str, tuple[int, int | None]]
+
+
+def write(directory: Path, saved: Saved, leaves: dict[tuple[str, ...], Leaf]) -> None:
+    """Write the record of a checkpoint that is otherwise complete, and have it on disk."""
+    assert saved.number is not None
+    content = {
+        "step": saved.step,
+        "number": saved.number,
+        "after": saved.after,
+        "leaves": [[list(name), list(leaf.shape), *leaf[1:]] for name, leaf in leaves.items()],
+        "files": _files(directory),
+    }
+    file = directory / record_name(saved.number, saved.after)
+    with file.open("x") as out:
+        json.dump({"digest": _digest(content), **content}, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def read(directory: Path, saved: Saved) -> Record:
+    """The record of a checkpoint.
+
+    Args:
+      directory: of the checkpoint.
+      saved: which one it should be; its step may be -1, any.
+
+    Raises:
+      DamagedError: it is gone or damaged, or that of another checkpoint.
+    """
+    if saved.number is None:
+        raise DamagedError(
+            f"checkpoint {directory} has no record (saved-*.json), or several: files of it were deleted, or it was "
+            "not saved by jaxdist"
+        )
+    file = directory / record_name(saved.number, saved.after)
+    try:
+        content = json.loads(file.read_bytes())
+        digest = content.pop("digest")
+        whole = digest == _digest(content)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"file {file} of checkpoint {directory} can't be read: {error}") from None
+    if not whole:
+        raise DamagedError(f"file {file} of checkpoint {directory} is damaged: its digest does not fit")
+    said = Saved(content["step"], content["number"], content["after"])
+    if said != (saved if saved.step >= 0 else saved._replace(step=said.step)):
+        raise DamagedError(
+            f"checkpoint {directory} should be save {saved.number} of step {saved.step}, but {file.name} in it says "
+            f"save {said.number} of step {said.step}: files were swapped, or a directory was renamed"
+        )
+    leaves = {tuple(name): Leaf(tuple(shape), *rest) for name, shape, *rest in content["leaves"]}
+    return Record(said, leaves, {name: tuple(about) for name, about in content["files"].items()})
+
+
+def of(directory: Path) -> Record | None:
+    """The record of the checkpoint in a directory of any name; None: it is no checkpoint."""
+    step = int(directory.name) if directory.name.isdecimal() else -1
+    found = look(directory, step) if directory.is_dir() else None
+    return None if found is None else read(directory, found)
+
+
+def check_files(directory: Path, record: Record) -> None:
+    """Compare the sizes of all files, and the bytes of those that no array's checksum is about.
+
+    Raises:
+      DamagedError: names the first file that is not as it was.
+    """
+    for name, (size, crc) in record.files.items():
+        file = directory / name
+        of = f"of checkpoint {directory}"
+        try:
+            now = file.stat().st_size
+            if now != size:
+                raise DamagedError(f"file {file} {of} has {now} bytes, {size} were written")
+            if crc is not None and zlib.crc32(file.read_bytes()) != crc:
+                raise DamagedError(f"file {file} {of} has other bytes than were written")
+        except OSError as error:
+            raise DamagedError(f"file {file} {of} can't be read: {error.strerror or error}") from None
+
+
+def _files(directory: Path) -> dict[str, tuple[int, int | None]]:
+    found = {}
+    for file in sorted(directory.rglob("*")):
+        if file.is_file():
+            crc = None if file.parent.name == _DATA else zlib.crc32(file.read_bytes())
+            found[str(file.relative_to(directory))] = (file.stat().st_size, crc)
+    return found
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
