@@ -5,7 +5,8 @@
 
 A fault (`faulty.py`) says what it should lead to: the job fails and names the rank, with that rank's exit code where
 it chose one, or it goes on. Seconds are those from the fault to the end of the last process. **hung** jobs were killed
-after `--limit` seconds; **silent** ones should have failed, and every rank ended with 0 or no line named the culprit.
+after `--limit` seconds; **silent** ones should have failed, and every rank ended with 0 or no line named the culprit;
+in **crash** ones native code (gloo, MPI, JAX's coordinator) ended a process before an error could say what was wrong.
 The exit code is 1 if anything is wrong. In full it takes about an hour on two cores.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -67,7 +69,7 @@ class Outcome(NamedTuple):
       codes: exit code of the launcher, or by hand of each rank; None: it did not end.
       named: the first line that names the culprit, "" if there is none.
       orphans: processes that outlived the job.
-      problems: of "hung", "silent", "unnamed", "failed", "code", "orphans"; nothing if all is as it should be.
+      problems: of "hung", "silent", "unnamed", "failed", "code", "crash", "orphans"; nothing if all is as it should be.
     """
 
     fault: str
@@ -110,7 +112,8 @@ def run(name: str, setting: Setting) -> tuple[Outcome, str]:
     began = outside or max((float(t) for t in re.findall(r"^FAULT (\d+\.\d+)", text, re.M)), default=None)
     seconds = round(max(ended.values()) - began, 2) if began and not hung else None
     named = naming(text, culprit)
-    problems = judge(fault, codes, culprit, text.count("END ") == setting.size, named, orphans, hung)
+    complete = text.count("END ") == setting.size
+    problems = judge(fault, codes, culprit, complete, named, orphans, hung, bool(_CRASH.search(text)))
     return Outcome(name, setting.launcher, setting.communicator, seconds, codes, named, orphans, problems), text
 
 
@@ -144,6 +147,10 @@ def _watch(job: launch.Job, waited_for: Sequence[int], fault: Fault, limit: floa
     return ended, sent
 
 
+# What native code says when it ends a process that should have ended with an error.
+_CRASH = re.compile(r"terminate called|Check failure stack trace|Fatal Python error|MPI_ERRORS_ARE_FATAL")
+
+
 def judge(
     fault: Fault,
     codes: Sequence[int | None],
@@ -152,6 +159,7 @@ def judge(
     named: str,
     orphans: Iterable[str],
     hung: bool,
+    crashed: bool,
 ) -> list[str]:
     """What is not as the fault declares it.
 
@@ -163,11 +171,12 @@ def judge(
       named: the line that names the culprit, or "".
       orphans: what outlived the job.
       hung: whether it had to be killed.
+      crashed: whether native code ended a process of it.
 
     Returns:
       As `Outcome.problems`.
     """
-    found = ["orphans"] if list(orphans) else []
+    found = ["orphans"] * bool(list(orphans)) + ["crash"] * crashed
     if fault.expects == "named":  # a rank that is busy at its end may be waited for
         return found if named else [*found, "hung" if hung else "silent"]
     if hung:
@@ -223,7 +232,8 @@ def markdown(results: dict[str, Any]) -> str:
     summary = (
         f"{len(outcomes)} jobs of {results['size']} ranks: {count('hung')} hung, {count('silent', 'unnamed')} silent "
         f"(of these {count('unnamed')} failed without naming the rank), {count('code')} with another exit code than "
-        f"they should, {count('failed')} failed and should go on, {count('orphans')} with orphans."
+        f"they should, {count('crash')} ended by native code, {count('failed')} failed and should go on, "
+        f"{count('orphans')} with orphans."
     )
     return f"{report.table(head, rows)}\n\n{summary}"
 
@@ -272,7 +282,18 @@ def main() -> None:
     limit = max(args.limit, late + 45.0)
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
-    outcomes = []
+    outcomes: list[Outcome] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no job is left behind
+    try:
+        _have_all(args, limit, late, outcomes)
+    except KeyboardInterrupt:
+        print("interrupted: the rest was not run", file=sys.stderr)
+    found = {"command": report.command(), "machine": report.machine(), "size": args.n}
+    report.write(args, {**found, "outcomes": [o._asdict() for o in outcomes]}, markdown)
+    sys.exit(any(o.problems for o in outcomes))
+
+
+def _have_all(args: argparse.Namespace, limit: float, late: float, outcomes: list[Outcome]) -> None:
     for name, launcher, communicator in jobs(args.faults, args.launchers, args.communicators):
         setting = Setting(launcher, communicator, args.n, args.culprit, args.timeout, limit, late, args.level)
         outcome, text = run(name, setting)
@@ -285,9 +306,6 @@ def main() -> None:
             (args.logs / f"{name}.{launcher}.{communicator}").write_text(text)
         if args.verbose and outcome.problems:
             print(text, file=sys.stderr, flush=True)
-    found = {"command": report.command(), "machine": report.machine(), "size": args.n}
-    report.write(args, {**found, "outcomes": [o._asdict() for o in outcomes]}, markdown)
-    sys.exit(any(o.problems for o in outcomes))
 
 
 if __name__ == "__main__":

@@ -113,18 +113,18 @@ class Training:
                 act, self.on_trace = self.on_trace, None
                 act()
             y = batch["x"] @ params["w"] + params["b"]
-            if self.options.fault == "callback_raises":
-                y = jax.pure_callback(_on_the_host, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
             return self.reduction((y - target) ** 2)
 
         def trains_to(target: float) -> Any:
             def train(state: Any, batch: Any) -> Any:
                 params, opt = state
                 loss, grads = jax.value_and_grad(loss_of)(params, batch, target)
+                if self.options.fault == "callback_raises":
+                    loss = jax.pure_callback(_on_the_host, jax.ShapeDtypeStruct((), loss.dtype), loss)
                 updates, opt = tx.update(grads, opt, params)
                 return (optax.apply_updates(params, updates), opt), loss
 
-            train.__name__ = f"train_to_{target:g}"
+            train.__name__ = train.__qualname__ = f"train_to_{target:g}"
             return jaxdist.data_parallel(train)
 
         def evaluate(state: Any, batch: Any) -> Any:
