@@ -31,7 +31,7 @@ def test_load(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_cycles_of_training_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    args = ["train", "--cycles", "2", "--checkpoints", str(tmp_path / "checkpoints")]
+    args = ["train", "--cycles", "2", "--save-every", "0", "--checkpoints", str(tmp_path / "checkpoints")]
     first, second = (run(tmp_path, *args, start=launch.spawn_env) for _ in range(2))
     assert (first["from"], second["from"], second["wrong"]) == (0, 2, 0)
     assert second["loss"] < first["loss"]
@@ -56,7 +56,16 @@ def test_what_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     assert soak.trend(seconds[:50], warm[:50], 4.0) is None
 
     samples = [[[t, 400 + t, 30.0, 40.0] for t in seconds]] * 2
-    found = {"cycles": 300, "minutes": 5.0, "ranks": 2, "communicator": "mpi", "level": 1, "wrong": 0, "loss": 0.5}
+    found = {
+        "cycles": 300,
+        "saves": 5,
+        "minutes": 5.0,
+        "ranks": 2,
+        "communicator": "mpi",
+        "level": 1,
+        "wrong": 0,
+        "loss": 0.5,
+    }
     said = soak.markdown({**found, "samples": samples})
     assert "| 1 | memory, MiB | 500 | +199.00 ± 0.00 | +3600.0 ± 0.0 | grows |" in said
     assert said.count("| flat |") == 4
