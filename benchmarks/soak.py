@@ -182,7 +182,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         return sum(not np.array_equal(getattr(jaxdist, op)(x + ctx.rank), part) for op, part in parts.items())
 
     def bits(state: Any) -> list[bytes]:
-        return [np.asarray(s.data).tobytes() for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards]
+        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jaxdist.unshard(state))]
 
     loss: Any = None
     wrong, cycle, saves, elapsed, start = 0, 0, 0, 0.0, time.monotonic()
@@ -256,8 +256,9 @@ def markdown(found: dict[str, Any]) -> str:
             f"over {found['communicator']}: {found['wrong']} wrong; {each}."
         )
     said = (
-        f"{found['cycles']} cycles with {found['saves']} saves in {found['minutes']:.1f} minutes on {found['ranks']} ranks "
-        f"over {found['communicator']}, level {found['level']}: {found['wrong']} wrong; the last loss {found['loss']:.4f}."
+        f"{found['cycles']} cycles with {found['saves']} saves in {found['minutes']:.1f} minutes on {found['ranks']} "
+        f"ranks over {found['communicator']}, level {found['level']}: {found['wrong']} wrong; the last loss "
+        f"{found['loss']:.4f}."
     )
     fits = trends(found)
     if not any(fit for _, _, fit in fits):
