@@ -148,7 +148,9 @@ def _watch(job: launch.Job, waited_for: Sequence[int], fault: Fault, limit: floa
 
 
 # What native code says when it ends a process that should have ended with an error.
-_CRASH = re.compile(r"terminate called|Check failure stack trace|Fatal Python error|MPI_ERRORS_ARE_FATAL")
+_CRASH = re.compile(
+    r"terminate called|Check failure stack trace|Fatal Python error|MPI_ERRORS_ARE_FATAL|MPI_\w+ returned error code"
+)
 
 
 def judge(
@@ -198,7 +200,9 @@ def judge(
 
 
 # Who speaks is not who is to blame.
-_SPEAKER = re.compile(r"^\[jaxdist rank \d+\] |rank \d+( has waited|: )|timed out on rank \d+|MPI_ABORT.*", re.M)
+_SPEAKER = re.compile(
+    r"^\[jaxdist rank \d+\] |rank \d+( has waited|: )|timed out on rank \d+|MPI_ABORT.*|process rank \d+ .* calling$"
+)
 
 
 def naming(text: str, culprit: int) -> str:
