@@ -10,8 +10,8 @@ read again and compared bit by bit (not in every cycle: tensorstore 0.1.86 loses
 `Spec.to_json`). After each cycle it notes each rank's resident memory, descriptors and threads. The first third is
 left out (caches fill); through the rest, in 20 blocks, a line is fitted. What it rises by in that time is **flat** if
 its 95% interval ends below the limit (1% of the memory; one descriptor; one thread), **grows** if the interval begins
-above it, and else **not known**: run for longer. (Ten minutes at least: the first saves fill pools.) With --checkpoints a later run goes on where this one was. The exit
-code is 1 if anything was wrong or grows.
+above it, and else **not known**: run for longer. (Ten minutes at least: the first saves fill pools.) With --checkpoints
+a later run goes on where this one was. The exit code is 1 if anything was wrong or grows.
 """
 
 from __future__ import annotations
