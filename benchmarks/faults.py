@@ -69,7 +69,8 @@ class Outcome(NamedTuple):
       codes: exit code of the launcher, or by hand of each rank; None: it did not end.
       named: the first line that names the culprit, "" if there is none.
       orphans: processes that outlived the job.
-      problems: of "hung", "silent", "unnamed", "failed", "code", "crash", "orphans"; nothing if all is as it should be.
+      problems: of "hung", "silent", "unnamed", "failed", "code", "crash", "orphans", and "missed" (the fault did not
+        come to be: another one was faster); nothing if all is as it should be.
     """
 
     fault: str
@@ -103,17 +104,19 @@ def run(name: str, setting: Setting) -> tuple[Outcome, str]:
             codes = [p.poll() for p in job.processes]
             left = {str(p.pid) for i, p in enumerate(job.processes) if i not in waited_for}
             hung = len(ended) < len(waited_for)
-            alive = [] if hung else job.alive(patience=3.0 if not left else 0.0)
+            alive = [] if hung else job.alive(patience=3.0)
             orphans = [process for process in alive if process.split()[0] not in left]
         finally:
             job.kill()
         text = "".join(job.text(i, stream) for i in range(len(codes)) for stream in ("out", "err"))
         job.clean()
-    began = outside or max((float(t) for t in re.findall(r"^FAULT (\d+\.\d+)", text, re.M)), default=None)
-    seconds = round(max(ended.values()) - began, 2) if began and not hung else None
+    marks = [outside] * bool(outside) if fault.outside else [float(t) for t in re.findall(r"FAULT (\d+\.\d+)", text)]
+    seconds = round(max(ended.values()) - max(marks), 2) if marks and not hung else None
     named = naming(text, culprit)
     complete = text.count("END ") == setting.size
     problems = judge(fault, codes, culprit, complete, named, orphans, hung, bool(_CRASH.search(text)))
+    if not marks and name != "none":
+        problems.insert(0, "missed")
     return Outcome(name, setting.launcher, setting.communicator, seconds, codes, named, orphans, problems), text
 
 
@@ -237,7 +240,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{len(outcomes)} jobs of {results['size']} ranks: {count('hung')} hung, {count('silent', 'unnamed')} silent "
         f"(of these {count('unnamed')} failed without naming the rank), {count('code')} with another exit code than "
         f"they should, {count('crash')} ended by native code, {count('failed')} failed and should go on, "
-        f"{count('orphans')} with orphans."
+        f"{count('orphans')} with orphans, {count('missed')} in which the fault did not come to be."
     )
     return f"{report.table(head, rows)}\n\n{summary}"
 

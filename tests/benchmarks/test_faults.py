@@ -22,7 +22,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("name", "launcher", "communicator"),
     [
         ("init_sigkill", "env", "xla"),
-        pytest.param("data_worker_raises", "mpirun", "mpi", marks=pytest.mark.mpi),
+        pytest.param("data_raises", "mpirun", "mpi", marks=pytest.mark.mpi),
         ("child_raises", "run-env", "xla"),
         ("os_exit_0", "env", "xla"),
         pytest.param("order_of_eager", "run", "mpi", marks=pytest.mark.mpi),
