@@ -3,11 +3,11 @@
     python benchmarks/faults.py --json faults.json --markdown faults.md
     python benchmarks/faults.py --faults sigkill,order_of_twins --launchers run
 
-A fault (`faulty.py`) says what it should lead to: the job fails and names the rank, with that rank's exit code where
-it chose one, or it goes on. Seconds are those from the fault to the end of the last process. **hung** jobs were killed
-after `--limit` seconds; **silent** ones should have failed, and every rank ended with 0 or no line named the culprit;
-in **crash** ones native code (gloo, MPI, JAX's coordinator) ended a process before an error could say what was wrong.
-The exit code is 1 if anything is wrong. In full it takes about an hour on two cores.
+A fault (`known_faults.py`) says what it should lead to: the job fails and names the rank, with that rank's exit code
+where it chose one, or it goes on. Seconds are those from the fault to the end of the last process. **hung** jobs were
+killed after `--limit` seconds; **silent** ones should have failed, and every rank ended with 0 or no line named the
+culprit; in **crash** ones native code (gloo, MPI, JAX's coordinator) ended a process before an error could say what was
+wrong. The exit code is 1 if anything is wrong. In full it takes about an hour on two cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import report
-from faulty import BOOM, FAULTS, Fault
+from known_faults import BOOM, FAULTS, Fault
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import launch  # how the tests start jobs, and find what they leave behind
