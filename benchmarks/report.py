@@ -92,18 +92,19 @@ def command() -> str:
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, pictures: bool = True) -> None:
     """Where results go."""
-    parser.add_argument("--json", type=Path, help="every round's numbers")
+    parser.add_argument("--json", type=Path, help="every number")
     parser.add_argument("--markdown", type=Path, help="the tables")
-    parser.add_argument("--png", type=Path, help="the picture (needs matplotlib)")
+    if pictures:
+        parser.add_argument("--png", type=Path, help="the picture (needs matplotlib)")
 
 
 def write(
     args: argparse.Namespace,
     results: dict[str, Any],
     markdown: Callable[[dict[str, Any]], str],
-    draw: Callable[[dict[str, Any], Any], None],
+    draw: Callable[[dict[str, Any], Any], None] | None = None,
 ) -> None:
     """Print the tables, and write what was asked for.
 
@@ -111,7 +112,7 @@ def write(
       args: of `add_arguments`.
       results: what the JSON holds.
       markdown: makes the tables of it.
-      draw: puts the picture of it into a matplotlib figure.
+      draw: puts the picture of it into a matplotlib figure; None if `args` has no place for one.
     """
     text = markdown(results)
     print(text, flush=True)
@@ -119,7 +120,7 @@ def write(
         args.json.write_text(json.dumps(results) + "\n")
     if args.markdown:
         args.markdown.write_text(text + "\n")
-    if args.png:
+    if draw is not None and args.png:
         picture(results, draw, args.png)
 
 

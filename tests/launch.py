@@ -115,8 +115,12 @@ class Job:
         if orphans:
             self.kill()
             pytest.fail(f"processes outlived their job: {orphans}\n{self.everything()}")
-        shutil.rmtree(self._dir, ignore_errors=True)
+        self.clean()
         return results
+
+    def clean(self) -> None:
+        """Remove the output's files."""
+        shutil.rmtree(self._dir, ignore_errors=True)
 
     def alive(self, patience: float = 0.0) -> list[str]:
         """pid and command line of the job's processes, once `patience` seconds are over."""

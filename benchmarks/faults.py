@@ -1,0 +1,319 @@
+"""What becomes of a job when one rank fails: every fault under every launcher, over both wires.
+
+    python benchmarks/faults.py --json faults.json --markdown faults.md
+    python benchmarks/faults.py --faults sigkill,order_of_twins --launchers run
+
+A fault (`known_faults.py`) says what it should lead to: the job fails and names the rank, with that rank's exit code
+where it chose one, or it goes on. Seconds are those from the fault to the end of the last process. **hung** jobs were
+killed after `--limit` seconds; **silent** ones should have failed, and every rank ended with 0 or no line named the
+culprit; in **crash** ones native code (gloo, MPI, JAX's coordinator) ended a process before an error could say what was
+wrong. The exit code is 1 if anything is wrong. In full it takes about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report
+from known_faults import BOOM, FAULTS, Fault
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import launch  # how the tests start jobs, and find what they leave behind
+
+HERE = Path(__file__).resolve().parent
+JAXDIST_RUN = [sys.executable, "-m", "jaxdist", "run"]
+WIRES = {"mpirun": ("xla", "mpi"), "run": ("xla", "mpi"), "run-env": ("xla",), "env": ("xla",)}
+"""Launcher -> communicators that it can have: only under MPI is there MPI."""
+
+
+class Setting(NamedTuple):
+    """How a job with a fault is started.
+
+    Attributes:
+      launcher: "mpirun", "run" (`jaxdist run`), "run-env" (with ``--launcher env``) or "env" (by hand).
+      communicator: "xla" or "mpi".
+      size: of the job.
+      culprit: the rank, where the fault leaves that free.
+      timeout: JAXDIST_TIMEOUT.
+      limit: seconds after which a job hangs.
+      late: seconds that ranks are late which may be.
+      level: of `jaxdist.zero`.
+    """
+
+    launcher: str
+    communicator: str
+    size: int = 3
+    culprit: int = 1
+    timeout: float = 10.0
+    limit: float = 75.0
+    late: float = 25.0
+    level: int = 0
+
+
+class Outcome(NamedTuple):
+    """What became of a job.
+
+    Attributes:
+      fault: its name.
+      launcher: as in `Setting`.
+      communicator: as in `Setting`.
+      seconds: from the fault to the end of the last process; None if one did not end, or there was no fault.
+      codes: exit code of the launcher, or by hand of each rank; None: it did not end.
+      named: the first line that names the culprit, "" if there is none.
+      orphans: processes that outlived the job.
+      problems: of "hung", "silent", "unnamed", "failed", "code", "crash", "orphans", and "missed" (the fault did not
+        come to be: another one was faster); nothing if all is as it should be.
+    """
+
+    fault: str
+    launcher: str
+    communicator: str
+    seconds: float | None
+    codes: list[int | None]
+    named: str
+    orphans: list[str]
+    problems: list[str]
+
+
+def run(name: str, setting: Setting) -> tuple[Outcome, str]:
+    """Have one fault.
+
+    Args:
+      name: of `FAULTS`.
+      setting: of the job.
+
+    Returns:
+      What became of the job, and all that it wrote.
+    """
+    fault = FAULTS[name]
+    culprit = setting.culprit if fault.culprit is None else fault.culprit
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as scratch:
+        job = _start(name, culprit, setting, scratch)
+        try:
+            by_hand = setting.launcher == "env"
+            waited_for = [i for i in range(len(job.processes)) if not (by_hand and fault.stays and i == culprit)]
+            ended, outside = _watch(job, waited_for, fault, setting.limit)
+            codes = [p.poll() for p in job.processes]
+            left = {str(p.pid) for i, p in enumerate(job.processes) if i not in waited_for}
+            hung = len(ended) < len(waited_for)
+            alive = [] if hung else job.alive(patience=3.0)
+            orphans = [process for process in alive if process.split()[0] not in left]
+        finally:
+            job.kill()
+        text = "".join(job.text(i, stream) for i in range(len(codes)) for stream in ("out", "err"))
+        job.clean()
+    marks = [outside] * bool(outside) if fault.outside else [float(t) for t in re.findall(r"FAULT (\d+\.\d+)", text)]
+    seconds = round(max(ended.values()) - max(marks), 2) if marks and not hung else None
+    named = naming(text, culprit)
+    complete = text.count("END ") == setting.size
+    problems = judge(fault, codes, culprit, complete, named, orphans, hung, bool(_CRASH.search(text)))
+    if not marks and name != "none":
+        problems.insert(0, "missed")
+    return Outcome(name, setting.launcher, setting.communicator, seconds, codes, named, orphans, problems), text
+
+
+def _start(name: str, culprit: int, setting: Setting, scratch: str) -> launch.Job:
+    program = [str(HERE / "faulty.py"), name, "--culprit", str(culprit), "--level", str(setting.level)]
+    program += ["--late", str(setting.late), "--scratch", scratch]
+    env = {"JAXDIST_TIMEOUT": f"{setting.timeout:g}", "JAXDIST_COMMUNICATOR": setting.communicator}
+    if setting.launcher == "mpirun":
+        return launch.start_mpirun(setting.size, program, env)
+    if setting.launcher == "env":
+        return launch.start_env(setting.size, program, env)
+    how = ["--launcher", "env"] if setting.launcher == "run-env" else []
+    job = launch.Job()
+    job.start([*JAXDIST_RUN, "-n", str(setting.size), *how, *program], env)
+    return job
+
+
+def _watch(job: launch.Job, waited_for: Sequence[int], fault: Fault, limit: float) -> tuple[dict[int, float], float]:
+    """When processes ended; and when the launcher got its signal, or 0."""
+    ended: dict[int, float] = {}
+    sent = 0.0
+    end = time.monotonic() + limit
+    while len(ended) < len(waited_for) and time.monotonic() < end:
+        for i in waited_for:
+            if i not in ended and job.processes[i].poll() is not None:
+                ended[i] = time.time()
+        if fault.outside is not None and not sent and "READY" in job.text():
+            sent = time.time()
+            job.processes[0].send_signal(fault.outside)
+        time.sleep(0.02)
+    return ended, sent
+
+
+# What native code says when it ends a process that should have ended with an error.
+_CRASH = re.compile(
+    r"terminate called|Check failure stack trace|Fatal Python error|MPI_ERRORS_ARE_FATAL|MPI_\w+ returned error code"
+)
+
+
+def judge(
+    fault: Fault,
+    codes: Sequence[int | None],
+    culprit: int,
+    complete: bool,
+    named: str,
+    orphans: Iterable[str],
+    hung: bool,
+    crashed: bool,
+) -> list[str]:
+    """What is not as the fault declares it.
+
+    Args:
+      fault: what it declares.
+      codes: of the launcher alone, or by hand of each rank.
+      culprit: the rank.
+      complete: whether every rank came to the end of its script.
+      named: the line that names the culprit, or "".
+      orphans: what outlived the job.
+      hung: whether it had to be killed.
+      crashed: whether native code ended a process of it.
+
+    Returns:
+      As `Outcome.problems`.
+    """
+    found = ["orphans"] * bool(list(orphans)) + ["crash"] * crashed
+    if fault.expects == "named":  # a rank that is busy at its end may be waited for
+        return found if named else [*found, "hung" if hung else "silent"]
+    if hung:
+        return [*found, "hung"]
+    if fault.expects == "goes on":
+        return found if complete and not any(codes) else [*found, "failed"]
+    by_hand = len(codes) > 1
+    if not any(codes):
+        return [*found, "silent"]
+    others = [code for rank, code in enumerate(codes) if not (by_hand and rank == culprit)]
+    own = codes[culprit] if by_hand else codes[0]
+    if fault.code:
+        right = all(others) and own == fault.code
+    else:  # a culprit that ends with 0 by itself, or that has to be killed by hand, is left out
+        right = all(others) and (bool(own) or (by_hand and (fault.code == 0 or fault.stays)))
+    if not right:
+        found.append("code")
+    return found if named or fault.outside else [*found, "unnamed"]
+
+
+# Who speaks is not who is to blame.
+_SPEAKER = re.compile(
+    r"^\[jaxdist rank \d+\] |rank \d+( has waited|: )|timed out on rank \d+|MPI_ABORT.*|process rank \d+ .* calling$"
+)
+
+
+def naming(text: str, culprit: int) -> str:
+    """The first line of a job's output that says that this rank is to blame; "" if there is none.
+
+    It is about the rank, or it is the rank's own traceback, marked as such. That a rank speaks, or ends with an error,
+    is not enough: so do those that were left alone.
+    """
+    own = re.compile(rf"\[jaxdist rank {culprit}\] .*({BOOM}|uncaught|interrupted|KeyboardInterrupt|MemoryError)")
+    # The last two are mpirun's and jaxdist run's; the number of a process stands after its job's.
+    about = re.compile(rf"\brank {culprit}\b|Process name: \[[^\]]*,{culprit}\]")
+    for line in text.splitlines():
+        if own.search(line) or about.search(_SPEAKER.sub("", line)):
+            return line
+    return ""
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A row for each job, then how many were wrong."""
+    outcomes = [Outcome(**row) for row in results["outcomes"]]
+    rows = [
+        [
+            o.fault, o.launcher, o.communicator, None if o.seconds is None else f"{o.seconds:.1f}",
+            " ".join("–" if code is None else str(code) for code in o.codes),
+            "yes" if o.named else "no", len(o.orphans), ", ".join(o.problems) or "ok",
+        ]
+        for o in outcomes
+    ]  # fmt: skip
+    head = ["fault", "launcher", "wire", "seconds", "exit codes", "names the rank", "orphans", ""]
+    count = lambda *words: sum(any(word in o.problems for word in words) for o in outcomes)
+    summary = (
+        f"{len(outcomes)} jobs of {results['size']} ranks: {count('hung')} hung, {count('silent', 'unnamed')} silent "
+        f"(of these {count('unnamed')} failed without naming the rank), {count('code')} with another exit code than "
+        f"they should, {count('crash')} ended by native code, {count('failed')} failed and should go on, "
+        f"{count('orphans')} with orphans, {count('missed')} in which the fault did not come to be."
+    )
+    return f"{report.table(head, rows)}\n\n{summary}"
+
+
+def jobs(faults: Sequence[str], launchers: Sequence[str], communicators: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Those that there can be."""
+    return [
+        (name, launcher, communicator)
+        for name in faults
+        for launcher in launchers
+        for communicator in communicators
+        if communicator in WIRES[launcher] and not (FAULTS[name].outside and launcher == "env")
+    ]
+
+
+def _listed(known: Iterable[str]) -> Any:
+    def words(text: str) -> list[str]:
+        found = text.split(",")
+        for word in found:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of: {', '.join(known)}")
+        return found
+
+    return words
+
+
+def main() -> None:
+    """The matrix."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=_listed(FAULTS), default=list(FAULTS), help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--launchers", type=_listed(WIRES), default=list(WIRES), help=f"some of {','.join(WIRES)}")
+    parser.add_argument("--communicators", type=_listed(("xla", "mpi")), default=["xla", "mpi"], help="xla,mpi")
+    parser.add_argument("-n", type=int, default=3, help="ranks; default: 3")
+    parser.add_argument("--culprit", type=int, default=1, help="the rank that fails; default: 1")
+    parser.add_argument("--timeout", type=float, default=10.0, help="the jobs' JAXDIST_TIMEOUT; default: 10")
+    parser.add_argument("--limit", type=float, default=75.0, help="seconds after which a job hangs; default: 75")
+    parser.add_argument("--late", type=float, help="seconds that late ranks are late; default: 2.5 timeouts")
+    parser.add_argument("--level", type=int, default=0, choices=range(4), help="of jaxdist.zero; default: 0")
+    parser.add_argument("--logs", type=Path, help="folder for what the jobs write")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show what jobs that are wrong have written")
+    report.add_arguments(parser, pictures=False)
+    args = parser.parse_args()
+    if not 0 <= args.culprit < args.n or args.n < 2:
+        parser.error(f"--culprit {args.culprit} is not one of -n {args.n} ranks, or there is no other")
+    late = 2.5 * args.timeout if args.late is None else args.late
+    limit = max(args.limit, late + 45.0)
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no job is left behind
+    try:
+        _have_all(args, limit, late, outcomes)
+    except KeyboardInterrupt:
+        print("interrupted: the rest was not run", file=sys.stderr)
+    found = {"command": report.command(), "machine": report.machine(), "size": args.n}
+    report.write(args, {**found, "outcomes": [o._asdict() for o in outcomes]}, markdown)
+    sys.exit(any(o.problems for o in outcomes))
+
+
+def _have_all(args: argparse.Namespace, limit: float, late: float, outcomes: list[Outcome]) -> None:
+    for name, launcher, communicator in jobs(args.faults, args.launchers, args.communicators):
+        setting = Setting(launcher, communicator, args.n, args.culprit, args.timeout, limit, late, args.level)
+        outcome, text = run(name, setting)
+        outcomes.append(outcome)
+        said = ", ".join(outcome.problems) or "ok"
+        print(
+            f"{name} {launcher} {communicator}: {said} {outcome.seconds} {outcome.codes}", file=sys.stderr, flush=True
+        )
+        if args.logs:
+            (args.logs / f"{name}.{launcher}.{communicator}").write_text(text)
+        if args.verbose and outcome.problems:
+            print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
