@@ -41,8 +41,7 @@ def _end(ctx: Context, failures: list[str]) -> None:
     control = ctx.control
     failfast.end_if_exiting(ctx)
     if failures and not control.ending:
-        control.alarm(f"{control.who(ctx.rank)} failed in a function that it runs at exit: {failures[0]}")
-        control.depart(1, abort=True)
+        failfast.fail_at_exit(ctx, f"a function that runs at exit failed: {failures[0]}")
     control.hold()  # the main thread ends this process
     control.close()
     _wait_for_all(ctx)

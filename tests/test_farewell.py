@@ -66,7 +66,7 @@ def test_a_step_that_fails_in_a_function_of_atexit_fails_the_job(culprit: int) -
     results = _run("env", "step of one", culprit)
     assert all(r.returncode != 0 for r in results), results
     # The other one has left by then, or leaves while this one is in the call.
-    told = rf"rank {culprit} .* failed in a function that it runs at exit|rank {1 - culprit} has finished after 3 calls"
+    told = rf"rank {culprit} .*: a function that runs at exit failed|rank {1 - culprit} has finished after 3 calls"
     assert re.search(told, results[culprit].stderr + results[1 - culprit].stderr), results
 
 
