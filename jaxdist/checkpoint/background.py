@@ -81,7 +81,7 @@ def at_exit(ctx: Context) -> None:
     # Here and not in the thread: modules that it imports could not register what they do at the end any more.
     import orbax.checkpoint  # noqa: F401
 
-    def end() -> None:  # before `Context.leave`
+    def end() -> None:  # before `jaxdist.farewell`
         lock.release_all()
         if _pending is not None and _pending._error is not None:
             failfast.fail_at_exit(ctx, f"the script has ended, and its last save had failed: {_pending._error}")
