@@ -388,27 +388,26 @@ def quiet_distributed() -> None:
             jax.config.update(name, False)
 
 
-def before_coordinator_ends(wait: Callable[[], None]) -> None:
-    """On the process with JAX's coordinator: `wait` is called once its own client has left, before that ends.
+def when_client_has_left(call: Callable[[], None]) -> None:
+    """`call` something in JAX's own shutdown at exit: this process's client has left, the coordinator is still there.
 
-    jax 0.10-0.12 ends the two in one call at exit, and then the process goes on to its end at once.
+    jax 0.10-0.12 ends the client, then the service, if there is one, in one call. After it process 0 may be gone.
     """
     from jax._src import distributed
 
     state = distributed.global_state
+    service = state.service  # None on other processes
 
     class Service:
         """The coordinator, as far as JAX's own shutdown knows it."""
 
-        def __init__(self, service: Any):
-            self.service = service
-
         def shutdown(self) -> None:
-            wait()
-            self.service.shutdown()
+            call()
+            if service is not None:
+                service.shutdown()
 
-    if state.service is not None:
-        state.service = Service(state.service)
+    if state.client is not None:
+        state.service = Service()
 
 
 def one_cpu_device() -> None:

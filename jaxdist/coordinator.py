@@ -43,7 +43,9 @@ def reachable(control: Control, timeout: float) -> Iterator[Path]:
     folder = _own_folder()
     try:
         path = folder / "socket"
-        streams = _serve(control, path, timeout) if control.rank == 0 else None
+        at_end: Callable[[], None] | None = None
+        if control.rank == 0:
+            at_end = _serve(control, path, timeout)
         there = Path(control.exchange("coordinator", str(path), timeout)[0])
         if control.rank > 0:
             # Containers of one host may share its network and not its disk, hosts their disks and not a network.
@@ -51,12 +53,11 @@ def reachable(control: Control, timeout: float) -> Iterator[Path]:
                 path = there
                 await_listener(path, min(timeout, 5.0))
             else:
-                _forward(control, path)
+                at_end = _forward(control, path)
         yield path
         control.exchange("coordinator reached", None, timeout)
-        if streams is not None:
-            # The last answers of the coordinator are in this process's hands.
-            compat.before_coordinator_ends(lambda: _wait_for_ends(streams, control, timeout))
+        if at_end is not None:
+            compat.when_client_has_left(at_end)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,6 +111,11 @@ class _Stream:
         """Begin to carry."""
         threading.Thread(target=self._write, name="jaxdist-coordinator", daemon=True).start()
 
+    def end(self) -> None:
+        """Close both ends."""
+        self._send(b"")
+        self.came.put(b"")
+
     def _write(self) -> None:
         try:
             sock = self._connect()
@@ -135,12 +141,9 @@ class _Stream:
         self.came.put(b"")
 
 
-_Streams = dict[tuple[int, int], _Stream]
-
-
-def _serve(control: Control, path: Path, timeout: float) -> _Streams:
-    """The root: what other ranks' streams say goes to the coordinator."""
-    streams: _Streams = {}
+def _serve(control: Control, path: Path, timeout: float) -> Callable[[], None]:
+    """The root: what other ranks' streams say goes to the coordinator. Returns what waits until they have ended."""
+    streams: dict[tuple[int, int], _Stream] = {}
 
     def came(rank: int, message: tuple[int, bytes]) -> None:
         number, part = message
@@ -157,19 +160,19 @@ def _serve(control: Control, path: Path, timeout: float) -> _Streams:
                 stream.came.put(b"")  # the coordinator ends at once if nobody is connected
 
     control.listeners |= {_TAG: came, "gone": gone}
-    return streams
+
+    def wait() -> None:  # the coordinator's last answers are still in this process's hands
+        end = time.monotonic() + timeout
+        while not all(stream.ended.is_set() for stream in list(streams.values())):
+            if control.ending or time.monotonic() > end:
+                return
+            time.sleep(0.005)
+
+    return wait
 
 
-def _wait_for_ends(streams: _Streams, control: Control, timeout: float) -> None:
-    end = time.monotonic() + timeout
-    while not all(stream.ended.is_set() for stream in streams.values()):
-        if control.ending or time.monotonic() > end:
-            return
-        time.sleep(0.005)
-
-
-def _forward(control: Control, path: Path) -> None:
-    """Another rank: what its client says goes to the root."""
+def _forward(control: Control, path: Path) -> Callable[[], None]:
+    """Another rank: what its client says goes to the root. Returns what ends that."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(path))
     server.listen()
@@ -192,3 +195,9 @@ def _forward(control: Control, path: Path) -> None:
 
     control.listeners |= {_TAG: came, "gone": gone}
     threading.Thread(target=accept, name="jaxdist-coordinator", daemon=True).start()
+
+    def end() -> None:  # the client keeps its connection as long as the process, which may wait for the root in MPI
+        for stream in list(streams.values()):
+            stream.end()
+
+    return end
