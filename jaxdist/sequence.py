@@ -46,6 +46,7 @@ class Sequence:
         self._last: Hashable = None
         self._run = 0  # times that the last call was made in a row
         self._turns: dict[tuple[Hashable, int], Hashable] = {}  # what followed so many calls of a kind
+        self._before: tuple[tuple[Hashable, int], Hashable] = (None, 0), None  # where the newest call began
         self._announced: dict[int, tuple[int, str]] = {}  # where other ranks are, and the call they make next
         control.position = lambda: self.count
         control.on_enter = self._other_entered
@@ -95,19 +96,36 @@ class Sequence:
         with self._lock:
             self._add(what)
 
+    def correct(self, what: Hashable) -> None:
+        """The call entered last was of this kind."""
+        with self._lock:
+            (self._last, self._run), follows = self._before
+            self._follow(follows)
+            self._named.pop()
+            self.count -= 1
+            self._add(what)
+
     def _add(self, what: Hashable) -> None:
-        turn = (self._last, self._run)
+        turn = self._last, self._run
+        self._before = turn, self._turns.get(turn)
         if what == self._last:
-            if turn in self._turns:
-                del self._turns[turn]
+            self._follow(None)
             self._run += 1
         else:
-            if len(self._turns) >= _TURNS:
-                self._turns.clear()
-            self._turns[turn] = what
+            self._follow(what)
             self._last, self._run = what, 1
         self._named.append(what)
         self.count += 1
+
+    def _follow(self, what: Hashable) -> None:
+        """Note what comes after the calls so far; None: another of the same."""
+        turn = self._last, self._run
+        if what is not None:
+            if len(self._turns) >= _TURNS:
+                self._turns.clear()
+            self._turns[turn] = what
+        elif turn in self._turns:
+            del self._turns[turn]
 
     def _awaited(self) -> bool:
         """Whether another rank waits where this one is: to compare this call, or in another one."""
@@ -139,6 +157,8 @@ class Sequence:
             mine = str(self._named[-at]) if at <= len(self._named) else "a call long ago"
         if same and mine == what:
             return
+        if mine == what:
+            what = f"{what} too, but with another state, after an error, or with other settings of JAX"
         me = self._control.rank
         self._control.fail(
             f"the ranks make different calls: call {position + 1} of rank {me} is {mine}, and rank {rank} came with "

@@ -35,6 +35,17 @@ def test_a_call_that_the_pattern_leads_to_expect_is_not_compared(calls: str, exp
     assert compared(calls) == expected
 
 
+def test_a_call_that_was_of_another_kind_is_corrected() -> None:
+    right, corrected = Sequence(Control(0, 1)), Sequence(Control(0, 1))
+    for what in "aababbab":
+        right.commit(what)
+        corrected.commit("b" if corrected.count % 3 else what)
+        corrected.correct(what)
+    assert vars(right)["_turns"] == vars(corrected)["_turns"]
+    assert (right.count, right._last, right._run) == (corrected.count, corrected._last, corrected._run)
+    assert right._named == corrected._named
+
+
 def test_a_rank_in_another_call_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     controls = job(2)
     sequences = [Sequence(c) for c in controls]

@@ -99,6 +99,11 @@ class Agreement:
             self.sequence.commit(what)
         self._committed(call, what)
 
+    def corrected(self, what: StepCall) -> None:
+        """The call entered last is of another kind."""
+        if self.context.size > 1:
+            self.sequence.correct(what)
+
     def _committed(self, call: int, what: StepCall) -> None:
         progress = self.steps[what.step]
         progress.committed = call

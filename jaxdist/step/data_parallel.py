@@ -204,6 +204,7 @@ class DataParallel:
         self._programs: dict[Any, Program] = {}
         self._signatures: dict[Any, Signature] = {}
         self._latest: dict[Any, _Latest] = {}
+        self._varied: set[Any] = set()  # structures of arguments that come with states of several types
         self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
         self._told = False  # what is gathered
         self._log: commlog.StepLog | None = None
@@ -222,8 +223,7 @@ class DataParallel:
             try:
                 result, found = program(state, batch)
             except OtherTypesError:  # shapes of the state changed, their shardings did not
-                self._latest.clear()
-                program, state, batch = self._prepare(args, kwargs, call)
+                program, state, batch = self._prepare(args, kwargs, call, other_types=True)
                 result, found = program(state, batch)
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
@@ -304,13 +304,26 @@ class DataParallel:
                 on_cpu = self._mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, self._mesh.size, on_cpu)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> tuple[Any, list[Any], list[Any]]:
-        """The program for these arguments, and their leaves on the mesh."""
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int, other_types: bool = False
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """The program for these arguments, and their leaves on the mesh.
+
+        Args:
+          args: of the step.
+          kwargs: of the step.
+          call: its number.
+          other_types: the call was entered for a program that takes other types than these.
+        """
         try:
             if kwargs:
                 args = _positional(self._step, args, kwargs)
             leaves, tree = jax.tree.flatten(args)
-            latest = self._latest.get(tree) or _Latest([None] * len(leaves))
+            if other_types:  # two models take turns, say: from now on their types are looked at before a call
+                self._varied.add(tree)
+                self._latest.pop(tree, None)
+            key = (tree, _types(leaves)) if self._varied and tree in self._varied else tree
+            latest = self._latest.get(key) or _Latest([None] * len(leaves))
             strangers = latest.strangers(leaves, self._placement)
             constants = [i for i in strangers if not is_array(leaves[i])]
             values = tuple((i, leaves[i]) for i in constants)
@@ -332,18 +345,22 @@ class DataParallel:
 
         batch = [leaves[i] for i in signature.batch]
         known = (signature, trace_settings(), *map(self._placement.batch_key, batch))
+        if key is not tree:
+            known += key
         if latest is not None and latest.known != known:
             latest = None
         program = latest and latest.program
         changed = program is None or any(not signature.is_batch[i] for i in strangers)
         what = self._agreed.get(known)
-        if what is None or (changed and self._unplaced(signature, leaves)) or not self._agreement.known(call, what):
+        if other_types:  # the others find the same, or that this rank traces a program which they don't
+            self._agreement.corrected(self._agreed.setdefault(known, self._kind_of_call(signature, batch)))
+        elif what is None or (changed and self._unplaced(signature, leaves)) or not self._agreement.known(call, what):
             what = self._agreed.setdefault(known, self._agree(signature, leaves, batch))
             self._agreement.compared(call, what)
         if changed:
             program = self._choose(signature, leaves)
             self._place(program, leaves, call)
-            self._latest[tree] = _Latest(_expected(program, constants), program, signature, values, known)
+            self._latest[key] = _Latest(_expected(program, constants), program, signature, values, known)
         assert program is not None
         state = list(signature.pick_state(leaves))
         for i in program.padded:
@@ -516,25 +533,26 @@ class DataParallel:
         )
         return Signature(tree, tuple(p in argnums for p in positions), names, tuple(parameters))
 
+    def _kind_of_call(self, signature: Signature, batch: Sequence[Any]) -> StepCall:
+        names = [signature.names[i] for i in signature.batch]
+        return StepCall(self._name, tuple(zip(names, map(_type_of, batch), strict=True)))
+
     def _agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any]) -> StepCall:
         """Compare what this rank comes with and what the others do."""
         names = [signature.names[i] for i in signature.batch]
         problem = self._placement.batch_problem(names, batch)
         entries: list[tuple[str, str]] = []
-        types: list[tuple[str, str]] = []
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
-            kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
-            kind += f" of {x.total} in all" if isinstance(x, Part) else ""
+            kind = _type_of(x)
             if is_batch:
                 entries.append((f"batch leaf {name}", kind))
-                types.append((name, kind))
                 continue
             how = self._placement.layout(x)
             where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
             entries.append((f"state leaf {name}", kind + where))
             if not problem and (stranger := self._placement.stranger(x)):
                 problem = f"state leaf {name} {stranger}"
-        what = StepCall(self._name, tuple(types))
+        what = self._kind_of_call(signature, batch)
         self._agreement.check(what, Description(self._name, tuple(entries), problem))
         return what
 
@@ -601,6 +619,15 @@ class _Latest:
         if self._shardings is None or not all(map(operator.is_, shardings, self._shardings)):
             self._strangers, self._shardings = placement.misplaced(leaves, self.expected), shardings
         return self._strangers
+
+
+def _type_of(x: Any) -> str:
+    kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
+    return kind + (f" of {x.total} in all" if isinstance(x, Part) else "")
+
+
+def _types(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((x.shape, x.dtype) if is_array(x) else None for x in leaves)
 
 
 def _expected(program: Program, constants: Sequence[int]) -> list[Any]:

@@ -26,6 +26,7 @@ def task(target: float) -> Any:
 first, second = task(1.0), task(-5.0)
 x = jnp.ones((4, 3))
 w = jnp.ones((3, 2))
+models = {"a": w, "b": jnp.ones((3, 700))}
 large, large_x = jnp.ones((300, 900)), jnp.ones((4, 300))
 
 exchange = ctx.control.exchange
@@ -55,6 +56,9 @@ for i in range(12):
         else:
             w = first(w, x)
             large = second(large, large_x)
+    elif mode == "models":  # one step, two models of one structure
+        for model in ("b", "a") if wrong else ("a", "b"):
+            models[model] = first(models[model], x)
     elif mode == "batch":  # both lengths are known
         w = first(w, x if (i % 2 == 0) != wrong else x[:3])
     elif mode in ("sum", "barrier"):
@@ -64,7 +68,7 @@ for i in range(12):
         w = first(w, x)
         if not wrong:
             meet()
-    jax.block_until_ready(w)
+    jax.block_until_ready((w, large, models))
 if mode == "pattern":
     assert not asked, asked
     print(f"OK {ctx.rank}", flush=True)

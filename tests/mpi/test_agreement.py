@@ -89,6 +89,7 @@ def test_by_hand_without_a_launcher() -> None:
         ("equal shapes", 1, (r"step 'towards_1'", r"step 'towards_-5'")),
         ("other shapes", 0, (r"step 'towards_1' with a batch of x float\d\d\[4,3\]", r"step 'towards_-5'")),
         ("batch", 2, (r"x float\d\d\[4,3\]", r"x float\d\d\[3,3\]")),
+        ("models", 1, (r"step 'towards_1'", r"another state|state leaf w is float\d\d\[3,2\].* float\d\d\[3,700\]")),
         ("sum", 1, (r"step 'towards_1'", "allreduce")),
         ("barrier", 0, (r"step 'towards_1'", "'barrier'")),
     ],
