@@ -40,6 +40,7 @@ from jaxdist.watchdog import Watchdog
 AXIS = "data"  # the name of the mesh axis
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
+_PATIENCE = 60  # seconds that JAX gets longer, for our own message
 
 _context: Context | None = None
 _asked: tuple[Any, Any, int | None, int | None] | None = None
@@ -390,7 +391,7 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
         )
     compat.quiet_distributed()
-    with coordinator.reachable(ctx.control, timeout) as path:
+    with coordinator.reachable(ctx.control, timeout) as path, ctx.watchdog.over("the start of jax.distributed"):
         jax.distributed.initialize(
             coordinator_address=f"unix:{path}",
             coordinator_bind_address=f"unix:{path}",
@@ -398,7 +399,7 @@ def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float
             process_id=ctx.rank,
             local_device_ids=local_ids,
             cluster_detection_method="deactivate",
-            initialization_timeout=max(1, int(timeout)),
+            initialization_timeout=int(timeout) + _PATIENCE,  # it ends the process, and can't say who is missing
             heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
         )
 

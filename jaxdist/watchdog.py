@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from jaxdist.control import Control
@@ -94,6 +95,29 @@ class Watchdog:
                 calls = f"has made {made} call{'s' * (made != 1)} of it and " if call else ""
                 absent.append(f"{who} {calls}is at {report.at}")
         return "; ".join(absent) or None
+
+    @contextlib.contextmanager
+    def over(self, what: str) -> Iterator[None]:
+        """Watch over native code in which all ranks wait for each other, and which can't say who does not come.
+
+        Args:
+          what: names it.
+        """
+        ended = threading.Event()
+
+        def watch() -> None:
+            others = [r for r in range(self._control.size) if r != self._control.rank]
+            while not ended.wait(self._timeout):
+                where = self.whereabouts(others)
+                if where is not None and not ended.is_set():
+                    self._control.fail(f"{what} has taken longer than {self._timeout:g} s: {where}")
+                    return
+
+        threading.Thread(target=watch, name="jaxdist-start", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def at_the_end(self, ranks: Collection[int]) -> tuple[list[str], list[str]]:
         """Where ranks are that have not said goodbye: those that hang at their end, and those still at work."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_control import everywhere, job
+from test_control import everywhere, job, until
 
 from jaxdist import watchdog
 from jaxdist.control import ControlError
@@ -142,3 +142,21 @@ def test_a_small_output_is_watched_rather_than_a_large_one() -> None:
         call = Call(1, 0.0)
         call.finish(result)
         assert call.output is small
+
+
+def test_a_start_that_is_not_over_in_time_ends_the_job_and_names_who_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.5)
+    controls = job(3)
+    dogs = [Watchdog(c, 0.1 if c.rank == 0 else 1e6) for c in controls]
+    failed: list[str] = []
+    for control in controls:
+        monkeypatch.setattr(control, "fail", failed.append)
+    with dogs[1].over("something else"):
+        pass
+    controls[2].listeners.clear()  # it is stopped
+    with dogs[0].over("the start"):
+        until(lambda: failed)
+    assert re.match(r"the start has taken longer than 0.1 s: .*rank 2 \(\S+, pid \d+\) does not answer", failed[0])
+    assert len(failed) == 1

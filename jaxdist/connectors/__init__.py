@@ -123,7 +123,7 @@ def connect(
     if spec == "mpi":
         from jaxdist.connectors.mpi import MpiConnector
 
-        return MpiConnector()
+        return MpiConnector(timeout)
     if spec == "slurm":
         from jaxdist.connectors import slurm
 

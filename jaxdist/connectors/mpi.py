@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib.util
 import os
 import sys
@@ -23,6 +24,9 @@ class MpiConnector:
     is chosen for you. mpi4jax is compiled for one MPI: under another one only communicator "xla"
     works.
 
+    Args:
+      timeout: seconds for everyone to come to MPI_Init; then this process ends, with the stack of where it waits.
+
     Raises:
       ImportError: mpi4py is not installed, or finds no MPI library; with the command.
       RuntimeError: the launcher and the loaded library are of different MPIs: each process would be alone.
@@ -35,8 +39,8 @@ class MpiConnector:
 
     name = "mpi"
 
-    def __init__(self) -> None:
-        mpi = load()
+    def __init__(self, timeout: float = 300.0):
+        mpi = _wait_for_all_ranks_in_mpi_init(timeout)
         world = mpi.COMM_WORLD
         _refuse_alone(mpi.Get_library_version(), world.rank, world.size)
         self._mpi = mpi
@@ -100,6 +104,17 @@ def load() -> Any:
             f"before the job starts: {site.how_to_load(found)}"
         ) from error
     return MPI
+
+
+def _wait_for_all_ranks_in_mpi_init(timeout: float) -> Any:
+    """As `load`. MPI_Init waits without end, and keeps Python's lock: no thread of Python can see to it."""
+    if "mpi4py.MPI" in sys.modules:
+        return load()
+    faulthandler.dump_traceback_later(timeout, exit=True, file=2)  # this function's name is what it has to say
+    try:
+        return load()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _refuse_alone(library: str, rank: int, size: int) -> None:

@@ -25,6 +25,8 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.param("data_raises", "mpirun", "mpi", marks=pytest.mark.mpi),
         ("child_raises", "run-env", "xla"),
         ("os_exit_0", "env", "xla"),
+        pytest.param("raise_exit_3", "run", "xla", marks=pytest.mark.mpi),
+        ("save_on_full_disk", "run-env", "xla"),
         pytest.param("order_of_eager", "run", "mpi", marks=pytest.mark.mpi),
         pytest.param("last_atexit_raises", "mpirun", "xla", marks=pytest.mark.mpi),
     ],

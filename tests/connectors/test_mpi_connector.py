@@ -165,3 +165,13 @@ def test_open_mpi_is_told_before_it_starts(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", Mpi4py("mpi4py"))
     assert mpi.load().items() >= _NETWORKS.items()
+
+
+@pytest.mark.mpi
+def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end():
+    script = (
+        "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': time.sleep(90)\nimport jaxdist; jaxdist.init()"
+    )
+    result = launch.mpirun(2, ["-c", script], {"JAXDIST_TIMEOUT": "3"}, timeout=60)
+    assert result.returncode != 0
+    assert "_wait_for_all_ranks_in_mpi_init" in result.output
