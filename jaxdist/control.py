@@ -335,7 +335,7 @@ class Control:
             except (EOFError, OSError) as error:
                 reason = error
                 break
-        if 0 in self.notices.get("bye", {}):
+        if self._all_left.is_set():
             self._answers.put(("error", "", f"{self.who(0)} has already left"))
             self.deliver(("post", "gone", 0, None))
         else:

@@ -59,7 +59,7 @@ class Hub:
                         self.open.discard(rank)
                         self.gone.notify_all()
                     self.control.deliver(("post", "gone", rank, None))
-                    if rank not in self.left and not self.control.ending:
+                    if not self.control.all_left(0):  # it has to wait for that
                         self.end_all(lost(self.control.who(rank), error), spare=rank)
 
     def wait_gone(self, seconds: float) -> bool:

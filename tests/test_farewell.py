@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import launch
 import pytest
@@ -10,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow  # together
 
 _SCRIPT = """
-import atexit, sys, time
+import atexit, os, sys, time
 what, culprit = sys.argv[1], int(sys.argv[2])
 import jax, jax.numpy as jnp, jaxdist
 ctx = jaxdist.init()
@@ -33,6 +35,11 @@ def at_exit():
             raise ValueError("no business of the job")
 
 atexit.register(at_exit)
+if what == "killed":
+    if me == culprit:
+        atexit.register(lambda: print("OVER", os.getpid(), flush=True))
+    else:
+        time.sleep(60)
 if what == "late" and me == culprit:
     time.sleep(float(sys.argv[3]))
     print("LATE", flush=True)
@@ -75,3 +82,13 @@ def test_what_is_no_business_of_the_job_does_not_fail_it() -> None:
     results = _run("env", "step of all", 1)
     assert [r.returncode for r in results] == [0, 0], results
     assert len({r.stdout.split("WEIGHTS")[1] for r in results}) == 1
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_is_killed_while_it_waits_for_the_others_is_missed(culprit: int) -> None:
+    job = launch.start_env(2, ["-c", _SCRIPT, "killed", str(culprit)])
+    text = job.wait_for(lambda text: "OVER" in text)
+    os.kill(int(text.split("OVER")[1].split()[0]), signal.SIGKILL)
+    results = job.finish(60)
+    assert results[1 - culprit].returncode == 1, results
+    assert re.search(rf"rank {culprit} \(\S+, pid \d+\) died without a goodbye", results[1 - culprit].stderr), results
