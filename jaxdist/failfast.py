@@ -112,7 +112,7 @@ def install(ctx: Context) -> None:
 
 
 def _end(ctx: Context, kind: type[BaseException], error: BaseException | None) -> None:
-    if issubclass(kind, _AFTERMATH) and ctx.control.told_to_end(_CAUSE_SECONDS):
+    if (issubclass(kind, _AFTERMATH) or "/gloo/" in str(error)) and ctx.control.told_to_end(_CAUSE_SECONDS):
         ctx.control.depart(1)
     lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
     # The first line of a message says most; notes and chained text follow.

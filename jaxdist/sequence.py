@@ -158,12 +158,15 @@ class Sequence:
         if same and mine == what:
             return
         if mine == what:
-            what = f"{what} too, but with another state, after an error, or with other settings of JAX"
+            what = (
+                f"{what} too, but with something new: a state of other types, or kept elsewhere (on the host, on the "
+                "mesh), another constant, other settings of JAX, or after an error"
+            )
         me = self._control.rank
         self._control.fail(
             f"the ranks make different calls: call {position + 1} of rank {me} is {mine}, and rank {rank} came with "
             f"{what}. Every rank must make the same calls in the same order, with batches of the same shape: look for "
-            "a choice that is not the same on all ranks, and drop or pad the tail of the data on every rank"
+            "a choice that is not the same on all ranks, or a tail of the data that is not"
         )
 
     def _other_left(self, rank: int, count: int) -> None:

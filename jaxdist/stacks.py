@@ -25,8 +25,12 @@ def main_thread_line() -> str:
 
 
 def script_is_over() -> bool:
-    """Whether the main thread runs what is left to do at exit. (Or an import then: a wrong no.)"""
-    return all(frame.name != "<module>" for frame in _main_thread())
+    """Whether the main thread runs what is left to do at exit, and waits for no thread of the script's any more.
+
+    (Or it is in an import then: a wrong no.)
+    """
+    at_work = ("<module>", "_shutdown")  # the second: of threading.py, for threads that are no daemons
+    return all(frame.name not in at_work for frame in _main_thread())
 
 
 def main_thread_stack() -> str:

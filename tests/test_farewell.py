@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow  # together
 
 _SCRIPT = """
-import atexit, os, sys, time
+import atexit, os, sys, threading, time
 what, culprit = sys.argv[1], int(sys.argv[2])
 import jax, jax.numpy as jnp, jaxdist
 ctx = jaxdist.init()
@@ -40,6 +40,8 @@ if what == "killed":
         atexit.register(lambda: print("OVER", os.getpid(), flush=True))
     else:
         time.sleep(60)
+if what == "uploads" and me == culprit:
+    threading.Thread(target=lambda: (time.sleep(float(sys.argv[3])), print("LATE", flush=True))).start()
 if what == "late" and me == culprit:
     time.sleep(float(sys.argv[3]))
     print("LATE", flush=True)
@@ -51,9 +53,9 @@ def _run(how: str, what: str, culprit: int, *args: str, timeout: str = "60") -> 
     return start(2, ["-c", _SCRIPT, what, str(culprit), *args], {"JAXDIST_TIMEOUT": timeout}).finish(60)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_who_ends_later_than_the_timeout_is_waited_for(culprit: int) -> None:
-    results = _run("env", "late", culprit, "4", timeout="1.5")
+@pytest.mark.parametrize(("what", "culprit"), [("late", 0), ("late", 1), ("uploads", 0)])
+def test_who_ends_later_than_the_timeout_is_waited_for(what: str, culprit: int) -> None:
+    results = _run("env", what, culprit, "4", timeout="1.5")
     assert [r.returncode for r in results] == [0, 0], results
     assert "LATE" in results[culprit].stdout
     assert f"for the others: rank {culprit} (" in results[1 - culprit].stderr

@@ -246,7 +246,8 @@ class DataParallel:
         """XLA's error for an array whose memory another call has taken says neither which nor why."""
         leaves = jax.tree_util.tree_leaves_with_path(args)
         gone = [path for path, x in leaves if isinstance(x, (jax.Array, Padded)) and x.is_deleted()]
-        if not gone or not isinstance(error, (RuntimeError, ValueError)):
+        about = isinstance(error, (RuntimeError, ValueError)) and ("deleted" in str(error) or "donated" in str(error))
+        if not gone or not about:
             return
         parameters = _parameter_names(self._step, len(args))
         name = parameters[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
@@ -622,7 +623,11 @@ class _Latest:
 
 
 def _type_of(x: Any) -> str:
-    kind = f"{getattr(x, 'dtype', type(x).__name__)}[{','.join(map(str, np.shape(x)))}]"
+    # As it travels: with jax_enable_x64 on one rank alone float64 of NumPy is not the same everywhere.
+    dtype = (
+        jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
+    )
+    kind = f"{dtype}[{','.join(map(str, np.shape(x)))}]"
     return kind + (f" of {x.total} in all" if isinstance(x, Part) else "")
 
 

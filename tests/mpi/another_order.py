@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxdist
 
 mode, culprit = sys.argv[1], int(sys.argv[2])
 ctx = jaxdist.init(communicator=sys.argv[3])
 bad = ctx.rank == culprit
+if mode == "x64":
+    jax.config.update("jax_enable_x64", bad)
 
 
 def task(target: float) -> Any:
@@ -59,6 +62,8 @@ for i in range(12):
     elif mode == "models":  # one step, two models of one structure
         for model in ("b", "a") if wrong else ("a", "b"):
             models[model] = first(models[model], x)
+    elif mode == "x64":  # what travels of a NumPy array of 64 bits is not the same
+        w = first(w.astype(jnp.float32), np.ones((4, 3)))
     elif mode == "batch":  # both lengths are known
         w = first(w, x if (i % 2 == 0) != wrong else x[:3])
     elif mode in ("sum", "barrier"):
