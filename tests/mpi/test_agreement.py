@@ -89,7 +89,11 @@ def test_by_hand_without_a_launcher() -> None:
         ("equal shapes", 1, (r"step 'towards_1'", r"step 'towards_-5'")),
         ("other shapes", 0, (r"step 'towards_1' with a batch of x float\d\d\[4,3\]", r"step 'towards_-5'")),
         ("batch", 2, (r"x float\d\d\[4,3\]", r"x float\d\d\[3,3\]")),
-        ("models", 1, (r"step 'towards_1'", r"a state of other types|state leaf w is float\d\d\[3,2\].* float\d\d\[3,700\]")),
+        (
+            "models",
+            1,
+            (r"step 'towards_1'", r"a state of other types|state leaf w is float\d\d\[3,2\].* float\d\d\[3,700\]"),
+        ),
         ("x64", 1, (r"batch leaf x is float32\[4,3\] on rank 0", r"float64\[4,3\] on rank 1")),
         ("sum", 1, (r"step 'towards_1'", "allreduce")),
         ("barrier", 0, (r"step 'towards_1'", "'barrier'")),
