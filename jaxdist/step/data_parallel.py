@@ -322,8 +322,10 @@ class DataParallel:
             leaves, tree = jax.tree.flatten(args)
             if other_types:  # two models take turns, say: from now on their types are looked at before a call
                 self._varied.add(tree)
-                self._latest.pop(tree, None)
             key = (tree, _types(leaves)) if self._varied and tree in self._varied else tree
+            if other_types:
+                self._latest.pop(tree, None)
+                self._latest.pop(key, None)
             latest = self._latest.get(key) or _Latest([None] * len(leaves))
             strangers = latest.strangers(leaves, self._placement)
             constants = [i for i in strangers if not is_array(leaves[i])]
@@ -632,7 +634,7 @@ def _type_of(x: Any) -> str:
 
 
 def _types(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((x.shape, x.dtype) if is_array(x) else None for x in leaves)
+    return tuple((x.shape, x.dtype, getattr(x, "weak_type", None)) if is_array(x) else None for x in leaves)
 
 
 def _expected(program: Program, constants: Sequence[int]) -> list[Any]:

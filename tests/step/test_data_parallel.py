@@ -554,3 +554,19 @@ def test_no_state_and_a_constant():
 
     for how, expected in (("mean", X.mean()), ("mean", X.mean()), ("max", X.max()), ("mean", X.mean())):
         assert abs(float(step(X, how)) - expected) < 1e-12
+
+
+def test_states_of_several_types_take_turns_under_one_step() -> None:
+    traces = []
+
+    @jaxdist.data_parallel(donate=False)
+    def step(state: Any, x: Any) -> Any:
+        traces.append(1)
+        return state - jnp.mean(x) * state
+
+    strong = jnp.asarray(2.0, jnp.result_type(float))
+    states = [jnp.ones(3), jnp.ones((2, 2)), jnp.asarray(2.0), strong]  # of these two the first type is weak
+    for _ in range(4):
+        for state in states:
+            np.testing.assert_allclose(np.asarray(step(state, jnp.full(8, 0.25))), 0.75 * np.asarray(state))
+    assert len(traces) <= 2 * len(states)
