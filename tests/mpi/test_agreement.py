@@ -87,8 +87,8 @@ def test_by_hand_without_a_launcher() -> None:
     ("mode", "culprit", "calls"),
     [
         ("equal shapes", 1, (r"step 'towards_1'", r"step 'towards_-5'")),
-        ("other shapes", 0, (r"step 'towards_1' with a batch of x float\d\d\[4,3\]", r"step 'towards_-5'")),
-        ("batch", 2, (r"x float\d\d\[4,3\]", r"x float\d\d\[3,3\]")),
+        ("other shapes", 0, (r"step 'towards_1'", r"step 'towards_-5'")),
+        ("batch", 2, (r"x (is )?float\d\d\[4,3\]", r"float\d\d\[3,3\]")),
         (
             "models",
             1,
