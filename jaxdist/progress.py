@@ -56,15 +56,11 @@ class Progress:
 
     Attributes:
       committed: the last call that this rank has entered for good: nothing can stop it from its collectives.
-      comparing: the call that it compares, or compared before committing to it.
-      last: the arguments last compared.
       current: the call committed to; None before the first.
       failed: the error that the last call ended with after it was committed to; "" if none.
     """
 
     committed: int = 0
-    comparing: int = 0
-    last: Any = None
     current: Call | None = None
     failed: str = ""
 

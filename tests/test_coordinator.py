@@ -90,13 +90,20 @@ print("sum", float(step(np.zeros(()), np.ones(2))))
 """
 
 
-def test_a_job_as_across_hosts():
+def _as_across_hosts(size: int, script: str) -> list[launch.Result]:
+    """A job whose ranks reach the root at another address than loopback; all end with 0."""
     own = rendezvous.interface_addresses()
     if not own:
         pytest.skip("no interface beside loopback: not checked here (tests/hosts does)")
     env = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
-    for result in launch.spawn_env(3, ["-c", _SCRIPT], env):
+    results = launch.spawn_env(size, ["-c", script], env)
+    for result in results:
         assert result.returncode == 0, result.output
+    return results
+
+
+def test_a_job_as_across_hosts():
+    for result in _as_across_hosts(3, _SCRIPT):
         assert result.stdout == "sum 6.0\n"
 
 
@@ -117,9 +124,4 @@ if ctx.rank == 0:
 
 @pytest.mark.slow
 def test_the_root_ends_after_the_last_answer_of_the_coordinator_has_come():
-    own = rendezvous.interface_addresses()
-    if not own:
-        pytest.skip("no interface beside loopback: not checked")
-    env = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
-    for result in launch.spawn_env(2, ["-c", _LATE], env):
-        assert result.returncode == 0, result.output
+    _as_across_hosts(2, _LATE)

@@ -46,14 +46,18 @@ def test_a_call_that_was_of_another_kind_is_corrected() -> None:
     assert right._named == corrected._named
 
 
-def test_a_rank_in_another_call_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    controls = job(2)
+def in_training(size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Control], list[Sequence], list[str]]:
+    """The ranks of a job after one step, and what they fail with, each with its rank."""
+    controls, failed = job(size), []
     sequences = [Sequence(c) for c in controls]
-    failed: list[str] = []
-    for control in controls:
-        monkeypatch.setattr(control, "fail", failed.append)
-    for sequence in sequences:
+    for control, sequence in zip(controls, sequences, strict=True):
+        monkeypatch.setattr(control, "fail", lambda message, rank=control.rank: failed.append(f"{rank}: {message}"))
         sequence.commit("train")
+    return controls, sequences, failed
+
+
+def test_a_rank_in_another_call_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    controls, sequences, failed = in_training(2, monkeypatch)
     assert sequences[0].enter("train")
     controls[1].post("unrelated", 1)
     assert not sequences[1].enter("evaluate")
@@ -63,12 +67,7 @@ def test_a_rank_in_another_call_ends_the_job(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rank_behind_is_waited_for_and_joins_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    controls = job(2)
-    sequences = [Sequence(c) for c in controls]
-    failed: list[str] = []
-    for control, sequence in zip(controls, sequences, strict=True):
-        monkeypatch.setattr(control, "fail", failed.append)
-        sequence.commit("train")
+    controls, sequences, failed = in_training(2, monkeypatch)
     controls[1]._send(("enter", sequences[1].tag, None, (1, "train, changed")))
     until(lambda: controls[0].waiting)
     assert not sequences[0].enter("train"), "rank 1 waits to compare it"
@@ -76,12 +75,7 @@ def test_a_rank_behind_is_waited_for_and_joins_the_comparison(monkeypatch: pytes
 
 
 def test_a_call_announced_matters_to_those_in_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    controls = job(3)
-    sequences = [Sequence(c) for c in controls]
-    failed: list[str] = []
-    for control, sequence in zip(controls, sequences, strict=True):
-        monkeypatch.setattr(control, "fail", lambda message, rank=control.rank: failed.append(f"{rank}: {message}"))
-        sequence.commit("train")
+    _, sequences, failed = in_training(3, monkeypatch)
     sequences[0].commit("allreduce")  # it was quicker
     assert sequences[1].enter("train")
     sequences[2].announce("allreduce")
@@ -91,12 +85,7 @@ def test_a_call_announced_matters_to_those_in_another_one(monkeypatch: pytest.Mo
 
 
 def test_who_left_before_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    controls = job(2)
-    sequences = [Sequence(c) for c in controls]
-    failed: list[str] = []
-    for control, sequence in zip(controls, sequences, strict=True):
-        monkeypatch.setattr(control, "fail", failed.append)
-        sequence.commit("train")
+    controls, sequences, failed = in_training(2, monkeypatch)
     controls[1].close()
     until(lambda: "bye" in controls[0].notices)
     with pytest.raises(RuntimeError, match="rank 1 has finished after 1 calls, and rank 0 is in call 2, train"):

@@ -9,7 +9,6 @@ joins in, and finds the difference; one that has is stopped by its watcher threa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import time
@@ -130,12 +129,13 @@ class Agreement:
             progress.failed = type(error).__name__
             progress.current.finish(None)
 
-    def check(self, what: StepCall, mine: Description) -> None:
+    def check(self, what: StepCall, entries: tuple[tuple[str, str], ...] = (), problem: str | None = None) -> None:
         """Compare with every rank.
 
         Args:
           what: the call.
-          mine: what this rank comes with.
+          entries: what this rank comes with (see `Description`).
+          problem: what it found wrong by itself.
 
         Raises:
           ValueError: on every rank, naming the first leaf that differs, both types and the ranks; or the problem that
@@ -143,14 +143,14 @@ class Agreement:
           ControlError: some rank did not come within the timeout, or is in another call.
         """
         if self.context.size == 1:
-            if mine.problem:
-                raise ValueError(mine.problem)
+            if problem:
+                raise ValueError(problem)
             return
         outcome = ("the outcome of the call before", self.steps[what.step].failed or "a result")
-        mine = dataclasses.replace(mine, entries=(outcome, *mine.entries))
+        mine = Description(what.step, (outcome, *entries), problem)
         tag = self.sequence.tag
         digests = self.control.exchange(tag, mine.digest(), self.context.timeout, str(what))
-        if len(set(digests)) == 1 and mine.problem is None:
+        if len(set(digests)) == 1 and problem is None:
             return
         raise ValueError(explain(self.control.exchange(tag + " details", mine, self.context.timeout, str(what))))
 

@@ -27,7 +27,7 @@ from jaxdist.compat import sharding_of, trace_settings, trace_state_clean
 from jaxdist.context import Context, get_context
 from jaxdist.placements import report
 from jaxdist.placements.plan import Placed
-from jaxdist.step.agree import Agreement, Description, StepCall, list_ranks
+from jaxdist.step.agree import Agreement, StepCall, list_ranks
 from jaxdist.step.fingerprint import constants
 from jaxdist.step.layouts import Layout, Padded, choose, sharding
 from jaxdist.step.placement import ELSEWHERE, Part, Placement, abstract, batch_problem, checksum, in_shards
@@ -293,7 +293,7 @@ class DataParallel:
         if self._context.size > 1:
             text = f"{type(error).__name__}: {error}"
             with contextlib.suppress(ValueError):  # this rank raises its own
-                self._agreement.check(StepCall(self._name), Description(self._name, (), text))
+                self._agreement.check(StepCall(self._name), problem=text)
 
     def _bind_context(self) -> None:
         if self._context is None:
@@ -556,7 +556,7 @@ class DataParallel:
             if not problem and (stranger := self._placement.stranger(x)):
                 problem = f"state leaf {name} {stranger}"
         what = self._kind_of_call(signature, batch)
-        self._agreement.check(what, Description(self._name, tuple(entries), problem))
+        self._agreement.check(what, tuple(entries), problem)
         return what
 
 
