@@ -462,9 +462,10 @@ def _mpi_problem(size: int) -> str:
         )
     built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
     if built and built != loaded:
+        rebuild = site.rebuild_mpi4jax(site.loaded() or "")
         return (
             f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
-            f"communicator 'xla', or rebuild it with the mpicc of that MPI: {site.REBUILD}"
+            f"communicator 'xla', or rebuild it with the mpicc of that MPI: {rebuild}"
         )
     return ""
 

@@ -76,12 +76,12 @@ def _mpi() -> Iterator[Finding]:
             f"export PATH={mpirun.path.parent}:$PATH  (to use {first} instead: {site.how_to_load(first)})",
         )
     if not installed or not library.problem:  # it would fail for the same reason
-        yield _mpi4jax()
+        yield _mpi4jax(library.path)
     if mpirun is not None:
         yield from _open_mpi_settings(mpirun)
 
 
-def _mpi4jax() -> Finding:
+def _mpi4jax(library: str) -> Finding:
     if importlib.util.find_spec("mpi4jax") is None:
         return Finding("mpi4jax", False, "not installed: communicator mpi is not to be had", site.install())
     # Its compiled part may have been built against another MPI or JAX; ask in another process.
@@ -92,7 +92,7 @@ def _mpi4jax() -> Finding:
             "mpi4jax",
             False,
             f"installed, but does not import: {lines[-1] if lines else 'it says nothing'}",
-            site.REBUILD,
+            site.rebuild_mpi4jax(library),
         )
     return Finding("mpi4jax", True, _version("mpi4jax"))
 

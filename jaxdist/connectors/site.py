@@ -13,10 +13,6 @@ _OPEN_MPI = ("orterun", "orted", "prterun", "prte", "prted")
 _HYDRA = ("hydra_pmi_proxy", "hydra_bstrap_proxy", "mpiexec.hydra", "mpiexec.mpich", "mpispawn", "mpirun_rsh")
 # mpi4jax builds for CUDA too wherever there is an nvcc, and fails without the headers. Between GPUs NCCL is used.
 _NO_CUDA = "CUDA_PATH=/dev/null"
-REBUILD = (
-    f"{_NO_CUDA} MPI4JAX_BUILD_MPICC=$(which mpicc) "
-    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax"
-)
 _LIBRARY_FOLDERS = ("lib", "lib64", "lib/release", "lib/*-linux-gnu", "lib/*-linux-gnu/openmpi/lib")
 
 
@@ -102,6 +98,25 @@ def how_to_load(program: Path | None) -> str:
 def loaded() -> Path | None:
     """The MPI library in this process, by its file."""
     return next(_mapped(), None)
+
+
+def rebuild_mpi4jax(library: str | Path = "") -> str:
+    """The command that compiles mpi4jax for an MPI.
+
+    Args:
+      library: that MPI's, by its file; "": that of the mpicc on PATH.
+
+    Example:
+      >>> rebuild_mpi4jax().split(" pip ")[0]
+      'CUDA_PATH=/dev/null OMPI_LIBS=-l:libmpi.so.40 MPI4JAX_BUILD_MPICC=$(which mpicc)'
+    """
+    beside = Path(library).parent.parent / "bin" / "mpicc"
+    mpicc = beside if library and beside.exists() else "$(which mpicc)"
+    # OMPI_LIBS: a Python of the system has -L of the system's libraries first, where -lmpi may be another MPI's.
+    return (
+        f"{_NO_CUDA} OMPI_LIBS=-l:libmpi.so.40 MPI4JAX_BUILD_MPICC={mpicc} "
+        "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax"
+    )
 
 
 @functools.cache

@@ -82,3 +82,11 @@ def test_the_launcher_is_found_behind_a_shell(tmp_path: Path) -> None:
     command = [str(proxy), "-c", f"bash -c '{sys.executable} -c \"{code}\"; true'; true"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == str(proxy)
+
+
+def test_mpi4jax_is_rebuilt_by_the_mpicc_beside_the_library(tmp_path: Path) -> None:
+    mpicc = tmp_path / "bin" / "mpicc"
+    assert "MPI4JAX_BUILD_MPICC=$(which mpicc) " in site.rebuild_mpi4jax(tmp_path / "lib" / "libmpi.so.40")
+    mpicc.parent.mkdir()
+    mpicc.touch()
+    assert f"MPI4JAX_BUILD_MPICC={mpicc} " in site.rebuild_mpi4jax(tmp_path / "lib" / "libmpi.so.40")
