@@ -122,7 +122,9 @@ def collecting() -> Iterator[Findings]:
         _collector.reset(token)
 
 
-def examine(names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str) -> None:
+def examine(
+    names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool] = (True, True)
+) -> None:
     """Look at what a call of a step has counted; waits for its end.
 
     Args:
@@ -130,11 +132,13 @@ def examine(names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str) -> 
       found: of `Findings.everywhere`.
       mesh: of the step.
       prefix: of the error.
+      kinds: of the step's result: whether NaN are errors, and infinite values.
 
     Raises:
       FloatingPointError: something is not finite.
     """
-    counts = np.asarray(found.addressable_data(0))
+    counts = np.array(found.addressable_data(0))
+    counts[:, [name.startswith("result") for name in names]] *= np.array(kinds)
     if not counts.any():
         return
     bad = counts.any(axis=(0, 2))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +22,34 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import commlog, finite, sync
 from jaxdist.communicators import Rules, default_bucket_bytes
-from jaxdist.compat import sharding_of, trace_settings, trace_state_clean
+from jaxdist.compat import api_boundary, sharding_of, trace_settings, trace_state_clean
 from jaxdist.context import Context, get_context
 from jaxdist.placements import report
 from jaxdist.placements.plan import Placed
+from jaxdist.step import debugging, modules
 from jaxdist.step.agree import Agreement, StepCall, list_ranks
+from jaxdist.step.calling import Calling
 from jaxdist.step.fingerprint import constants
 from jaxdist.step.layouts import Layout, Padded, choose, sharding
 from jaxdist.step.placement import ELSEWHERE, Part, Placement, abstract, batch_problem, checksum, in_shards
 from jaxdist.step.primitives import AXIS, plain_p
-from jaxdist.step.program import OtherTypesError, Program, Signature, Static, Traced, is_array, picker, traced
+from jaxdist.step.program import (
+    OtherTypesError,
+    Program,
+    Signature,
+    StepJaxpr,
+    Traced,
+    is_array,
+    jaxpr_of,
+    picker,
+    traced,
+)
+from jaxdist.step.signing import Signer
 from jaxdist.step.trace import inside_step, with_axis
 
-F = TypeVar("F", bound=Callable[..., Any])
+A = ParamSpec("A")
+R = TypeVar("R")
+Batch = int | str
 
 Compression = Literal["bf16", "fp16"]
 _COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -46,9 +60,12 @@ _names: dict[str, itertools.count[int]] = {}
 
 @overload
 def data_parallel(
-    step: F,
+    step: Callable[A, R],
     *,
-    batch_argnums: int | Sequence[int] = ...,
+    batch_argnums: Batch | Sequence[Batch] | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
     axis_name: str = ...,
     donate: bool = ...,
     check_finite: bool = ...,
@@ -57,11 +74,14 @@ def data_parallel(
     compress: Compression | None = ...,
     enabled: bool = ...,
     mesh: Mesh | None = ...,
-) -> F: ...
+) -> DataParallel[A, R]: ...
 @overload
 def data_parallel(
     *,
-    batch_argnums: int | Sequence[int] = ...,
+    batch_argnums: Batch | Sequence[Batch] | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
     axis_name: str = ...,
     donate: bool = ...,
     check_finite: bool = ...,
@@ -70,11 +90,14 @@ def data_parallel(
     compress: Compression | None = ...,
     enabled: bool = ...,
     mesh: Mesh | None = ...,
-) -> Callable[[F], F]: ...
+) -> Callable[[Callable[A, R]], DataParallel[A, R]]: ...
 def data_parallel(
     step: Callable[..., Any] | None = None,
     *,
-    batch_argnums: int | Sequence[int] = -1,
+    batch_argnums: Batch | Sequence[Batch] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
     axis_name: str = AXIS,
     donate: bool = True,
     check_finite: bool = False,
@@ -107,7 +130,14 @@ def data_parallel(
 
     Args:
       step: ``(*state, batch) -> result``, pure, jit-compatible.
-      batch_argnums: position(s) of the batch among the arguments; ``()`` for none.
+      batch_argnums: which arguments are the batch: positions, names, or paths of a part of one (``"state.images"``,
+        ``"data['x']"``); ``()`` for none. Default: those that have arrays of one length, like the last one, and of
+        which the step does not return the next value (see ``jaxdist.step.batch``); where that leaves two readings of
+        a call of several ranks, an error names them.
+      static_argnums: arguments that are constants of the program, as of `jax.jit`.
+      static_argnames: the same, by name.
+      donate_argnums: of the state that the step returns only these arguments are donated, as of `jax.jit`; default:
+        all of it.
       axis_name: what the step calls the axis of data parallelism, if it names it.
       donate: let the new state reuse the memory of the old one, which can't be used afterwards. State that was not on
         the mesh yet is copied and stays usable, and so does state that the step does not return.
@@ -128,7 +158,8 @@ def data_parallel(
       mesh: the devices to use, one axis named ``"data"``; default: all of the job.
 
     Returns:
-      A function of the same arguments. Its attribute ``lower(*args)`` is that of ``jax.jit``.
+      A function of the same arguments. Its methods ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` are those
+      of what ``jax.jit`` returns.
 
     Raises:
       ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
@@ -165,92 +196,151 @@ def data_parallel(
     def decorate(step: Callable[..., Any]) -> Any:
         if not callable(step):
             raise TypeError(f"data_parallel decorates a function, not {step!r}")
-        if not enabled:
-            return _plain(step, axis_name)
-        argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-        return functools.update_wrapper(
-            DataParallel(step, argnums, axis_name, donate, check_finite, check_every, mesh, bucket_bytes, compress),
-            step,
+        calling = Calling(step, _several(static_argnums), _several(static_argnames))
+        batch = None if batch_argnums is None else _several(batch_argnums)
+        given_up = donate and (donate_argnums is None or calling.named(_several(donate_argnums)))
+        decorated = DataParallel(
+            step, calling, batch, axis_name, given_up, check_finite, check_every, mesh, bucket_bytes, compress, enabled
         )
+        return functools.update_wrapper(decorated, step)
 
     return decorate if step is None else decorate(step)
 
 
-class DataParallel:
+class DataParallel(Generic[A, R]):
     """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        argnums: tuple[int, ...],
+        step: Callable[A, R],
+        calling: Calling,
+        batch: tuple[Batch, ...] | None,
         axis_name: str,
-        donate: bool,
+        donate: bool | frozenset[str],
         check_finite: bool,
         check_every: int,
         mesh: Mesh | None,
         bucket_bytes: int | None,
         compress: Compression | None,
+        enabled: bool,
     ):
-        self._step, self._argnums = step, argnums
+        self._step, self._calling, self._batch, self._enabled = step, calling, batch, enabled
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._axis_name = axis_name
         self._donate, self._mesh = donate, mesh
+        self._debugging: debugging.Settings | None = None
         self._check_finite, self._check_every = check_finite, check_every
         name = getattr(step, "__qualname__", type(step).__name__)
         count = next(_names.setdefault(name, itertools.count()))
         self._name = f"{name}#{count}" if count else name
         self._context: Context | None = None
+        self._jaxprs: dict[Any, StepJaxpr] = {}
         self._traces: dict[Any, Traced] = {}
         self._programs: dict[Any, Program] = {}
         self._signatures: dict[Any, Signature] = {}
         self._latest: dict[Any, _Latest] = {}
         self._varied: set[Any] = set()  # structures of arguments that come with states of several types
         self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
+        self._numbers: dict[Any, tuple[type, ...]] = {}  # types of Python numbers that are constants
+        self._has_modules = False  # among the arguments of some call
         self._told = False  # what is gathered
         self._log: commlog.StepLog | None = None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # Decorated in a class body: the instance is the first state argument, as for a plain function.
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else Method(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_traced(args, kwargs):
+    @api_boundary
+    def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_traced(args, kwargs) or not self._enabled:
             return self._on_tracers(args, kwargs)
         self._bind_context()
+        if on := debugging.settings():
+            return self._debug(on, args, kwargs)
+        return self._dispatch(args, kwargs)
+
+    def _debug(self, on: debugging.Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call under `jax.disable_jit`, or one that is to say where NaN come from: JAX would look in our code."""
+        if not on.disable_jit:
+            with jax.debug_nans(False), jax.debug_infs(False):
+                self._debugging = on
+                try:
+                    return self._dispatch(args, kwargs)
+                except FloatingPointError as error:
+                    found = error
+                finally:
+                    self._debugging = None
+            self._op_by_op(args, kwargs)  # the operation that makes the first one raises
+            raise found
+        return self._op_by_op(args, kwargs)
+
+    def _op_by_op(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._context is not None
+        args, keywords = self._calling.arrange(args, kwargs)
+        objects: list[Any] = []
+        if modules.found(args):
+            args, objects = modules.split(args)
+        signature, leaves = self._signature(args, keywords)
+        if self._context.size > 1:
+            self._agree(signature, leaves, [leaves[i] for i in signature.batch])
+            call = self._agreement.enter(self._name)
+            signature = self._signer.settle(signature, args, call, self._context)
+        result = debugging.op_by_op(self._step, signature, leaves, self._placement, self._context)
+        return modules.update(objects, result) if objects else result
+
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        keywords: tuple[str, ...] = ()
+        if kwargs or not self._calling.plain:
+            args, keywords = self._calling.arrange(args, kwargs)
+        if not self._has_modules:
+            try:
+                return self._run(args, keywords)
+            except _ModulesError:
+                self._has_modules = True
+        if not modules.found(args):
+            return self._run(args, keywords)
+        args, objects = modules.split(args)
+        return modules.update(objects, self._run(args, keywords))
+
+    def _run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
         call = self._agreement.enter(self._name)
         try:
-            program, state, batch = self._prepare(args, kwargs, call)
+            program, state, batch = self._prepare(args, keywords, call)
             try:
                 result, found = program(state, batch)
             except OtherTypesError:  # shapes of the state changed, their shardings did not
-                program, state, batch = self._prepare(args, kwargs, call, other_types=True)
+                program, state, batch = self._prepare(args, keywords, call, other_types=True)
                 result, found = program(state, batch)
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
             self._agreed.clear()  # the next call finds out whether it failed on every rank
-            self._name_deleted(args, error)
+            self._name_deleted(args, keywords, error)
             raise
         self._agreement.returned(self._name, result)
         if self._log is not None:
             self._log.called(call, program, [*state, *batch])
         if found is not None:
             assert self._mesh is not None
-            finite.examine(program.checked, found, self._mesh, f"step {self._name!r}, call {call}: ")
+            on = None if self._check_finite else self._debugging
+            kinds = (on.nans, on.infs) if on else (True, True)
+            finite.examine(program.checked, found, self._mesh, f"step {self._name!r}, call {call}: ", kinds)
         if self._check_every and call % self._check_every == 0:
             assert self._context is not None
             sync.compare(self._context, result, f"check of {self._name} call {call}",
                          f"step {self._name!r}, call {call}: result")  # fmt: skip
         return result
 
-    def _name_deleted(self, args: tuple[Any, ...], error: BaseException) -> None:
+    def _name_deleted(self, args: tuple[Any, ...], keywords: tuple[str, ...], error: BaseException) -> None:
         """XLA's error for an array whose memory another call has taken says neither which nor why."""
         leaves = jax.tree_util.tree_leaves_with_path(args)
         gone = [path for path, x in leaves if isinstance(x, (jax.Array, Padded)) and x.is_deleted()]
         about = isinstance(error, (RuntimeError, ValueError)) and ("deleted" in str(error) or "donated" in str(error))
         if not gone or not about:
             return
-        parameters = _parameter_names(self._step, len(args))
-        name = parameters[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
+        name = self._calling.of(len(args), keywords)[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
         raise RuntimeError(
             f"step {self._name!r}: {name} was deleted: an earlier call of a step, which returned its next value, took "
             "its memory. Go on with what that call returned, or decorate with donate=False"
@@ -258,24 +348,49 @@ class DataParallel:
 
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step; but it must not be compiled as it is in a job of several devices."""
-        result = _plain(self._step, self._axis_name)(*args, **kwargs)
-        if inside_step():
+        result = with_axis(functools.partial(self._step, **kwargs), self._axis_name, args)
+        if inside_step() or not self._enabled:
             return result
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    @api_boundary
+    def lower(self, *args: A.args, **kwargs: A.kwargs) -> jax.stages.Lowered:
         """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled. Nothing is sent."""
+        return self._ahead("lower", args, kwargs)
+
+    @api_boundary
+    def trace(self, *args: A.args, **kwargs: A.kwargs) -> jax.stages.Traced:
+        """As ``jax.jit(step).trace``: of the program for all devices. Nothing is sent."""
+        return self._ahead("trace", args, kwargs)
+
+    @api_boundary
+    def eval_shape(self, *args: A.args, **kwargs: A.kwargs) -> Any:
+        """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
         self._bind_context()
-        args = _positional(self._step, args, kwargs) if kwargs else args
-        signature = self._describe(args)
-        leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
+        arranged, keywords = self._arguments(args, kwargs)
+        result = self._traced_as(*self._signature(arranged, keywords)).result()
+        return result[0] if any(type(x) is modules.Part for x in arranged) else result
+
+    def clear_cache(self) -> None:
+        """As ``jax.jit(step).clear_cache``: forget what was traced and compiled."""
+        self._jaxprs.clear()
+        self._traces.clear()
+        self._programs.clear()
+        self._latest.clear()
+
+    def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._enabled:
+            plain = jax.jit(lambda *xs, **more: with_axis(functools.partial(self._step, **more), self._axis_name, xs))
+            return getattr(plain, what)(*args, **kwargs)
+        self._bind_context()
+        signature, leaves = self._signature(*self._arguments(args, kwargs))
         batch = [leaves[i] for i in signature.batch]
         problem = self._placement.batch_problem([signature.names[i] for i in signature.batch], batch)
         if problem:
             raise ValueError(problem)
         program = self._choose(signature, leaves)
         state = [self._placement.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
-        return program.lower(state, [
+        return program.ahead(what, state, [
             self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
         ])  # fmt: skip
 
@@ -283,9 +398,18 @@ class DataParallel:
         """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
         self._bind_context()
         assert self._mesh is not None
-        args = _positional(self._step, args, kwargs) if kwargs else args
-        program = self._choose(self._describe(args), [x for x in jax.tree.leaves(args) if is_array(x)])
+        program = self._choose(*self._signature(*self._arguments(args, kwargs)))
         return program.place()[0] if self._mesh.size > 1 else None
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""
+        args, keywords = self._calling.arrange(args, kwargs)
+        return modules.split(args)[0] if modules.found(args) else args, keywords
+
+    def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
+        """The signature of a call that is not made, as far as this rank can tell by itself; and its leaves."""
+        signature = self._signer.describe(args, keywords)
+        return signature, [x for x in jax.tree.leaves(args) if signature.is_data(x)]
 
     def _tell(self, call: int, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
@@ -300,43 +424,55 @@ class DataParallel:
             self._context = get_context()
             self._mesh = self._mesh or self._context.mesh
             self._placement = Placement(self._context, self._mesh)
+            self._signer = Signer(self._name, self._calling, self._batch, self._placement, self._jaxpr)
             self._agreement = _agreement(self._context)
             if self._context.is_root and commlog.asked("comm"):
                 on_cpu = self._mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, self._mesh.size, on_cpu)
 
     def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int, other_types: bool = False
+        self, args: tuple[Any, ...], keywords: tuple[str, ...], call: int, other_types: bool = False
     ) -> tuple[Any, list[Any], list[Any]]:
         """The program for these arguments, and their leaves on the mesh.
 
         Args:
           args: of the step.
-          kwargs: of the step.
+          keywords: names of the last arguments.
           call: its number.
           other_types: the call was entered for a program that takes other types than these.
         """
         try:
-            if kwargs:
-                args = _positional(self._step, args, kwargs)
             leaves, tree = jax.tree.flatten(args)
+            tree = (tree, keywords) if keywords else tree
             if other_types:  # two models take turns, say: from now on their types are looked at before a call
                 self._varied.add(tree)
             key = (tree, _types(leaves)) if self._varied and tree in self._varied else tree
             if other_types:
                 self._latest.pop(tree, None)
                 self._latest.pop(key, None)
-            latest = self._latest.get(key) or _Latest([None] * len(leaves))
+            latest = self._latest.get(key)
+            if latest is None:
+                if not self._has_modules and modules.found(args):
+                    raise _ModulesError
+                latest = _Latest([None] * len(leaves))
             strangers = latest.strangers(leaves, self._placement)
-            constants = [i for i in strangers if not is_array(leaves[i])]
+            numbers = self._numbers.get(tree, ())
+            constants = [i for i in strangers if not is_array(leaves[i]) or type(leaves[i]) in numbers]
             values = tuple((i, leaves[i]) for i in constants)
+            fresh = False
             if latest.program is None or latest.constants != values:
                 latest = None
                 signature = self._signatures.get((tree, values))
                 if signature is None:
-                    signature = self._signatures[tree, values] = self._describe(args)
+                    fresh, signature = True, self._signer.describe(args, keywords)
+                    if signature.numbers != numbers:
+                        self._numbers[tree] = signature.numbers
+                        constants = [i for i, x in enumerate(leaves) if not signature.is_data(x)]
+                        values = tuple((i, leaves[i]) for i in constants)
             else:
                 signature = latest.signature
+        except _ModulesError:
+            raise
         except Exception as error:
             self._tell(call, error)
             raise
@@ -346,8 +482,14 @@ class DataParallel:
             strangers = [moved[i] - 1 for i in strangers if i not in gone]
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
+        if fresh:
+            assert self._context is not None
+            if self._context.size > 1:
+                self._agree(signature, leaves, [leaves[i] for i in signature.batch])
+                signature = self._signer.settle(signature, args, call, self._context)
+            self._signatures[tree, values] = signature
         batch = [leaves[i] for i in signature.batch]
-        known = (signature, trace_settings(), *map(self._placement.batch_key, batch))
+        known = (signature, trace_settings(), self._debugging, *map(self._placement.batch_key, batch))
         if key is not tree:
             known += key
         if latest is not None and latest.known != known:
@@ -381,29 +523,37 @@ class DataParallel:
         """The program for leaves that come as these do: in shards stays in shards, the rest is as the step wants it."""
         assert self._mesh is not None
         assert self._context is not None
-        placement = self._placement
-        avals = [
-            placement.logical_batch(x) if batch else abstract(x)
-            for x, batch in zip(leaves, signature.is_batch, strict=True)
-        ]
-        types = (trace_settings(), *((a.shape, a.dtype, a.weak_type) for a in avals))
-        if (signature, types) not in self._traces:
-            self._traces[signature, types] = traced(
-                self._step, signature, avals, self._mesh, self._axis_name, self._check_finite
-            )
-        trace = self._traces[signature, types]
+        trace = self._traced_as(signature, leaves)
         layouts: list[Any] = list(trace.layouts)
         for i in signature.state:
-            how = placement.layout(leaves[i])
+            how = self._placement.layout(leaves[i])
             layouts[i] = how if isinstance(how, Layout) else layouts[i]
-        key = (signature, types, *layouts)
+        key = (trace, *layouts)
         if key not in self._programs:
-            donate = self._donate and not trace.checked  # an error must not cost the state
             communicator, mesh = self._context.rules or self._context.communicator, self._mesh
             self._programs[key] = self._program(
-                trace, signature, avals, layouts, mesh, communicator, donate, self._traced
+                trace, signature, self._signer.types(signature, leaves), layouts, mesh, communicator, self._traced
             )
         return self._programs[key]
+
+    def _jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
+        """The step for leaves of these types, traced once."""
+        call = (signature.tree, signature.keywords, signature.numbers)
+        key = (call, trace_settings(), self._debugging, *((a.shape, a.dtype, a.weak_type) for a in types))
+        if key not in self._jaxprs:
+            assert self._mesh is not None
+            check = self._check_finite or self._debugging is not None
+            self._jaxprs[key] = jaxpr_of(self._step, signature, types, self._mesh, self._axis_name, check)
+        return self._jaxprs[key]
+
+    def _traced_as(self, signature: Signature, leaves: Sequence[Any]) -> Traced:
+        assert self._mesh is not None
+        types = self._signer.types(signature, leaves)
+        step = self._jaxpr(signature, types)
+        key = (signature, id(step))
+        if key not in self._traces:
+            self._traces[key] = traced(step, signature, types, self._mesh)
+        return self._traces[key]
 
     def _program(
         self,
@@ -413,9 +563,13 @@ class DataParallel:
         layouts: Sequence[Layout | None],
         mesh: Mesh,
         communicator: str | Rules,
-        donate: bool,
         told: Any = None,
     ) -> Program:
+        allowed = self._donate
+        donate = [  # an error must not cost the state
+            i for _, at, name in signature.arguments for i in at
+            if not trace.checked and (allowed if isinstance(allowed, bool) else name in allowed)
+        ]  # fmt: skip
         bucket_bytes = self._bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(communicator, mesh)
@@ -435,8 +589,8 @@ class DataParallel:
         Raises:
           ValueError: the batch can't be divided over the devices.
         """
-        signature = self._describe(args)
-        leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
+        self._bind_context()
+        signature, leaves = self._signature(*self._arguments(args, {}))
         avals = [abstract(x) for x in leaves]
         for i in signature.batch if scale != 1 else ():
             shape = avals[i].shape
@@ -444,12 +598,13 @@ class DataParallel:
         names = [signature.names[i] for i in signature.batch]
         if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
             raise ValueError(problem)
-        trace = traced(self._step, signature, avals, mesh, self._axis_name, self._check_finite, level)
+        step = jaxpr_of(self._step, signature, avals, mesh, self._axis_name, self._check_finite)
+        trace = traced(step, signature, avals, mesh, level)
         layouts = list(trace.layouts)
         for i in signature.state:
             if in_shards(leaves[i]):
                 layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
-        program = self._program(trace, signature, avals, layouts, mesh, "xla", self._donate and not trace.checked)
+        program = self._program(trace, signature, avals, layouts, mesh, "xla")
         splits = dict(zip(signature.batch, program.batch, strict=True))
         held = []
         for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):
@@ -458,7 +613,7 @@ class DataParallel:
             if i in splits:
                 shape = (splits[i].chunk * mesh.size, *shape[1:])
             held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
-        lowered = program.lower([held[i] for i in signature.state], [held[i] for i in signature.batch])
+        lowered = program.ahead("lower", [held[i] for i in signature.state], [held[i] for i in signature.batch])
         sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
         roles = [*map(trace.marks.roles.get, range(len(held)))]
         return Ahead(lowered, frozenset(trace.marks.levels), "parameter" in roles, tuple(
@@ -493,48 +648,31 @@ class DataParallel:
             leaves[i] = x
 
     def _compare(self, program: Program, elsewhere: Sequence[int], leaves: Sequence[Any], call: int) -> None:
-        """State that the step only reads would be taken from the root in silence: it must be the same everywhere."""
+        """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
         context = self._context
         assert context is not None
-        read = set(program.unreturned())
-        mine = {program.signature.names[i]: checksum(leaves[i]) for i in elsewhere if i in read}
-        if context.size == 1 or not mine:
+        if context.size == 1:
             return
-        everyone = context.control.exchange(f"read-only state of step {self._name}, call {call}", mine, context.timeout)
-        for name, own in everyone[0].items():
-            others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != own]
-            if others:
-                raise ValueError(
-                    f"step {self._name!r}: state leaf {name} is not the same on rank 0 and rank {list_ranks(others)}, "
-                    "and the step does not return it. If each rank has its own part of it, it belongs to the batch: "
-                    "name its argument in batch_argnums"
-                )
-
-    def _describe(self, args: tuple[Any, ...]) -> Signature:
-        argnums = set()
-        for n in self._argnums:
-            if not -len(args) <= n < len(args):
-                raise TypeError(
-                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={self._argnums} names one that "
-                    "is not there: pass the batch, or batch_argnums=() if the step has none"
-                )
-            argnums.add(n % len(args))
-        for n in sorted(argnums):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(args[n]):
-                if not is_array(leaf):
-                    name = _parameter_names(self._step, len(args))[n] + jax.tree_util.keystr(path)
-                    raise TypeError(
-                        f"batch leaf {name} is {leaf!r}, not an array: what is not one entry an example belongs to "
-                        "the state, or batch_argnums names the wrong argument"
-                    )
-        marked = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), args)
-        paths, tree = jax.tree_util.tree_flatten_with_path(marked)
-        parameters = _parameter_names(self._step, len(args))
-        positions = tuple(path[0].idx for path, _ in paths)
-        names = tuple(
-            parameters[p] + jax.tree_util.keystr(path[1:]) for p, (path, _) in zip(positions, paths, strict=True)
-        )
-        return Signature(tree, tuple(p in argnums for p in positions), names, tuple(parameters))
+        read, names = set(program.unreturned()), program.signature.names
+        mine = {i: checksum(leaves[i]) for i in elsewhere}
+        everyone = context.control.exchange(f"state of step {self._name}, call {call}", mine, context.timeout)
+        differ = {}
+        for i, own in everyone[0].items():
+            if others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own]:
+                differ[i] = list_ranks(others)
+        for i in read & differ.keys():
+            raise ValueError(
+                f"step {self._name!r}: state leaf {names[i]} is not the same on rank 0 and rank {differ[i]}, "
+                "and the step does not return it. If each rank has its own part of it, it belongs to the batch: "
+                "name its argument in batch_argnums"
+            )
+        if differ and context.is_root:
+            first, *more = differ
+            also = f" (and {len(more)} other leaves)" if more else ""
+            _log.warning(
+                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all go on with that of rank 0",
+                self._name, names[first], also, differ[first],
+            )  # fmt: skip
 
     def _kind_of_call(self, signature: Signature, batch: Sequence[Any]) -> StepCall:
         names = [signature.names[i] for i in signature.batch]
@@ -558,6 +696,24 @@ class DataParallel:
         what = self._kind_of_call(signature, batch)
         self._agreement.check(what, tuple(entries), problem)
         return what
+
+
+class Method(Generic[R]):
+    """A decorated step of a class, of one of its objects."""
+
+    def __init__(self, step: DataParallel[Any, R], instance: Any):
+        self.step, self.instance = step, instance
+        functools.update_wrapper(self, step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        return self.step(self.instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(self.step, name), self.instance)
+
+
+class _ModulesError(Exception):
+    """There are objects of nnx among the arguments."""
 
 
 class Held(NamedTuple):
@@ -657,21 +813,8 @@ def _agreement(context: Context) -> Agreement:
     return agreement
 
 
-def _positional(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    bound = inspect.signature(step).bind(*args, **kwargs)
-    if bound.kwargs:
-        raise TypeError(
-            f"a decorated step takes positional arguments; {sorted(bound.kwargs)} can only be passed by keyword"
-        )
-    return bound.args
-
-
-def _parameter_names(step: Callable[..., Any], count: int) -> list[str]:
-    try:
-        names = list(inspect.signature(step).parameters)
-    except (TypeError, ValueError):
-        names = []
-    return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]
+def _several(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, (int, str)) else tuple(given)
 
 
 def _without_aliases(state: list[Any]) -> list[Any]:
@@ -683,16 +826,6 @@ def _without_aliases(state: list[Any]) -> list[Any]:
         seen.add(id(x))
         out.append(jnp.copy(x) if twin else x)
     return out
-
-
-def _plain(step: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
-    """The step on one device, the axis of data parallelism of size one."""
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return with_axis(functools.partial(step, **kwargs), axis_name, args)
-
-    return run
 
 
 def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

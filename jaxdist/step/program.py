@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from jaxdist.placements.plan import Placed
 from jaxdist.placements.small import at_once
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
+from jaxdist.step import effects, modules
 from jaxdist.step.interpreter import Interpreter
 from jaxdist.step.layouts import Layout, Padded, choose, layout, sharding
 from jaxdist.step.matching import flows, match
@@ -56,12 +59,24 @@ class Signature:
       is_batch: for each leaf, whether it belongs to the batch.
       names: how messages call each leaf.
       parameters: how they call each argument.
+      keywords: names of the last arguments, which go by keyword.
+      numbers: types of Python numbers that are constants of the program.
     """
 
     tree: Any
     is_batch: tuple[bool, ...]
     names: tuple[str, ...]
     parameters: tuple[str, ...]
+    keywords: tuple[str, ...] = ()
+    numbers: tuple[type, ...] = ()
+
+    def is_data(self, leaf: Any) -> bool:
+        """Whether a leaf is data, as opposed to a constant of the program."""
+        return is_array(leaf) and type(leaf) not in self.numbers
+
+    def with_batch(self, positions: Collection[int]) -> Signature:
+        """The same with these leaves as the batch."""
+        return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
 
     @functools.cached_property
     def state(self) -> tuple[int, ...]:
@@ -95,7 +110,22 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
     return lambda items: [items[i] for i in positions]
 
 
-class Traced(NamedTuple):
+class StepJaxpr(NamedTuple):
+    """A step as a jaxpr.
+
+    Attributes:
+      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
+      tree: of the result.
+      checked: what the findings are about (see `jaxdist.finite`).
+    """
+
+    jaxpr: ClosedJaxpr
+    tree: Any
+    checked: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
     """A step as a jaxpr, at logical shapes.
 
     Attributes:
@@ -116,42 +146,23 @@ class Traced(NamedTuple):
     layouts: tuple[Layout | None, ...]
     sources: tuple[int | None, ...]
 
+    def result(self) -> Any:
+        """Shapes and types of the step's result."""
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
+        return constants_back(jax.tree.unflatten(self.tree, types[: self.tree.num_leaves]))
 
-def traced(
-    step: Callable[..., Any],
-    signature: Signature,
-    avals: Sequence[Any],
-    mesh: Mesh,
-    axis_name: str = AXIS,
-    check_finite: bool = False,
-    level: int | None = None,
-) -> Traced:
-    """Trace a step.
+
+def traced(step: StepJaxpr, signature: Signature, avals: Sequence[Any], mesh: Mesh, level: int | None = None) -> Traced:
+    """What placements are settled from.
 
     Args:
-      step: written for one device.
+      step: as a jaxpr.
       signature: structure of its arguments.
       avals: their types; the batch's with all examples.
       mesh: one axis, ``"data"``.
-      axis_name: what the step calls the axis.
-      check_finite: whether the result is looked at.
       level: of ZeRO, in place of those that the step says.
     """
-    trees: list[tuple[Any, tuple[str, ...]]] = []
-
-    def flat(*leaves: Any) -> list[Any]:
-        args = constants_back(jax.tree.unflatten(signature.tree, leaves))
-        with stepping(mesh), finite.collecting() as found:
-            result = step(*args)
-            if check_finite:
-                found.look_at(result, "result")
-        result = jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), result)
-        outs, tree = jax.tree.flatten(result)
-        trees.append((tree, tuple(found.names)))
-        return [*outs, found.everywhere()] if found.names else outs
-
-    closed = trace(flat, avals, axis_name)
-    tree, checked = trees[-1]
+    closed, tree, checked = step
     shapes = [a.shape for a in avals]
     dims: dict[tuple[int, ...], int | None] = {}
 
@@ -167,10 +178,71 @@ def traced(
     layouts = found.layouts(shapes, mesh.size)
     dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
     follows = flows(infer, block)
-    arguments = [(t, at, name) for t, at, name in signature.arguments if at and not signature.is_batch[at[0]]]
+    batch = set(signature.batch)
+    arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
     return Traced(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
+
+
+def jaxpr_of(
+    step: Callable[..., Any],
+    signature: Signature,
+    avals: Sequence[Any],
+    mesh: Mesh,
+    axis_name: str = AXIS,
+    check_finite: bool = False,
+) -> StepJaxpr:
+    """Trace a step.
+
+    Args:
+      step: written for one device.
+      signature: structure of its arguments.
+      avals: their types; the batch's with all examples.
+      mesh: one axis, ``"data"``.
+      axis_name: what the step calls the axis.
+      check_finite: whether the result is looked at.
+
+    Raises:
+      StepError: it changes things outside.
+    """
+    trees: list[tuple[Any, tuple[str, ...]]] = []
+
+    def flat(*args: Any) -> list[Any]:
+        args = constants_back(args)
+        given = jax.tree.flatten_with_path(args)
+        with stepping(mesh), finite.collecting() as found:
+            result = run(step, args, signature.keywords)
+            if check_finite:
+                found.look_at(result, "result")
+        effects.refuse(step, signature.parameters, given, args, result)
+        result = jax.tree.map(lambda x: x if signature.is_data(x) else Static(x), result)
+        outs, tree = jax.tree.flatten(result)
+        trees.append((tree, tuple(found.names)))
+        return [*outs, found.everywhere()] if found.names else outs
+
+    with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
+        functools.update_wrapper(flat, step, updated=())
+    closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name)
+    return StepJaxpr(closed, *trees[-1])
+
+
+def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
+    """Positions of the arguments' leaves of which a leaf of the result is the next value, as far as types and what
+    follows from what tell."""
+    closed, tree, _ = step
+    infer = Infer(1, lambda shape: None, None, True)
+    follows = flows(infer, infer.block(closed))[: tree.num_leaves]
+    outs = [(a.shape, carry) for a, (_, carry) in zip(closed.out_avals, follows, strict=False)]
+    return {i for i, a in enumerate(avals) if any(shape == a.shape and carry >> i & 1 for shape, carry in outs)}
+
+
+def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
+    """Call a step with arguments as of its `Signature`."""
+    if any(type(x) is modules.Part for x in args):
+        return modules.run(step, args, keywords)
+    places = len(args) - len(keywords)
+    return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
 
 
 class Program:
@@ -184,7 +256,7 @@ class Program:
       layouts: how each leaf of the arguments is kept; None: whole on every device, or it belongs to the batch.
       mesh: one axis, ``"data"``.
       communicator: whose lowering rules to use.
-      donate: whether the memory of state that the step returns may be reused.
+      donate: positions of the leaves whose memory may be reused, if the step returns them.
       bucket_bytes: see `placements.buckets`.
       compress: the dtype in which gradients travel; None: their own.
       on_traced: told of the program that is about to be lowered, and of how it is placed (None: on one device).
@@ -203,7 +275,7 @@ class Program:
         layouts: Sequence[Layout | None],
         mesh: Mesh,
         communicator: str | Rules,
-        donate: bool,
+        donate: Collection[int],
         bucket_bytes: int,
         compress: str | None,
         on_traced: Callable[[ClosedJaxpr, Placed | None], None] | None = None,
@@ -223,8 +295,8 @@ class Program:
         self._padded_outputs: list[tuple[int, Layout]] = []
         returned = {i for i in step.sources if i is not None}
         state = signature.state
-        self._given_up = [k for k, i in enumerate(state) if donate and i in returned]
-        self._kept = [k for k, i in enumerate(state) if not (donate and i in returned)]
+        self._given_up = [k for k, i in enumerate(state) if i in donate and i in returned]
+        self._kept = [k for k, i in enumerate(state) if not (i in donate and i in returned)]
         self._pick = picker(self._given_up), picker(self._kept)
         shardings = [sharding(mesh, self.layouts[i]) for i in state]
         run = functools.partial(self._run)
@@ -235,7 +307,7 @@ class Program:
                 [shardings[k] for k in self._given_up], [shardings[k] for k in self._kept],
                 NamedSharding(mesh, P(AXIS)),
             ),
-            donate_argnums=(0,) if donate else (),
+            donate_argnums=(0,) if self._given_up else (),
             compiler_options=compiler_options(mesh) or None,
         )  # fmt: skip
 
@@ -263,9 +335,9 @@ class Program:
         result = jax.tree.unflatten(self._step.tree, outs)
         return constants_back(result) if self._has_constants else result, found
 
-    def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
-        """As ``jax.jit(f).lower``."""
-        return self._jitted.lower(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+    def ahead(self, what: str, state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        """As ``jax.jit(f).lower``, or another of its methods."""
+        return getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
 
     def place(self, fused: Callable[[Placed], ClosedJaxpr] | None = None) -> tuple[Placed, list[Placement]]:
         """Settle the placements of the step; also: how its arguments come.

@@ -54,12 +54,12 @@ def stepping(mesh: Any) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], axis_name: str = AXIS) -> ClosedJaxpr:
+def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str = AXIS) -> ClosedJaxpr:
     """The jaxpr of a function with the axis of data parallelism bound at size one, and gone from the result.
 
     Args:
-      fun: takes and returns flat sequences of arrays.
-      avals: shape and dtype of each argument.
+      fun: returns a flat sequence of arrays.
+      args: its arguments, with shape and dtype in place of arrays.
       axis_name: what it calls the axis; another name that nothing binds is taken for it, one at most.
 
     Raises:
@@ -68,7 +68,7 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], axis_name: st
     names = [axis_name]
     while True:
         try:
-            closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)), axis_env=[(name, 1) for name in names])(*avals)
+            closed = jax.make_jaxpr(fun, axis_env=[(name, 1) for name in names])(*args)
             break
         except AssertionError as error:
             if "ManualAxisType" not in str(error):
@@ -92,7 +92,8 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], axis_name: st
     if not _named(closed.jaxpr, set(names)):
         return closed
     alone = Alone(names)
-    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=[(name, 1) for name in names])(*avals)
+    axes = [(name, 1) for name in names]
+    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals)
 
 
 def with_axis(fun: Callable[..., Any], axis_name: str, args: tuple[Any, ...]) -> Any:

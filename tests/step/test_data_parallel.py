@@ -503,7 +503,7 @@ def test_leaves_of_the_batch_may_differ_in_length() -> None:
     ],
 )
 def test_bad_batches(batch: Any, message: str) -> None:
-    @jaxdist.data_parallel
+    @jaxdist.data_parallel(batch_argnums=1)
     def step(w: Any, x: Any) -> Any:
         return w
 

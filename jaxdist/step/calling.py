@@ -1,0 +1,101 @@
+"""How a step is called: the arguments of a call in the order of the step's parameters, by position and by keyword."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from jaxdist.step.program import Static
+
+
+class Calling:
+    """Of one step.
+
+    Args:
+      step: any callable.
+      static_argnums: positions of arguments that are constants of the program, as of `jax.jit`.
+      static_argnames: names of such.
+
+    Raises:
+      ValueError: one of them is not there.
+    """
+
+    def __init__(self, step: Callable[..., Any], static_argnums: Sequence[int], static_argnames: Sequence[str]):
+        try:
+            self._signature = inspect.signature(step)
+        except (TypeError, ValueError):  # of C
+            self._signature = None
+        self._static = set(static_argnames)
+        names = self.names
+        for n in static_argnums:
+            if not -len(names) <= n < len(names):
+                raise ValueError(f"static_argnums={n}: the step has {len(names)} parameters")
+            self._static.add(names[n])
+        parameters = self._signature.parameters.values() if self._signature else ()
+        unknown = self._static - {p.name for p in parameters}
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"static_argnames={sorted(unknown)}: the step's parameters are {list(names)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the step's parameters."""
+        return tuple(self._signature.parameters) if self._signature else ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether positional arguments are taken as they come."""
+        return not self._static
+
+    def named(self, argnums: Sequence[int]) -> frozenset[str]:
+        """Names of the parameters at these positions.
+
+        Raises:
+          ValueError: there are fewer.
+        """
+        names = self.names
+        for n in argnums:
+            if not -len(names) <= n < len(names):
+                raise ValueError(f"donate_argnums={n}: the step has {len(names)} parameters")
+        return frozenset(names[n] for n in argnums)
+
+    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """All arguments of a call in the order of the parameters, constants as `Static`.
+
+        Returns:
+          The arguments; and the names of the last ones, which go by keyword.
+
+        Raises:
+          TypeError: the step does not take them.
+        """
+        if self._signature is not None:
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        keywords = tuple(kwargs)
+        values = (*args, *kwargs.values())
+        if self._static:
+            named = zip(self.of(len(values), keywords), values, strict=True)
+            values = tuple(_static(name, x) if name in self._static else x for name, x in named)
+        return values, keywords
+
+    def of(self, count: int, keywords: Collection[str] = ()) -> list[str]:
+        """How messages call each argument of a call."""
+        names, places = [], count - len(keywords)
+        for p in self._signature.parameters.values() if self._signature else ():
+            if p.kind is p.VAR_POSITIONAL:
+                names += [f"{p.name}[{i}]" for i in range(places - len(names))]
+            elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                names.append(p.name)
+        names += [f"argument {i}" for i in range(len(names), places)]
+        return [*names[:places], *keywords]
+
+
+def _static(name: str, value: Any) -> Static:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"the static argument {name} is a {type(value).__name__}, which has no hash: a constant of the program is "
+            "compared with that of earlier calls. Pass a tuple, say, or a frozen dataclass"
+        ) from None
+    return Static(value)

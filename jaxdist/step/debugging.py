@@ -1,0 +1,89 @@
+"""`jax.disable_jit` and `jax_debug_nans`: the plain step, operation by operation, on this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxdist.context import Context
+from jaxdist.step.layouts import Padded, physical
+from jaxdist.step.placement import ELSEWHERE, Placement
+from jaxdist.step.program import Signature, constants_back, run
+
+
+class Settings(NamedTuple):
+    """What of JAX's settings for debugging is on.
+
+    Attributes:
+      disable_jit: `jax.disable_jit`.
+      nans: `jax_debug_nans`.
+      infs: `jax_debug_infs`.
+    """
+
+    disable_jit: bool
+    nans: bool
+    infs: bool
+
+
+def settings() -> Settings | None:
+    """None: nothing."""
+    config: Any = jax.config
+    if not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs):
+        return None
+    return Settings(config.jax_disable_jit, config.jax_debug_nans, config.jax_debug_infs)
+
+
+def op_by_op(
+    step: Callable[..., Any], signature: Signature, leaves: list[Any], placement: Placement, context: Context
+) -> Any:
+    """What a step returns for the whole batch, computed on this process without `jax.jit`.
+
+    Args:
+      step: as written.
+      signature: of the call.
+      leaves: of its arguments, each rank with its own part of the batch.
+      placement: on the step's mesh.
+      context: the job.
+    """
+    with jax.disable_jit(False):
+        state = [leaves[i] for i in signature.state]
+        mine = [leaves[i] for i in signature.batch]
+        if context.size > 1:
+            away = [i for i, x in enumerate(state) if placement.layout(x) is ELSEWHERE]
+            for i, x in zip(away, context.broadcast([np.asarray(state[i]) for i in away]), strict=True):
+                state[i] = x
+            state = [_whole(x) for x in state]
+            spanning = [isinstance(physical(x), jax.Array) and not x.is_fully_addressable for x in mine]
+            own = [None if s else np.asarray(x) for s, x in zip(spanning, mine, strict=True)]
+            parts = context.control.exchange("batch of a step without jit", own, context.timeout)
+            mine = [
+                _whole(x) if s else np.concatenate([part[k] for part in parts])[: getattr(x, "total", None)]
+                for k, (s, x) in enumerate(zip(spanning, mine, strict=True))
+            ]
+        whole: list[Any] = [None] * len(leaves)
+        for at, xs in ((signature.state, state), (signature.batch, mine)):
+            for i, x in zip(at, xs, strict=True):
+                whole[i] = x
+        args = jax.tree.unflatten(signature.tree, [_local(x) for x in whole])
+    with jax.disable_jit():
+        return run(step, constants_back(args), signature.keywords)
+
+
+def _whole(x: Any) -> Any:
+    if not isinstance(physical(x), jax.Array) or x.is_fully_addressable:
+        return x
+    full = multihost_utils.process_allgather(physical(x), tiled=True)
+    return x.layout.trimmed(full) if type(x) is Padded else full
+
+
+def _local(x: Any) -> Any:
+    """An array of this process on one device, numbers as they are."""
+    if isinstance(x, (bool, int, float, complex)):
+        return x
+    if isinstance(x, jax.Array) and (jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) or len(x.devices()) == 1):
+        return x
+    return jax.numpy.asarray(np.asarray(x))

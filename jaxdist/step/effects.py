@@ -1,0 +1,83 @@
+"""What a step changes outside of itself: it would be lost, as under `jax.jit`, and is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from jaxdist.errors import StepError
+
+_DEPTH = 3  # how far a tracer is looked for in containers and objects
+_MOST = 1000  # and among how many entries of each: what is added stands last
+
+
+def refuse(step: Callable[..., Any], names: Sequence[str], given: Any, args: Sequence[Any], result: Any) -> None:
+    """Look at what a step has done, while it is traced.
+
+    Args:
+      step: as written.
+      names: of its arguments.
+      given: the arguments before it, as of `jax.tree.flatten_with_path`.
+      args: the same after it.
+      result: of the step.
+
+    Raises:
+      StepError: it has put a result into an argument, and does not return it; or into what it closes over.
+    """
+    before = dict(given[0])
+    returned = {id(x) for x in jax.tree.leaves(result)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, Tracer) and before.get(path) is not leaf and id(leaf) not in returned:
+            if any(leaf is x for x in before.values()):  # moved, not new
+                continue
+            raise StepError(
+                f"the step changes its argument {names[path[0].idx]}{jax.tree_util.keystr(path[1:])} in place, and "
+                "does not return it: the change would be lost. Return what is to be kept"
+            )
+    for name, value in _outside(step):
+        if (where := _holds_tracer(value, _DEPTH)) is not None:
+            raise StepError(
+                f"the step keeps a result in {name}{where}, outside of itself: there it is no number, but what JAX "
+                "traces the step with. Return it (as an aux value, say), and keep it after the call"
+            )
+
+
+def _outside(step: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """What a step closes over: variables of functions around it, its own object, the globals that it names."""
+    function = inspect.unwrap(getattr(step, "func", step))
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        yield type(owner).__name__, owner
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # empty
+            continue
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _holds_tracer(value: Any, depth: int) -> str | None:
+    """Where in a value a tracer is; None: nowhere."""
+    if isinstance(value, Tracer):
+        return ""
+    if not depth or isinstance(value, (str, bytes, type, jax.Array)) or inspect.ismodule(value) or callable(value):
+        return None
+    if isinstance(value, dict):
+        parts: Iterator[tuple[str, Any]] = ((f"[{k!r}]", v) for k, v in list(value.items())[-_MOST:])
+    elif isinstance(value, (list, tuple, set)):
+        parts = ((f"[{i}]", v) for i, v in enumerate(list(value)[-_MOST:]))
+    elif hasattr(value, "__dict__"):
+        parts = ((f".{k}", v) for k, v in list(vars(value).items()))
+    else:
+        return None
+    return next((name + rest for name, v in parts if (rest := _holds_tracer(v, depth - 1)) is not None), None)

@@ -1,0 +1,118 @@
+"""flax nnx: modules and optimizers as arguments of a step, changed in place, as under `nnx.jit`.
+
+Before a call the objects among the arguments are split, together, into a description of the graph (a constant of the
+program) and a state of arrays, which is an argument like any other. In the step they are put together again; what it
+changed is one more part of its result, and goes back into the caller's objects.
+
+Reference: https://flax.readthedocs.io/en/latest/guides/transforms.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxdist.errors import StepError
+
+
+class _NoKey:
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The arrays of one argument that has objects in it.
+
+    Attributes:
+      state: its part of the state of all objects.
+      graph: of all objects, in the first of the arguments; else None.
+      position: among the arguments that have objects.
+    """
+
+    state: Any
+    graph: Any
+    position: int
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        return ((_NoKey(), self.state),), (self.graph, self.position)
+
+    @classmethod
+    def tree_unflatten(cls, about: Any, children: Any) -> Part:
+        return cls(children[0], *about)
+
+
+def found(tree: Any) -> bool:
+    """Whether there are objects of nnx in a tree."""
+    if "flax.nnx" not in sys.modules:  # then nobody has made one
+        return False
+    from flax import nnx
+
+    # What a State holds is a value like another: such a step returns the next State.
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (nnx.State, nnx.Pytree, nnx.Variable)))
+    return any(isinstance(x, (nnx.Pytree, nnx.Variable)) for x in leaves)
+
+
+def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """Arguments with a `Part` in place of each that has objects; and those."""
+    from flax import nnx
+
+    at = [i for i, x in enumerate(args) if found(x)]
+    objects = [args[i] for i in at]
+    graph, state = nnx.split(objects)
+    out = list(args)
+    for k, i in enumerate(at):
+        out[i] = Part(_of(state, k), graph if k == 0 else None, k)
+    return tuple(out), objects
+
+
+def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) -> Any:
+    """Call a step with the objects of its arguments put together; what `update` wants follows its result."""
+    from flax import nnx
+
+    at = [i for i, x in enumerate(args) if type(x) is Part]
+    parts = [args[i] for i in at]
+    objects = nnx.merge(parts[0].graph, _joined([p.state for p in parts]))
+    whole = list(args)
+    for i, x in zip(at, objects, strict=True):
+        whole[i] = x
+    places = len(whole) - len(keywords)
+    result = step(*whole[:places], **dict(zip(keywords, whole[places:], strict=True)))
+    if found(result):
+        raise StepError(
+            "the step returns an object of nnx. Objects are changed in place: pass it as an argument, and return "
+            "arrays only (nnx.state(model) is one tree of them)"
+        )
+    graph, state = nnx.split(objects)
+    if graph != parts[0].graph:
+        raise StepError(
+            "the step changes what its nnx objects are made of, not only their values: a variable, or an attribute "
+            "that is no array, is another one after it. Make all variables (those of sow and of metrics too) before "
+            "the first step, and set attributes (model.train(), model.eval()) outside of it"
+        )
+    return result, tuple(Part(_of(state, k), p.graph, k) for k, p in enumerate(parts))
+
+
+def update(objects: Sequence[Any], result: Any) -> Any:
+    """Put what a call of `run` returned back into the caller's objects; the step's own result."""
+    from flax import nnx
+
+    result, parts = result
+    nnx.update(objects, _joined([p.state for p in parts]))
+    return result
+
+
+def _of(state: Any, position: int) -> Any:
+    """An argument's part of the state: one that has all its variables in common with earlier ones has none."""
+    return state.get(position, {})
+
+
+def _joined(states: Sequence[Any]) -> Any:
+    from flax import nnx
+
+    return nnx.State({k: state for k, state in enumerate(states) if state != {}})

@@ -1,0 +1,211 @@
+"""What a call of a step is made of (`Signature`): which leaves are data, and which arguments are the batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxdist.context import Context
+from jaxdist.errors import StepError
+from jaxdist.step import batch
+from jaxdist.step.calling import Calling
+from jaxdist.step.layouts import Padded
+from jaxdist.step.placement import Placement, abstract, checksum
+from jaxdist.step.primitives import AXIS
+from jaxdist.step.program import Signature, Static, StepJaxpr, carried, is_array
+
+_NUMBERS = (bool, int, float, complex)
+_log = logging.getLogger("jaxdist")
+
+
+class Signer:
+    """Tells the signatures of one step's calls.
+
+    Args:
+      name: of the step, for messages.
+      calling: how it is called.
+      said: which arguments are the batch, if the user has said so: positions, names, or paths.
+      placement: on the devices of the step.
+      jaxpr: traces the step for a signature and the types of its leaves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        calling: Calling,
+        said: Sequence[int | str] | None,
+        placement: Placement,
+        jaxpr: Callable[[Signature, Sequence[Any]], StepJaxpr],
+    ):
+        self._name, self._calling, self._said = name, calling, said
+        self._placement, self._jaxpr = placement, jaxpr
+        self._told = False  # that all ranks have come with the same batch
+
+    def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
+        """The signature of a call, as far as this rank can tell by itself.
+
+        A Python number is data, as under `jax.jit`, unless the step needs it as a number, to choose a branch or a
+        shape: then those of its type are constants, as under `equinox.filter_jit`.
+
+        Args:
+          args: of the call, in order.
+          keywords: names of the last ones.
+
+        Raises:
+          TypeError: an argument that is said to be a batch is none.
+        """
+        signature = self._sign(args, keywords)
+        leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
+        there = {type(leaves[i]) for i in signature.state}
+        constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in there]
+        for numbers in [(), *constant] if constant else []:
+            tried = self._sign(args, keywords, numbers)
+            try:
+                self._jaxpr(tried, self.types(tried, [x for x in leaves if tried.is_data(x)]))
+            except StepError:
+                break
+            except TypeError:  # of a tracer that is used as a number
+                continue
+            return tried
+        return signature
+
+    def settle(self, signature: Signature, args: tuple[Any, ...], call: int, context: Context) -> Signature:
+        """The signature of a call that the ranks have agreed on, from the values that each of them comes with.
+
+        Args:
+          signature: as this rank has told it.
+          args: of the call.
+          call: its number.
+          context: the job.
+
+        Raises:
+          ValueError: (on every rank) which arguments are the batch can't be told.
+        """
+        leaves = [x for x in jax.tree.leaves(args) if signature.is_data(x)]
+        lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
+        if context.size == 1 or not (any(signature.is_batch) or any(n is not None for n in lengths)):
+            return signature
+        asked = [i for (_, at, _), n in zip(signature.arguments, lengths, strict=True) if n is not None for i in at]
+        mine = {i: _value(leaves[i]) for i in sorted({*asked, *signature.batch})}
+        everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
+        differs = {i for i in mine if mine[i] is None or any(theirs[i] != everyone[0][i] for theirs in everyone)}
+        if self._said is None:
+            arguments = [
+                batch.Argument(name, n, n is not None and any(i in differs for i in at))
+                for (_, at, name), n in zip(signature.arguments, lengths, strict=True)
+            ]
+            signature = self._read(signature, arguments, leaves)
+        if signature.batch and not any(i in differs for i in signature.batch) and not self._told:
+            self._told = True
+            if context.is_root:
+                _log.warning(
+                    "step %r: all %d ranks come with the same batch, so each example counts %d times. Give each rank "
+                    "its own part: jaxdist.loader does, or take x[rank::size]",
+                    self._name, context.size, context.size,
+                )  # fmt: skip
+        return signature
+
+    def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Of a call's leaves as the step sees them: the batch's with the examples of all ranks."""
+        logical = self._placement.logical_batch
+        return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
+
+    def _sign(self, args: tuple[Any, ...], keywords: tuple[str, ...], numbers: tuple[type, ...] = ()) -> Signature:
+        marked = jax.tree.map(lambda x: x if is_array(x) and type(x) not in numbers else Static(x), args)
+        paths, tree = jax.tree_util.tree_flatten_with_path(marked)
+        parameters = self._calling.of(len(args), keywords)
+        names = tuple(parameters[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths)
+        signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
+        leaves = [x for _, x in paths]
+        if self._said is not None:
+            self._check_said(args, parameters)
+            return signature.with_batch(self._chosen(signature))
+        arguments = [batch.Argument(name, self._length(leaves, at)) for _, at, name in signature.arguments]
+        return self._read(signature, arguments, leaves)
+
+    def _read(self, signature: Signature, arguments: Sequence[batch.Argument], leaves: Sequence[Any]) -> Signature:
+        def with_batch(reading: Sequence[int]) -> Signature:
+            return signature.with_batch([i for k in reading for i in signature.arguments[k][1]])
+
+        def returned() -> list[int]:
+            types = [abstract(x) for x in leaves]
+            try:
+                found = carried(self._jaxpr(signature, types), types)
+            except Exception:  # it will come again when the step is traced as it is called
+                return []
+            return [k for k, (_, at, _) in enumerate(signature.arguments) if at and found.issuperset(at)]
+
+        def traces(reading: tuple[int, ...]) -> bool:
+            tried = with_batch(reading)
+            types = self.types(tried, leaves)
+            if self._placement.processes == 1:  # what is no batch can't be twice as long
+                types = [
+                    jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
+                    for a, is_batch in zip(types, tried.is_batch, strict=True)
+                ]
+            try:
+                self._jaxpr(tried, types)
+            except Exception:
+                return False
+            return True
+
+        try:
+            return with_batch(batch.which(arguments, returned, traces))
+        except batch.AmbiguousError as error:
+            raise ValueError(f"step {self._name!r}: {error}") from None
+
+    def _length(self, leaves: Sequence[Any], at: Sequence[int]) -> int | None:
+        return batch.length([leaves[i] for i in at], self._is_kept)
+
+    def _is_kept(self, x: Any) -> bool:
+        """Whether a leaf is on the mesh as state is, which an earlier call returned: not split along the first axis."""
+        if type(x) is Padded:
+            return x.layout.dim != 0
+        own = getattr(x, "sharding", None)
+        if getattr(own, "mesh", None) != self._placement.mesh:
+            return False
+        spec = getattr(own, "spec", ())
+        return not (spec and spec[0] in (AXIS, (AXIS,)))
+
+    def _check_said(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
+        assert self._said is not None
+        for n in self._said:
+            if isinstance(n, int) and not -len(args) <= n < len(args):
+                raise TypeError(
+                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._said)} names one "
+                    "that is not there: pass the batch, or batch_argnums=() if the step has none"
+                )
+        paths = jax.tree_util.tree_leaves_with_path(args)
+        names = [f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
+        whole = {n if isinstance(n, str) else parameters[n] for n in self._said}
+        for name, (_, leaf) in zip(names, paths, strict=True):
+            if not is_array(leaf) and any(_is_in(name, of) for of in whole):
+                raise TypeError(
+                    f"batch leaf {name} is {leaf!r}, not an array: what is not one entry an example belongs to "
+                    "the state, or batch_argnums names the wrong argument"
+                )
+        for n in self._said:
+            if isinstance(n, str) and not any(_is_in(name, n) for name in [*names, *parameters]):
+                raise TypeError(
+                    f"step {self._name!r} has no argument {n!r}, which batch_argnums names: there are "
+                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                )
+
+    def _chosen(self, signature: Signature) -> list[int]:
+        assert self._said is not None
+        whole = {n if isinstance(n, str) else signature.parameters[n] for n in self._said}
+        return [i for i, name in enumerate(signature.names) if any(_is_in(name, of) for of in whole)]
+
+
+def _is_in(name: str, of: str) -> bool:
+    """Whether a leaf belongs to an argument, or to a part of one."""
+    return name == of or name.startswith((of + "[", of + "."))
+
+
+def _value(x: Any) -> int | None:
+    """What is compared of a leaf; None: it lies on several processes, in parts."""
+    spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return None if spanning or type(x) is Padded else checksum(x)
