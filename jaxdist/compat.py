@@ -11,22 +11,16 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
-from jax._src import source_info_util, traceback_util
+from jax._src import source_info_util
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
-
-A = ParamSpec("A")
-R = TypeVar("R")
-
-traceback_util.register_exclusion(str(Path(__file__).parent))  # see `api_boundary`
 
 # --- arrays
 
@@ -79,14 +73,6 @@ def other_collectives() -> tuple[Any, ...]:
 def trace_settings() -> Any:
     """The settings of JAX that a trace depends on, the threefry generator's among them (no public query)."""
     return _config.trace_context()
-
-
-def api_boundary(function: Callable[A, R]) -> Callable[A, R]:
-    """A function that errors leave without the frames of JAX's code and of ours (there is no public way).
-
-    ``JAX_TRACEBACK_FILTERING=off`` keeps them, as it does those of JAX.
-    """
-    return traceback_util.api_boundary(function)
 
 
 def trace_state_clean() -> bool:

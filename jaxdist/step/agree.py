@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +182,7 @@ def explain(everyone: Sequence[Description]) -> str:
     for name in names:
         by_type: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):
-            by_type.setdefault(table.get(name, "absent"), []).append(rank)
+            by_type.setdefault(table.get(name) or _other_role(table, name), []).append(rank)
         if len(by_type) > 1:
             values = "; ".join(f"{kind} on rank {list_ranks(ranks)}" for kind, ranks in by_type.items())
             return (
@@ -190,6 +190,15 @@ def explain(everyone: Sequence[Description]) -> str:
                 "every rank, and pass batches of the same shape (drop or pad the tail of the data)."
             )
     return f"the ranks call step {step!r} with the same leaves in a different order"
+
+
+def _other_role(table: Mapping[str, str], name: str) -> str:
+    """The type of a leaf that another rank has in another role: a batch that can't be one is taken for state there."""
+    role, _, rest = name.partition(" leaf ")
+    for other in {"batch", "state"} - {role}:
+        if kind := table.get(f"{other} leaf {rest}"):
+            return f"{kind}, and so {other},"
+    return "absent"
 
 
 def list_ranks(ranks: Sequence[Any]) -> str:

@@ -8,9 +8,11 @@ order:
    several lengths, kept on the mesh by an earlier call, or of which the step returns the next value.
 2. Of the others, those that are as long as the last one are the batch, and so are longer or shorter ones that do not
    come first.
-3. What 2 says and the values deny is tried: an argument that is the same on every rank while others are not may be
-   state; the first, and one that the step returns, may be batch if it differs. Readings in which the step can't be
-   traced, with the examples of all ranks together, are out. If several are left, that is an error which names them.
+3. Of several ranks, what has another length and is the same on all is state: if it differs in a later call, that is an
+   error. What 2 says and the values deny else is tried: an argument as long as the batch that is the same on every rank
+   while others are not may be state; the first, and one that the step returns, may be batch if it differs. Readings in
+   which the step can't be traced, with the examples of all ranks together, are out. If several are left, that is an
+   error which names them.
 """
 
 from __future__ import annotations
@@ -89,12 +91,14 @@ def which(
     alike = len({arguments[i].length for i in able}) == 1
     usual = bool(able) and alike and able[0] > 0 and able[-1] == len(arguments) - 1  # (state, batch), (state, x, y)
     carried = () if usual or not able else returned()
-    last = next((arguments[i].length for i in reversed(able) if i not in carried), None)
+    free = [i for i in able if i not in carried]
+    last = next((arguments[i].length for i in sorted(free, key=lambda i: (bool(arguments[i].differs), i))[::-1]), None)
     batch = [i for i in able if i not in carried and (arguments[i].length == last or i > 0)]
     alone = all(arguments[i].differs is None for i in able)
     if alone:
         doubtful = [i for i in batch if arguments[i].length != last]
     else:
+        batch = [i for i in batch if arguments[i].length == last or arguments[i].differs]
         some = any(arguments[i].differs for i in batch)
         doubtful = [i for i in able if arguments[i].differs is not (i in batch) and (some or i not in batch)]
     if not doubtful:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import commlog, finite, sync
 from jaxdist.communicators import Rules, default_bucket_bytes
-from jaxdist.compat import api_boundary, sharding_of, trace_settings, trace_state_clean
+from jaxdist.compat import sharding_of, trace_settings, trace_state_clean
 from jaxdist.context import Context, get_context
 from jaxdist.placements import report
 from jaxdist.placements.plan import Placed
@@ -46,6 +46,7 @@ from jaxdist.step.program import (
 )
 from jaxdist.step.signing import Signer
 from jaxdist.step.trace import inside_step, with_axis
+from jaxdist.step.tracebacks import api_boundary
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -241,7 +242,7 @@ class DataParallel(Generic[A, R]):
         self._latest: dict[Any, _Latest] = {}
         self._varied: set[Any] = set()  # structures of arguments that come with states of several types
         self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
-        self._numbers: dict[Any, tuple[type, ...]] = {}  # types of Python numbers that are constants
+        self._numbers: dict[Any, frozenset[int]] = {}  # positions of Python numbers that are constants
         self._has_modules = False  # among the arguments of some call
         self._told = False  # what is gathered
         self._log: commlog.StepLog | None = None
@@ -285,8 +286,8 @@ class DataParallel(Generic[A, R]):
             args, objects = modules.split(args)
         signature, leaves = self._signature(args, keywords)
         if self._context.size > 1:
-            self._agree(signature, leaves, [leaves[i] for i in signature.batch])
             call = self._agreement.enter(self._name)
+            self._agree(signature, leaves, [leaves[i] for i in signature.batch])
             signature = self._signer.settle(signature, args, call, self._context)
         result = debugging.op_by_op(self._step, signature, leaves, self._placement, self._context)
         return modules.update(objects, result) if objects else result
@@ -409,7 +410,7 @@ class DataParallel(Generic[A, R]):
     def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
         """The signature of a call that is not made, as far as this rank can tell by itself; and its leaves."""
         signature = self._signer.describe(args, keywords)
-        return signature, [x for x in jax.tree.leaves(args) if signature.is_data(x)]
+        return signature, signature.data(jax.tree.leaves(args))
 
     def _tell(self, call: int, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
@@ -457,7 +458,7 @@ class DataParallel(Generic[A, R]):
                 latest = _Latest([None] * len(leaves))
             strangers = latest.strangers(leaves, self._placement)
             numbers = self._numbers.get(tree, ())
-            constants = [i for i in strangers if not is_array(leaves[i]) or type(leaves[i]) in numbers]
+            constants = [i for i in strangers if not is_array(leaves[i]) or i in numbers]
             values = tuple((i, leaves[i]) for i in constants)
             fresh = False
             if latest.program is None or latest.constants != values:
@@ -465,9 +466,9 @@ class DataParallel(Generic[A, R]):
                 signature = self._signatures.get((tree, values))
                 if signature is None:
                     fresh, signature = True, self._signer.describe(args, keywords)
-                    if signature.numbers != numbers:
+                    if signature.numbers:
                         self._numbers[tree] = signature.numbers
-                        constants = [i for i, x in enumerate(leaves) if not signature.is_data(x)]
+                        constants = [i for i, x in enumerate(leaves) if not is_array(x) or i in signature.numbers]
                         values = tuple((i, leaves[i]) for i in constants)
             else:
                 signature = latest.signature

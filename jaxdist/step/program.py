@@ -60,7 +60,7 @@ class Signature:
       names: how messages call each leaf.
       parameters: how they call each argument.
       keywords: names of the last arguments, which go by keyword.
-      numbers: types of Python numbers that are constants of the program.
+      numbers: positions, among all leaves of the arguments, of Python numbers that are constants of the program.
     """
 
     tree: Any
@@ -68,11 +68,11 @@ class Signature:
     names: tuple[str, ...]
     parameters: tuple[str, ...]
     keywords: tuple[str, ...] = ()
-    numbers: tuple[type, ...] = ()
+    numbers: frozenset[int] = frozenset()
 
-    def is_data(self, leaf: Any) -> bool:
-        """Whether a leaf is data, as opposed to a constant of the program."""
-        return is_array(leaf) and type(leaf) not in self.numbers
+    def data(self, leaves: Sequence[Any]) -> list[Any]:
+        """Of all leaves of the arguments those that are data, as opposed to constants of the program."""
+        return [x for i, x in enumerate(leaves) if is_array(x) and i not in self.numbers]
 
     def with_batch(self, positions: Collection[int]) -> Signature:
         """The same with these leaves as the batch."""
@@ -216,14 +216,19 @@ def jaxpr_of(
             if check_finite:
                 found.look_at(result, "result")
         effects.refuse(step, signature.parameters, given, args, result)
-        result = jax.tree.map(lambda x: x if signature.is_data(x) else Static(x), result)
+        constant = (bool, int, float, complex) if signature.numbers else ()
+        result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
         outs, tree = jax.tree.flatten(result)
         trees.append((tree, tuple(found.names)))
         return [*outs, found.everywhere()] if found.names else outs
 
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
-    closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name)
+    try:
+        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name)
+    except Exception as error:
+        error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
+        raise
     return StepJaxpr(closed, *trees[-1])
 
 

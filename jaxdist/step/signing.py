@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class Signer:
         """The signature of a call, as far as this rank can tell by itself.
 
         A Python number is data, as under `jax.jit`, unless the step needs it as a number, to choose a branch or a
-        shape: then those of its type are constants, as under `equinox.filter_jit`.
+        shape: then those of its type are constants. In modules of equinox all are, as under `equinox.filter_jit`.
 
         Args:
           args: of the call, in order.
@@ -57,14 +58,15 @@ class Signer:
         Raises:
           TypeError: an argument that is said to be a batch is none.
         """
-        signature = self._sign(args, keywords)
-        leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
-        there = {type(leaves[i]) for i in signature.state}
+        leaves = jax.tree.leaves(args)
+        fixed = _in_equinox(args)
+        signature = self._sign(args, keywords, fixed)
+        there = {type(x) for x in [signature.data(leaves)[i] for i in signature.state]}
         constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in there]
-        for numbers in [(), *constant] if constant else []:
-            tried = self._sign(args, keywords, numbers)
+        for types in [(), *constant] if constant else []:
+            tried = self._sign(args, keywords, fixed | {i for i, x in enumerate(leaves) if type(x) in types})
             try:
-                self._jaxpr(tried, self.types(tried, [x for x in leaves if tried.is_data(x)]))
+                self._jaxpr(tried, self.types(tried, tried.data(leaves)))
             except StepError:
                 break
             except TypeError:  # of a tracer that is used as a number
@@ -84,7 +86,7 @@ class Signer:
         Raises:
           ValueError: (on every rank) which arguments are the batch can't be told.
         """
-        leaves = [x for x in jax.tree.leaves(args) if signature.is_data(x)]
+        leaves = signature.data(jax.tree.leaves(args))
         lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
         if context.size == 1 or not (any(signature.is_batch) or any(n is not None for n in lengths)):
             return signature
@@ -113,8 +115,10 @@ class Signer:
         logical = self._placement.logical_batch
         return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
 
-    def _sign(self, args: tuple[Any, ...], keywords: tuple[str, ...], numbers: tuple[type, ...] = ()) -> Signature:
-        marked = jax.tree.map(lambda x: x if is_array(x) and type(x) not in numbers else Static(x), args)
+    def _sign(self, args: tuple[Any, ...], keywords: tuple[str, ...], numbers: frozenset[int]) -> Signature:
+        leaves, tree = jax.tree.flatten(args)
+        marked = [x if is_array(x) and i not in numbers else Static(x) for i, x in enumerate(leaves)]
+        marked = jax.tree.unflatten(tree, marked)
         paths, tree = jax.tree_util.tree_flatten_with_path(marked)
         parameters = self._calling.of(len(args), keywords)
         names = tuple(parameters[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths)
@@ -198,6 +202,21 @@ class Signer:
         assert self._said is not None
         whole = {n if isinstance(n, str) else signature.parameters[n] for n in self._said}
         return [i for i, name in enumerate(signature.names) if any(_is_in(name, of) for of in whole)]
+
+
+def _in_equinox(args: Any) -> frozenset[int]:
+    """Positions of the Python numbers in modules of equinox."""
+    if "equinox" not in sys.modules:  # then nobody has made one
+        return frozenset()
+    from equinox import Module
+
+    found, position = [], 0
+    for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Module)):
+        leaves = jax.tree.leaves(part)
+        if isinstance(part, Module):
+            found += [position + i for i, x in enumerate(leaves) if isinstance(x, _NUMBERS)]
+        position += len(leaves)
+    return frozenset(found)
 
 
 def _is_in(name: str, of: str) -> bool:

@@ -19,7 +19,7 @@ MESSAGES = {
     "tree": r"state leaf state\['extra'\] is absent on rank 0(, 2)?; float32\[3\] on rank 1",
     "state shape": r"state leaf state\['w'\] is float32\[3,2\].* on rank 0(, 2)?; float32\[3,5\] on rank 1",
     "empty": r"batch leaf batch\['x'\] is empty",
-    "scalar": r"batch leaf batch\['x'\] is a scalar",
+    "scalar": r"batch leaf batch\['x'\] is float32\[4,3\] on rank 0, 2; float32\[\], and so state, on rank 1",
     "type": r"batch leaf batch\['x'\] is 'text', not an array",
     "nan": r"call 1: result\[0\]\['b'\] is not finite",
     "read only": r"state leaf offset is not the same on rank 0 and rank 1.*does not return it.*batch_argnums",

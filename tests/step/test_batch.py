@@ -110,6 +110,12 @@ def test_what_differs_between_ranks_is_no_state() -> None:
     assert decide(w, x, Argument("z", 24, True)) == (1, 2)
 
 
+def test_what_has_its_own_length_and_is_alike_is_state() -> None:
+    state, queue, x = Argument("state", None), Argument("queue", 40, False), Argument("x", 16, True)
+    assert decide(state, queue, x) == (2,)
+    assert decide(state, x, queue) == (1,)
+
+
 def test_all_alike_is_a_forgotten_split() -> None:
     assert decide(Argument("w", 4, False), Argument("x", 16, False), Argument("y", 16, False)) == (1, 2)
 

@@ -1,0 +1,198 @@
+"""Steps as they are called elsewhere, on several ranks: each must return what one device returns for the whole batch.
+
+mpirun -np N python run_calls.py COMMUNICATOR LEVELS
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxdist
+
+jax.config.update("jax_enable_x64", True)
+ctx = jaxdist.init(communicator=sys.argv[1])
+ROWS = 6
+
+
+def everyones(make: Any) -> list[Any]:
+    """What each rank makes, by its number."""
+    return [make(np.random.default_rng(rank)) for rank in range(ctx.size)]
+
+
+def whole(parts: list[Any]) -> Any:
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+
+def alike(name: str, mine: Any, expected: Any) -> None:
+    mine, expected = jax.tree.map(np.asarray, (jaxdist.unshard(mine), expected))
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(expected), strict=True):
+        tolerance = 1e-5 if b.dtype == np.float32 else 1e-10  # nnx.metrics has float32 alone
+        np.testing.assert_allclose(a, b, tolerance, tolerance / 100, err_msg=name)
+    print(f"OK {name}", flush=True)
+
+
+def refused(name: str, call: Any, words: str) -> None:
+    said = ""
+    try:
+        call()
+    except (ValueError, TypeError, FloatingPointError) as error:
+        said = str(error)
+    assert words in said, (name, said)
+    print(f"REFUSED {name}", flush=True)
+
+
+X = everyones(lambda rng: rng.normal(size=(ROWS, 3)))
+Y = everyones(lambda rng: rng.normal(size=ROWS))
+Z = everyones(lambda rng: rng.normal(size=(ROWS // 2, 3)))
+W = jnp.asarray([1.0, -2.0, 0.5])
+
+
+def loss_of(w: Any, x: Any, y: Any = 0.0) -> Any:
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def check(name: str, step: Any, parts: list[Any], *, state: tuple[Any, ...] = (W,), **settings: Any) -> None:
+    """`parts`: for each argument of the batch those of all ranks."""
+    decorated = jaxdist.data_parallel(step, donate=False, **settings)
+    alike(name, decorated(*state, *(p[ctx.rank] for p in parts)), jax.jit(step)(*state, *map(whole, parts)))
+
+
+def arguments() -> None:
+    check("state, x, y", lambda w, x, y: w - jax.grad(loss_of)(w, x, y), [X, Y])
+    check("eval", loss_of, [X, Y])
+    check("other sizes", lambda w, x, z: w - jax.grad(lambda w: loss_of(w, x) + loss_of(w, z))(w), [X, Z])
+    mask = [np.ones(ROWS)] * ctx.size
+    check("a mask of ones", lambda w, x, mask: jnp.sum((x @ w) ** 2 * mask) / mask.sum(), [X, mask])
+    check("metrics", lambda a, b: jnp.sum((a - b) ** 2), [Y, [y * 2 for y in Y]], state=())
+    step = jaxdist.data_parallel(lambda w, *, x, lr=0.1: w - lr * jax.grad(loss_of)(w, x), donate=False)
+    alike("keywords", step(W, lr=0.5, x=X[ctx.rank]), W - 0.5 * jax.grad(loss_of)(W, whole(X)))
+    power = jaxdist.data_parallel(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n", donate=False)
+    alike("static", [power(W, X[ctx.rank], n) for n in (2, 4)], [jnp.mean((whole(X) @ W) ** n) for n in (2, 4)])
+    own = jnp.asarray(np.random.default_rng(ctx.rank).normal(size=3))  # the root's seed is 0
+    first = jnp.asarray(np.random.default_rng(0).normal(size=3))
+    step = jaxdist.data_parallel(lambda w, x: w - jax.grad(loss_of)(w, x), donate=False)
+    alike("weights of an own seed", step(own, X[ctx.rank]), first - jax.grad(loss_of)(first, whole(X)))
+    read = jaxdist.data_parallel(loss_of, donate=False)
+    refused(
+        "read-only weights of an own seed", lambda: read(own, X[ctx.rank]), "w is not the same on rank 0 and rank 1"
+    )
+    queue = jnp.ones((5, 3))
+    enqueue = jaxdist.data_parallel(lambda w, queue, x: (loss_of(w, x), queue.sum()), donate=False)
+    alike("a queue", enqueue(W, queue, X[ctx.rank]), (loss_of(W, whole(X)), queue.sum()))
+    later = jnp.full((5, 3), float(ctx.rank))
+    refused("a queue that differs later", lambda: enqueue(W, later, X[ctx.rank]), "queue is not the same on rank 0")
+    only = jaxdist.data_parallel(lambda x: x - 0.1 * x.mean(0), donate=False)
+    refused("one argument", lambda: only(X[ctx.rank]), "batch_argnums='x'")
+    alike("one argument, said", jaxdist.data_parallel(lambda x: x - 0.1 * x.mean(0), batch_argnums="x")(X[ctx.rank]),
+          whole(X) - 0.1 * whole(X).mean(0))  # fmt: skip
+
+
+def forgotten_split() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("jaxdist").addHandler(handler)
+    step = jaxdist.data_parallel(lambda w, x: w - jax.grad(loss_of)(w, x), donate=False)
+    step(W, X[0])
+    if ctx.is_root:
+        assert any("come with the same batch" in text for text in said), said
+    print("OK a forgotten split", flush=True)
+
+
+def modules(level: int) -> None:
+    def train(decorate: Any, tx: Any, batches: list[Any]) -> Any:
+        model = nnx.Sequential(
+            nnx.Linear(3, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float64, use_bias=False),
+            nnx.BatchNorm(4, rngs=nnx.Rngs(1), param_dtype=jnp.float64),
+            nnx.Dropout(0.5, rngs=nnx.Rngs(2)),
+            nnx.Linear(4, 1, rngs=nnx.Rngs(3), param_dtype=jnp.float64),
+        )
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+        @decorate
+        def step(model: Any, optimizer: Any, metrics: Any, x: Any, y: Any) -> Any:
+            loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x)[:, 0] - y) ** 2))(model)
+            optimizer.update(model, grads)
+            metrics.update(loss=loss)
+            return loss
+
+        losses = [step(model, optimizer, metrics, *batch) for batch in batches]
+        return losses, nnx.state(model), metrics.compute(), optimizer.step.get_value()
+
+    mine = [(X[ctx.rank] * k, Y[ctx.rank]) for k in (1.0, 2.0, 3.0)]
+    all_of = [(whole(X) * k, whole(Y)) for k in (1.0, 2.0, 3.0)]
+    tx = optax.adam(0.1)
+    sharded = jaxdist.zero(tx, level) if level else tx
+    expected = jax.tree.leaves(train(nnx.jit, tx, all_of))
+    found = jax.tree.leaves(jax.tree.map(lambda x: x, train(jaxdist.data_parallel, sharded, mine)))
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in expected]
+    data = [[jax.random.key_data(x) if k else x for x, k in zip(xs, keys, strict=True)] for xs in (found, expected)]
+    alike(f"nnx, level {level}", *data)
+
+
+def numbers() -> None:
+    class Model(eqx.Module):
+        w: jax.Array
+        power: int
+        name: str
+        activation: Any
+
+        def __call__(self, x: Any) -> Any:
+            out = x @ self.w
+            for _ in range(self.power):
+                out = self.activation(out)
+            return out
+
+    @jaxdist.data_parallel
+    def step(model: Any, x: Any) -> Any:
+        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+    @eqx.filter_jit
+    def alone(model: Any, x: Any) -> Any:
+        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+    mine = twin = Model(W, 2, "small", jnp.tanh)
+    losses: list[Any] = []
+    for k in (1.0, 2.0):
+        (mine, a), (twin, b) = step(mine, X[ctx.rank] * k), alone(twin, whole(X) * k)
+        assert mine.power == 2, mine
+        losses.append((a, b))
+    alike("equinox", [mine.w, [a for a, _ in losses]], [twin.w, [b for _, b in losses]])
+
+
+def debugging() -> None:
+    step = jaxdist.data_parallel(lambda w, x, y: (w - jax.grad(loss_of)(w, x, y), loss_of(w, x, y)), donate=False)
+    expected = W - jax.grad(loss_of)(W, whole(X), whole(Y)), loss_of(W, whole(X), whole(Y))
+    with jax.disable_jit():
+        alike("disable_jit", step(W, X[ctx.rank], Y[ctx.rank]), expected)
+    bad = X[ctx.rank] * (np.nan if ctx.rank == 1 else 1.0)
+    with jax.debug_nans(True):
+        alike("debug_nans, none", step(W, X[ctx.rank], Y[ctx.rank]), expected)
+        refused("debug_nans", lambda: step(W, bad, Y[ctx.rank]), "nan")
+    alike("after it", step(W, X[ctx.rank], Y[ctx.rank]), expected)
+
+
+def main() -> None:
+    arguments()
+    forgotten_split()
+    for level in sys.argv[2].split(","):
+        modules(int(level))
+    numbers()
+    debugging()
+    print("END", flush=True)
+
+
+if __name__ == "__main__":
+    main()

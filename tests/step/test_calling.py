@@ -1,0 +1,181 @@
+"""How a decorated step is called: keywords, constants, methods, and what `jax.jit`'s result has besides."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdist
+
+X = np.random.default_rng(0).normal(size=(16, 3))
+W = jnp.asarray([1.0, -2.0, 0.5])
+
+
+def loss_of(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w) ** 2)
+
+
+def sgd(w: Any, x: Any, lr: Any = 0.1) -> Any:
+    return w - lr * jax.grad(loss_of)(w, x), loss_of(w, x)
+
+
+def same(mine: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), mine, expected)
+
+
+def test_keywords_and_defaults() -> None:
+    step = jaxdist.data_parallel(sgd, donate=False)
+    same(step(W, x=X), sgd(W, X))
+    same(step(x=X, w=W, lr=0.5), sgd(W, X, 0.5))
+    only = jaxdist.data_parallel(lambda w, *, x, lr: sgd(w, x, lr), donate=False)
+    same(only(W, x=X, lr=0.5), sgd(W, X, 0.5))
+    same(only(W, lr=0.25, x=X), sgd(W, X, 0.25))
+    several = jaxdist.data_parallel(lambda w, *xs, **more: sgd(w, sum(xs), more["lr"]), donate=False)
+    same(several(W, X, X, lr=0.5), sgd(W, X + X, 0.5))
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        only(W, lr=0.5)  # type: ignore[call-arg]
+
+
+def test_partial_and_methods() -> None:
+    same(jaxdist.data_parallel(functools.partial(sgd, lr=0.5), donate=False)(W, X), sgd(W, X, 0.5))
+
+    class Trainer:
+        lr = 0.5
+
+        def step(self, w: Any, x: Any) -> Any:
+            return sgd(w, x, self.lr)
+
+        @jaxdist.data_parallel
+        def decorated(self, w: Any, x: Any) -> Any:
+            return sgd(w, x, self.lr)
+
+    trainer = Trainer()
+    same(jaxdist.data_parallel(trainer.step, donate=False)(W, X), sgd(W, X, 0.5))
+    same(trainer.decorated(W, x=X), sgd(W, X, 0.5))
+    assert "all-reduce" in trainer.decorated.lower(W, X).compile().as_text()
+
+
+def test_static_arguments() -> None:
+    def power(w: Any, x: Any, n: int, kind: str = "mean") -> Any:
+        return getattr(jnp, kind)((x @ w) ** (n if n > 1 else 1))
+
+    by_name = jaxdist.data_parallel(power, static_argnames=("n", "kind"), donate=False)
+    by_number = jaxdist.data_parallel(power, static_argnums=(2, -1), donate=False)
+    for step in (by_name, by_number):
+        for n in (2, 3, 2):
+            same(step(W, X, n), power(W, X, n))
+        same(step(W, X, 2, kind="sum"), power(W, X, 2, "sum"))
+    with pytest.raises(ValueError, match="the static argument n is a list, which has no hash"):
+        by_name(W, X, [2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"static_argnames=\['m'\]: the step's parameters are"):
+        jaxdist.data_parallel(power, static_argnames="m")
+    with pytest.raises(ValueError, match="static_argnums=4: the step has 4 parameters"):
+        jaxdist.data_parallel(power, static_argnums=4)
+
+
+def test_what_is_donated() -> None:
+    def step(a: Any, b: Any, x: Any) -> Any:
+        return a - 0.1 * jax.grad(loss_of)(a, x), b * 0.5
+
+    once = jaxdist.data_parallel(step, donate=False)(W, W * 2, X)
+    a, b = once
+    jaxdist.data_parallel(step, donate_argnums=1)(a, b, X)
+    assert b.is_deleted()
+    assert not a.is_deleted()
+    with pytest.raises(ValueError, match="donate_argnums=3: the step has 3 parameters"):
+        jaxdist.data_parallel(step, donate_argnums=3)
+
+
+def test_a_number_that_is_needed_as_one_is_a_constant() -> None:
+    traced = []
+
+    @jaxdist.data_parallel(donate=False)
+    def step(config: Any, w: Any, x: Any) -> Any:
+        traced.append(1)
+        x = x if config["train"] else 2 * x
+        for _ in range(config["layers"]):
+            x = jnp.tanh(x)
+        return w - config["lr"] * jax.grad(loss_of)(w, x)
+
+    def expected(layers: int, train: bool, lr: float) -> Any:
+        x = X if train else 2 * X
+        for _ in range(layers):
+            x = jnp.tanh(x)
+        return W - lr * jax.grad(loss_of)(W, x)
+
+    for config in ((1, True, 0.1), (2, True, 0.1), (2, False, 0.1)):
+        same(step(dict(zip(("layers", "train", "lr"), config, strict=True)), W, X), expected(*config))
+    count = len(traced)
+    same(step({"layers": 2, "train": False, "lr": 0.5}, W, X), expected(2, False, 0.5))
+    assert len(traced) == count  # what is only computed with is data
+
+
+def test_equinox_modules() -> None:
+    class Model(eqx.Module):
+        layers: list[Any]
+        repeat: int
+        slope: float
+        name: str
+
+        def __init__(self) -> None:
+            self.layers = [eqx.nn.Linear(3, 3, key=jax.random.key(0), dtype=jnp.float64), jax.nn.relu]
+            self.repeat, self.slope, self.name = 2, 0.5, "model"
+
+        def __call__(self, x: Any) -> Any:
+            for _ in range(self.repeat):
+                for layer in self.layers:
+                    x = layer(x)
+            return self.slope * x
+
+    def step(model: Any, x: Any) -> Any:
+        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+        updates = jax.tree.map(lambda g: -0.1 * g if eqx.is_inexact_array(g) else None, grads)
+        return eqx.apply_updates(model, updates), loss
+
+    mine = twin = Model()
+    decorated = jaxdist.data_parallel(step)
+    for _ in range(3):
+        (mine, a), (twin, b) = decorated(mine, X), eqx.filter_jit(step)(twin, X)
+        same(a, b)
+    assert (mine.repeat, mine.name) == (2, "model")
+    same(mine.layers[0].weight, twin.layers[0].weight)
+
+
+# --- what `jax.jit` has
+
+
+def test_ahead_of_time() -> None:
+    step = jaxdist.data_parallel(sgd, donate=False)
+    assert "all-reduce" in step.lower(W, X, lr=0.5).compile().as_text()
+    assert step.trace(W, X).jaxpr is not None
+    shapes = step.eval_shape(W, jax.ShapeDtypeStruct((64, 3), X.dtype))
+    assert [(x.shape, x.dtype) for x in shapes] == [((3,), W.dtype), ((), W.dtype)]
+    assert jax.eval_shape(step, W, X)[0].shape == (3,)
+
+
+def test_clear_cache() -> None:
+    traced = []
+
+    @jaxdist.data_parallel(donate=False)
+    def step(w: Any, x: Any) -> Any:
+        traced.append(1)
+        return sgd(w, x)
+
+    first = step(W, X)
+    step(W, X)
+    assert len(traced) == 1
+    step.clear_cache()
+    same(step(W, X), first)
+    assert len(traced) == 2
+
+
+def test_disabled_it_is_the_plain_step() -> None:
+    step = jaxdist.data_parallel(sgd, enabled=False)
+    same(step(W, x=X), sgd(W, X))
+    assert "all-reduce" not in step.lower(W, X).compile().as_text()

@@ -1,0 +1,80 @@
+"""JAX's settings for debugging, and what an error of the user's step shows."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdist
+
+X = np.random.default_rng(0).normal(size=(16, 3))
+W = jnp.asarray([1.0, -2.0, 0.5])
+
+
+def test_disable_jit_runs_the_step_as_it_is() -> None:
+    seen = []
+
+    def body(w: Any, x: Any) -> Any:
+        seen.append(type(w))
+        return w - 0.1 * jnp.mean(x, 0)
+
+    step = jaxdist.data_parallel(body)
+    w = step(W, X)
+    with jax.disable_jit():
+        again = step(w, X)
+    assert not issubclass(seen[-1], jax.core.Tracer)
+    np.testing.assert_allclose(again, W - 0.2 * X.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(step(again, X), W - 0.3 * X.mean(0), rtol=1e-12)
+
+
+def test_debug_nans_names_the_operation_and_keeps_the_state() -> None:
+    def body(w: Any, x: Any) -> Any:
+        return w - 0.1 * jnp.mean(jnp.log(x), 0), jnp.exp(1e4 * abs(x).max())
+
+    step = jaxdist.data_parallel(body)
+    w, _ = step(W, abs(X))
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match="log") as error:
+            step(w, X)
+        assert "jnp.log(x)" in "".join(traceback.format_tb(error.value.__traceback__))
+        found, infinite = step(w, abs(X))  # the state is still there, and infinity is not NaN
+    assert np.isinf(infinite)
+    np.testing.assert_allclose(found, w - 0.1 * np.log(abs(X)).mean(0), rtol=1e-12)
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="infinite"):
+        step(found, abs(X))
+
+
+def frames(error: BaseException) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_an_error_of_the_step_shows_the_users_lines_alone() -> None:
+    def model(w: Any, x: Any) -> Any:
+        return x @ w["b"]
+
+    @jaxdist.data_parallel
+    def step(w: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda p: p - jnp.mean(model(w, batch["x"])), w)
+
+    with pytest.raises(TypeError) as error:
+        step({"b": jnp.ones(7)}, {"x": X})
+    assert set(frames(error.value)) == {__file__}
+    last = traceback.extract_tb(error.value.__traceback__)[-1]
+    assert last.line == 'return x @ w["b"]'
+    assert any("jaxdist.data_parallel" in note for note in error.value.__notes__)
+
+
+def test_an_error_of_jax_names_the_argument_and_the_step() -> None:
+    @jaxdist.data_parallel
+    def train_step(w: Any, batch: Any) -> Any:
+        return w if batch["x"].sum() > 0 else 2 * w
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        train_step(W, {"x": X})
+    assert "batch['x']" in str(error.value)
+    assert "train_step" in str(error.value)
