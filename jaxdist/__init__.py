@@ -1,5 +1,8 @@
 """jaxdist: train on many devices with a step written for one."""
 
+import importlib.metadata
+import sys
+
 from jaxdist.checkpoint import latest_step, restore, save
 from jaxdist.collectives import (
     all_to_all,
@@ -74,3 +77,15 @@ __all__ = [
     "value_and_grad",
     "zero",
 ]
+
+__version__ = importlib.metadata.version("jaxdist")
+
+# These functions have the names of their modules: jaxdist.plan.Plan is the class none the less.
+for _function in (explain, memory, plan, profile):
+    for _name, _value in vars(sys.modules[_function.__module__]).items():
+        if getattr(_value, "__module__", "") == _function.__module__ and not _name.startswith("_"):
+            setattr(_function, _name, _value)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,14 @@ from jaxdist.step.trace import inside_step, on_device
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
 Groups = Sequence[Sequence[int]]
+Leaf = jax.Array | np.ndarray | np.generic | complex
+T = TypeVar("T")
 
 
+@overload
+def allreduce(x: Leaf, op: Op = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def allreduce(x: T, op: Op = ..., groups: Groups | None = ...) -> T: ...
 def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
     """Everyone's `x`, reduced, for everyone.
 
@@ -68,6 +74,10 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
     return _collective("allreduce", x, op=op, groups=groups)
 
 
+@overload
+def allgather(x: Leaf, axis: int = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def allgather(x: T, axis: int = ..., groups: Groups | None = ...) -> T: ...
 def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
     """Everyone's `x`, joined along an axis in the order of the ranks, for everyone.
 
@@ -96,6 +106,10 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
     return _collective("allgather", x, axis=axis, groups=groups)
 
 
+@overload
+def reduce_scatter(x: Leaf, op: Op = ..., axis: int = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def reduce_scatter(x: T, op: Op = ..., axis: int = ..., groups: Groups | None = ...) -> T: ...
 def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None = None) -> Any:
     """Everyone's `x`, reduced; rank i gets the i-th slice of it along an axis.
 
@@ -126,6 +140,10 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
     return _collective("reduce_scatter", x, op=op, axis=axis, groups=groups)
 
 
+@overload
+def broadcast(x: Leaf, root: int = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def broadcast(x: T, root: int = ..., groups: Groups | None = ...) -> T: ...
 def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     """The root's `x`, for everyone.
 

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,10 @@ from jaxdist.context import Context, get_context
 from jaxdist.errors import CheckpointError
 from jaxdist.step.layouts import Padded
 
+T = TypeVar("T")
 
-def restore(path: str | os.PathLike[str], like: Any, step: int | None = None, *, fallback: bool | None = None) -> Any:
+
+def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, fallback: bool | None = None) -> T:
     """Read a checkpoint; every process calls it.
 
     What is read is compared with the checksums that were saved with it.

@@ -1,5 +1,8 @@
 """The `jaxdist` command: one module per subcommand."""
 
+import importlib.metadata
+from typing import Annotated
+
 import typer
 
 from jaxdist.cli.bench import bench
@@ -18,6 +21,23 @@ app = typer.Typer(
     rich_markup_mode=None,  # "[rank]" is meant as it is
     pretty_exceptions_show_locals=False,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jaxdist {importlib.metadata.version('jaxdist')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version, and end.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
 app.command()(bench)

@@ -108,7 +108,7 @@ def forgotten_split() -> None:
     print("OK a forgotten split", flush=True)
 
 
-def modules(level: int) -> None:
+def modules(level: Any) -> None:
     def train(decorate: Any, tx: Any, batches: list[Any]) -> Any:
         model = nnx.Sequential(
             nnx.Linear(3, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float64, use_bias=False),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 import jaxdist
 
@@ -27,7 +28,7 @@ def test_disable_jit_runs_the_step_as_it_is() -> None:
     w = step(W, X)
     with jax.disable_jit():
         again = step(w, X)
-    assert not issubclass(seen[-1], jax.core.Tracer)
+    assert not issubclass(seen[-1], Tracer)
     np.testing.assert_allclose(again, W - 0.2 * X.mean(0), rtol=1e-12)
     np.testing.assert_allclose(step(again, X), W - 0.3 * X.mean(0), rtol=1e-12)
 
@@ -45,7 +46,7 @@ def test_debug_nans_names_the_operation_and_keeps_the_state() -> None:
         found, infinite = step(w, abs(X))  # the state is still there, and infinity is not NaN
     assert np.isinf(infinite)
     np.testing.assert_allclose(found, w - 0.1 * np.log(abs(X)).mean(0), rtol=1e-12)
-    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="infinite"):
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
         step(found, abs(X))
 
 
