@@ -73,5 +73,6 @@ def _obey(orders: BinaryIO) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def _report(code: int) -> None:
+def _report(name: str, code: int) -> None:
+    del name
     os.write(2, b"%b%d\n" % (FAILURE_MARK, code))

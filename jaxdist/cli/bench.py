@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdist.cli.doctor import versions
-from jaxdist.cli.run import Communicator, Connector, Launcher, run
+from jaxdist.cli.launch import Communicator, Connector, Launcher
+from jaxdist.cli.run import run
 
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _UNITS = ("B", "KiB", "MiB", "GiB")

@@ -36,7 +36,7 @@ def test_run_hints_and_goes_on(jaxdist, tmp_path) -> None:
     done = jaxdist("run", "--launcher", "env", "a.py", "-n", "2")
     assert (done.returncode, done.stdout) == (0, "['-n', '2']\n")
     assert (
-        "jaxdist run: -n 2 stands after a.py and is its own argument. For 2 ranks: jaxdist run -n 2 a.py" in done.stderr
+        "jaxdist: -n 2 stands after a.py and is its own argument. For 2 ranks: jaxdist run -n 2 a.py" in done.stderr
     )
     assert "stands after" not in jaxdist("run", "-n", "1", "--launcher", "env", "a.py", "-n", "2").stderr
 
