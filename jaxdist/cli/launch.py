@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from jaxdist.cli.hosts import Host
 from jaxdist.cli.mpi import Mpirun, find_mpirun, mpi_library, split_tag
-from jaxdist.cli.processes import LineFilter, Program, run_job, say
+from jaxdist.cli.processes import Failed, LineFilter, Program, run_job, say
 from jaxdist.cli.ranks import cores, free_port, own_processes, thread_environment
 from jaxdist.cli.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_programs
 from jaxdist.connectors import site
@@ -56,7 +56,7 @@ def launch(
     prefix: bool = False,
     only_rank: int | None = None,
     whole_lines: bool = False,
-    on_failure: Callable[[str, int], None],
+    on_failure: Callable[[Failed], None],
 ) -> int:
     """Runs a job to its end; returns 0, or the exit code of what failed first. Call it from the main thread.
 
@@ -69,7 +69,7 @@ def launch(
         prefix: write the rank before each line.
         only_rank: show the output of this one only.
         whole_lines: pass on the output of one rank alone, too, instead of giving it our own streams.
-        on_failure: called with the name and the exit code of what failed first, before the others have ended.
+        on_failure: called with what failed first, before the others have ended.
 
     Raises:
         ValueError: a host can't be used; says which and why.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO, NamedTuple, TextIO
 
 # What to write for a line of a process: None drops it.
 LineFilter = Callable[[bytes], bytes | None]
@@ -80,6 +80,13 @@ class Program:
     last_words: re.Pattern[bytes] | None = None
 
 
+class Failed(NamedTuple):
+    """The first program of a job that failed: its name, and its exit code as of a shell."""
+
+    name: str
+    code: int
+
+
 @dataclass(frozen=True)
 class _Exit:
     index: int
@@ -134,7 +141,7 @@ def run_job(
     programs: Sequence[Program],
     *,
     on_start: Callable[[], None] | None = None,
-    on_failure: Callable[[str, int], None] | None = None,
+    on_failure: Callable[[Failed], None] | None = None,
 ) -> int:
     """Runs the programs together; returns 0, or the exit code of the first that failed.
 
@@ -144,7 +151,7 @@ def run_job(
     Args:
         programs: what to run.
         on_start: called once signals are caught.
-        on_failure: called with its name and that exit code as soon as it is known, before the others have ended.
+        on_failure: called with that one as soon as it is known, before the others have ended.
     """
     # SimpleQueue.put is reentrant, so that a signal handler may call it.
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -186,7 +193,7 @@ def _supervise(
     programs: Sequence[Program],
     running: dict[int, subprocess.Popen[bytes]],
     events: "queue.SimpleQueue[_Event]",
-    on_failure: Callable[[str, int], None] | None,
+    on_failure: Callable[[Failed], None] | None,
 ) -> int:
     verdict = 0
     kill_at: float | None = None
@@ -215,7 +222,7 @@ def _supervise(
             continue
         verdict = event.code
         if on_failure is not None:
-            on_failure(programs[event.index].name, verdict)
+            on_failure(Failed(programs[event.index].name, verdict))
         if running:
             others = {index: process for index, process in running.items() if index != event.index}
             rest = f"; ending the other {len(others)}" if others else ""

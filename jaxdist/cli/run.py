@@ -10,9 +10,10 @@ from typer.core import TyperCommand
 from jaxdist.cli.advice import crowded, misplaced_options
 from jaxdist.cli.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.cli.launch import Communicator, Connector, Launcher, choose, launch
-from jaxdist.cli.processes import say
+from jaxdist.cli.processes import Failed, say
 from jaxdist.cli.program import program_command
 from jaxdist.cli.remote import that_answer
+
 
 class RunCommand(TyperCommand):
     """Ends the options of `run` at `-m`, as Python does: what follows is the module's."""
@@ -84,10 +85,10 @@ def run(
         environment = {} if communicator is Communicator.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)
-            failed: list[str] = []  # stays empty if it was the user who ended the job
+            failed: list[Failed] = []  # stays empty if it was the user who ended the job
             code = launch(
                 command, size, mpirun, environment,
-                hosts=placed, prefix=prefix, only_rank=only_rank, on_failure=lambda name, _: failed.append(name),
+                hosts=placed, prefix=prefix, only_rank=only_rank, on_failure=failed.append,
             )  # fmt: skip
             if not failed or restart == max_restarts:
                 raise typer.Exit(code)

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -179,6 +180,13 @@ def data_parallel(
 class DataParallel:
     """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
 
+    _made_of: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DataParallel:
+        made = super().__new__(cls)
+        made._made_of = args, kwargs
+        return made
+
     def __init__(
         self,
         step: Callable[..., Any],
@@ -208,6 +216,12 @@ class DataParallel:
         self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
         self._told = False  # what is gathered
         self._log: commlog.StepLog | None = None
+
+    def __reduce__(self) -> Any:
+        """What another process gets: the step of the same module, or (of a notebook) one that is decorated alike."""
+        name = getattr(self, "__qualname__", "")
+        there = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
+        return name if there else (_decorated_alike, self._made_of)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # Decorated in a class body: the instance is the first state argument, as for a plain function.
@@ -683,6 +697,10 @@ def _without_aliases(state: list[Any]) -> list[Any]:
         seen.add(id(x))
         out.append(jnp.copy(x) if twin else x)
     return out
+
+
+def _decorated_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return functools.update_wrapper(DataParallel(*args, **kwargs), args[0])
 
 
 def _plain(step: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
