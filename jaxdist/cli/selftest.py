@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import socket
 import sys
 import time
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxdist.cli.bench import _in_job, _names, _size, _time
+from jaxdist.cli.bench import in_job, names_in, size_text, time_text
 from jaxdist.cli.doctor import Finding, findings, versions
 from jaxdist.cli.launch import Communicator, Connector, Launcher
 from jaxdist.cli.mpi import find_mpirun
@@ -22,6 +23,7 @@ from jaxdist.cli.run import run
 from jaxdist.connectors import site
 
 _TAG = "jaxdist test"
+_WIDTH = 120
 _TIMEOUT = "60"  # seconds for ranks that do not come, if nothing else is said
 _TOLERANCE = 1e-10  # of float64
 _STEPS = 3
@@ -29,7 +31,7 @@ _SIZES = (4 << 10, 16 << 20)
 _REPORT = "run `jaxdist info --json`, and report both"
 
 
-def test(
+def self_test(
     ranks: Annotated[
         int | None,
         typer.Option("-n", "--np", min=1, help="Ranks to start; default: the GPUs or 2, or all slots of the hosts."),
@@ -53,15 +55,16 @@ def test(
 
     The exit code is 1 if something is wrong; what is wrong comes with the command that puts it right.
     """
-    if as_rank or _in_job():
+    if as_rank or in_job():
         raise typer.Exit(_as_rank())
     try:
-        names = _names("--communicators", communicators, ("xla", "mpi"))
+        names = names_in("--communicators", communicators, ("xla", "mpi"))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     begin = time.monotonic()
     os.environ.setdefault("JAXDIST_TIMEOUT", _TIMEOUT)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     if ranks is None and hosts is None and hostfile is None:
         ranks = _default_ranks()
     console = _console()
@@ -167,7 +170,7 @@ def _alike(ctx: Any, hosts: Sequence[str]) -> Iterator[Finding]:
             yield Finding(f"{host}, {name}", True, f"{seen} ({command})")
 
 
-def _parity(ctx: Any, level: int) -> Finding:
+def _parity(ctx: Any, level: Any) -> Finding:
     """Some steps of a job, compared with `jax.jit` on one device."""
     import jax
     import jax.numpy as jnp
@@ -215,8 +218,8 @@ def _bandwidth(ctx: Any, size: int) -> Finding:
     from jaxdist.bench import measure
 
     found = measure(ctx, "allreduce", size, "float32", seconds=0.5)
-    seen = f"{_time(found.median_s)}, {found.bus_gb_s:.3g} GB/s on the bus"
-    return Finding(f"allreduce of {_size(size)}", True, seen)
+    seen = f"{time_text(found.median_s)}, {found.bus_gb_s:.3g} GB/s on the bus"
+    return Finding(f"allreduce of {size_text(size)}", True, seen)
 
 
 def _print(ctx: Any, rows: Sequence[Finding]) -> None:
@@ -224,7 +227,7 @@ def _print(ctx: Any, rows: Sequence[Finding]) -> None:
 
     device = jax.local_devices()[0]
     kind = device.platform if device.platform == "cpu" else device.device_kind
-    console = _console()
+    console = _console(as_rank=True)
     table = Table(title=f"communicator {ctx.communicator}: {ctx.num_devices} x {kind}", title_justify="left")
     for column in ("", "check", "seen"):
         table.add_column(column)
@@ -234,6 +237,9 @@ def _print(ctx: Any, rows: Sequence[Finding]) -> None:
     console.print(table)
 
 
-def _console() -> Console:
-    # Not a terminal (as under mpirun): 80 columns would fold the cells.
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+def _console(as_rank: bool = False) -> Console:
+    # 80 columns, as where there is no terminal, would fold the cells. A rank's may be Open MPI's own: what it writes
+    # goes through a pipe all the same.
+    if as_rank:
+        return Console(width=int(os.environ.get("COLUMNS", _WIDTH)), force_terminal=False, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
