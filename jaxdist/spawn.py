@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Ctrl-C while JAX is imported ends the rank without a traceback; `main` takes over.
+_START = """import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.path[:] = {path!r}
+from jaxdist.spawned import main
+main({folder!r})"""
+
 
 def spawn(
     fn: Callable[..., T],
@@ -85,8 +92,7 @@ def spawn(
     mpirun = choose(launcher, Connector.auto, Communicator(communicator))
     with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-", ignore_cleanup_errors=True) as folder:
         spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
-        start = f"import sys; sys.path[:] = {sys.path!r}; from jaxdist.spawned import main; main({folder!r})"
-        command = [sys.executable, "-c", start]
+        command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]
         for advice in (crowded(n, command), _crowded_gpu()):
             if advice:
                 say(advice)

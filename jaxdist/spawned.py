@@ -10,6 +10,7 @@ import io
 import linecache
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -107,6 +108,8 @@ def main(folder: str) -> None:
       folder: of the task.
     """
     ctx: Context | None = None
+    failfast.one_line_for_interrupts()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Path(folder, _TASK).open("rb") as file:
             settings, cells = pickle.load(file)

@@ -12,6 +12,7 @@ import launch
 import pytest
 
 import jaxdist
+from jaxdist import spawned
 
 pytestmark = pytest.mark.slow  # together
 
@@ -134,6 +135,15 @@ def test_errors_of_ranks(tmp_path: Path) -> None:
     assert last == "[None]"
 
 
+def test_where_ranks_compute_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a notebook on the CPU may leave the GPUs to its ranks."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert spawned._settings()["jax_enable_x64"] is True
+    assert "jax_platforms" in spawned._settings()
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert "jax_platforms" not in spawned._settings()
+
+
 TRAIN = """
     import time, jaxdist
 
@@ -158,6 +168,20 @@ def test_the_end_of_the_parent_is_that_of_the_ranks(tmp_path: Path, number: sign
     done = job.finish(30)[0]  # and nobody is left
     assert done.returncode == (0 if number == signal.SIGINT else -number), done.output
     assert ("stopped" in done.stdout) == (number == signal.SIGINT)
+
+
+def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
+    """The line that says it stands for the tracebacks of all ranks, which are in the midst of importing."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "cloudpickle.py").write_text("import time; print('ready', flush=True); time.sleep(100)\n")
+    job = launch.Job()
+    body = f"import cloudpickle, sys\nsys.path.insert(0, {str(tmp_path / 'slow')!r})\n" + textwrap.dedent(TRAIN)
+    job.start(script(tmp_path, body), {"PYTHONPATH": str(Path(jaxdist.__file__).parents[1])})
+    job.wait_for(lambda text: text.count("ready") == 2)
+    job.processes[0].send_signal(signal.SIGINT)
+    done = job.finish(30)[0]
+    assert (done.returncode, "stopped" in done.stdout) == (0, True), done.output
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.mpi
