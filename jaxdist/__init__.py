@@ -32,6 +32,7 @@ from jaxdist.plan import plan
 from jaxdist.precision import master_weights
 from jaxdist.profile import profile
 from jaxdist.rng import fold_rank
+from jaxdist.spawn import spawn
 from jaxdist.step.data_parallel import data_parallel
 from jaxdist.sync import check_sync
 from jaxdist.zero import shard, unshard, zero
@@ -73,6 +74,7 @@ __all__ = [
     "scatter",
     "send",
     "shard",
+    "spawn",
     "unshard",
     "value_and_grad",
     "zero",

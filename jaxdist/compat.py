@@ -293,6 +293,19 @@ def platforms_asked() -> str | None:
     return jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def settings() -> dict[str, Any]:
+    """All of `jax.config`, by name. (`values` is there in jax 0.10-0.12, and documented nowhere.)"""
+    return dict(jax.config.values)
+
+
+def use_settings(wanted: Mapping[str, Any]) -> None:
+    """Make `jax.config` what it was in another process, as far as this one's differs."""
+    mine = settings()
+    for name, value in wanted.items():
+        if name in mine and mine[name] != value:
+            jax.config.update(name, value)
+
+
 def distributed_client_started() -> bool:
     """Whether jax.distributed was initialized (public only as `is_initialized` since 0.4.38)."""
     return jax.distributed.is_initialized()

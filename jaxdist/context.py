@@ -144,6 +144,9 @@ class Context:
         received = self.control.broadcast_buffers(None, root, carrier, self.timeout)
         return transfer.unpack(received, tree_or_object, self.rank)
 
+    def __reduce__(self) -> Any:
+        return get_context, ()  # where it is sent to it is the receiver's own
+
     def __repr__(self) -> str:
         return (
             f"Context(rank={self.rank}, size={self.size}, local_rank={self.local_rank}, "
@@ -220,6 +223,11 @@ def init(
         farewell.install(ctx)
         _context, _asked = ctx, asked
         return ctx
+
+
+def current() -> Context | None:
+    """The context, if `init` made one in this process."""
+    return _context
 
 
 def get_context() -> Context:

@@ -478,6 +478,9 @@ def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None
             abort(code, message)
 
     helper = threading.Thread(target=gently, daemon=True)
-    helper.start()
-    helper.join(3.0)  # a flush can block on a pipe that nobody reads
+    try:
+        helper.start()
+        helper.join(3.0)  # a flush can block on a pipe that nobody reads
+    except RuntimeError:  # Python 3.12.1 starts no thread at exit
+        gently()
     os._exit(code)

@@ -111,8 +111,33 @@ def install(ctx: Context) -> None:
     _watch_interrupt(ctx)
 
 
+def end(ctx: Context, error: BaseException) -> NoReturn:
+    """End the job for an error that is shown elsewhere: this rank prints nothing, the others say which one failed.
+
+    Args:
+      ctx: the context of the job.
+      error: why.
+    """
+    ctx.control.hold()
+    _end(ctx, type(error), error)
+    raise AssertionError("depart returned")
+
+
+def may_be_aftermath(error: BaseException | None) -> bool:
+    """Whether it may be an error that a rank meets only because another one is gone.
+
+    Args:
+      error: of this rank.
+
+    Example:
+      >>> may_be_aftermath(ConnectionResetError()), may_be_aftermath(ValueError())
+      (True, False)
+    """
+    return isinstance(error, _AFTERMATH) or "/gloo/" in str(error)
+
+
 def _end(ctx: Context, kind: type[BaseException], error: BaseException | None) -> None:
-    if (issubclass(kind, _AFTERMATH) or "/gloo/" in str(error)) and ctx.control.told_to_end(_CAUSE_SECONDS):
+    if may_be_aftermath(error) and ctx.control.told_to_end(_CAUSE_SECONDS):
         ctx.control.depart(1)
     lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
     # The first line of a message says most; notes and chained text follow.

@@ -33,11 +33,11 @@ def install(ctx: Context) -> None:
       ctx: of the job; one of a single process is left alone.
     """
     if ctx.size > 1:
-        owner, failures = os.getpid(), _watch_exit_handlers()
-        atexit.register(lambda: os.getpid() == owner and _end(ctx, failures))  # not in a forked data worker
+        owner, failures, over = os.getpid(), _watch_exit_handlers(), _see_to_the_end(ctx)
+        atexit.register(lambda: os.getpid() == owner and _end(ctx, failures, over))  # not in a forked data worker
 
 
-def _end(ctx: Context, failures: list[str]) -> None:
+def _end(ctx: Context, failures: list[str], over: threading.Event) -> None:
     control = ctx.control
     failfast.end_if_exiting(ctx)
     if failures and not control.ending:
@@ -50,7 +50,7 @@ def _end(ctx: Context, failures: list[str]) -> None:
             _OTHERS_SECONDS
         )  # they may be in a collective with this one, and have more to say than that it broke
         control.depart(1)
-    _see_to_the_end(ctx)
+    over.set()
 
 
 def _wait_for_all(ctx: Context) -> None:
@@ -71,15 +71,22 @@ def _wait_for_all(ctx: Context) -> None:
             control.say(f"{waited}: {'; '.join(working)}")
 
 
-def _see_to_the_end(ctx: Context) -> None:
-    """What still runs in this process at exit must not keep the job: nobody waits for it any more."""
+def _see_to_the_end(ctx: Context) -> threading.Event:
+    """What still runs in this process at exit must not keep the job: nobody waits for it any more.
+
+    Returns:
+      To be set when the job is over. (The thread runs from the start: Python 3.12.1 starts none at exit.)
+    """
+    over = threading.Event()
 
     def watch() -> None:
+        over.wait()
         time.sleep(ctx.timeout)
         ctx.control.say(f"does not end, though its script did {ctx.timeout:g} s ago: {main_thread_stack()}")
         ctx.control.depart(1)
 
     threading.Thread(target=watch, name="jaxdist-exit", daemon=True).start()
+    return over
 
 
 def _watch_exit_handlers() -> list[str]:

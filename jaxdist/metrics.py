@@ -26,7 +26,7 @@ from jaxdist.context import Context, get_context
 
 FILE = "metrics.jsonl"
 _MOST = 1000  # steps held back: a host that runs ahead of its device by more waits
-_WINDOW = 5.0  # seconds over which throughput is taken
+_WINDOW = 5.0  # seconds over which the throughput that is shown is taken
 _EVERY = 10.0  # seconds between lines where there is no terminal
 _OWN = ("step", "time", "examples_per_s", "tokens_per_s")
 _GET_TENSORBOARD = "tensorboard=True needs tensorboardX: pip install 'jaxdist[tensorboard]'"
@@ -122,25 +122,32 @@ class RunLog:
 
     def _write_one(self, step: int, metrics: dict[str, float | int], ended: float) -> None:
         now = time.time() - (time.monotonic() - ended)
-        rates = {f"{name}_per_s": rate for name, rate in self._rates(step, ended).items()}
+        rates, lately = self._throughput(step, ended)
         assert self._file is not None
-        line = {"step": step, "time": round(now, 3), **metrics, **rates}
+        line = {"step": step, "time": round(now, 6), **metrics, **rates}
         self._file.write(json.dumps({name: _in_json(x) for name, x in line.items()}) + "\n")
         if self._events is not None:
             for name, x in {**metrics, **rates}.items():
                 self._events.add_scalar(name, x, step, now)
-        self._show.update(step, metrics, rates)
+        self._show.update(step, metrics, lately)
 
-    def _rates(self, step: int, now: float) -> dict[str, float]:
-        """Examples and tokens per second over the last seconds; not for the first step, which is compiled first."""
-        if not self._ended or step > self._ended[-1][1]:
+    def _throughput(self, step: int, now: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Examples and tokens per second since the step before, for the file, and over the last seconds, for the eye.
+
+        Not for the first step, which is compiled first.
+        """
+        before = self._ended[-1] if self._ended else (now, step)
+        if not self._ended or step > before[1]:
             self._ended.append((now, step))
         while len(self._ended) > 2 and now - self._ended[1][0] > _WINDOW:
             self._ended.popleft()
-        since, before = self._ended[0]
-        if step == before or now == since:
+        return self._rates(before, step, now), self._rates(self._ended[0], step, now)
+
+    def _rates(self, since: tuple[float, int], step: int, now: float) -> dict[str, float]:
+        seconds, steps = now - since[0], step - since[1]
+        if not (steps and seconds):
             return {}
-        return {name: float(f"{n * (step - before) / (now - since):.6g}") for name, n in self._per_step.items()}
+        return {f"{name}_per_s": float(f"{n * steps / seconds:.6g}") for name, n in self._per_step.items()}
 
     def _close(self, failed: bool) -> None:
         self._running.put(None)
@@ -168,8 +175,9 @@ def run_log(
 
     Every rank calls it; only the root writes. On a terminal the progress is a bar, else a line about every ten seconds.
     Each line of the file is a JSON object with ``step``, ``time`` (seconds since 1970, when the step ended), the
-    metrics, and ``examples_per_s`` and ``tokens_per_s`` over the last five seconds. JSON has no NaN: it is written as
-    the string ``"NaN"``, infinities as ``"Infinity"`` and ``"-Infinity"``; Python's ``float`` takes these.
+    metrics, and ``examples_per_s`` and ``tokens_per_s`` since the line before of another step. (The progress shows them
+    over the last five seconds.) JSON has no NaN: it is written as the string ``"NaN"``, infinities as ``"Infinity"``
+    and ``"-Infinity"``; Python's ``float`` takes these.
 
     A run that starts again at step k replaces the lines of step k and later ones, so no step is there twice; the file
     as it was is kept beside it as ``metrics.jsonl.bak``.

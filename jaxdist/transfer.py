@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,14 +80,27 @@ def check_packed(buffers: Sequence[memoryview | bytearray], rank: int) -> None:
         unpack(buffers, None, rank)
 
 
+def reduce_array(array: jax.Array, rebuild: Callable[[np.ndarray], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An array as its host's memory, for a pickler's `reducer_override`.
+
+    Args:
+      array: of JAX.
+      rebuild: what makes it again of the host's array; a random key is a random key again.
+
+    Returns:
+      A function, and its arguments.
+
+    Raises:
+      ValueError: the array is spread over several processes.
+    """
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return _key, (str(jax.random.key_impl(array)), _host(jax.random.key_data(array)))
+    return rebuild, (_host(array),)
+
+
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, jax.Array):
-            if jax.numpy.issubdtype(obj.dtype, jax.dtypes.prng_key):
-                data = _host(jax.random.key_data(obj))
-                return _key, (str(jax.random.key_impl(obj)), data)
-            return _array, (_host(obj),)
-        return NotImplemented
+        return reduce_array(obj, to_device) if isinstance(obj, jax.Array) else NotImplemented
 
 
 def _dumps(obj: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
@@ -106,11 +119,19 @@ def _host(array: jax.Array) -> np.ndarray:
     )
 
 
-def _array(host: np.ndarray) -> jax.Array:
+def to_device(host: np.ndarray) -> jax.Array:
+    """A host's array on the default device, of the same dtype.
+
+    Args:
+      host: the array.
+
+    Raises:
+      ValueError: this process can't hold the dtype.
+    """
     array = jax.device_put(host)
     if array.dtype != host.dtype:
         raise ValueError(
-            f"broadcast of a {host.dtype} array to a process that can't hold it (got "
+            f"a {host.dtype} array was sent to a process that can't hold it (got "
             f"{array.dtype}): set jax_enable_x64 alike on every rank"
         )
     return array

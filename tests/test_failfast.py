@@ -184,7 +184,7 @@ def test_ctrl_c_of_a_process_alone_prints_one_line(run, tmp_path):
     job.processes[0].send_signal(signal.SIGINT)
     result = job.finish(40)[0]
     assert result.returncode == (130 if run else -signal.SIGINT)  # of a process: as Python's own
-    expected = "jaxdist run: interrupted: " if run else f"[jaxdist] interrupted at {script}:6"
+    expected = "jaxdist: interrupted: " if run else f"[jaxdist] interrupted at {script}:6"
     assert result.stderr.startswith(expected), result.output
     assert len(result.stderr.splitlines()) == 1, result.output
 

@@ -55,6 +55,18 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert [x["time"] for x in lines] == sorted(x["time"] for x in lines)
 
 
+def test_throughput_is_that_of_the_interval(tmp_path: Path) -> None:
+    """In the file; an evaluation belongs to the interval that it is in. The display has that of the last seconds."""
+    with jaxdist.run_log(tmp_path, examples_per_step=6) as log:
+        found = [log._throughput(step, now) for step, now in ((0, 0.0), (1, 2.0), (1, 3.0), (4, 5.0))]
+    assert found == [
+        ({}, {}),
+        ({"examples_per_s": 3.0}, {"examples_per_s": 3.0}),
+        ({}, {"examples_per_s": 2.0}),
+        ({"examples_per_s": 6.0}, {"examples_per_s": 4.8}),
+    ]
+
+
 def test_what_is_not_computed_yet_is_held_back(tmp_path: Path) -> None:
     slow, quick = NotYet(1.0), NotYet(2.0)
     quick.computed = True
@@ -107,7 +119,7 @@ def test_the_end_of_a_step_is_noted_when_it_ends(tmp_path: Path) -> None:
         ends = [entry.ended or 0.0 for entry in log._pending]
         time.sleep(0.2)
     lines = read_metrics(tmp_path)
-    assert lines[2]["examples_per_s"] == pytest.approx(2 / (ends[2] - ends[0]), rel=1e-4)
+    assert lines[2]["examples_per_s"] == pytest.approx(1 / (ends[2] - ends[1]), rel=1e-4)
     assert lines[2]["time"] <= time.time() - 0.2 + 0.002
 
 

@@ -11,6 +11,7 @@ from jaxdist.cli.info import info
 from jaxdist.cli.plan import plan
 from jaxdist.cli.plot import plot
 from jaxdist.cli.run import RunCommand, run
+from jaxdist.cli.selftest import self_test
 
 __all__ = ["app"]
 
@@ -40,6 +41,7 @@ def main(
 
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
+app.command("test")(self_test)
 app.command()(bench)
 app.command()(export)
 app.command()(plot)

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
-from jaxdist.cli.processes import FAILURE_GRACE_S, run_job
+from jaxdist.cli.processes import FAILURE_GRACE_S, Failed, run_job
 from jaxdist.cli.ranks import own_processes, thread_environment
 
 # Begins the line by which the launcher hears of the first failure at once: this process ends only after the other
@@ -73,5 +73,5 @@ def _obey(orders: BinaryIO) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def _report(code: int) -> None:
-    os.write(2, b"%b%d\n" % (FAILURE_MARK, code))
+def _report(failed: Failed) -> None:
+    os.write(2, b"%b%d\n" % (FAILURE_MARK, failed.code))

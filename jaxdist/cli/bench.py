@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdist.cli.doctor import versions
-from jaxdist.cli.run import Communicator, Connector, Launcher, run
+from jaxdist.cli.launch import Communicator, Connector, Launcher
+from jaxdist.cli.run import run
 
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _UNITS = ("B", "KiB", "MiB", "GiB")
@@ -85,14 +86,14 @@ def bench(
     barrier         0
     """
     try:
-        names = _names("--collectives", collectives, _known_collectives())
-        wanted = _names("--communicators", communicators, ("xla", "mpi"))
+        names = names_in("--collectives", collectives, _known_collectives())
+        wanted = names_in("--communicators", communicators, ("xla", "mpi"))
         nbytes = parse_sizes(sizes)
         if not 0 < seconds < math.inf:
             raise ValueError(f"--seconds {seconds:g}: expected a positive number")
         if plot is not None:
             check_plot(plot)
-        here = report is not None or _in_job()
+        here = report is not None or in_job()
         if here and (ranks or launcher):
             raise ValueError(
                 "-n and --launcher start ranks, and this process already is one of a job's: leave them out"
@@ -166,7 +167,7 @@ def check_plot(path: Path, option: str = "--plot") -> None:
         raise ValueError(f"{option} {_GET_MATPLOTLIB}")
 
 
-def _names(option: str, text: str | None, valid: Sequence[str]) -> list[str]:
+def names_in(option: str, text: str | None, valid: Sequence[str]) -> list[str]:
     if text is None:
         return list(valid)
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -191,7 +192,7 @@ def _check_elements(names: Sequence[str], sizes: Sequence[int], dtype: Dtype, ra
         elements(name, min(sizes), jnp.dtype(str(dtype)).itemsize, ranks)
 
 
-def _in_job() -> bool:
+def in_job() -> bool:
     """Whether a launcher started this process."""
     from jaxdist import connectors
 
@@ -308,8 +309,8 @@ def _print_table(result: dict[str, Any]) -> None:
         moved = row["nbytes"] > 0
         table.add_row(
             "" if name == before else name,
-            _size(row["size"]) if moved else "",
-            *(_time(row[key]) for key in ("median_s", "min_s", "max_s")),
+            size_text(row["size"]) if moved else "",
+            *(time_text(row[key]) for key in ("median_s", "min_s", "max_s")),
             *(f"{row[key]:.3g}" if moved else "" for key in ("algorithm_gb_s", "bus_gb_s")),
             f"{row['samples']} x {row['calls']}",
         )
@@ -317,12 +318,12 @@ def _print_table(result: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     power = next(p for p in (3, 2, 1, 0) if nbytes % (1 << 10 * p) == 0)
     return f"{nbytes >> 10 * power} {_UNITS[power]}"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     for unit, scale in (("µs", 1e6), ("ms", 1e3)):
         if seconds * scale < 999.5:
             return f"{float(f'{seconds * scale:.3g}'):g} {unit}"
@@ -359,7 +360,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_yscale("log")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    lower.xaxis.set_major_formatter(lambda nbytes, _: _size(int(nbytes)) if nbytes >= 1 else "")
+    lower.xaxis.set_major_formatter(lambda nbytes, _: size_text(int(nbytes)) if nbytes >= 1 else "")
     lower.set_xlabel("size")
     first = results[0]
     figure.suptitle(f"jaxdist bench: {first['processes']} ranks, {first['device']}, {first['dtype']}")

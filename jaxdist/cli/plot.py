@@ -1,14 +1,19 @@
 """`jaxdist plot`: the metrics and throughput of runs, from the files of `jaxdist.run_log`, as a picture."""
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from jaxdist.cli.bench import check_plot
 
 _RATES = {"tokens_per_s": "tokens per second", "examples_per_s": "examples per second"}
+_INTERVALS = 200  # of a curve of throughput at most: more could not be told apart
+_MEAN = 6  # intervals that a mean is taken over, where there are enough
+_DECADES = 100.0  # largest / smallest value from which a loss is drawn on a logarithmic axis
 
 Lines = Sequence[Mapping[str, float]]
 
@@ -24,6 +29,9 @@ def plot(
 ) -> None:
     """Draws metrics and throughput over the step; several runs in one picture, a colour each. What is not finite is
     left out.
+
+    A loss that spans two decades or more is on a logarithmic axis. The throughput is that of each interval between two
+    lines of the log, faint, and in full colour what is left of it without pauses and spikes.
     """
     from jaxdist.metrics import read_metrics
 
@@ -47,7 +55,7 @@ def plot(
 
 
 def draw(runs: Mapping[Path, Lines], names: Sequence[str], path: Path) -> None:
-    """A diagram for each metric, and one for the throughput.
+    """A diagram for each metric, and one for the throughput: of each interval, and what is steady of it.
 
     Args:
       runs: the lines of each.
@@ -61,15 +69,93 @@ def draw(runs: Mapping[Path, Lines], names: Sequence[str], path: Path) -> None:
     figure = Figure(figsize=(9, 1 + 3 * len(shown)), layout="constrained")
     diagrams = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, label) in zip(diagrams, shown.items(), strict=True):
-        for run, lines in runs.items():
+        tops = []
+        for i, (run, lines) in enumerate(runs.items()):
             points = [(line["step"], line[name]) for line in lines if name in line]
+            if name in rates:
+                each = intervals(lines, name)
+                axes.plot([x.step for x in each], [x.rate for x in each], color=f"C{i}", alpha=0.25, linewidth=0.8)
+                points = [(x.step, x.rate) for x in steady(each)]
+                tops += [y for _, y in points]
             marker = "o" if len(points) < 30 else ""
-            axes.plot([x for x, _ in points], [y for _, y in points], label=str(run), marker=marker, markersize=3)
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=f"C{i}",
+                label=str(run),
+                marker=marker,
+                markersize=3,
+            )
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        if name in rates:
-            axes.set_ylim(bottom=0)
+        if tops:
+            axes.set_ylim(0, 1.2 * max(tops))
+        if "loss" in name and _spans_decades(line[name] for lines in runs.values() for line in lines if name in line):
+            axes.set_yscale("log")
     diagrams[-1].set_xlabel("step")
     if len(runs) > 1:
         diagrams[0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+class Interval(NamedTuple):
+    """Between two lines of a log: the step at its end, its length, and the throughput in it."""
+
+    step: float
+    seconds: float
+    rate: float
+
+
+def intervals(lines: Lines, name: str) -> list[Interval]:
+    """The throughput between two lines each; neighbours together where there are many.
+
+    Args:
+      lines: of a run.
+      name: of the throughput, which each line has since the one before.
+
+    Example:
+      >>> lines = [{"step": 0, "time": 10.0}] + [{"step": i, "time": 10.0 + i, "r": 1.0 + i % 2} for i in range(1, 401)]
+      >>> found = intervals(lines, "r")
+      >>> len(found), found[0]
+      (200, Interval(step=2, seconds=2.0, rate=1.5))
+    """
+    found: list[Interval] = []
+    step, begin = None, 0.0
+    for line in lines:
+        if name in line and line["time"] > begin:
+            found.append(Interval(line["step"], line["time"] - begin, line[name]))
+        if line["step"] != step:  # or it is an evaluation after the step
+            step, begin = line["step"], line["time"]
+    size = -(-len(found) // _INTERVALS) or 1
+    return [_together(found[i : i + size]) for i in range(0, len(found), size)]
+
+
+def steady(found: Sequence[Interval]) -> list[Interval]:
+    """The throughput without what is short: means over some intervals, and of these the median of those around.
+
+    The means are for steps that end in bursts, as when a loader delivers several batches at once; the median for pauses
+    and spikes, which are in less than half of the means around.
+
+    Args:
+      found: of a run, as `intervals` returns them.
+
+    Example:
+      >>> pause = [Interval(step=i, seconds=1.0, rate=0.1 if i == 5 else 8.0) for i in range(11)]
+      >>> {interval.rate for interval in steady(pause)}
+      {8.0}
+    """
+    size = max(1, min(_MEAN, len(found) // (4 * _MEAN)))
+    means = [_together(found[max(0, i - size + 1) : i + 1]).rate for i in range(len(found))]
+    around = 2 * size
+    medians = [statistics.median(means[max(0, i - around) : i + around + 1]) for i in range(len(found))]
+    return [Interval(one.step, one.seconds, rate) for one, rate in zip(found, medians, strict=True)]
+
+
+def _together(part: Sequence[Interval]) -> Interval:
+    seconds = sum(one.seconds for one in part)
+    return Interval(part[-1].step, seconds, sum(one.seconds * one.rate for one in part) / seconds)
+
+
+def _spans_decades(values: Iterable[float]) -> bool:
+    finite = [value for value in values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= _DECADES

@@ -5,7 +5,6 @@ kernel for a signal when this process dies, so that even SIGKILL here leaves no 
 """
 
 import contextlib
-import ctypes
 import os
 import queue
 import re
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple, TextIO
 
 # What to write for a line of a process: None drops it.
 LineFilter = Callable[[bytes], bytes | None]
@@ -33,8 +32,23 @@ _SILENCE_S = 1.0
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # a progress bar's too, which begins its line anew
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
+# Becomes the program that it is told, after asking for a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
+# A program of its own, and no function between fork and exec: this process may have JAX's threads, and warns of forks.
+_BECOME = """
+import ctypes, os, signal, sys
+parent, number, *command = sys.argv[1:]
+prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
+if prctl is not None:
+    prctl(1, int(number))
+    if os.getppid() != int(parent):  # it died before the call
+        sys.exit(1)
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would the program
+    signal.signal(number, signal.SIG_DFL)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.exit(f"jaxdist: {command[0]}: {error.strerror}")
+"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,13 @@ class Program:
     orders: bytes | None = None
     failure_mark: bytes | None = None
     last_words: re.Pattern[bytes] | None = None
+
+
+class Failed(NamedTuple):
+    """The first program of a job that failed: its name, and its exit code as of a shell."""
+
+    name: str
+    code: int
 
 
 @dataclass(frozen=True)
@@ -120,7 +141,7 @@ def run_job(
     programs: Sequence[Program],
     *,
     on_start: Callable[[], None] | None = None,
-    on_failure: Callable[[int], None] | None = None,
+    on_failure: Callable[[Failed], None] | None = None,
 ) -> int:
     """Runs the programs together; returns 0, or the exit code of the first that failed.
 
@@ -130,7 +151,7 @@ def run_job(
     Args:
         programs: what to run.
         on_start: called once signals are caught.
-        on_failure: called with that exit code as soon as it is known, before the others have ended.
+        on_failure: called with that one as soon as it is known, before the others have ended.
     """
     # SimpleQueue.put is reentrant, so that a signal handler may call it.
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -172,7 +193,7 @@ def _supervise(
     programs: Sequence[Program],
     running: dict[int, subprocess.Popen[bytes]],
     events: "queue.SimpleQueue[_Event]",
-    on_failure: Callable[[int], None] | None,
+    on_failure: Callable[[Failed], None] | None,
 ) -> int:
     verdict = 0
     kill_at: float | None = None
@@ -201,7 +222,7 @@ def _supervise(
             continue
         verdict = event.code
         if on_failure is not None:
-            on_failure(verdict)
+            on_failure(Failed(programs[event.index].name, verdict))
         if running:
             others = {index: process for index, process in running.items() if index != event.index}
             rest = f"; ending the other {len(others)}" if others else ""
@@ -213,23 +234,15 @@ def _supervise(
 
 
 def _start(program: Program) -> "subprocess.Popen[bytes]":
-    parent = os.getpid()
-
-    def in_child() -> None:
-        if _prctl is not None:
-            _prctl(_PR_SET_PDEATHSIG, int(program.death_signal))
-            if os.getppid() != parent:  # the parent died before the call
-                os._exit(1)
-
     pipe = None if program.line_filter is None else subprocess.PIPE
+    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(program.death_signal))]
     process = subprocess.Popen(
-        list(program.command),
+        [*become, *program.command],
         env={**os.environ, **program.environment},
         stdin=None if program.orders is None else subprocess.PIPE,
         stdout=pipe,
         stderr=pipe,
         start_new_session=True,
-        preexec_fn=in_child,
     )
     if program.orders is not None:
         _order(process, program.orders)
@@ -257,27 +270,35 @@ def _pump_output(
     if line_filter is None:
         return []
 
-    def show(target: IO[bytes], line: bytes) -> None:
-        if mark is not None and target is sys.stderr.buffer and line.startswith(mark):
+    def show(target: TextIO, line: bytes) -> None:
+        if mark is not None and target is sys.stderr and line.startswith(mark):
             events.put(_PartFailed(index, int(line.removeprefix(mark))))
             return
         if last_words is not None and last_words.search(line):
             events.put(_LastWords())
         shown = line_filter(line)
         if shown is not None:
-            # One write per line: lines of several ranks don't mix.
-            target.write(shown)
-            target.flush()
+            _write(target, shown)
 
     assert process.stdout is not None
     assert process.stderr is not None
     pumps = [
-        _Pump(process.stdout, partial(show, sys.stdout.buffer)),
-        _Pump(process.stderr, partial(show, sys.stderr.buffer)),
+        _Pump(process.stdout, partial(show, sys.stdout)),
+        _Pump(process.stderr, partial(show, sys.stderr)),
     ]
     for pump in pumps:
         pump.start()
     return pumps
+
+
+def _write(target: TextIO, line: bytes) -> None:
+    """In one piece: lines of several ranks don't mix."""
+    below = getattr(target, "buffer", None)
+    if below is None:  # a notebook's, or a StringIO
+        target.write(line.decode(errors="replace"))
+    else:
+        below.write(line)
+    target.flush()
 
 
 def _signal_all(
@@ -315,5 +336,5 @@ def _shell_code(code: int) -> int:
 
 
 def say(text: str) -> None:
-    """A line of `run` itself."""
-    print(f"jaxdist run: {text}", file=sys.stderr, flush=True)
+    """A line of our own."""
+    print(f"jaxdist: {text}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
@@ -211,6 +212,13 @@ def data_parallel(
 class DataParallel(Generic[A, R]):
     """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
 
+    _made_of: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DataParallel:
+        made = super().__new__(cls)
+        made._made_of = args, kwargs
+        return made
+
     def __init__(
         self,
         step: Callable[A, R],
@@ -246,6 +254,12 @@ class DataParallel(Generic[A, R]):
         self._has_modules = False  # among the arguments of some call
         self._told = False  # what is gathered
         self._log: commlog.StepLog | None = None
+
+    def __reduce__(self) -> Any:
+        """What another process gets: the step of the same module, or (of a notebook) one that is decorated alike."""
+        name = getattr(self, "__qualname__", "")
+        there = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
+        return name if there else (_decorated_alike, self._made_of)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # Decorated in a class body: the instance is the first state argument, as for a plain function.
@@ -827,6 +841,10 @@ def _without_aliases(state: list[Any]) -> list[Any]:
         seen.add(id(x))
         out.append(jnp.copy(x) if twin else x)
     return out
+
+
+def _decorated_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return functools.update_wrapper(DataParallel(*args, **kwargs), args[0])
 
 
 def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -98,7 +98,7 @@ def test_exit_codes_are_judged(faults: Any, fault: str, codes: list[int | None],
     [
         ("[jaxdist rank 0] rank 1 (vm, pid 12) failed: ValueError: boom on purpose", True),
         ("[jaxdist rank 1] ValueError: boom on purpose", True),
-        ("jaxdist run: rank 1 failed with exit code 3; ending the other 2", True),
+        ("jaxdist: rank 1 failed with exit code 3; ending the other 2", True),
         ("   Process name: [prterun-vm-27@1,1]", True),
         ("[jaxdist rank 0] 'step call 1' timed out on rank 0 after 4 s; not there: rank 1 (vm, pid 12)", True),
         ("[jaxdist rank 1] rank 0 (vm, pid 11) died without a goodbye", False),

@@ -35,9 +35,7 @@ def test_run_hints_and_goes_on(jaxdist, tmp_path) -> None:
     (tmp_path / "a.py").write_text("import sys; print(sys.argv[1:])")
     done = jaxdist("run", "--launcher", "env", "a.py", "-n", "2")
     assert (done.returncode, done.stdout) == (0, "['-n', '2']\n")
-    assert (
-        "jaxdist run: -n 2 stands after a.py and is its own argument. For 2 ranks: jaxdist run -n 2 a.py" in done.stderr
-    )
+    assert "jaxdist: -n 2 stands after a.py and is its own argument. For 2 ranks: jaxdist run -n 2 a.py" in done.stderr
     assert "stands after" not in jaxdist("run", "-n", "1", "--launcher", "env", "a.py", "-n", "2").stderr
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
-from jaxdist.cli.plot import draw
+from jaxdist.cli.plot import Interval, draw, intervals, steady
 from jaxdist.metrics import FILE, read_metrics
 
 
@@ -48,10 +48,48 @@ def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [axes.get_ylabel() for axes in seen[0].axes] == ["loss", "accuracy", "examples per second"]
     assert lines(loss) == [[3, 2, 1]] * 2
     assert lines(accuracy) == [[0.5]] * 2
-    assert lines(rate) == [[100, 101, 102]] * 2
+    assert lines(rate) == [[101, 102], [101.5, 101.5]] * 2  # each interval, and the median
+    assert loss.get_yscale() == "linear"
     legend = loss.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == list(map(str, runs))
+
+
+def test_a_loss_over_decades_is_on_a_logarithmic_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self))
+    for losses, scale in ((["1", '"NaN"', "0.01"], "log"), (["1", "0.02"], "linear"), (["1", "0"], "linear")):
+        run = write_run(tmp_path / "".join(losses).replace('"', ""), losses)
+        draw({run: read_metrics(run)}, ["loss", "accuracy"], tmp_path / "x.png")
+        assert [axes.get_yscale() for axes in seen[-1].axes] == [scale, "linear", "linear"], losses
+
+
+def test_throughput_between_lines():
+    """An evaluation after a step is in the interval that it is in."""
+    lines = [
+        {"step": 0, "time": 5.0},
+        {"step": 1, "time": 105.0, "r": 1.0},
+        {"step": 1, "time": 106.0},
+        {"step": 2, "time": 107.0, "r": 0.5},
+        {"step": 3, "time": 108.0, "r": 4.0},
+    ]
+    assert intervals(lines, "r") == [Interval(1, 100.0, 1.0), Interval(2, 2.0, 0.5), Interval(3, 1.0, 4.0)]
+    assert intervals(lines[:1], "r") == []
+
+
+def test_pauses_spikes_and_bursts_are_not_in_the_steady_throughput():
+    def rates(each: list[tuple[float, float]]) -> list[float]:
+        return [one.rate for one in steady([Interval(i, *one) for i, one in enumerate(each)])]
+
+    level = [(1.0, 50.0)] * 200
+    assert rates([(60.0, 1.0) if i % 40 == 7 else one for i, one in enumerate(level)]) == [50.0] * 200
+    spikes = rates([(0.001, 1e6) if i % 40 == 7 else one for i, one in enumerate(level)])
+    assert spikes == pytest.approx([50.0] * 200, 0.2)
+    bursts = rates([(0.01, 5000.0), (1.99, 50 / 1.99)] * 100)  # 50 examples each
+    assert bursts[5:] == pytest.approx([50.0] * 195, 0.02)
+    change = rates([(1.0, 50.0)] * 100 + [(1.0, 80.0)] * 100)
+    assert change[:85] == [50.0] * 85
+    assert change[115:] == [80.0] * 85
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

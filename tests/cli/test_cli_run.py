@@ -83,6 +83,24 @@ def test_module_and_its_options(jaxdist, script, launcher):
     assert done.stdout == "['-n', '3']\n", done.stderr
 
 
+def test_a_module_of_a_package(jaxdist, tmp_path, launcher):
+    """As under `python -m`: relative imports, this folder first on the path, the module's own options."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "model.py").write_text("name = 'a model'\n")
+    (package / "train.py").write_text(
+        "import sys\nfrom .model import name\nprint(__name__, __package__, name, sys.argv[1:], sys.path[0])\n"
+    )
+    (package / "__main__.py").write_text("from . import train\n")
+    options = ["-n", "3", "--prefix", "-m", "x", "--", "--lr=0.1"]
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "-m", "package.train", *options)
+    assert done.stdout == f"__main__ package a model {options} {tmp_path}\n" * 2, done.stderr
+    done = jaxdist("run", "-n2", "--launcher", launcher, "--prefix", "-m", "package", "a")
+    expected = f"package.train package a model ['a'] {tmp_path}"
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)], done.stderr
+
+
 def test_executable(jaxdist, launcher):
     done = jaxdist("run", "-n", 2, "--launcher", launcher, "echo", "hello", "-n")
     assert done.stdout == "hello -n\n" * 2, done.stderr
@@ -249,6 +267,8 @@ def test_a_rank_sees_the_signal_and_may_finish(script, tmp_path):
         (["nosuch.py"], "no such script: nosuch.py"),
         (["no-such-command"], "no such command: no-such-command"),
         (["-m"], "nothing to start"),
+        (["-m", "nosuch.module"], "no such module: nosuch.module (looked in"),
+        (["-m", "train.py"], "for a script leave out -m"),
         (["-n", "0", "echo"], "Invalid value for '-n'"),
         (["-n", "2", "--only-rank", "2", "echo"], "--only-rank 2 is not one of the 2 ranks"),
         (["--communicator", "smoke", "echo"], "Invalid value for '--communicator'"),

@@ -1,0 +1,245 @@
+"""`jaxdist test`: does this installation train as it should, here or on several hosts? In under a minute."""
+
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxdist.cli.bench import in_job, names_in, size_text, time_text
+from jaxdist.cli.doctor import Finding, findings, versions
+from jaxdist.cli.launch import Communicator, Connector, Launcher
+from jaxdist.cli.mpi import find_mpirun
+from jaxdist.cli.run import run
+from jaxdist.connectors import site
+
+_TAG = "jaxdist test"
+_WIDTH = 120
+_TIMEOUT = "60"  # seconds for ranks that do not come, if nothing else is said
+_TOLERANCE = 1e-10  # of float64
+_STEPS = 3
+_SIZES = (4 << 10, 16 << 20)
+_REPORT = "run `jaxdist info --json`, and report both"
+
+
+def self_test(
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--np", min=1, help="Ranks to start; default: the GPUs or 2, or all slots of the hosts."),
+    ] = None,
+    launcher: Annotated[
+        Launcher | None,
+        typer.Option(help="Who starts them, as of `jaxdist run`; default: env for xla, mpirun for mpi."),
+    ] = None,
+    communicators: Annotated[
+        str | None, typer.Option(help="xla, mpi or both; default: what there is. A job has only one.")
+    ] = None,
+    hosts: Annotated[str | None, typer.Option(help="As of `jaxdist run`.")] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="As of `jaxdist run`.", exists=True, dir_okay=False, readable=True)
+    ] = None,
+    as_rank: Annotated[bool, typer.Option("--as-rank", hidden=True)] = False,
+) -> None:
+    """Tests the installation: starts ranks with each communicator, lets them take steps at each ZeRO level and compares
+    these with jax.jit on one device, and times an allreduce. Under mpirun, srun, torchrun or `jaxdist run` it is one of
+    the ranks.
+
+    The exit code is 1 if something is wrong; what is wrong comes with the command that puts it right.
+    """
+    if as_rank or in_job():
+        raise typer.Exit(_as_rank())
+    try:
+        names = names_in("--communicators", communicators, ("xla", "mpi"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    begin = time.monotonic()
+    os.environ.setdefault("JAXDIST_TIMEOUT", _TIMEOUT)
+    if sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+    if ranks is None and hosts is None and hostfile is None:
+        ranks = _default_ranks()
+    console = _console()
+    wrong: list[str] = []
+    for name in names:
+        why_not = _not_there() if name == "mpi" else ""
+        if why_not and communicators is None:
+            console.print(f"communicator [b]mpi[/b] is not here: {escape(why_not)}", soft_wrap=True)
+            continue
+        problem = _problem(name, ranks, launcher, hosts, hostfile)
+        if problem:
+            wrong.append(f"communicator {name}: {problem}")
+    found = [finding for finding in findings() if not finding.ok]
+    wrong += [f"{f.name}: {f.seen}" for f in found if f.name == "GPU" and os.environ.get("JAX_PLATFORMS") != "cpu"]
+    for finding in found:
+        console.print(f"[yellow]note[/yellow] {finding.name}: {escape(finding.seen)}", soft_wrap=True)
+        console.print(f"     {escape(finding.mend)}", soft_wrap=True, style="bold")
+    for problem in wrong:
+        console.print(f"[red]wrong[/red] {escape(problem)}", soft_wrap=True)
+    verdict = "[red]Something is wrong.[/red]" if wrong else "[green]All is well.[/green]"
+    console.print(f"{verdict} ({time.monotonic() - begin:.0f} s)")
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _default_ranks() -> int:
+    from jaxdist.devices import visible_gpus
+
+    return 2 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus()) or 2
+
+
+def _not_there() -> str:
+    """Why there is no communicator mpi to test, with the command that makes it; "": there is one."""
+    missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
+    missing += [] if find_mpirun() else ["mpirun"]
+    return f"no {' and no '.join(missing)}. To have it: {site.install()}" if missing else ""
+
+
+def _problem(name: str, ranks: int | None, launcher: Launcher | None, hosts: str | None, hostfile: Path | None) -> str:
+    """What is wrong with a job of this communicator, beside what it prints itself."""
+    by = launcher or (Launcher.env if name == "xla" else Launcher.mpirun)
+    script = ["-m", "jaxdist", "test", "--as-rank"]
+    try:
+        run(script, ranks, by, Connector.auto, Communicator(name), hosts=hosts, hostfile=hostfile)
+    except typer.Exit as done:
+        return f"exit code {done.exit_code}, see above" if done.exit_code else ""
+    except typer.BadParameter as problem:
+        return problem.message
+    return ""
+
+
+# --- as one of the ranks
+
+
+def _as_rank() -> int:
+    """Runs the checks; the root prints them. Returns the exit code."""
+    import jax
+
+    from jaxdist.context import init
+
+    begin = time.monotonic()
+    try:
+        ctx = init()
+    except (ValueError, RuntimeError, ImportError) as error:
+        print(f"jaxdist test: {error}", file=sys.stderr, flush=True)
+        return 1
+    jax.config.update("jax_enable_x64", True)
+    rows = list(_checks(ctx, time.monotonic() - begin))
+    if not ctx.is_root:
+        return 0
+    _print(ctx, rows)
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def _checks(ctx: Any, start: float) -> Iterator[Finding]:
+    hosts = ctx.control.exchange(_TAG, socket.gethostname())
+    names = list(dict.fromkeys(hosts))
+    yield Finding("connector", True, f"{ctx.connector.name}: {ctx.size} rank(s) on {', '.join(names)} in {start:.1f} s")
+    yield from _alike(ctx, hosts)
+    yield from (_parity(ctx, level) for level in range(4))
+    for size in _SIZES if ctx.size > 1 else ():
+        yield _bandwidth(ctx, size)
+
+
+def _alike(ctx: Any, hosts: Sequence[str]) -> Iterator[Finding]:
+    """Software and findings of the hosts; only the first rank of each looks."""
+    first = ctx.rank == hosts.index(socket.gethostname())
+    mine = versions() if first else {}
+    wanted = ("python", "jaxdist", "jax", "jaxlib", "optax", "numpy", "mpi4jax")
+    notes = [(f.name, f.seen, f.mend) for f in findings() if not f.ok] if first and not ctx.is_root else []
+    said = ctx.control.exchange(_TAG, ({name: mine.get(name, "") for name in wanted}, notes))
+    root, _ = said[ctx.root_rank]
+    theirs = {host: said[hosts.index(host)] for host in dict.fromkeys(hosts)}
+    other = [
+        f"{host} has {name} {software[name] or 'not at all'}, {hosts[ctx.root_rank]} {root[name] or 'not at all'}"
+        for host, (software, _) in theirs.items()
+        for name in wanted
+        if software[name] != root[name]
+    ]
+    seen = "; ".join(other) or ", ".join(f"{name} {version}" for name, version in root.items() if version)
+    yield Finding("software", not other, seen, "install the same versions on every host")
+    for host, (_, found) in theirs.items():
+        for name, seen, command in found:
+            yield Finding(f"{host}, {name}", True, f"{seen} ({command})")
+
+
+def _parity(ctx: Any, level: Any) -> Finding:
+    """Some steps of a job, compared with `jax.jit` on one device."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from jaxdist.step.data_parallel import data_parallel
+    from jaxdist.zero import unshard, zero
+
+    tx = zero(optax.adam(1e-2), level)
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        hidden = x @ params["in"]
+        hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-3)  # of the whole batch, as BatchNorm
+        return jnp.mean((jnp.tanh(hidden) @ params["out"] - x.sum(1, keepdims=True)) ** 2)
+
+    def step(state: Any, x: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    random = np.random.default_rng(0)
+    whole = random.normal(size=(4 * ctx.num_devices, 13))
+    begin = {"in": random.normal(size=(13, 16 * ctx.num_devices)), "out": random.normal(size=(16 * ctx.num_devices, 1))}
+
+    def train(step: Any, batch: Any) -> Any:
+        params = jax.tree.map(jnp.asarray, begin)
+        state, loss = (params, tx.init(params)), None
+        for _ in range(_STEPS):
+            state, loss = step(state, batch)
+        return unshard((state[0], loss))
+
+    rows = len(whole) // ctx.size
+    got = train(data_parallel(step), whole[ctx.rank * rows : (ctx.rank + 1) * rows])
+    want = train(jax.jit(step), whole)
+    apart = jax.tree.map(lambda a, b: float(np.max(np.abs(np.asarray(a) - b)) / (1 + np.max(np.abs(b)))), got, want)
+    most = max(ctx.control.exchange(_TAG, max(jax.tree.leaves(apart))), key=lambda x: (x != x, x))  # NaN is the most
+    ok = most <= _TOLERANCE
+    seen = f"{_STEPS} steps as of jax.jit on one device: {most:.1e} apart" + ("" if ok else f", expected {_TOLERANCE}")
+    return Finding(f"step, ZeRO level {level}", ok, seen, _REPORT)
+
+
+def _bandwidth(ctx: Any, size: int) -> Finding:
+    from jaxdist.bench import measure
+
+    found = measure(ctx, "allreduce", size, "float32", seconds=0.5)
+    seen = f"{time_text(found.median_s)}, {found.bus_gb_s:.3g} GB/s on the bus"
+    return Finding(f"allreduce of {size_text(size)}", True, seen)
+
+
+def _print(ctx: Any, rows: Sequence[Finding]) -> None:
+    import jax
+
+    device = jax.local_devices()[0]
+    kind = device.platform if device.platform == "cpu" else device.device_kind
+    console = _console(as_rank=True)
+    table = Table(title=f"communicator {ctx.communicator}: {ctx.num_devices} x {kind}", title_justify="left")
+    for column in ("", "check", "seen"):
+        table.add_column(column)
+    for row in rows:
+        seen = row.seen if row.ok else f"{row.seen}: {row.mend}"
+        table.add_row("[green]ok[/green]" if row.ok else "[red]wrong[/red]", escape(row.name), escape(seen))
+    console.print(table)
+
+
+def _console(as_rank: bool = False) -> Console:
+    # 80 columns, as where there is no terminal, would fold the cells. A rank's may be Open MPI's own: what it writes
+    # goes through a pipe all the same.
+    if as_rank:
+        return Console(width=int(os.environ.get("COLUMNS", _WIDTH)), force_terminal=False, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
