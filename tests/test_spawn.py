@@ -56,9 +56,9 @@ def test_a_function_of_a_script_that_has_used_jax(tmp_path: Path) -> None:
             w = jax.random.normal(key, (3,))
             state = w, tx.init(w)
             for i in range(steps):
-                state, loss = step(state, batch)
+                state, loss = step(state, batch * (1 + ctx.rank))
                 print("step", i, "on", ctx.rank, 10 * "#")
-            return ctx.rank, state[0], mine.step(0.0, jnp.ones(1))[1], key
+            return ctx.rank, state[0], mine.step(0.0, jnp.full(1, 0.5 + ctx.rank))[1], key
 
         def one_device(batch, steps):
             w = jax.random.normal(key, (3,))
@@ -73,7 +73,7 @@ def test_a_function_of_a_script_that_has_used_jax(tmp_path: Path) -> None:
         seen = sorted(out.getvalue().splitlines())
         assert seen == sorted(f"[{r}] step {i} on {r} {10 * '#'}" for r in range(2) for i in range(2)), seen
         assert [rank for rank, *_ in results] == [0, 1]
-        want = one_device(jnp.concatenate([batch, batch]), 2)
+        want = one_device(jnp.concatenate([batch, 2 * batch]), 2)
         for _, w, total, again in results:
             assert type(w).__name__ == "ndarray" and w.dtype == jnp.float64 and total == 2.0
             assert abs(w - want).max() < 1e-12, (w, want)

@@ -220,6 +220,8 @@ def _supervise(
             del running[event.index]
         if event.code == 0 or verdict != 0:
             continue
+        if isinstance(event, _Exit):  # what others fail of may be seen before what has ended it
+            event = next((_Exit(i, code) for i, p in running.items() if (code := _crashed(p))), event)
         verdict = event.code
         if on_failure is not None:
             on_failure(Failed(programs[event.index].name, verdict))
@@ -231,6 +233,17 @@ def _supervise(
             _signal_all(programs, others, signal.SIGTERM)
             kill_at = time.monotonic() + FAILURE_GRACE_S
     return verdict
+
+
+def _crashed(process: "subprocess.Popen[bytes]") -> int:
+    """The exit code of a program that has ended by a signal which no other program's failure leads to; else 0."""
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        number = 0 if found is None or found.si_code == os.CLD_EXITED else found.si_status
+    except ChildProcessError:  # waited for already
+        number = max(0, -(process.returncode or 0))
+    crashes = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+    return 128 + number if number in crashes else 0
 
 
 def _start(program: Program) -> "subprocess.Popen[bytes]":
