@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import socket
 import stat
@@ -84,6 +85,7 @@ def share(ctx: Context, offers: Sequence[Offer]) -> None:
       ctx: of the job.
       offers: of each rank.
     """
+    compat.same_cache_key_on_all_ranks(_processor())
     machine = offers[ctx.rank].machine
     folder = next((o.folder for o in offers if o.machine == machine and o.folder), "")
     if sum(o.machine == machine for o in offers) == 1 or not folder:
@@ -117,6 +119,8 @@ class Executables:
           program: what to compile.
         """
         if program.callbacks or program.backend.platform != "cpu":  # callbacks are functions of this process
+            return compile_(program)
+        if compat.writes_cache():  # JAX would not write what it took no time to load
             return compile_(program)
         portable = program.copy()
         handles = take_out(portable.module)
@@ -175,6 +179,16 @@ class Executables:
             os.close(os.open(f"{entry}.{seconds:g}", os.O_CREAT | os.O_EXCL, 0o600))
             who = self._ctx.control.who(int(os.pread(lock, 8, 0)))
             self._ctx.control.say(f"has waited for {seconds:g} s: {who} compiles {name!r} for the ranks of this host")
+
+
+def _processor() -> bytes:
+    """What programs that are compiled on this machine may ask of another's."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.platform().encode()
+    names = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in first if line.startswith(names)).encode()
 
 
 def _key(program: Lowered) -> str:
