@@ -249,9 +249,10 @@ def same_cache_key_on_all_ranks(processor: bytes) -> None:
         of_options(hashed, for_any_device(options), *args, **kwargs)
 
     def hash_devices(hashed: Any, devices: Any) -> None:
-        on_cpu = devices.flat[0].platform == "cpu"
-        of_devices(hashed, np.array(cpus_elsewhere(1)) if on_cpu else devices)
-        hashed.update(processor if on_cpu else b"")
+        if devices.flat[0].platform == "cpu":
+            hashed.update(processor)
+        else:
+            of_devices(hashed, devices)
 
     cache_key._hash_serialized_compile_options = hash_options
     cache_key._hash_accelerator_config = hash_devices
