@@ -1,93 +1,54 @@
-"""jaxdist: train on many devices with a step written for one."""
+"""jaxdist: train on many devices with a step written for one.
 
+The public names are listed in `__init__.pyi`, and imported when they are first asked for: the command that starts a job
+needs no JAX.
+"""
+
+import ast
+import importlib
 import importlib.metadata
+import importlib.util
+import pkgutil
 import sys
-
-from jaxdist.checkpoint import latest_step, restore, save
-from jaxdist.collectives import (
-    all_to_all,
-    allgather,
-    allreduce,
-    barrier,
-    broadcast,
-    gather,
-    permute,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
-)
-from jaxdist.context import Context, get_context, init
-from jaxdist.data import loader
-from jaxdist.errors import CheckpointError, StepError, SyncError
-from jaxdist.explain import explain
-from jaxdist.finite import check_finite
-from jaxdist.grad import grad, value_and_grad
-from jaxdist.memory import memory
-from jaxdist.metrics import run_log
-from jaxdist.per_device import per_device
-from jaxdist.placements.registry import register
-from jaxdist.plan import plan
-from jaxdist.precision import master_weights
-from jaxdist.profile import profile
-from jaxdist.rng import fold_rank
-from jaxdist.spawn import spawn
-from jaxdist.step.data_parallel import data_parallel
-from jaxdist.sync import check_sync
-from jaxdist.zero import shard, unshard, zero
-
-__all__ = [
-    "CheckpointError",
-    "Context",
-    "StepError",
-    "SyncError",
-    "all_to_all",
-    "allgather",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "check_finite",
-    "check_sync",
-    "data_parallel",
-    "explain",
-    "fold_rank",
-    "gather",
-    "get_context",
-    "grad",
-    "init",
-    "latest_step",
-    "loader",
-    "master_weights",
-    "memory",
-    "per_device",
-    "permute",
-    "plan",
-    "profile",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "register",
-    "restore",
-    "run_log",
-    "save",
-    "scatter",
-    "send",
-    "shard",
-    "spawn",
-    "unshard",
-    "value_and_grad",
-    "zero",
-]
-
-__version__ = importlib.metadata.version("jaxdist")
-
-# These functions have the names of their modules: jaxdist.plan.Plan is the class none the less.
-for _function in (explain, memory, plan, profile):
-    for _name, _value in vars(sys.modules[_function.__module__]).items():
-        if getattr(_value, "__module__", "") == _function.__module__ and not _name.startswith("_"):
-            setattr(_function, _name, _value)
+from types import ModuleType
+from typing import Any
 
 
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+class _Package(ModuleType):
+    """A package of which some functions have the name of a module: `plan`, `zero`; an import binds the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*__all__, "__version__", *(name for name in self.__dict__ if name.startswith("__"))})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        module = importlib.import_module(_MODULE_OF[name])
+        value = globals()[name] = getattr(module, name)
+        if (
+            module.__name__ == f"{__name__}.{name}"
+        ):  # jaxdist.plan is the function, jaxdist.plan.Plan a class all the same
+            vars(value).update(
+                (k, v) for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
+            )
+        return value
+    if name == "__version__":
+        return importlib.metadata.version(__name__)
+    path = f"{__name__}.{name}"
+    if name.startswith("_") or importlib.util.find_spec(path) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(path)
+
+
+_MODULE_OF = {
+    alias.name: node.module or ""
+    for node in ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"").body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+sys.modules[__name__].__class__ = _Package

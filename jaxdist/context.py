@@ -24,6 +24,7 @@ from jaxdist import (
     connectors,
     coordinator,
     devices,
+    executables,
     failfast,
     farewell,
     gloo,
@@ -338,14 +339,14 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         devices.wanted_platform(platforms, gpus),
     )
     chosen = _communicator(ctx, wanted, mine.platform)
-    said = ctx.control.exchange("init", (mine, *chosen), timeout)
+    said = ctx.control.exchange("init", (mine, *chosen, executables.offer(ctx.local_rank)), timeout)
     hosts = [h for h, *_ in said]
     _agree(ctx, hosts)
-    errors = [(r, error) for r, (_, _, error) in enumerate(said) if error]
+    errors = [(r, error) for r, (_, _, error, _) in enumerate(said) if error]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
         raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
-    names = {name for _, name, _ in said}
+    names = {name for _, name, *_ in said}
     ctx.communicator = "mpi" if names == {"mpi"} else "xla"
     local_ids = [devices.choose_gpu(hosts, ctx.rank)] if mine.platform == "gpu" else None
     over_gloo = mine.platform == "cpu" and not compat.backend_started()
@@ -366,6 +367,8 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         )
     ctx.num_devices = len(ctx.devices)
     ctx.mesh = _mesh(ctx.devices)
+    if mine.platform == "cpu":
+        executables.share(ctx, [offer for *_, offer in said])
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if over_gloo and (ctx.communicator == "xla" or _one_host(ctx)):
         ctx.control.barrier(timeout)

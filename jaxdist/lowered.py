@@ -1,0 +1,63 @@
+"""A program that is about to be compiled, as JAX hands it to the compiler."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+from jaxdist import compat
+
+_JAXLIB = version("jaxlib").encode()
+
+
+class Lowered(NamedTuple):
+    """What `jax.jit` compiles.
+
+    Attributes:
+      backend: for which.
+      module: StableHLO.
+      devices: that it runs on.
+      options: of the compiler.
+      callbacks: functions of this process that it calls.
+    """
+
+    backend: Any
+    module: ir.Module
+    devices: Any
+    options: Any
+    callbacks: Sequence[Any]
+
+    @property
+    def name(self) -> str:
+        """Of the program."""
+        return ir.StringAttr(self.module.operation.attributes["sym_name"]).value
+
+    def copy(self) -> Lowered:
+        """One whose module can be changed."""
+        return self._replace(module=ir.Module.parse(_bytecode(self.module), self.module.context))
+
+    def content(self) -> list[bytes]:
+        """All that the executable follows from, as far as program and compiler are concerned.
+
+        Not where in the sources it was written; not the number of the device, if it runs on one.
+        """
+        module = self.copy().module
+        with module.context:
+            PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        options = compat.for_any_device(self.options).SerializeAsString()
+        return [_bytecode(module), options, _JAXLIB, self.backend.platform_version.encode()]
+
+    def load(self, executable: bytes) -> Any:
+        """What another process has compiled, for the devices of this one."""
+        return self.backend.deserialize_executable(executable, self.devices, self.options)
+
+
+def _bytecode(module: ir.Module) -> bytes:
+    out = io.BytesIO()
+    module.operation.write_bytecode(out)
+    return out.getvalue()

@@ -1,0 +1,33 @@
+"""What the package itself shows, and what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jaxdist
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_the_command_starts_without_jax() -> None:
+    out = _run("import sys, jaxdist.cli; print([m for m in ('jax', 'numpy', 'flax', 'optax') if m in sys.modules])")
+    assert out == "[]\n"
+
+
+def test_what_is_used_is_imported() -> None:
+    out = _run("import sys, jaxdist; jaxdist.init, jaxdist.data_parallel; print('optax' in sys.modules)")
+    assert out == "False\n"
+
+
+def test_a_function_is_not_taken_for_the_module_of_its_name() -> None:
+    code = "import jaxdist\n{}\nprint(type(jaxdist.plan).__name__, type(jaxdist.zero).__name__, jaxdist.data.__name__)"
+    for first in ("", "from jaxdist.plan import Plan", "import jaxdist.zero, jaxdist.plan", "from jaxdist import *"):
+        assert _run(code.format(first)) == "function function jaxdist.data\n", first
+
+
+def test_only_public_names_are_shown() -> None:
+    assert [name for name in dir(jaxdist) if not name.startswith("__")] == sorted(jaxdist.__all__)
+    assert not hasattr(jaxdist, "nothing_of_this_name")
