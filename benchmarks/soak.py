@@ -6,11 +6,12 @@
 
 *load* makes so many all-reduces and as many reduce-scatters, of other numbers each time, and compares every element.
 *train* goes through cycles of training steps and eager collectives, and now and then a save in the background, which is
-read again and compared bit by bit (not in every cycle: tensorstore 0.1.86 loses some 10 KiB an array and save in
-`Spec.to_json`). After each cycle it notes each rank's resident memory, descriptors and threads. The first third is
-left out (caches fill); through the rest, in 20 blocks, a line is fitted. What it rises by in that time is **flat** if
+read again and compared bit by bit: in each of the first cycles, until the pools of the allocator are full (13 MiB for
+some 45 saves, and as much for restores), and then not in every one (tensorstore 0.1.86 loses some 10 KiB an array and
+save in `Spec.to_json`). After each cycle it notes each rank's resident memory, descriptors and threads. The first third
+is left out (caches fill); through the rest, in 20 blocks, a line is fitted. What it rises by in that time is **flat** if
 its 95% interval ends below the limit (1% of the memory; one descriptor; one thread), **grows** if the interval begins
-above it, and else **not known**: run for longer. (Ten minutes at least: the first saves fill pools.) With --checkpoints
+above it, and else **not known**: run for longer. With --checkpoints
 a later run goes on where this one was. The exit code is 1 if anything was wrong or grows.
 """
 
@@ -185,7 +186,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jaxdist.unshard(state))]
 
     loss: Any = None
-    wrong, cycle, saves, elapsed, start = 0, 0, 0, 0.0, time.monotonic()
+    wrong, cycle, saves, elapsed, due, start = 0, 0, 0, 0.0, 0.0, time.monotonic()
     samples = array.array("f")  # hardly grows itself
     with _folder(args.checkpoints if ctx.is_root else None) as made:
         folder = ctx.broadcast(str(made))
@@ -217,7 +218,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                     flush=True,
                 )
             over = cycle >= args.cycles if args.cycles else elapsed >= 60 * args.minutes
-            over, save = ctx.broadcast((over, elapsed >= saves * args.save_every))  # the root's clock
+            over, save = ctx.broadcast((over, cycle < args.warm_up or elapsed >= due))  # the root's clock
+            if save:
+                due = elapsed + args.save_every
     mine = np.frombuffer(samples, np.float32).reshape(1, cycle, -1)
     everyones = np.asarray(jaxdist.allgather(mine))
     return {
@@ -283,6 +286,7 @@ def main() -> None:
     other.add_argument("--minutes", type=float, default=30)
     other.add_argument("--cycles", type=int, help="so many, in place of minutes")
     other.add_argument("--save-every", type=float, default=60, metavar="SECONDS", help="default: 60")
+    other.add_argument("--warm-up", type=int, default=60, metavar="CYCLES", help="with a save in each; default: 60")
     other.add_argument("--level", type=int, default=1, choices=range(4), help="of jaxdist.zero; default: 1")
     other.add_argument("--checkpoints", type=Path, help="keep them here, and go on from what is there")
     for each in (one, other):

@@ -21,6 +21,9 @@ class _Package(ModuleType):
         if not (name in _MODULE_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:  # a function that is sent to other processes may name it
+        return importlib.import_module, (__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*__all__, "__version__", *(name for name in self.__dict__ if name.startswith("__"))})
 
