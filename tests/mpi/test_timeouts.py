@@ -53,11 +53,11 @@ def test_every_rank_prints_its_stack() -> None:
 
 
 def test_who_does_not_come_to_the_first_call_is_named_on_all() -> None:
-    results = launch.spawn_env(3, [SCRIPT, "stuck first"], {"JAXDIST_TIMEOUT": "2"})
+    results = launch.spawn_env(3, [SCRIPT, "stuck first"], {"JAXDIST_TIMEOUT": "6"})  # to start, too
     for rank in (0, 2):
         assert results[rank].returncode != 0
         assert re.search(
-            rf"exchange step 'step' .*timed out on rank [02] after 2 s.* not there: {WHO}.* in stuck_in_the_loader",
+            rf"exchange step 'step' .*timed out on rank [02] after 6 s.* not there: {WHO}.* in stuck_in_the_loader",
             results[rank].stderr,
         ), results[rank].output
 
