@@ -82,7 +82,8 @@ def _see_to_the_end(ctx: Context) -> threading.Event:
     def watch() -> None:
         over.wait()
         time.sleep(ctx.timeout)
-        ctx.control.say(f"does not end, though its script did {ctx.timeout:g} s ago: {main_thread_stack()}")
+        who = ctx.control.who(ctx.rank)
+        ctx.control.say(f"{who} does not end, though its script did {ctx.timeout:g} s ago: {main_thread_stack()}")
         ctx.control.depart(1)
 
     threading.Thread(target=watch, name="jaxdist-exit", daemon=True).start()
