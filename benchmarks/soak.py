@@ -10,8 +10,8 @@ read again and compared bit by bit: in each of the first cycles, until the pools
 some 45 saves, and as much for restores), and then not in every one (tensorstore 0.1.86 loses some 10 KiB an array and
 save in `Spec.to_json`). After each cycle it notes each rank's resident memory, descriptors and threads. The first third
 is left out (caches fill); through the rest, in 20 blocks, a line is fitted. What it rises by in that time is **flat**
-if its 95% interval ends below the limit (1% of the memory; one descriptor; one thread), **grows** if the interval begins
-above it, and else **not known**: run for longer. With --checkpoints a later run goes on where this one was. The exit
+if its 95% interval ends below the limit (1% of the memory; one descriptor; one thread), **grows** if it begins above
+the limit, and else **not known**: run for longer. With --checkpoints a later run goes on where this one was. The exit
 code is 1 if anything was wrong or grows.
 """
 
