@@ -43,6 +43,7 @@ from jaxdist.step.program import (
     is_array,
     jaxpr_of,
     picker,
+    run,
     traced,
 )
 from jaxdist.step.signing import Signer
@@ -303,7 +304,8 @@ class DataParallel(Generic[A, R]):
             call = self._agreement.enter(self._name)
             self._agree(signature, leaves, [leaves[i] for i in signature.batch])
             signature = self._signer.settle(signature, args, call, self._context)
-        result = debugging.op_by_op(self._step, signature, leaves, self._placement, self._context)
+        plain = lambda *args: with_axis(lambda *xs: run(self._step, xs, signature.keywords), self._axis_name, args)
+        result = debugging.op_by_op(plain, signature, leaves, self._placement, self._context)
         return modules.update(objects, result) if objects else result
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -422,9 +424,13 @@ class DataParallel(Generic[A, R]):
         return modules.split(args)[0] if modules.found(args) else args, keywords
 
     def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
-        """The signature of a call that is not made, as far as this rank can tell by itself; and its leaves."""
-        signature = self._signer.describe(args, keywords)
-        return signature, signature.data(jax.tree.leaves(args))
+        """The signature of a call, as of earlier ones or as far as this rank can tell by itself; and its leaves."""
+        leaves, tree = jax.tree.flatten(args)
+        tree = (tree, keywords) if keywords else tree
+        numbers = self._numbers.get(tree, ())
+        values = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
+        signature = self._signatures.get((tree, values)) or self._signer.describe(args, keywords)
+        return signature, signature.data(leaves)
 
     def _tell(self, call: int, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""

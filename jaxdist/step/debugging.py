@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jaxdist.context import Context
 from jaxdist.step.layouts import Padded, physical
 from jaxdist.step.placement import ELSEWHERE, Placement
-from jaxdist.step.program import Signature, constants_back, run
+from jaxdist.step.program import Signature, constants_back
 
 
 class Settings(NamedTuple):
@@ -38,12 +38,12 @@ def settings() -> Settings | None:
 
 
 def op_by_op(
-    step: Callable[..., Any], signature: Signature, leaves: list[Any], placement: Placement, context: Context
+    plain: Callable[..., Any], signature: Signature, leaves: list[Any], placement: Placement, context: Context
 ) -> Any:
     """What a step returns for the whole batch, computed on this process without `jax.jit`.
 
     Args:
-      step: as written.
+      plain: the step, of all its arguments in order.
       signature: of the call.
       leaves: of its arguments, each rank with its own part of the batch.
       placement: on the step's mesh.
@@ -70,7 +70,7 @@ def op_by_op(
                 whole[i] = x
         args = jax.tree.unflatten(signature.tree, [_local(x) for x in whole])
     with jax.disable_jit():
-        return run(step, constants_back(args), signature.keywords)
+        return plain(*constants_back(args))
 
 
 def _whole(x: Any) -> Any:

@@ -33,6 +33,12 @@ def test_disable_jit_runs_the_step_as_it_is() -> None:
     np.testing.assert_allclose(step(again, X), W - 0.3 * X.mean(0), rtol=1e-12)
 
 
+def test_the_axis_of_data_parallelism_without_jit() -> None:
+    step = jaxdist.data_parallel(lambda w, x: w - jax.lax.pmean(x.mean(0), "batch"))
+    with jax.disable_jit():
+        np.testing.assert_allclose(step(W, X), W - X.mean(0), rtol=1e-12)
+
+
 def test_debug_nans_names_the_operation_and_keeps_the_state() -> None:
     def body(w: Any, x: Any) -> Any:
         return w - 0.1 * jnp.mean(jnp.log(x), 0), jnp.exp(1e4 * abs(x).max())

@@ -1,0 +1,290 @@
+"""Steps in the style of each library, only the decorator changed: they do what its own decorator makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jaxdist
+
+X = np.random.default_rng(0).normal(size=(12, 3))
+Y = np.random.default_rng(1).normal(size=12)
+STEPS = 3
+F64 = {"param_dtype": jnp.float64}
+
+Program = Callable[[Any], Any]
+PROGRAMS: list[Any] = []
+
+
+def program(own: Any, tolerance: float = 1e-10) -> Callable[[Program], Program]:
+    """A program that takes the decorator of its steps, and that of its library; where that has float32, how close."""
+
+    def add(run: Any) -> Program:
+        PROGRAMS.append(pytest.param(run, own, tolerance, id=run.__name__))
+        return run
+
+    return add
+
+
+def squares(predicted: Any, y: Any) -> Any:
+    return jnp.mean((predicted - y) ** 2)
+
+
+# --- flax nnx
+
+
+class Tied(nnx.Module):
+    def __init__(self) -> None:
+        self.first = self.second = nnx.Linear(3, 3, rngs=nnx.Rngs(0), **F64)
+
+    def __call__(self, x: Any) -> Any:
+        return self.second(jnp.tanh(self.first(x))).sum(-1)
+
+
+@program(nnx.jit)
+def shared_variables(decorate: Any) -> Any:
+    model = Tied()
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    @decorate
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: squares(model(x), y))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return [step(model, optimizer, X, Y) for _ in range(STEPS)], nnx.state(model)
+
+
+@program(jax.jit)
+def functional_nnx(decorate: Any) -> Any:
+    graph, state = nnx.split(Tied())
+    tx = optax.adam(0.1)
+    opt = tx.init(state)
+
+    @decorate
+    def step(graph: Any, state: Any, opt: Any, x: Any, y: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda state: squares(nnx.merge(graph, state)(x), y))(state)
+        updates, opt = tx.update(grads, opt, state)
+        return optax.apply_updates(state, updates), opt, loss
+
+    loss = None
+    for _ in range(STEPS):
+        state, opt, loss = step(graph, state, opt, X, Y)
+    return state, loss
+
+
+@program(nnx.jit)
+def two_models(decorate: Any) -> Any:
+    generator, critic = (nnx.Linear(3, n, rngs=nnx.Rngs(n), **F64) for n in (3, 1))
+    tx_g, tx_c = (nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param) for model in (generator, critic))
+
+    @decorate
+    def critic_step(critic: Any, optimizer: Any, generator: Any, real: Any, z: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda c: c(real).mean() - c(generator(z)).mean())(critic)
+        optimizer.update(critic, grads)
+        return loss
+
+    @decorate
+    def generator_step(generator: Any, optimizer: Any, critic: Any, z: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda g: critic(g(z)).mean())(generator)
+        optimizer.update(generator, grads)
+        return loss
+
+    losses = [
+        (critic_step(critic, tx_c, generator, X, 2 * X[:6]), generator_step(generator, tx_g, critic, X[:6]))
+        for _ in range(STEPS)
+    ]
+    return losses, nnx.state(generator), nnx.state(critic)
+
+
+@program(nnx.jit, 1e-5)
+def modes_of_a_model(decorate: Any) -> Any:
+    model = nnx.Sequential(
+        nnx.BatchNorm(3, rngs=nnx.Rngs(1), **F64),
+        nnx.Dropout(0.5, rngs=nnx.Rngs(2)),
+        nnx.Linear(3, 1, rngs=nnx.Rngs(3), **F64),
+    )
+    step = decorate(lambda model, x, y: squares(model(x)[:, 0], y))
+    losses = []
+    for mode in (model.train, model.eval, model.train):
+        mode()
+        losses.append(step(model, X, Y))
+    return losses, jax.tree.map(lambda x: x, nnx.state(model, nnx.BatchStat))
+
+
+@program(nnx.jit, 1e-5)
+def metrics_and_a_variable(decorate: Any) -> Any:
+    models = {"a": nnx.Linear(3, 3, rngs=nnx.Rngs(0), **F64), "b": [nnx.Linear(3, 1, rngs=nnx.Rngs(1), **F64)]}
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    @decorate
+    def step(models: Any, metrics: Any, batch: Any) -> None:
+        def loss_of(a: Any) -> Any:
+            return squares(models["b"][0](a(batch["x"]))[:, 0], batch["y"])
+
+        loss, grads = nnx.value_and_grad(loss_of)(models["a"])
+        models["a"].kernel[...] -= 0.1 * grads["kernel"][...]
+        metrics.update(loss=loss)
+
+    for _ in range(STEPS):
+        step(models, metrics, {"x": X, "y": Y})
+    return nnx.state(models["a"]), metrics.compute()
+
+
+# --- equinox
+
+
+class WithState(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key: Any):
+        self.linear = eqx.nn.Linear(3, 4, key=key, dtype=jnp.float64)
+        self.norm = eqx.nn.BatchNorm(4, "examples", mode="ema", dtype=jnp.float64)
+        self.dropout = eqx.nn.Dropout(0.5)
+
+    def __call__(self, x: Any, state: Any, key: Any) -> Any:
+        x, state = self.norm(self.linear(x), state)
+        return self.dropout(x, key=key).sum(), state
+
+
+@program(eqx.filter_jit, 1e-5)
+def equinox_state(decorate: Any) -> Any:
+    model, state = eqx.nn.make_with_state(WithState)(jax.random.key(0))
+    tx = optax.adam(0.1)
+    opt = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @decorate
+    def step(model: Any, state: Any, opt: Any, x: Any, y: Any, key: Any) -> Any:
+        def loss_of(model: Any, state: Any) -> Any:
+            keys = jax.random.split(key, x.shape[0])
+            each = jax.vmap(model, axis_name="examples", in_axes=(0, None, 0), out_axes=(0, None))
+            predicted, state = each(x, state, keys)
+            return squares(predicted, y), state
+
+        (loss, state), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(model, state)
+        updates, opt = tx.update(grads, opt, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, opt, loss
+
+    loss = None
+    for i in range(STEPS):
+        model, state, opt, loss = step(model, state, opt, X, Y, jax.random.key(i))
+    return eqx.filter(model, eqx.is_array), loss
+
+
+@program(eqx.filter_jit)
+def inference_flag(decorate: Any) -> Any:
+    step = decorate(lambda model, x, key: model(x, key=key).sum())
+    model = eqx.nn.Dropout(0.5)
+    return step(model, X, jax.random.key(0)), step(eqx.nn.inference_mode(model), X, jax.random.key(0))
+
+
+# --- linen, optax, jax
+
+
+@program(jax.jit)
+def linen_train_state(decorate: Any) -> Any:
+    model = nn.Dense(1, **F64)
+    params = model.init(jax.random.key(0), X)
+    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
+
+    @decorate
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: squares(state.apply_fn(p, batch["x"])[:, 0], batch["y"]))(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), loss
+
+    loss = None
+    for _ in range(STEPS):
+        state, loss = step(state, batch={"x": X, "y": Y})
+    return state.params, loss
+
+
+@program(jax.jit)
+def a_batch_of_a_class(decorate: Any) -> Any:
+    class Batch(NamedTuple):
+        x: Any
+        y: Any
+
+    step = decorate(lambda w, batch: w - 0.1 * jax.grad(lambda w: squares(batch.x @ w, batch.y))(w))
+    return step(step(jnp.ones(3), Batch(X, Y)), Batch(X, Y))
+
+
+@program(jax.jit)
+def line_search(decorate: Any) -> Any:
+    tx = optax.lbfgs()
+
+    @decorate
+    def step(w: Any, opt: Any, x: Any, y: Any) -> Any:
+        loss_of = lambda w: squares(x @ w, y)
+        loss, grad = optax.value_and_grad_from_state(loss_of)(w, state=opt)
+        updates, opt = tx.update(grad, opt, w, value=loss, grad=grad, value_fn=loss_of)
+        return optax.apply_updates(w, updates), opt, loss
+
+    w = jnp.ones(3)
+    opt, loss = tx.init(w), None
+    for _ in range(STEPS):
+        w, opt, loss = step(w, opt, X, Y)
+    return w, loss
+
+
+@program(jax.jit)
+def counter_rate_and_raw_key(decorate: Any) -> Any:
+    @decorate
+    def step(w: Any, key: Any, i: Any, lr: Any, x: Any) -> Any:
+        key, own = jax.random.split(key)
+        kept = jax.random.bernoulli(own, 0.5, x.shape)
+        return w - lr / (1 + i) * jnp.mean(x * kept, 0), key
+
+    w, key = jnp.ones(3), jax.random.PRNGKey(0)
+    for i in range(STEPS):
+        w, key = step(w, key, i, 0.1, X)
+    return w, key
+
+
+@program(jax.jit)
+def a_carry_of_each_example(decorate: Any) -> Any:
+    @decorate
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w + h)
+        return w - 0.1 * jnp.mean(h), h
+
+    w, h = jnp.ones((3, 5)), jnp.zeros((12, 5))
+    for _ in range(STEPS):
+        w, h = step(w, h, X)
+    return w, h
+
+
+def replicas(step: Any) -> Any:
+    """`jax.pmap` over as many devices as there are examples to each."""
+    parallel = jax.pmap(step, axis_name="batch", in_axes=(None, 0, 0))
+    return lambda w, x, y: parallel(w, x.reshape(3, 4, 3), y.reshape(3, 4))[0]
+
+
+@program(replicas)
+def pmap_code(decorate: Any) -> Any:
+    def step(w: Any, x: Any, y: Any) -> Any:
+        return w - 0.1 * jax.lax.pmean(jax.grad(lambda w: squares(x @ w, y))(w), axis_name="batch")
+
+    return decorate(step)(jnp.ones(3), X, Y)
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # flax, with x64
+@pytest.mark.parametrize(("run", "own", "tolerance"), PROGRAMS)
+def test_only_the_decorator_changes(run: Program, own: Any, tolerance: float) -> None:
+    found, expected = run(jaxdist.data_parallel), run(own)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(jaxdist.unshard(found)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, tolerance, tolerance)
