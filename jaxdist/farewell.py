@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist import failfast
 from jaxdist.stacks import main_thread_stack
+from jaxdist.step.tracebacks import of_a_step
 
 if TYPE_CHECKING:
     from jaxdist.context import Context
@@ -97,7 +98,7 @@ def _watch_exit_handlers() -> list[str]:
 
     def hook(unraisable: Any) -> None:
         trace = unraisable.exc_traceback
-        ours = False
+        ours = of_a_step(unraisable.exc_value)
         while trace is not None:
             ours = ours or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE
             trace = trace.tb_next

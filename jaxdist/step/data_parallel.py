@@ -303,7 +303,7 @@ class DataParallel(Generic[A, R]):
         if self._context.size > 1:
             call = self._agreement.enter(self._name)
             self._agree(signature, leaves, [leaves[i] for i in signature.batch])
-            signature = self._signer.settle(signature, args, call, self._context)
+            signature, _ = self._signer.settle(signature, args, call, self._context)
         plain = lambda *args: with_axis(lambda *xs: run(self._step, xs, signature.keywords), self._axis_name, args)
         result = debugging.op_by_op(plain, signature, leaves, self._placement, self._context)
         return modules.update(objects, result) if objects else result
@@ -503,11 +503,12 @@ class DataParallel(Generic[A, R]):
             strangers = [moved[i] - 1 for i in strangers if i not in gone]
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
+        differs: dict[int, list[int]] | None = None
         if fresh:
             assert self._context is not None
             if self._context.size > 1:
                 self._agree(signature, leaves, [leaves[i] for i in signature.batch])
-                signature = self._signer.settle(signature, args, call, self._context)
+                signature, differs = self._signer.settle(signature, args, call, self._context)
             self._signatures[tree, values] = signature
         batch = [leaves[i] for i in signature.batch]
         known = (signature, trace_settings(), self._debugging, *map(self._placement.batch_key, batch))
@@ -525,7 +526,7 @@ class DataParallel(Generic[A, R]):
             self._agreement.compared(call, what)
         if changed:
             program = self._choose(signature, leaves)
-            self._place(program, leaves, call)
+            self._place(program, leaves, call, differs)
             self._latest[key] = _Latest(_expected(program, constants), program, signature, values, known)
         assert program is not None
         state = list(signature.pick_state(leaves))
@@ -658,41 +659,51 @@ class DataParallel(Generic[A, R]):
             self._told = True
             _log.warning("step %r: %s", self._name, text)
 
-    def _place(self, program: Program, leaves: list[Any], call: int) -> None:
-        """Bring the state's leaves to where `program` takes them."""
+    def _place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
+        """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""
         elsewhere = [i for i in program.signature.state if self._placement.layout(leaves[i]) is not program.layouts[i]]
         if not elsewhere:
             return
-        self._compare(program, elsewhere, leaves, call)
+        self._compare(program, elsewhere, leaves, call, differs)
         placed = self._placement.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x
 
-    def _compare(self, program: Program, elsewhere: Sequence[int], leaves: Sequence[Any], call: int) -> None:
+    def _compare(
+        self,
+        program: Program,
+        elsewhere: Sequence[int],
+        leaves: Sequence[Any],
+        call: int,
+        differs: dict[int, list[int]] | None,
+    ) -> None:
         """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
         context = self._context
         assert context is not None
-        if context.size == 1:
+        read, names = set(program.unreturned()).intersection(elsewhere), program.signature.names
+        if context.size == 1 or (differs is None and not read):
             return
-        read, names = set(program.unreturned()), program.signature.names
-        mine = {i: checksum(leaves[i]) for i in elsewhere}
-        everyone = context.control.exchange(f"state of step {self._name}, call {call}", mine, context.timeout)
-        differ = {}
-        for i, own in everyone[0].items():
-            if others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own]:
-                differ[i] = list_ranks(others)
-        for i in read & differ.keys():
-            raise ValueError(
-                f"step {self._name!r}: state leaf {names[i]} is not the same on rank 0 and rank {differ[i]}, "
-                "and the step does not return it. If each rank has its own part of it, it belongs to the batch: "
-                "name its argument in batch_argnums"
+        if differs is None:
+            mine = {i: checksum(leaves[i]) for i in sorted(read)}
+            everyone = context.control.exchange(
+                f"read-only state of step {self._name}, call {call}", mine, context.timeout
             )
+            differs = {
+                i: others for i, own in everyone[0].items()
+                if (others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own])
+            }  # fmt: skip
+        for i in sorted(read & differs.keys()):
+            raise ValueError(
+                f"step {self._name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
+                f"{list_ranks(differs[i])}, and the step does not return it. If each rank has its own part of it, it "
+                "belongs to the batch: name its argument in batch_argnums"
+            )
+        differ = [i for i in elsewhere if i in differs]
         if differ and context.is_root:
-            first, *more = differ
-            also = f" (and {len(more)} other leaves)" if more else ""
+            also = f" (and {len(differ) - 1} other leaves)" if len(differ) > 1 else ""
             _log.warning(
                 "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all go on with that of rank 0",
-                self._name, names[first], also, differ[first],
+                self._name, names[differ[0]], also, list_ranks(differs[differ[0]]),
             )  # fmt: skip
 
     def _kind_of_call(self, signature: Signature, batch: Sequence[Any]) -> StepCall:

@@ -74,7 +74,9 @@ class Signer:
             return tried
         return signature
 
-    def settle(self, signature: Signature, args: tuple[Any, ...], call: int, context: Context) -> Signature:
+    def settle(
+        self, signature: Signature, args: tuple[Any, ...], call: int, context: Context
+    ) -> tuple[Signature, dict[int, list[int]]]:
         """The signature of a call that the ranks have agreed on, from the values that each of them comes with.
 
         Args:
@@ -83,21 +85,27 @@ class Signer:
           call: its number.
           context: the job.
 
+        Returns:
+          The signature; and the leaves that are not the same on all ranks, with the ranks where they are not as on the
+          root (all, where a leaf lies on several processes).
+
         Raises:
           ValueError: (on every rank) which arguments are the batch can't be told.
         """
         leaves = signature.data(jax.tree.leaves(args))
-        lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
-        if context.size == 1 or not (any(signature.is_batch) or any(n is not None for n in lengths)):
-            return signature
-        asked = [i for (_, at, _), n in zip(signature.arguments, lengths, strict=True) if n is not None for i in at]
-        mine = {i: _value(leaves[i]) for i in sorted({*asked, *signature.batch})}
+        if context.size == 1 or not leaves:
+            return signature, {}
+        mine = [_value(x, self._placement) for x in leaves]
         everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
-        differs = {i for i in mine if mine[i] is None or any(theirs[i] != everyone[0][i] for theirs in everyone)}
+        differs = {}
+        for i, value in enumerate(everyone[0]):
+            if others := [rank for rank, theirs in enumerate(everyone) if value is None or theirs[i] != value]:
+                differs[i] = others
+        lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
         if self._said is None:
-            arguments = [
-                batch.Argument(name, n, n is not None and any(i in differs for i in at))
-                for (_, at, name), n in zip(signature.arguments, lengths, strict=True)
+            arguments = [  # what lies on all processes may be of a loader, or the first argument's shards
+                batch.Argument(name, n, n is not None and any(i in differs and (k or mine[i] is not None) for i in at))
+                for k, ((_, at, name), n) in enumerate(zip(signature.arguments, lengths, strict=True))
             ]
             signature = self._read(signature, arguments, leaves)
         if signature.batch and not any(i in differs for i in signature.batch) and not self._told:
@@ -108,7 +116,7 @@ class Signer:
                     "its own part: jaxdist.loader does, or take x[rank::size]",
                     self._name, context.size, context.size,
                 )  # fmt: skip
-        return signature
+        return signature, differs
 
     def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Of a call's leaves as the step sees them: the batch's with the examples of all ranks."""
@@ -224,7 +232,8 @@ def _is_in(name: str, of: str) -> bool:
     return name == of or name.startswith((of + "[", of + "."))
 
 
-def _value(x: Any) -> int | None:
-    """What is compared of a leaf; None: it lies on several processes, in parts."""
-    spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
-    return None if spanning or type(x) is Padded else checksum(x)
+def _value(x: Any, placement: Placement) -> int | None:
+    """What is compared of a leaf: nothing of one that is on the mesh; None: it lies on several processes, in parts."""
+    if type(x) is Padded or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return 0 if placement.layout(x) is None else None
+    return checksum(x)

@@ -98,7 +98,9 @@ CAUGHT: dict[str, Any] = {
     "state shape": lambda step, s: step(s | {"w": jnp.zeros((3, 5), jnp.float32) if ODD else s["w"]}, batch()),
     "empty": lambda step, s: step(s, batch(0 if ODD else 4)),
     "scalar": lambda step, s: step(s, {"x": np.float32(1.0)} if ODD else batch()),
-    "type": lambda step, s: step(s, {"x": "text"} if ODD else batch()),  # of one rank, before it could compare
+    "type": lambda step, s: jaxdist.data_parallel(step.__wrapped__, batch_argnums=1)(  # before it could compare
+        s, {"x": "text"} if ODD else batch()
+    ),
     "nan": with_nan,
     "read only": read_only,
     "in jit": lambda step, s: jax.jit(lambda s, b: step(s, b))(s, batch()),  # each rank would train by itself
