@@ -32,12 +32,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         module = importlib.import_module(_MODULE_OF[name])
         value = globals()[name] = getattr(module, name)
-        if (
-            module.__name__ == f"{__name__}.{name}"
-        ):  # jaxdist.plan is the function, jaxdist.plan.Plan a class all the same
-            vars(value).update(
-                (k, v) for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
-            )
+        path = module.__name__
+        if path == f"{__name__}.{name}":  # jaxdist.plan is the function, jaxdist.plan.Plan a class all the same
+            vars(value).update((k, v) for k, v in vars(module).items() if getattr(v, "__module__", "") == path)
         return value
     if name == "__version__":
         return importlib.metadata.version(__name__)

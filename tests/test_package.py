@@ -31,3 +31,8 @@ def test_a_function_is_not_taken_for_the_module_of_its_name() -> None:
 def test_only_public_names_are_shown() -> None:
     assert [name for name in dir(jaxdist) if not name.startswith("__")] == sorted(jaxdist.__all__)
     assert not hasattr(jaxdist, "nothing_of_this_name")
+
+
+def test_classes_of_a_module_are_found_beside_the_function_of_its_name() -> None:
+    code = "import jaxdist; print(jaxdist.plan.Plan.__name__, jaxdist.memory.Memory.__name__, jaxdist.__version__)"
+    assert _run(code) == f"Plan Memory {jaxdist.__version__}\n"

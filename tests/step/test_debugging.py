@@ -12,6 +12,7 @@ import pytest
 from jax.core import Tracer
 
 import jaxdist
+from jaxdist.step.tracebacks import of_a_step
 
 X = np.random.default_rng(0).normal(size=(16, 3))
 W = jnp.asarray([1.0, -2.0, 0.5])
@@ -74,6 +75,7 @@ def test_an_error_of_the_step_shows_the_users_lines_alone() -> None:
     last = traceback.extract_tb(error.value.__traceback__)[-1]
     assert last.line == 'return x @ w["b"]'
     assert any("jaxdist.data_parallel" in note for note in error.value.__notes__)
+    assert of_a_step(error.value), "what runs at exit tells errors of steps from others, without our frames"
 
 
 def test_an_error_of_jax_names_the_argument_and_the_step() -> None:
