@@ -174,9 +174,7 @@ def run_job(
             running[index] = process
             pumps += _pump_output(process, program, index, events)
             threading.Thread(
-                target=lambda i, p: events.put(_Exit(i, _shell_code(p.wait()))),
-                args=(index, process),
-                daemon=True,
+                target=lambda i, p: events.put(_Exit(i, _ended(p))), args=(index, process), daemon=True
             ).start()
         return _supervise(programs, running, events, on_failure)
     finally:
@@ -217,7 +215,7 @@ def _supervise(
             kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
             continue
         if isinstance(event, _Exit):
-            del running[event.index]
+            running.pop(event.index).wait()
         if event.code == 0 or verdict != 0:
             continue
         if isinstance(event, _Exit):  # what others fail of may be seen before what has ended it
@@ -235,15 +233,23 @@ def _supervise(
     return verdict
 
 
+def _ended(process: "subprocess.Popen[bytes]", options: int = 0) -> int:
+    """The exit code of a program, as of a shell, once it has ended; 0 with WNOHANG if it runs.
+
+    The program is left for `Popen.wait`: between the system's answer and Popen's own record of it, another thread would
+    learn nothing.
+    """
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | options)
+    if found is None:
+        return 0
+    return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
+
+
 def _crashed(process: "subprocess.Popen[bytes]") -> int:
     """The exit code of a program that has ended by a signal which no other program's failure leads to; else 0."""
-    try:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        number = 0 if found is None or found.si_code == os.CLD_EXITED else found.si_status
-    except ChildProcessError:  # waited for already
-        number = max(0, -(process.returncode or 0))
     crashes = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-    return 128 + number if number in crashes else 0
+    code = _ended(process, os.WNOHANG)
+    return code if code - 128 in crashes else 0
 
 
 def _start(program: Program) -> "subprocess.Popen[bytes]":
@@ -342,10 +348,6 @@ def _kill_sessions(leaders: set[int]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(int(entry.name)) in leaders:
                 os.kill(int(entry.name), signal.SIGKILL)
-
-
-def _shell_code(code: int) -> int:
-    return 128 - code if code < 0 else code
 
 
 def say(text: str) -> None:
