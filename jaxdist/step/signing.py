@@ -61,7 +61,8 @@ class Signer:
         leaves = jax.tree.leaves(args)
         fixed = _in_equinox(args)
         signature = self._sign(args, keywords, fixed)
-        there = {type(x) for x in [signature.data(leaves)[i] for i in signature.state]}
+        data = signature.data(leaves)
+        there = {type(data[i]) for i in signature.state}
         constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in there]
         for types in [(), *constant] if constant else []:
             tried = self._sign(args, keywords, fixed | {i for i, x in enumerate(leaves) if type(x) in types})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxdist
+from jaxdist.step import program, signing
 from jaxdist.step.batch import AmbiguousError, Argument, length, which
 
 RNG = np.random.default_rng(0)
@@ -142,3 +143,25 @@ def test_what_is_returned_and_differs_is_tried() -> None:
 def test_an_error_of_the_step_is_not_hidden() -> None:
     state, x, mask = Argument("state", None), Argument("x", 16, True), Argument("mask", 16, False)
     assert decide(state, x, mask, traces=lambda reading: False) == (1, 2)
+
+
+def test_describing_a_call_takes_time_in_proportion_to_its_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    first = program.is_array
+
+    def counted(x: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return first(x)
+
+    for module in (program, signing):
+        monkeypatch.setattr(module, "is_array", counted)
+
+    def looks_at(leaves: int) -> int:
+        nonlocal looks
+        looks = 0
+        step = jaxdist.data_parallel(lambda ws, x: jax.tree.map(lambda w: w + x.sum(), ws))
+        step.eval_shape([W] * leaves, X)
+        return looks
+
+    assert looks_at(200) < 2 * looks_at(100) + 100
