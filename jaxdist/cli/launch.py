@@ -123,7 +123,10 @@ def choose(launcher: Launcher, connector: Connector, communicator: Communicator)
     what = f"{mpirun.path} is {mpirun.version}, but {library.problem or f'mpi4py loads {library.version}'}"
     fix = f"To load its library: {site.how_to_load(mpirun.path)}"
     if must:
-        raise ValueError(f"{what}: the ranks would not find each other. {fix}. Or leave mpirun out: --launcher env")
+        raise ValueError(
+            f"{what}: the ranks would not find each other. {fix}. Or do without mpirun: --launcher env "
+            '(of jaxdist.spawn: communicator="xla")'
+        )
     say(f"without mpirun. ({what}; {fix})")
     return None
 
