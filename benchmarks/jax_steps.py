@@ -32,7 +32,7 @@ from jax_models import loss_of
 from worker import Variant
 
 import jaxdist
-from jaxdist.profile import share
+from jaxdist.observe.profile import share
 
 tx = optax.adam(models.LEARNING_RATE)
 

@@ -35,7 +35,7 @@ class Job:
     """
 
     def __init__(self, side: Sequence[str], ranks: int, python: str = sys.executable):
-        from jaxdist.cli.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV  # not at the top: torch's ranks don't have it
+        from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV  # not at the top: torch's ranks don't have it
 
         self.side, self._folder = " ".join(side), tempfile.mkdtemp(prefix="benchmark-")
         self._streams: dict[socket.socket, TextIO] = {}

@@ -24,9 +24,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 import jaxdist
+from jaxdist.ir.interpreter import subjaxprs
+from jaxdist.ir.primitives import gather_shards_p
 from jaxdist.placements.plan import Placed, nbytes
-from jaxdist.step.interpreter import subjaxprs
-from jaxdist.step.primitives import gather_shards_p
 
 FILE = Path(__file__).with_name("zero-optimizers.md")
 DEVICES = 4

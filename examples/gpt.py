@@ -21,7 +21,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import jaxdist
-from jaxdist.data import Loader
+from jaxdist.data.loader import Loader
 
 VOCABULARY = 256
 

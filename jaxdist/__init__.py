@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Package(ModuleType):
-    """A package of which some functions have the name of a module: `plan`, `zero`; an import binds the function."""
+    """A package of which some functions have the name of a module, `zero` say: an import binds the function."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _MODULE_OF and isinstance(value, ModuleType)):
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(_MODULE_OF[name])
         value = globals()[name] = getattr(module, name)
         path = module.__name__
-        if path == f"{__name__}.{name}":  # jaxdist.plan is the function, jaxdist.plan.Plan a class all the same
+        if path.endswith(f".{name}"):  # jaxdist.plan is the function, jaxdist.plan.Plan a class of its module
             vars(value).update((k, v) for k, v in vars(module).items() if getattr(v, "__module__", "") == path)
         return value
     if name == "__version__":

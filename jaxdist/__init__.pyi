@@ -1,7 +1,8 @@
 """jaxdist: train on many devices with a step written for one."""
 
+from jaxdist.agreement.sync import check_sync
 from jaxdist.checkpoint import latest_step, restore, save
-from jaxdist.collectives import (
+from jaxdist.collectives.public import (
     all_to_all,
     allgather,
     allreduce,
@@ -15,30 +16,32 @@ from jaxdist.collectives import (
     scatter,
     send,
 )
-from jaxdist.context import Context, get_context, init
-from jaxdist.data import loader
+from jaxdist.data.loader import Loader, gather_for_metrics, loader
 from jaxdist.errors import CheckpointError, StepError, SyncError
-from jaxdist.explain import explain
-from jaxdist.finite import check_finite
 from jaxdist.grad import grad, value_and_grad
-from jaxdist.memory import memory
-from jaxdist.metrics import run_log
+from jaxdist.launch.spawn import spawn
+from jaxdist.observe.explain import explain
+from jaxdist.observe.metrics import read_metrics, run_log
+from jaxdist.observe.profile import profile
 from jaxdist.per_device import per_device
 from jaxdist.placements.registry import register
-from jaxdist.plan import plan
+from jaxdist.planning.memory import memory
+from jaxdist.planning.plan import plan
+from jaxdist.planning.topology import Topology
 from jaxdist.precision import master_weights
-from jaxdist.profile import profile
 from jaxdist.rng import fold_rank
-from jaxdist.spawn import spawn
+from jaxdist.runtime.context import Context, get_context, init
 from jaxdist.step.data_parallel import data_parallel
-from jaxdist.sync import check_sync
+from jaxdist.step.finite import check_finite
 from jaxdist.zero import shard, unshard, zero
 
 __all__ = [
     "CheckpointError",
     "Context",
+    "Loader",
     "StepError",
     "SyncError",
+    "Topology",
     "all_to_all",
     "allgather",
     "allreduce",
@@ -50,6 +53,7 @@ __all__ = [
     "explain",
     "fold_rank",
     "gather",
+    "gather_for_metrics",
     "get_context",
     "grad",
     "init",
@@ -61,6 +65,7 @@ __all__ = [
     "permute",
     "plan",
     "profile",
+    "read_metrics",
     "recv",
     "reduce",
     "reduce_scatter",

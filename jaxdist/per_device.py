@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxdist.context import get_context
-from jaxdist.step.trace import step_mesh
+from jaxdist.ir.trace import step_mesh
+from jaxdist.runtime.context import get_context
 
 
 def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from jaxdist import compat
-from jaxdist.step.primitives import AXIS
+from jaxdist.mesh import AXIS
 
 
 def fold_rank(key: jax.Array) -> jax.Array:

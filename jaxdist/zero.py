@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxdist.ir.primitives import mark
+from jaxdist.ir.trace import inside_step
+from jaxdist.placements.layouts import Padded
 from jaxdist.step.data_parallel import data_parallel
-from jaxdist.step.layouts import Padded
-from jaxdist.step.primitives import mark
-from jaxdist.step.trace import inside_step
 
 Level = Literal[0, 1, 2, 3]
 

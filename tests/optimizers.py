@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 
 import jaxdist
-from jaxdist.step.layouts import Layout, Padded, physical
+from jaxdist.placements.layouts import Layout, Padded, physical
 
 BATCH = 24  # parts for 2, 3, 4 and 8 devices
 STEPS = 5

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jaxdist
-from jaxdist.step.interpreter import subjaxprs
+from jaxdist.ir.interpreter import subjaxprs
 
 
 def mesh(devices: int) -> Mesh:

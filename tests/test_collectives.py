@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
-from jaxdist.eager import Description, difference
-from jaxdist.eager.call import Call, merge, split
-from jaxdist.eager.numerics import reduction
-from jaxdist.eager.pool import Pool
+from jaxdist.collectives.call import Call, merge, split
+from jaxdist.collectives.engine import Description, difference
+from jaxdist.collectives.numerics import reduction
+from jaxdist.collectives.pool import Pool
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
 ALONE = {

@@ -10,14 +10,14 @@ import threading
 import launch
 import pytest
 
-from jaxdist.coordinator import await_listener
+from jaxdist.runtime.coordinator import await_listener
 
 _ALONE = """
 import os, sys
 import jax, jax.numpy as jnp, numpy as np
 import jaxdist
-from jaxdist import context
-from jaxdist.context import get_context, init
+from jaxdist.runtime import context
+from jaxdist.runtime.context import get_context, init
 from jaxdist import compat
 assert "mpi4py" not in sys.modules and not compat.backend_started(), "import does too much"
 
@@ -64,8 +64,8 @@ import os, sys, threading
 from typing import NamedTuple
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.context import init
-from jaxdist.control import ControlError
+from jaxdist.runtime.context import init
+from jaxdist.control.channel import ControlError
 
 ctx = init(communicator=sys.argv[1], timeout=60)
 rank, size = ctx.rank, ctx.size
@@ -178,7 +178,7 @@ def test_several_processes_under_mpirun():
 
 _REFUSED = """
 import os, sys, importlib.util
-from jaxdist.context import init
+from jaxdist.runtime.context import init
 if sys.argv[1] == "started":
     import jax.numpy as jnp
     jnp.ones(2)

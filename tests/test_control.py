@@ -16,9 +16,9 @@ import launch
 import numpy as np
 import pytest
 
-from jaxdist import rendezvous
-from jaxdist.control import Control, ControlError
-from jaxdist.keys import Key
+from jaxdist.control import rendezvous
+from jaxdist.control.channel import Control, ControlError
+from jaxdist.control.keys import Key
 
 
 def job(size: int) -> list[Control]:
@@ -185,7 +185,7 @@ def test_one_rank_claimed_twice_and_different_sizes_are_refused():
 
 _SCRIPT = """
 import os, signal, sys, threading, time
-from jaxdist.control import Control
+from jaxdist.control.channel import Control
 rank, size, what = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
 control = Control(rank, size, [("127.0.0.1", int(os.environ["MASTER_PORT"]))], timeout=60)
 control.exchange("up")
@@ -246,7 +246,7 @@ if len(sys.argv) == 1:  # alone in a network of its own
     loopback(1)
     ranks = [subprocess.Popen([sys.executable, __file__, str(r)]) for r in range(3)]
     sys.exit(0 if [r.wait() for r in ranks] == [1, 1, 1] else 2)
-from jaxdist.control import Control
+from jaxdist.control.channel import Control
 rank = int(sys.argv[1])
 control = Control(rank, 3, [("127.0.0.1", 29500)], timeout=3)
 control.exchange("up")

@@ -13,8 +13,9 @@ import launch
 import pytest
 from test_control import everywhere, job
 
-from jaxdist import coordinator, rendezvous
-from jaxdist.control import Control
+from jaxdist.control import rendezvous
+from jaxdist.control.channel import Control
+from jaxdist.runtime import coordinator
 
 
 def echo(path: Path) -> None:

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxdist
-from jaxdist import batches
-from jaxdist.data import Loader, _Job, gather_for_metrics
+from jaxdist.data import batches
+from jaxdist.data.loader import Loader, _Job, gather_for_metrics
 
 
 def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings_: Any) -> Loader:

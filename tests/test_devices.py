@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxdist.devices import Host, choose_gpu, fair_threads, wanted_platform
+from jaxdist.runtime.devices import Host, choose_gpu, fair_threads, wanted_platform
 
 
 def test_every_process_sees_all_gpus():

@@ -9,7 +9,7 @@ import pkgutil
 import pytest
 
 import jaxdist
-from jaxdist.data import Loader, gather_for_metrics
+from jaxdist.data.loader import Loader, gather_for_metrics
 
 OPTIONAL = {"jaxdist.communicators.mpi", "jaxdist.connectors.mpi"}  # import MPI: under mpirun only
 MODULES = [

@@ -22,10 +22,10 @@ from jax._src import compiler
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-from jaxdist import executables
 from jaxdist.communicators.handles import put_in, take_out
-from jaxdist.executables import Executables
-from jaxdist.lowered import Lowered
+from jaxdist.runtime import executables
+from jaxdist.runtime.executables import Executables
+from jaxdist.runtime.lowered import Lowered
 
 _SCRIPT = str(Path(__file__).with_name("run_executables.py"))
 
@@ -195,7 +195,7 @@ _HOLDER = """
 import os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from jaxdist.executables import Executables
+from jaxdist.runtime.executables import Executables
 entry = Path(sys.argv[1])
 one = Executables(SimpleNamespace(rank=0, timeout=60.0), entry.parent)
 assert one._turn(entry, None) is not None

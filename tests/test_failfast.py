@@ -18,7 +18,7 @@ what, culprit = sys.argv[1], int(sys.argv[2])
 me = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
 if what == "before" and me == culprit:
     raise ValueError("boom on purpose")
-from jaxdist.context import init
+from jaxdist.runtime.context import init
 ctx = init(timeout=6 if what == "before" else 60)
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P

@@ -10,7 +10,7 @@ import launch
 import numpy as np
 import pytest
 
-from jaxdist import gloo
+from jaxdist.runtime import gloo
 
 _SCRIPT = """
 import sys

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from test_control import everywhere
 
-from jaxdist import handshake, rendezvous
-from jaxdist.handshake import Hello, Member, SignedConnection
-from jaxdist.keys import Key, job_key, peer_user
+from jaxdist.control import handshake, rendezvous
+from jaxdist.control.handshake import Hello, Member, SignedConnection
+from jaxdist.control.keys import Key, job_key, peer_user
 
 KEY = Key(b"of this job")
 HELLO = Hello(1, 2, Member("node1", 4711, "127.0.0.1"))
@@ -128,8 +128,9 @@ def test_many_who_say_nothing_take_no_threads_and_few_descriptors():
 def test_without_descriptors_the_oldest_gives_way():
     code = """
 import os, resource, socket, sys, threading, time
-from jaxdist import handshake, rendezvous
-from jaxdist.keys import Key
+from jaxdist.control import handshake
+from jaxdist.control import rendezvous
+from jaxdist.control.keys import Key
 server = rendezvous.bind("127.0.0.1", [0])
 print(server.getsockname()[1], flush=True)
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
@@ -171,9 +172,10 @@ def test_who_claims_a_rank_and_says_nothing_more_is_found_out_and_named():
 _AS_NOBODY = """
 import os, socket, sys, time
 sys.path[:0] = {path!r}
-from jaxdist import handshake, rendezvous
-from jaxdist.handshake import Hello, Member
-from jaxdist.keys import Key, job_key
+from jaxdist.control import handshake
+from jaxdist.control import rendezvous
+from jaxdist.control.handshake import Hello, Member
+from jaxdist.control.keys import Key, job_key
 what, port = sys.argv[1], int(sys.argv[2])
 key = Key(job_key("127.0.0.1", f"port {{port}}").secret)  # which is no secret
 socket.getaddrinfo("127.0.0.1", 1)

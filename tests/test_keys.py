@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist import keys
-from jaxdist.keys import job_key
+from jaxdist.control import keys
+from jaxdist.control.keys import job_key
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist
-from jaxdist.metrics import FILE, _Entry, read_metrics
+from jaxdist.observe.metrics import FILE, _Entry, read_metrics
 
 
 class NotYet:
@@ -94,7 +94,7 @@ def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path)
 
 
 def test_a_host_too_far_ahead_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxdist.metrics._MOST", 2)
+    monkeypatch.setattr("jaxdist.observe.metrics._MOST", 2)
 
     def train() -> None:
         with jaxdist.run_log(tmp_path) as log:

@@ -23,8 +23,8 @@ def test_what_is_used_is_imported() -> None:
 
 
 def test_a_function_is_not_taken_for_the_module_of_its_name() -> None:
-    code = "import jaxdist\n{}\nprint(type(jaxdist.plan).__name__, type(jaxdist.zero).__name__, jaxdist.data.__name__)"
-    for first in ("", "from jaxdist.plan import Plan", "import jaxdist.zero, jaxdist.plan", "from jaxdist import *"):
+    code = "import jaxdist\n{}\nprint(type(jaxdist.grad).__name__, type(jaxdist.zero).__name__, jaxdist.data.__name__)"
+    for first in ("", "from jaxdist.grad import grad", "import jaxdist.zero, jaxdist.grad", "from jaxdist import *"):
         assert _run(code.format(first)) == "function function jaxdist.data\n", first
 
 

@@ -17,11 +17,12 @@ import pytest
 from jax import lax
 
 import jaxdist
-from jaxdist import commlog, compat
+from jaxdist import compat
 from jaxdist.communicators import compiler_options
-from jaxdist.plan import LEVELS, Plan
-from jaxdist.step.wire import Transfer
-from jaxdist.topology import KINDS, Topology
+from jaxdist.ir.wire import Transfer
+from jaxdist.planning.plan import LEVELS, Plan
+from jaxdist.planning.topology import KINDS, Topology
+from jaxdist.runtime import commlog
 
 N, WIDTH, LAYERS = 8, 32, 3
 ADAM = optax.adam(1e-3)

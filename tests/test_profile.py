@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxdist
-from jaxdist.profile import kind_of, share, union
+from jaxdist.observe.profile import kind_of, share, union
 
 
 @pytest.mark.parametrize(

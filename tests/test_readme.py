@@ -10,7 +10,7 @@ import pytest
 
 import jaxdist
 from jaxdist.cli import app
-from jaxdist.cli.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV
+from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,8 +28,8 @@ def example_diff() -> str:
     )
     changed = difflib.unified_diff(single, many, n=0, lineterm="")
     kept = [line for line in changed if line[1:].strip() and not line.startswith(("---", "+++"))]
-    # "@@ -3 +3 @@" only says where; one "..." does.
-    text = "\n".join("..." if line.startswith("@@") else line for line in kept)
+    # "jaxdist. -3 +3 jaxdist." only says where; one "..." does.
+    text = "\n".join("..." if line.startswith("jaxdist.") else line for line in kept)
     return text.removeprefix("...\n").removesuffix("\n...") + "\n"
 
 

@@ -10,7 +10,7 @@ import launch
 import listening
 import pytest
 
-from jaxdist import rendezvous
+from jaxdist.control import rendezvous
 
 _SCRIPT = """
 import json, os, sys, threading, time

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.schedule import Collective, collectives
+from jaxdist.planning.schedule import Collective, collectives
 
 # As XLA's compiler for GPUs writes it, shortened: a loop of 12 turns whose body gathers two arrays in one message with
 # nothing to do meanwhile and reduces beside a kernel; then a message wrapped in an asynchronous call.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_control import job, until
 
-from jaxdist.control import Control
-from jaxdist.sequence import Sequence
+from jaxdist.control.channel import Control
+from jaxdist.control.sequence import Sequence
 
 
 def compared(calls: str) -> str:

@@ -12,7 +12,7 @@ import launch
 import pytest
 
 import jaxdist
-from jaxdist import spawned
+from jaxdist.launch import spawned
 
 pytestmark = pytest.mark.slow  # together
 

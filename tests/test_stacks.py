@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from jaxdist.stacks import main_thread_line, main_thread_stack
+from jaxdist.control.stacks import main_thread_line, main_thread_stack
 
 
 def test_from_another_thread() -> None:
@@ -23,7 +23,7 @@ def test_from_another_thread() -> None:
 
 _BUSY = """
 import faulthandler, sys, threading
-from jaxdist.stacks import main_thread_line
+from jaxdist.control.stacks import main_thread_line
 
 faulthandler.enable()
 sys.setswitchinterval(1e-6)

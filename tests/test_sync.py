@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
-from jaxdist.sync import Leaf, describe, differences
+from jaxdist.agreement.sync import Leaf, describe, differences
 
 DEVICES = jax.devices()
 MESH = Mesh(np.array(DEVICES), ("data",))

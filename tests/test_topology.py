@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.topology import KINDS, Topology
+from jaxdist.planning.topology import KINDS, Topology
 
 
 @given(st.integers(1, 512), st.integers(1, 16), st.sampled_from(sorted(KINDS)))

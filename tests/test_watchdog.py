@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 from test_control import everywhere, job, until
 
-from jaxdist import watchdog
-from jaxdist.control import ControlError
-from jaxdist.progress import Call, Progress
-from jaxdist.watchdog import Watchdog
+from jaxdist.control import watchdog
+from jaxdist.control.channel import ControlError
+from jaxdist.control.progress import Call, Progress
+from jaxdist.control.watchdog import Watchdog
 
 
 class Output:

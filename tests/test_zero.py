@@ -18,7 +18,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
 import jaxdist
-from jaxdist.step.layouts import Padded
+from jaxdist.placements.layouts import Padded
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal(size=(5, 8))), "s": jnp.asarray(2.0)}

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
-from jaxdist.step.layouts import choose
+from jaxdist.placements.layouts import choose
 
 N, LAYERS, UNSCANNED, WIDTH, VOCAB = 8, 24, 6, 64, 256
 LEVELS = (0, 1, 2, 3)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist import compat
-from jaxdist.context import Context
 from jaxdist.errors import CheckpointError
+from jaxdist.runtime.context import Context
 
 _SLICE = 5.0  # seconds of waiting, after which a rank looks whether the job still lives
 

@@ -7,9 +7,10 @@ import functools
 import threading
 from collections.abc import Callable
 
-from jaxdist import compat, failfast
+from jaxdist import compat
 from jaxdist.checkpoint import lock
-from jaxdist.context import Context
+from jaxdist.control import failfast
+from jaxdist.runtime.context import Context
 
 _pending: Saving | None = None
 
@@ -81,10 +82,10 @@ def at_exit(ctx: Context) -> None:
     # Here and not in the thread: modules that it imports could not register what they do at the end any more.
     import orbax.checkpoint  # noqa: F401
 
-    def end() -> None:  # before `jaxdist.farewell`
+    def end() -> None:  # before `jaxdist.runtime.farewell`
         lock.release_all()
         if _pending is not None and _pending._error is not None:
-            failfast.fail_at_exit(ctx, f"the script has ended, and its last save had failed: {_pending._error}")
+            failfast.fail_at_exit(ctx.control, f"the script has ended, and its last save had failed: {_pending._error}")
 
     compat.before_threads_end(lambda: _pending and _pending._join())
     atexit.register(end)

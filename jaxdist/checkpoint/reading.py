@@ -23,9 +23,9 @@ from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, saved
 from jaxdist.checkpoint.leaves import PYTHON, is_key, named
 from jaxdist.checkpoint.record import DamagedError, Leaf, Record
-from jaxdist.context import Context, get_context
 from jaxdist.errors import CheckpointError
-from jaxdist.step.layouts import Padded
+from jaxdist.placements.layouts import Padded
+from jaxdist.runtime.context import Context, get_context
 
 T = TypeVar("T")
 

@@ -35,9 +35,9 @@ from jaxdist.checkpoint.files import (
 )  # fmt: skip
 from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
 from jaxdist.checkpoint.record import Leaf
-from jaxdist.context import Context, get_context
 from jaxdist.errors import CheckpointError
-from jaxdist.step.layouts import Padded
+from jaxdist.placements.layouts import Padded
+from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
 _last: str = ""  # the name under which the ranks agreed on the save before

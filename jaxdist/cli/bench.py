@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdist.cli.doctor import versions
-from jaxdist.cli.launch import Communicator, Connector, Launcher
 from jaxdist.cli.run import run
+from jaxdist.launch.job import Communicator, Connector, Launcher
 
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _UNITS = ("B", "KiB", "MiB", "GiB")
@@ -178,7 +178,7 @@ def names_in(option: str, text: str | None, valid: Sequence[str]) -> list[str]:
 
 
 def _known_collectives() -> Sequence[str]:
-    from jaxdist.bench import COLLECTIVES
+    from jaxdist.observe.bench import COLLECTIVES
 
     return COLLECTIVES
 
@@ -186,7 +186,7 @@ def _known_collectives() -> Sequence[str]:
 def _check_elements(names: Sequence[str], sizes: Sequence[int], dtype: Dtype, ranks: int) -> None:
     import jax.numpy as jnp
 
-    from jaxdist.bench import elements
+    from jaxdist.observe.bench import elements
 
     for name in names:
         elements(name, min(sizes), jnp.dtype(str(dtype)).itemsize, ranks)
@@ -211,8 +211,8 @@ def _as_rank(
     """Measures; the root gets the result, the others nothing."""
     import jax
 
-    from jaxdist.bench import measure
-    from jaxdist.context import init
+    from jaxdist.observe.bench import measure
+    from jaxdist.runtime.context import init
 
     _keep_stdout()
     try:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from jaxdist.cli.mpi import ROOT_ENV, Mpirun, find_mpirun, mpi_library, python_probe
 from jaxdist.connectors import site
+from jaxdist.launch.mpi import ROOT_ENV, Mpirun, find_mpirun, mpi_library, python_probe
 
 # Open MPI, MPICH and NCCL share buffers between the processes of a machine there.
 _SHM_BYTES = 256 << 20

@@ -22,7 +22,7 @@ def info(
 ) -> None:
     """Shows ranks, devices, communicator, versions and what is missing. Works under mpirun too."""
     # Here, not above: `jaxdist run` needs none of it.
-    from jaxdist.context import init
+    from jaxdist.runtime.context import init
 
     try:
         ctx = init(connector, communicator)

@@ -13,7 +13,7 @@ import typer
 from jaxdist.cli.bench import check_plot
 
 if TYPE_CHECKING:
-    from jaxdist.plan import Plan
+    from jaxdist.planning.plan import Plan
 
 
 def plan(
@@ -44,8 +44,8 @@ def plan(
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA complains about each program that does not fit
     import jax
 
-    from jaxdist.plan import plan as make_plan
-    from jaxdist.topology import Topology
+    from jaxdist.planning.plan import plan as make_plan
+    from jaxdist.planning.topology import Topology
 
     jax.config.update("jax_platforms", "cpu")  # a GPU that is here is not for this
     try:

@@ -33,7 +33,7 @@ def plot(
     A loss that spans two decades or more is on a logarithmic axis. The throughput is that of each interval between two
     lines of the log, faint, and in full colour what is left of it without pauses and spikes.
     """
-    from jaxdist.metrics import read_metrics
+    from jaxdist.observe.metrics import read_metrics
 
     names = list(dict.fromkeys(name.strip() for name in metrics.split(",")))
     target = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "metrics.png"

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from jaxdist.cli.advice import crowded, misplaced_options
-from jaxdist.cli.hosts import Host, parse_hosts, read_hostfile, total_ranks
-from jaxdist.cli.launch import Communicator, Connector, Launcher, choose, launch
-from jaxdist.cli.processes import Failed, say
-from jaxdist.cli.program import program_command
-from jaxdist.cli.remote import that_answer
+from jaxdist.launch.advice import crowded, misplaced_options
+from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
+from jaxdist.launch.job import Communicator, Connector, Launcher, choose, launch
+from jaxdist.launch.processes import Failed, say
+from jaxdist.launch.program import program_command
+from jaxdist.launch.remote import that_answer
 
 
 class RunCommand(TyperCommand):

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from jaxdist.cli.bench import in_job, names_in, size_text, time_text
 from jaxdist.cli.doctor import Finding, findings, versions
-from jaxdist.cli.launch import Communicator, Connector, Launcher
-from jaxdist.cli.mpi import find_mpirun
 from jaxdist.cli.run import run
 from jaxdist.connectors import site
+from jaxdist.launch.job import Communicator, Connector, Launcher
+from jaxdist.launch.mpi import find_mpirun
 
 _TAG = "jaxdist test"
 _WIDTH = 120
@@ -90,7 +90,7 @@ def self_test(
 
 
 def _default_ranks() -> int:
-    from jaxdist.devices import visible_gpus
+    from jaxdist.runtime.devices import visible_gpus
 
     return 2 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus()) or 2
 
@@ -122,7 +122,7 @@ def _as_rank() -> int:
     """Runs the checks; the root prints them. Returns the exit code."""
     import jax
 
-    from jaxdist.context import init
+    from jaxdist.runtime.context import init
 
     begin = time.monotonic()
     try:
@@ -215,7 +215,7 @@ def _parity(ctx: Any, level: Any) -> Finding:
 
 
 def _bandwidth(ctx: Any, size: int) -> Finding:
-    from jaxdist.bench import measure
+    from jaxdist.observe.bench import measure
 
     found = measure(ctx, "allreduce", size, "float32", seconds=0.5)
     seen = f"{time_text(found.median_s)}, {found.bus_gb_s:.3g} GB/s on the bus"

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.step.primitives import slices
+from jaxdist.ir.primitives import slices
 
 Move = Callable[[Any], Any]
 

@@ -26,8 +26,9 @@ from jax.interpreters import mlir
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.step.interpreter import Interpreter, retrace
-from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
+from jaxdist.ir.interpreter import Interpreter, retrace
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
+from jaxdist.mesh import AXIS
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -129,9 +130,7 @@ class MpiLowering(Interpreter):
             self.rules[unsupported] = self._unsupported
             self.rewritten.add(unsupported)
         if comm is None:
-            from jaxdist.context import get_context
-
-            comm = world(get_context().rank)
+            comm = world(jax.process_index())
         self.comm = comm
         self.rank = comm.Get_rank()
         self._token = lax.create_token() if order is None else self._fork(order)

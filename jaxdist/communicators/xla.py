@@ -12,9 +12,8 @@ from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.step.interpreter import Interpreter
-from jaxdist.step.primitives import (
-    AXIS,
+from jaxdist.ir.interpreter import Interpreter
+from jaxdist.ir.primitives import (
     all_reduce_p,
     first_entry,
     gather_shards_p,
@@ -24,6 +23,7 @@ from jaxdist.step.primitives import (
     reduced,
     slices,
 )
+from jaxdist.mesh import AXIS
 
 
 class XlaLowering(Interpreter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxdist import control
+from jaxdist.control import channel as control
 
 
 class LocalConnector:

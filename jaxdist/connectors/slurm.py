@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jaxdist.connectors.base import environment, need, read_int
 from jaxdist.connectors.tcp import TcpConnector
-from jaxdist.keys import job_key
+from jaxdist.control.keys import job_key
 
 _CANDIDATES = 8
 

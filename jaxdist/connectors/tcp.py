@@ -6,9 +6,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist import control
 from jaxdist.connectors.base import environment, local_position, need, read_int
-from jaxdist.keys import Key
+from jaxdist.control import channel as control
+from jaxdist.control.keys import Key
 
 _BY_HAND = (
     "Start each process with all of them, for example RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "

@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
-from jaxdist.step.interpreter import INLINED, has_effect
+from jaxdist.ir.interpreter import INLINED, has_effect
 
 
 @dataclass(eq=False)

@@ -25,8 +25,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxdist.step.interpreter import contains, has_effect, live, subjaxprs, with_bodies
-from jaxdist.step.primitives import AXIS, all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
+from jaxdist.ir.interpreter import contains, has_effect, live, subjaxprs, with_bodies
+from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
+from jaxdist.mesh import AXIS
 
 # What may stand between what makes a tensor and its collective without making that later.
 _CHEAP = {

@@ -17,6 +17,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, primitives
 
 from jaxdist import compat
+from jaxdist.ir.interpreter import INLINED, Interpreter, has_effect, retrace
+from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, refuse, settled, special
 from jaxdist.placements.plan import Placed, Plan, nbytes
@@ -34,8 +36,6 @@ from jaxdist.placements.values import (
     is_wide,
     tile,
 )
-from jaxdist.step.interpreter import INLINED, Interpreter, has_effect, retrace
-from jaxdist.step.primitives import AXIS
 
 _SMALL = 1 << 16
 """Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages."""

@@ -18,11 +18,12 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
+from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.plan import Placed
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Replicated, Split, form, local_shape, wide
-from jaxdist.step.primitives import AXIS, all_reduce_p, gather_shards_p, reduce_shard_p
 
 
 class Emitter:

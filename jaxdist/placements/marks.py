@@ -13,7 +13,7 @@ from typing import Any
 from jaxdist import compat
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
-from jaxdist.step.layouts import Layout, choose
+from jaxdist.placements.layouts import Layout, choose
 
 _SAME = {"pvary", "copy", "copy_p", "jaxdist_shard", "reshard", "sharding_constraint", "device_put", "jaxdist_plain"}
 _KEPT = {"state": 1, "parameter": 3, "asked": 0}

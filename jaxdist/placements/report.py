@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+from rich.console import Console
+from rich.table import Table
 
 from jaxdist import compat
 from jaxdist.placements import rules
@@ -69,6 +72,26 @@ def rows(placed: Placed) -> list[Row]:
         why = "every device has all of its operands"
         table.append(Row("repeated", name, line, flops=cost, share=cost / max(total, 1), why=why))
     return table
+
+
+def table(found: Sequence[Row]) -> str:
+    """The rows as text.
+
+    Example:
+      >>> table([])
+      'nothing moves, and no device computes what another one does'
+    """
+    if not found:
+        return "nothing moves, and no device computes what another one does"
+    grid = Table(box=None, pad_edge=False)
+    for name in ("what", "operation", "where", "bytes", "why", "instead"):
+        grid.add_column(name, justify="right" if name == "bytes" else "left")
+    for row in found:
+        size = f"{row.share:.1%} of the FLOPs" if row.what == "repeated" else in_words(row.bytes)
+        grid.add_row(row.what, row.operation, row.line, size, row.why, row.instead)
+    out = io.StringIO()
+    Console(file=out, width=200).print(grid)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def warning(placed: Placed) -> str:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdist.ir.primitives import counts, gather_shards_p
+from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.plan import Plan
@@ -25,7 +27,6 @@ from jaxdist.placements.values import (
     form,
     reshaped,
 )
-from jaxdist.step.primitives import AXIS, counts, gather_shards_p
 
 
 @special("reshape")

@@ -21,19 +21,22 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import commlog, finite, sync
+from jaxdist.agreement import sync
+from jaxdist.agreement.calls import Agreement, StepCall, list_ranks
 from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import sharding_of, trace_settings, trace_state_clean
-from jaxdist.context import Context, get_context
+from jaxdist.ir.fingerprint import constants
+from jaxdist.ir.primitives import plain_p
+from jaxdist.ir.trace import inside_step, with_axis
+from jaxdist.mesh import AXIS
 from jaxdist.placements import report
+from jaxdist.placements.layouts import Layout, Padded, choose, sharding
 from jaxdist.placements.plan import Placed
-from jaxdist.step import debugging, modules
-from jaxdist.step.agree import Agreement, StepCall, list_ranks
+from jaxdist.runtime import commlog
+from jaxdist.runtime.context import Context, get_context
+from jaxdist.step import debugging, finite, modules
 from jaxdist.step.calling import Calling
-from jaxdist.step.fingerprint import constants
-from jaxdist.step.layouts import Layout, Padded, choose, sharding
 from jaxdist.step.placement import ELSEWHERE, Part, Placement, abstract, batch_problem, checksum, in_shards
-from jaxdist.step.primitives import AXIS, plain_p
 from jaxdist.step.program import (
     OtherTypesError,
     Program,
@@ -47,8 +50,7 @@ from jaxdist.step.program import (
     traced,
 )
 from jaxdist.step.signing import Signer
-from jaxdist.step.trace import inside_step, with_axis
-from jaxdist.step.tracebacks import api_boundary
+from jaxdist.tracebacks import api_boundary
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -446,7 +448,7 @@ class DataParallel(Generic[A, R]):
             self._mesh = self._mesh or self._context.mesh
             self._placement = Placement(self._context, self._mesh)
             self._signer = Signer(self._name, self._calling, self._batch, self._placement, self._jaxpr)
-            self._agreement = _agreement(self._context)
+            self._agreement = self._context.only(Agreement)
             if self._context.is_root and commlog.asked("comm"):
                 on_cpu = self._mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, self._mesh.size, on_cpu)
@@ -645,8 +647,6 @@ class DataParallel(Generic[A, R]):
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""
-        from jaxdist.explain import table  # it decorates steps
-
         assert self._context is not None
         self._agreement.traced(self._name, program, functools.partial(constants, program))
         if self._log is not None:
@@ -654,7 +654,7 @@ class DataParallel(Generic[A, R]):
         if placed is None or not self._context.is_root:
             return
         if commlog.asked("placements"):
-            commlog.say(f"step {self._name!r}:\n{table(report.rows(placed))}", "placements")
+            commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")
         elif not self._told and (text := report.warning(placed)):
             self._told = True
             _log.warning("step %r: %s", self._name, text)
@@ -835,14 +835,6 @@ def _expected(program: Program, constants: Sequence[int]) -> list[Any]:
 
 _NEITHER = object()
 _is_deleted = operator.methodcaller("is_deleted")
-
-
-def _agreement(context: Context) -> Agreement:
-    """The one of this job."""
-    agreement = getattr(context, "agreement", None)
-    if agreement is None:
-        agreement = context.agreement = Agreement(context)  # type: ignore[attr-defined]
-    return agreement
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist.context import Context
-from jaxdist.step.layouts import Padded, physical
+from jaxdist.placements.layouts import Padded, physical
+from jaxdist.runtime.context import Context
 from jaxdist.step.placement import ELSEWHERE, Placement
 from jaxdist.step.program import Signature, constants_back
 

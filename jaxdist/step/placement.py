@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.context import Context
+from jaxdist.mesh import AXIS
+from jaxdist.placements.layouts import Layout, Padded, layout, physical, sharding
 from jaxdist.placements.values import Split
-from jaxdist.step.layouts import Layout, Padded, layout, physical, sharding
-from jaxdist.step.primitives import AXIS
+from jaxdist.runtime.context import Context
 
 ELSEWHERE = object()
 """Of a leaf that is not on the mesh yet."""

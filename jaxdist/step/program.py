@@ -15,23 +15,23 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import compat, finite
+from jaxdist import compat
 from jaxdist.communicators import Rules, compiler_options, lowering
+from jaxdist.ir.interpreter import Interpreter
+from jaxdist.ir.trace import stepping, trace
+from jaxdist.ir.wire import transfers
+from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.infer import Infer
+from jaxdist.placements.layouts import Layout, Padded, choose, layout, sharding
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.plan import Placed
 from jaxdist.placements.small import at_once
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
-from jaxdist.step import effects, modules
-from jaxdist.step.interpreter import Interpreter
-from jaxdist.step.layouts import Layout, Padded, choose, layout, sharding
+from jaxdist.step import effects, finite, modules
 from jaxdist.step.matching import flows, match
-from jaxdist.step.primitives import AXIS
-from jaxdist.step.trace import stepping, trace
-from jaxdist.step.wire import transfers
 
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
@@ -116,7 +116,7 @@ class StepJaxpr(NamedTuple):
     Attributes:
       jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
       tree: of the result.
-      checked: what the findings are about (see `jaxdist.finite`).
+      checked: what the findings are about (see `jaxdist.step.finite`).
     """
 
     jaxpr: ClosedJaxpr
@@ -131,7 +131,7 @@ class Traced:
     Attributes:
       jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
       tree: of the result.
-      checked: what the findings are about (see `jaxdist.finite`).
+      checked: what the findings are about (see `jaxdist.step.finite`).
       infer: places it.
       marks: of `jaxdist.zero`.
       layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
@@ -330,7 +330,7 @@ class Program:
         """Run it.
 
         Returns:
-          The step's result, and the findings of `jaxdist.finite` (None: it has none).
+          The step's result, and the findings of `jaxdist.step.finite` (None: it has none).
         """
         outs, found = self._jitted(list(self._pick[0](state)), list(self._pick[1](state)), batch), None
         if self.checked:

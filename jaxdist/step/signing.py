@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from jaxdist.context import Context
 from jaxdist.errors import StepError
+from jaxdist.mesh import AXIS
+from jaxdist.placements.layouts import Padded
+from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.calling import Calling
-from jaxdist.step.layouts import Padded
 from jaxdist.step.placement import Placement, abstract, checksum
-from jaxdist.step.primitives import AXIS
 from jaxdist.step.program import Signature, Static, StepJaxpr, carried, is_array
 
 _NUMBERS = (bool, int, float, complex)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist import CheckpointError
-from jaxdist.step.layouts import Padded
+from jaxdist.placements.layouts import Padded
 
 
 class Pair(NamedTuple):

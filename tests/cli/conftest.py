@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.cli.mpi import find_mpirun
+from jaxdist.launch.mpi import find_mpirun
 
 CLI = [sys.executable, "-m", "jaxdist"]
 

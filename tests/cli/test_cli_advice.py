@@ -7,7 +7,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from jaxdist.cli import advice, app
+from jaxdist.cli import app
+from jaxdist.launch import advice
 
 
 @pytest.mark.parametrize(

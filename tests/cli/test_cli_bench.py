@@ -9,10 +9,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from jaxdist.bench import COLLECTIVES, bandwidths, elements, sampling
 from jaxdist.cli import app
 from jaxdist.cli.bench import parse_sizes
-from jaxdist.cli.mpi import find_mpirun
+from jaxdist.launch.mpi import find_mpirun
+from jaxdist.observe.bench import COLLECTIVES, bandwidths, elements, sampling
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.cli import network
-from jaxdist.cli.hosts import Host, parse_hosts, read_hostfile, total_ranks
+from jaxdist.launch import network
+from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
 
 TWO = [Host("node1", 2), Host("node2", 3)]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxdist.cli import doctor
-from jaxdist.cli.mpi import Library, Mpirun
 from jaxdist.connectors import site
+from jaxdist.launch.mpi import Library, Mpirun
 
 
 def test_json_alone(jaxdist):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jaxdist.cli import app
 from jaxdist.cli.plot import Interval, draw, intervals, steady
-from jaxdist.metrics import FILE, read_metrics
+from jaxdist.observe.metrics import FILE, read_metrics
 
 
 def write_run(folder: Path, losses: list[str]) -> Path:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 
-from jaxdist.cli import processes
+from jaxdist.launch import processes
 
 
 def test_what_killed_a_job_is_named_though_its_peer_was_seen_first() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.cli.hosts import Host, parse_hosts
 from jaxdist.cli.run import _what_remains
+from jaxdist.launch.hosts import Host, parse_hosts
 
 pytestmark = pytest.mark.slow  # together
 

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
-from jaxdist.cli.hosts import Host
-from jaxdist.cli.mpi import Mpirun, split_tag
-from jaxdist.cli.program import program_command
+from jaxdist.launch.hosts import Host
+from jaxdist.launch.mpi import Mpirun, split_tag
+from jaxdist.launch.program import program_command
 
 pytestmark = pytest.mark.slow  # together
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import jaxdist
 from jaxdist.cli import app
 from jaxdist.cli.doctor import Finding
-from jaxdist.cli.mpi import find_mpirun
+from jaxdist.launch.mpi import find_mpirun
 
 selftest: Any = importlib.import_module("jaxdist.cli.selftest")
 

@@ -19,7 +19,7 @@ from jaxdist.connectors import mpi
 _SCRIPT = """
 import sys
 import numpy as np
-from jaxdist.context import init
+from jaxdist.runtime.context import init
 assert "mpi4py" not in sys.modules, "importing jaxdist starts MPI"
 ctx = init(timeout=60)
 c = ctx.connector
@@ -115,7 +115,7 @@ def test_alone_in_the_eyes_of_mpi_and_one_of_several_for_the_launcher(env, words
 import json, os, sys
 from mpi4py import MPI  # before: Open MPI would look for the server of PMIX_RANK
 os.environ.update(json.loads(sys.argv[1]))
-from jaxdist.context import init
+from jaxdist.runtime.context import init
 init(timeout=30)
 """
     job = launch.Job()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist.cli.mpi import find_mpirun
+from jaxdist.launch.mpi import find_mpirun
 
 pytestmark = pytest.mark.slow  # together
 

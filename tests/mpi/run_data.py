@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdist
-from jaxdist.control import ControlError
-from jaxdist.data import gather_for_metrics
+from jaxdist.control.channel import ControlError
+from jaxdist.data.loader import gather_for_metrics
 
 
 def run_tail(ctx, report):

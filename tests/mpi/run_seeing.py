@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxdist
-from jaxdist.metrics import read_metrics
+from jaxdist.observe.metrics import read_metrics
 
 ctx = jaxdist.init(communicator=sys.argv[1])
 folder = Path(sys.argv[2])

@@ -8,8 +8,8 @@ from pathlib import Path
 import launch
 import pytest
 
-from jaxdist.metrics import read_metrics
-from jaxdist.profile import share
+from jaxdist.observe.metrics import read_metrics
+from jaxdist.observe.profile import share
 
 pytestmark = pytest.mark.slow  # together
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import launch
 import pytest
 
-from jaxdist import context
+from jaxdist.runtime import context
 
 pytestmark = pytest.mark.slow  # together
 

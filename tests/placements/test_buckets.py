@@ -18,9 +18,10 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 import jaxdist
+from jaxdist.ir.interpreter import subjaxprs
+from jaxdist.ir.primitives import all_reduce_p
+from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse, _before_form
-from jaxdist.step.interpreter import subjaxprs
-from jaxdist.step.primitives import AXIS, all_reduce_p
 
 AXES = [(AXIS, 4)]
 

@@ -12,11 +12,11 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 from operations_of_a_batch import OPERATIONS, batch, state
 
+from jaxdist.ir.interpreter import INLINED, subjaxprs
 from jaxdist.placements import infer, rules
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.rules import FACTORS, factors
 from jaxdist.placements.values import Split
-from jaxdist.step.interpreter import INLINED, subjaxprs
 
 WHOLE = {
     "rng_bit_generator": "bits of a generator that is not by place",

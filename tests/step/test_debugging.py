@@ -12,7 +12,7 @@ import pytest
 from jax.core import Tracer
 
 import jaxdist
-from jaxdist.step.tracebacks import of_a_step
+from jaxdist.tracebacks import of_a_step
 
 X = np.random.default_rng(0).normal(size=(16, 3))
 W = jnp.asarray([1.0, -2.0, 0.5])

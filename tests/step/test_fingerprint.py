@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist.step.fingerprint import fingerprint
+from jaxdist.ir.fingerprint import fingerprint
 from jaxdist.step.program import Program
 
 

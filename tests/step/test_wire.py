@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
-from jaxdist import commlog
-from jaxdist.step.wire import Transfer
+from jaxdist.ir.wire import Transfer
+from jaxdist.runtime import commlog
 
 N = 8  # virtual devices
 WIDTH = 80  # the layers' gradients are too large to be kept for one message after the loop

@@ -1,0 +1,1 @@
+"""The same on all ranks, or the same error on all."""

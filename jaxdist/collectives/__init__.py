@@ -1,0 +1,1 @@
+"""Collectives on the user's own arrays."""

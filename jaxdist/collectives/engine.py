@@ -1,0 +1,229 @@
+"""Collectives between processes, outside a step: the ranks first agree that they make the same call, then data move."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.collectives.call import Call
+from jaxdist.runtime import commlog
+
+_DETAILS = "details of an eager collective"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What must be the same on every rank.
+
+    Attributes:
+      head: the call with its parameters.
+      leaves: (name, type) of each.
+      problem: what this rank found wrong by itself.
+    """
+
+    head: str
+    leaves: tuple[tuple[str, str], ...] = ()
+    problem: str = ""
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """Equal ones, equal descriptions; 0 stands for a problem."""
+        text = repr((self.head, self.leaves)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2 | 1
+
+    def __str__(self) -> str:
+        return f"{self.head} of {self.types()}" if self.leaves else self.head
+
+    def types(self) -> str:
+        """The leaves, for a message."""
+        shown = [f"{name}: {kind}" if name != "x" else kind for name, kind in self.leaves[:4]]
+        more = len(self.leaves) - len(shown)
+        return ", ".join(shown) + (f" and {more} more" if more else "")
+
+    def check_received(self, theirs: Description, rank: int, source: int) -> None:
+        """Raises if rank `source` sent something else than this rank expects."""
+        if theirs.problem:
+            raise ValueError(f"rank {rank}: recv from rank {source}: its send failed there: {theirs.problem}")
+        # Names may differ: the types count, and their order.
+        if [kind for _, kind in theirs.leaves] != [kind for _, kind in self.leaves]:
+            raise ValueError(
+                f"rank {rank}: recv(like, src={source}) expects {self.types()}, and rank {source} sent "
+                f"{theirs.types()}: pass a `like` of the same shapes and dtypes in the same order"
+            )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked call with its data.
+
+    Attributes:
+      call: what to do; None: send.
+      description: of it.
+      leaves: as the wire loaded them.
+    """
+
+    call: Call | None
+    description: Description
+    leaves: Sequence[Any]
+
+
+class Eager:
+    """The eager collectives of one context, of two processes or more.
+
+    Args:
+      ctx: the job's context.
+    """
+
+    def __init__(self, ctx: Any):
+        self.ctx = ctx
+        self.timeout: float = getattr(ctx, "timeout", 300.0)
+        self.debug = os.environ.get("JAXDIST_DEBUG", "0") not in ("", "0")
+        self._logs = ctx.is_root and commlog.asked()
+        self._sequence = 0
+        self._world = Call("barrier").group(ctx.rank, ctx.size)
+        self._lock = threading.Lock()  # of threads that call at once, the order is still to be the same on every rank
+        if ctx.communicator == "mpi":
+            from jaxdist.collectives.mpi import MpiWire as Wire
+        else:
+            from jaxdist.collectives.xla import XlaWire as Wire
+        self.wire = Wire(ctx, self.timeout)
+
+    def collective(self, kind: str, prepare: Callable[[Any], Prepared]) -> tuple[Call, list[Any] | None]:
+        """Prepares the call, agrees on it with all ranks, and makes it.
+
+        Args:
+          kind: for messages.
+          prepare: checks the arguments and loads the leaves (through the wire that it is given).
+
+        Returns:
+          The call, and the result of each leaf: None where this rank's own value stays. None in place of the list:
+          this rank acts alone.
+
+        Raises:
+          Exception: what `prepare` raised on this rank.
+          ValueError: the ranks' calls differ, or `prepare` raised on another rank. Nothing was sent.
+          ControlError: a rank did not come within the timeout, or left.
+        """
+        with self._lock:
+            return self._collective(kind, prepare)
+
+    def _collective(self, kind: str, prepare: Callable[[Any], Prepared]) -> tuple[Call, list[Any] | None]:
+        self._sequence += 1
+        problem, ready = None, None
+        try:
+            ready = prepare(self.wire)
+            mine = ready.description
+        except Exception as error:
+            problem = error
+            mine = Description(kind, problem=f"{type(error).__name__}: {error}")
+        fingerprint = 0 if problem else mine.fingerprint
+        if self.debug:
+            self._compare_aloud(mine, fingerprint, problem, ready)
+        if ready:
+            self.ctx.sequence.announce(mine)
+        if (
+            self.wire.differ(fingerprint, self._sequence, lambda: f"{mine} (eager collective {self._sequence})")
+            or problem
+        ):
+            self._explain(mine, problem, self.ctx.control.exchange(_DETAILS, mine, self.timeout))
+        assert ready is not None
+        self.ctx.sequence.commit(mine)
+        call = ready.call
+        assert call is not None
+        group = self._world if call.groups is None else call.group(self.ctx.rank, self.ctx.size)
+        if self._logs:
+            commlog.eager(self._sequence, mine, kind, sum(x.nbytes for x in ready.leaves), group.n)
+        if group.n == 1:
+            return call, None
+        return call, self.wire.run(call, ready.leaves, group)
+
+    def _compare_aloud(
+        self, mine: Description, fingerprint: int, problem: Exception | None, ready: Prepared | None
+    ) -> None:
+        nbytes = sum(x.nbytes for x in ready.leaves) if ready else 0
+        print(
+            f"[jaxdist rank {self.ctx.rank}] eager collective {self._sequence}: {problem or mine}, {nbytes} bytes, "
+            f"fingerprint {fingerprint:016x}",
+            file=sys.stderr,
+            flush=True,
+        )
+        everyone = self.ctx.control.exchange("JAXDIST_DEBUG: an eager collective", mine, self.timeout)
+        if problem or len(set(everyone)) > 1:
+            self._explain(mine, problem, everyone)
+
+    def _explain(self, mine: Description, problem: Exception | None, everyone: Sequence[Description]) -> None:
+        """Raises what is wrong."""
+        if problem is not None:
+            raise problem
+        raise ValueError(f"rank {self.ctx.rank}, eager collective {self._sequence}: {difference(everyone)}")
+
+    # --- between two
+
+    def send(self, prepare: Callable[[Any], Prepared], to: int) -> None:
+        """Sends the leaves; does not wait until they are received."""
+        try:
+            ready = prepare(self.wire)
+        except Exception as error:  # the other rank must not wait for it
+            self.wire.send(Description("send", problem=f"{type(error).__name__}: {error}"), [], to)
+            raise
+        if self._logs:
+            commlog.say(f"{ready.description} to rank {to}: {sum(x.nbytes for x in ready.leaves)} bytes")
+        self.wire.send(ready.description, ready.leaves, to)
+
+    def recv(self, mine: Description, likes: Sequence[jax.ShapeDtypeStruct], source: int) -> list[jax.Array]:
+        """Receives leaves of the types described."""
+
+        def accept(theirs: Description) -> Sequence[jax.ShapeDtypeStruct]:
+            mine.check_received(theirs, self.ctx.rank, source)
+            return likes
+
+        return self.wire.recv(source, f"recv of {mine.types()} from rank {source}", accept)
+
+
+def difference(everyone: Sequence[Description]) -> str:
+    """The first difference between the ranks' calls, for a person.
+
+    Args:
+      everyone: the description of each rank.
+
+    Example:
+      >>> difference([Description("barrier()"), Description("allreduce(op='sum')")])
+      "the ranks make different calls: barrier() on rank 0; allreduce(op='sum') on rank 1. Nothing was sent. ..."
+    """
+    problems = [(r, d) for r, d in enumerate(everyone) if d.problem]
+    if problems:
+        said = "; ".join(f"{d.head} on rank {r}: {d.problem}" for r, d in problems[:3])
+        return f"nothing was sent, because of a bad call: {said}"
+    advice = "Nothing was sent. Every rank must make the same calls, with the same shapes and dtypes, in the same order"
+    by_head = _by_value([d.head for d in everyone])
+    if len(by_head) > 1:
+        calls = "; ".join(f"{head} on rank {ranks}" for head, ranks in by_head.items())
+        return f"the ranks make different calls: {calls}. {advice}"
+    tables = [dict(d.leaves) for d in everyone]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        types = _by_value([table.get(name, "absent") for table in tables])
+        if len(types) > 1:
+            found = "; ".join(f"{kind} on rank {ranks}" for kind, ranks in types.items())
+            return f"the ranks call {everyone[0].head} with different arguments: {name} is {found}. {advice}"
+    return f"the ranks are at different calls of {everyone[0].head}. {advice}"
+
+
+def _by_value(values: Sequence[str]) -> dict[str, str]:
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return {value: ", ".join(found) for value, found in ranks.items()}
+
+
+def own(leaf: Any) -> jax.Array:
+    """A rank's own value as a result: never the memory of a NumPy array that its owner may change."""
+    return leaf if isinstance(leaf, jax.Array) else jax.numpy.array(np.asarray(leaf))

@@ -1,0 +1,556 @@
+"""Collectives on arrays, lists and pytrees: between processes, or inside a decorated step between devices."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxdist.collectives.arguments import (
+    REDUCE,
+    checked,
+    describe,
+    flat,
+    not_in_step,
+    of_leaf,
+    rank_of,
+    ranks_of_groups,
+    types_of,
+)
+from jaxdist.collectives.call import Call
+from jaxdist.collectives.engine import Description, Eager, Prepared, own
+from jaxdist.collectives.numerics import reduction
+from jaxdist.errors import StepError
+from jaxdist.ir.trace import inside_step, on_device
+from jaxdist.runtime.context import get_context
+
+Op = Literal["sum", "prod", "min", "max", "avg"]
+Groups = Sequence[Sequence[int]]
+Leaf = jax.Array | np.ndarray | np.generic | complex
+T = TypeVar("T")
+
+
+@overload
+def allreduce(x: Leaf, op: Op = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def allreduce(x: T, op: Op = ..., groups: Groups | None = ...) -> T: ...
+def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
+    """Everyone's `x`, reduced, for everyone.
+
+    Every rank must call it, with the same shapes and dtypes; between processes each contributes one `x`, inside a
+    decorated step each device does. float16, bfloat16 and narrower floats are added up in float32 and rounded once.
+    Booleans: sum and max are "or", prod and min are "and".
+
+    Args:
+      x: array, Python number, or pytree of them; any shape; left as it is.
+      op: "sum", "prod", "min", "max" or "avg".
+      groups: ranks that reduce among themselves, as in ``[[0, 1], [2, 3]]``. A rank in no group acts alone: it gets
+        its own `x` back. Default: all ranks.
+
+    Returns:
+      Of the structure of `x`: JAX arrays of its shapes and dtypes; "avg" of integers and booleans has the dtype that
+      `jnp.mean` gives.
+
+    Raises:
+      ValueError: unknown op, bad groups, or another rank made another call: on every rank, and nothing was sent.
+      TypeError: not an array, or the op does not exist for its dtype (min and max of complex numbers).
+      ControlError: a rank did not come within the timeout of `jaxdist.init`; says which.
+
+    Differentiable for sum and avg, by `jax.grad` outside of `jax.jit`: of the sum of all ranks' results.
+
+    Example:
+      >>> import jaxdist
+      >>> jaxdist.allreduce({"loss": 2.0}, "avg")  # one process alone
+      {'loss': Array(2., dtype=float...)}
+
+    Source: MPI standard 4.1, section 6.9 (MPI_Allreduce).
+    """
+    return _collective("allreduce", x, op=op, groups=groups)
+
+
+@overload
+def allgather(x: Leaf, axis: int = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def allgather(x: T, axis: int = ..., groups: Groups | None = ...) -> T: ...
+def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
+    """Everyone's `x`, joined along an axis in the order of the ranks, for everyone.
+
+    Args:
+      x: array, Python number, or pytree of them; the same shapes on every rank.
+      axis: along which they are joined; negative: from the end. Scalars make a vector.
+      groups: see `allreduce`; the order is that of the ranks in the group.
+
+    Returns:
+      Of the structure of `x`: JAX arrays, `axis` larger by the number of ranks.
+
+    Raises:
+      ValueError: no such axis, bad groups, or another rank made another call.
+      TypeError: not an array.
+      ControlError: a rank did not come within the timeout.
+
+    Differentiable (see `allreduce`).
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.allgather(np.ones((4, 4)), axis=1).shape
+      (4, 4)
+
+    Source: `jax.lax.all_gather` with ``tiled=True``.
+    """
+    return _collective("allgather", x, axis=axis, groups=groups)
+
+
+@overload
+def reduce_scatter(x: Leaf, op: Op = ..., axis: int = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def reduce_scatter(x: T, op: Op = ..., axis: int = ..., groups: Groups | None = ...) -> T: ...
+def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None = None) -> Any:
+    """Everyone's `x`, reduced; rank i gets the i-th slice of it along an axis.
+
+    Args:
+      x: array or pytree of arrays; the same shapes on every rank.
+      op: see `allreduce`.
+      axis: along which the result is sliced; its size must be divisible by the number of ranks.
+      groups: see `allreduce`.
+
+    Returns:
+      Of the structure of `x`: JAX arrays, `axis` smaller by the number of ranks.
+
+    Raises:
+      ValueError: a dimension that is not divisible, no such axis, unknown op, bad groups, or another rank made
+        another call.
+      TypeError: not an array, or no such op for its dtype.
+      ControlError: a rank did not come within the timeout.
+
+    Differentiable for sum and avg (see `allreduce`).
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.reduce_scatter(np.ones((4, 4)), "sum", axis=0).shape
+      (4, 4)
+
+    Source: MPI standard 4.1, section 6.10 (MPI_Reduce_scatter_block).
+    """
+    return _collective("reduce_scatter", x, op=op, axis=axis, groups=groups)
+
+
+@overload
+def broadcast(x: Leaf, root: int = ..., groups: Groups | None = ...) -> jax.Array: ...
+@overload
+def broadcast(x: T, root: int = ..., groups: Groups | None = ...) -> T: ...
+def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
+    """The root's `x`, for everyone.
+
+    Args:
+      x: array, Python number, or pytree of them; on the others only shapes and dtypes count, and must be the same.
+        (For other objects, and where the others do not know the shape: `Context.broadcast`.)
+      root: the rank; with groups: the position within the group.
+      groups: see `allreduce`.
+
+    Returns:
+      The root's `x` as JAX arrays.
+
+    Raises:
+      ValueError: no such root, bad groups, or another rank made another call.
+      TypeError: not an array.
+      ControlError: a rank did not come within the timeout.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.broadcast(np.int8(3), root=0)
+      Array(3, dtype=int8)
+
+    Source: MPI standard 4.1, section 6.4 (MPI_Bcast).
+    """
+    return _collective("broadcast", x, root=root, groups=groups)
+
+
+def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) -> Any:
+    """Everyone's `x`, reduced, for the root; the others get their own `x` back.
+
+    Args:
+      x: array, Python number, or pytree of them; the same shapes on every rank.
+      root: the rank; with groups: the position within the group.
+      op: see `allreduce`.
+      groups: see `allreduce`.
+
+    Returns:
+      On the root: see `allreduce`. On the others: `x` as JAX arrays.
+
+    Raises:
+      ValueError: no such root, unknown op, bad groups, or another rank made another call.
+      TypeError: not an array, or no such op for its dtype.
+      ControlError: a rank did not come within the timeout.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.reduce(np.int8(3), root=0, op="max")
+      Array(3, dtype=int8)
+
+    Source: MPI standard 4.1, section 6.9 (MPI_Reduce).
+    """
+    return _collective("reduce", x, root=root, op=op, groups=groups)
+
+
+def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups | None = None) -> Any:
+    """Rank i's j-th slice goes to rank j, as its i-th.
+
+    Args:
+      x: array or pytree of arrays; the same shapes on every rank.
+      split_axis: along which `x` is sliced, one slice a rank; must be divisible by the number of ranks.
+      concat_axis: along which the slices that arrive are joined.
+      groups: see `allreduce`.
+
+    Returns:
+      Of the structure of `x`: JAX arrays, `split_axis` smaller and `concat_axis` larger by the number of ranks.
+
+    Raises:
+      ValueError: a dimension that is not divisible, no such axis, bad groups, or another rank made another call.
+      TypeError: not an array.
+      ControlError: a rank did not come within the timeout.
+
+    Differentiable (see `allreduce`).
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.all_to_all(np.ones((2, 4)), split_axis=0, concat_axis=1).shape
+      (2, 4)
+
+    Source: `jax.lax.all_to_all` with ``tiled=True``.
+    """
+    return _collective("all_to_all", x, split_axis=split_axis, concat_axis=concat_axis, groups=groups)
+
+
+def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
+    """Everyone's `x`, joined along the first axis, for the root; the others get their own `x` back.
+
+    Args:
+      x: array, Python number, or pytree of them; the same shapes on every rank. Scalars make a vector.
+      root: the rank; with groups: the position within the group.
+      groups: see `allreduce`.
+
+    Returns:
+      On the root: JAX arrays, the first axis larger by the number of ranks. On the others: `x` as JAX arrays.
+
+    Raises:
+      ValueError: no such root, bad groups, or another rank made another call.
+      TypeError: not an array.
+      ControlError: a rank did not come within the timeout.
+
+    Example:
+      >>> import jaxdist
+      >>> jaxdist.gather(True, root=0)
+      Array([ True], dtype=bool)
+
+    Source: MPI standard 4.1, section 6.5 (MPI_Gather).
+    """
+    return _collective("gather", x, root=root, groups=groups)
+
+
+def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
+    """Rank i gets the i-th slice of the root's `x` along the first axis.
+
+    Args:
+      x: array or pytree of arrays, the first dimension divisible by the number of ranks; on the others only shapes
+        and dtypes count, and must be the same.
+      root: the rank; with groups: the position within the group.
+      groups: see `allreduce`.
+
+    Returns:
+      Of the structure of `x`: JAX arrays, the first axis smaller by the number of ranks.
+
+    Raises:
+      ValueError: a dimension that is not divisible, no such root, bad groups, or another rank made another call.
+      TypeError: not an array.
+      ControlError: a rank did not come within the timeout.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.scatter(np.ones((4, 2)), root=0).shape
+      (4, 2)
+
+    Source: MPI standard 4.1, section 6.6 (MPI_Scatter).
+    """
+    return _collective("scatter", x, root=root, groups=groups)
+
+
+def permute(x: Any, perm: Sequence[tuple[int, int]]) -> Any:
+    """Each source's `x`, for its destination; zeros where nothing comes.
+
+    Args:
+      x: array, Python number, or pytree of them; the same shapes on every rank.
+      perm: (source, destination) pairs; no source and no destination twice.
+
+    Returns:
+      Of the structure of `x`: JAX arrays of its shapes and dtypes.
+
+    Raises:
+      ValueError: a rank out of range or twice, or another rank made another call.
+      TypeError: not an array.
+      ControlError: a rank did not come within the timeout.
+
+    Differentiable (see `allreduce`).
+
+    Example:
+      >>> import jaxdist
+      >>> jaxdist.permute(3, [(0, 0)])
+      Array(3, dtype=int...)
+
+    Source: `jax.lax.ppermute`.
+    """
+    return _collective("permute", x, perm=perm)
+
+
+def barrier() -> None:
+    """Wait until every process is here. Inside a step it does nothing: a step is one program on all devices.
+
+    Raises:
+      ControlError: a rank did not come within the timeout of `jaxdist.init`; says which.
+      ValueError: another rank made another call.
+
+    Example:
+      >>> import jaxdist
+      >>> jaxdist.barrier()
+
+    Source: MPI standard 4.1, section 6.3 (MPI_Barrier).
+    """
+    if not on_device():
+        _collective("barrier", [])
+
+
+def send(x: Any, dst: int) -> None:
+    """Send `x` to another process, which calls `recv`; does not wait for it. Not inside a step.
+
+    Args:
+      x: array, Python number, or pytree of them.
+      dst: the rank.
+
+    Raises:
+      ValueError: no such rank.
+      TypeError: not an array, or inside a step (use `permute`).
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.send(np.int8(3), dst=0)  # one process alone, to itself
+      >>> jaxdist.recv(np.int8(0), src=0)
+      Array(3, dtype=int8)
+
+    Source: MPI standard 4.1, section 3.2 (MPI_Send).
+    """
+    not_in_step("send")
+    ctx = get_context()
+    to = rank_of("send", "dst", dst, ctx)
+    if to == ctx.rank:
+        structure, arrays = flat("send", x)
+        _to_self.append((structure, [own(a) for a in arrays]))  # the caller may change its NumPy arrays
+    else:
+        ctx.only(Eager).send(functools.partial(_to_send, x), to)
+
+
+def recv(like: Any, src: int) -> Any:
+    """What another process sends to this one by `send`. Not inside a step.
+
+    Args:
+      like: array, `jax.ShapeDtypeStruct`, Python number, or pytree of them: shapes and dtypes of what comes.
+      src: the rank.
+
+    Returns:
+      Of the structure of `like`: JAX arrays.
+
+    Raises:
+      ValueError: no such rank, or other shapes or dtypes came (which are dropped), or the sender's call failed.
+      TypeError: inside a step (use `permute`).
+      ControlError: nothing came within the timeout.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> jaxdist.send([1.5], dst=0)
+      >>> jaxdist.recv([0.0], src=0)
+      [Array(1.5, dtype=float...)]
+
+    Source: MPI standard 4.1, section 3.2 (MPI_Recv).
+    """
+    not_in_step("recv")
+    ctx = get_context()
+    source = rank_of("recv", "src", src, ctx)
+    tree, arrays = flat("recv", like)
+    mine = describe("recv", tree, types_of(arrays))
+    if source == ctx.rank:
+        if not _to_self:
+            raise ValueError(f"rank {source}: recv from itself, and nothing was sent: call send before")
+        sent_tree, sent = _to_self.popleft()
+        mine.check_received(describe("send", sent_tree, types_of(sent)), ctx.rank, source)
+        return jax.tree.unflatten(tree, [own(x) for x in sent])
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    return jax.tree.unflatten(tree, ctx.only(Eager).recv(mine, structs, source))
+
+
+# --- a call, from its arguments to its results
+
+
+def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
+    if inside_step() and not on_device():
+        raise StepError(
+            f"jaxdist.{kind} inside a step, which is what one device does with the whole batch: sums and means over "
+            "the batch need no collective. Code for each device belongs into jaxdist.per_device"
+        )
+    if on_device():
+        from jaxdist.collectives import in_step as in_step
+
+        structure, leaves = flat(kind, tree)
+        call = checked(kind, arguments, in_step.size(), structure, leaves)
+        function: Callable[..., Any] = getattr(in_step, kind)
+        return jax.tree.unflatten(structure, [function(x, **of_leaf(call, x)) for x in leaves])
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(x, Tracer) for x in leaves) and _linear(kind, arguments):
+        return _differentiable(kind, tree, arguments)
+    return _eagerly(kind, tree, arguments)
+
+
+def _eagerly(kind: str, tree: Any, arguments: dict[str, Any], backward: bool = False) -> Any:
+    ctx = get_context()
+    given: list[Any] = []
+
+    def prepare(wire: Any) -> Prepared:
+        structure, given[:] = flat(kind, tree)
+        call, description = (_backward_plan if backward else _plan)(kind, arguments, ctx.size, structure, given)
+        return Prepared(call, description, [wire.load(x) for x in given])
+
+    if ctx.size == 1:
+        structure, given = flat(kind, tree)
+        call, outs = checked(kind, arguments, 1, structure, given), None
+    else:
+        call, outs = ctx.only(Eager).collective(kind, prepare)
+        structure = jax.tree.structure(tree)
+    if outs is None:
+        outs = [_alone(call, x) for x in given]
+    return jax.tree.unflatten(structure, [own(x) if out is None else out for x, out in zip(given, outs, strict=True)])
+
+
+def _plan(
+    kind: str, arguments: dict[str, Any], size: int, structure: Any, arrays: Sequence[Any]
+) -> tuple[Call, Description]:
+    """A checked call and its description, remembered: with cold caches they take longer than a small message."""
+    types = types_of(arrays)
+    key = None
+    if all(type(v) in (str, int, type(None)) for v in arguments.values()):
+        key = (kind, size, tuple(arguments.values()), structure, types)
+        if key in _plans:
+            return _plans[key]
+    call = checked(kind, arguments, size, structure, arrays)
+    plan = call, describe(str(call), structure, types)
+    if key is not None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _backward_plan(
+    kind: str, arguments: dict[str, Any], size: int, structure: Any, arrays: Sequence[Any]
+) -> tuple[Call, Description]:
+    """Of the gradient of a call: described by its results, whose shapes are those of the arguments that were checked.
+
+    Between groups of different sizes the cotangents differ in shape.
+    """
+    groups = ranks_of_groups(arguments.get("groups"), size, ValueError)
+    call = Call(
+        kind, **{**arguments, "groups": groups, **({"perm": tuple(arguments["perm"])} if kind == "permute" else {})}
+    )
+    n = call.group(get_context().rank, size).n
+    shapes = []
+    for x in arrays:
+        shape = list(x.shape)
+        larger = {"allgather": call.axis, "all_to_all": call.concat_axis}.get(kind)
+        smaller = {"reduce_scatter": call.axis, "all_to_all": call.split_axis}.get(kind)
+        if smaller is not None:
+            shape[smaller] //= n
+        if larger is not None:
+            shape[larger] *= n
+        shapes.append(tuple(shape))
+    types = tuple((shape, x.dtype) for shape, x in zip(shapes, arrays, strict=True))
+    return call, describe(f"gradient by {call}", structure, types)
+
+
+_MOST_PLANS = 1024
+_plans: dict[Any, tuple[Call, Description]] = {}
+
+
+def _alone(call: Call, x: Any) -> Any:
+    """What a rank by itself gets."""
+    x = own(x)
+    if call.kind in REDUCE:
+        return x.astype(reduction(call.op, x.dtype).out)
+    if call.kind in ("allgather", "gather"):
+        return x.reshape(1) if not x.ndim else x
+    if call.kind == "permute" and not call.perm:
+        return jnp.zeros_like(x)
+    return x
+
+
+# --- between two
+
+
+def _to_send(x: Any, wire: Any) -> Prepared:
+    structure, arrays = flat("send", x)
+    mine = describe("send", structure, types_of(arrays))
+    # The caller may change its NumPy arrays before they are received.
+    fixed = [a if isinstance(a, jax.Array) else np.array(a) for a in arrays]
+    return Prepared(None, mine, [wire.load(a) for a in fixed])
+
+
+_to_self: deque[tuple[Any, list[Any]]] = deque()
+
+
+# --- gradients
+
+
+def _linear(kind: str, arguments: dict[str, Any]) -> bool:
+    if kind in ("allreduce", "reduce_scatter"):
+        return arguments["op"] in ("sum", "avg")
+    return kind in ("allgather", "all_to_all", "permute")
+
+
+def _differentiable(kind: str, tree: Any, arguments: dict[str, Any]) -> Any:
+    """The collective of a tree with leaves that `jax.grad` traces."""
+    leaves, structure = jax.tree.flatten(tree)
+    traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    scalars = {i for i in traced if not leaves[i].ndim}
+
+    def run(xs: list[Any]) -> list[Any]:
+        whole = list(leaves)
+        for i, x in zip(traced, xs, strict=True):
+            whole[i] = x
+        return jax.tree.leaves(_eagerly(kind, jax.tree.unflatten(structure, whole), arguments))
+
+    def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
+        cts = _eagerly(*_transposed(kind, [cotangents[i] for i in traced], arguments), backward=True)
+        return ([ct.reshape(()) if i in scalars else ct for i, ct in zip(traced, cts, strict=True)],)
+
+    function = jax.custom_vjp(run)
+    function.defvjp(lambda xs: (run(xs), None), backward)
+    return jax.tree.unflatten(structure, function([leaves[i] for i in traced]))
+
+
+def _transposed(kind: str, cotangents: list[Any], arguments: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """The call that takes gradients of what `kind` gives back to what it took."""
+    groups = {"groups": arguments.get("groups")}
+    if kind == "allreduce":
+        return kind, cotangents, arguments
+    if kind == "allgather":
+        return "reduce_scatter", cotangents, {"op": "sum", "axis": arguments["axis"], **groups}
+    if kind == "reduce_scatter":
+        ctx = get_context()
+        n = Call(kind, groups=ranks_of_groups(arguments["groups"], ctx.size, ValueError)).group(ctx.rank, ctx.size).n
+        scaled = [ct / n for ct in cotangents] if arguments["op"] == "avg" else cotangents
+        return "allgather", scaled, {"axis": arguments["axis"], **groups}
+    if kind == "all_to_all":
+        split, concat = arguments["split_axis"], arguments["concat_axis"]
+        return kind, cotangents, {"split_axis": concat, "concat_axis": split, **groups}
+    return kind, cotangents, {"perm": [(d, s) for s, d in arguments["perm"]]}

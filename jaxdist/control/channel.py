@@ -1,0 +1,478 @@
+"""The out-of-band control channel: who is in which call, who left, who died, who failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxdist.control import rendezvous
+from jaxdist.control.handshake import Member
+from jaxdist.control.hub import PRINT_SECONDS, Entry, Hub, lost, receive_cast, send_cast
+from jaxdist.control.keys import Key, job_key
+from jaxdist.control.stacks import main_thread_stack
+
+_STACK_SECONDS = 2.0  # to print a stack
+_OTHERS_SECONDS = 1.0  # for the other ranks to print theirs: launchers kill them when one ends
+_LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
+
+
+class ControlError(RuntimeError):
+    """The ranks are not in the same call, one of them is missing, or one of them left."""
+
+
+class Control:
+    """A star of TCP connections with rank 0 as hub.
+
+    One daemon thread per process blocks on its connections. What it hears (a failure, a death)
+    it acts on even while the main thread is stuck inside a collective.
+
+    Args:
+      rank: this process.
+      size: how many there are.
+      addresses: (host, port) candidates of rank 0 (ignored on rank 0 if `server` is given).
+      server: rank 0 only: the listening socket (see `rendezvous.bind`).
+      key: by what the ranks know each other; default: `keys.job_key` of the first address.
+      timeout: seconds for everyone to come.
+      abort: how this process ends itself when the job fails (a connector's `abort`).
+
+    Attributes:
+      members: host, pid and address of each rank.
+      root_host: address at which this rank reached rank 0.
+      notices: {tag: {rank: value}} of exchanges that others have entered and that have not
+        ended; `notices["bye"]` keeps the farewells.
+      waiting: {rank: where it is} of the others in such an exchange.
+      position: hook: calls of steps and eager collectives that this rank has entered; tells the others where it is.
+      on_enter: hook (rank, its position, what it has entered), called on the watcher thread: it must not block.
+      on_bye: hook (rank, its position), called likewise.
+      listeners: {tag: hook (rank, value)} for what others `post`; called likewise. "gone" hears of a rank whose
+        connection has ended: rank 0 of each, the others of rank 0's end in order.
+      whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
+        known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
+
+    Raises:
+      TimeoutError: a rank did not come in time, or rank 0 was not reached.
+
+    Example:
+      >>> from jaxdist.control import Control
+      >>> Control(0, 1).exchange("sizes", 3)
+      [3]
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        addresses: Sequence[tuple[str, int]] = (),
+        *,
+        server: socket.socket | None = None,
+        key: Key | None = None,
+        timeout: float = 300.0,
+        abort: Callable[[int, str], None] | None = None,
+    ):
+        self.rank, self.size = rank, size
+        self.abort = abort
+        self.notices: dict[str, dict[int, Any]] = {}
+        self.waiting: dict[int, Entry] = {}
+        self.position: Callable[[], int] = lambda: 0
+        self.on_enter: Callable[[int, int, str], None] | None = None
+        self.on_bye: Callable[[int, int], None] | None = None
+        self.listeners: dict[str, Callable[[int, Any], None]] = {}
+        self.whereabouts: Callable[[list[int]], str | None] | None = None
+        self._exchange_lock = threading.Lock()  # one exchange at a time
+        self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
+        self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
+        self._closed = False
+        self._all_left = threading.Event()
+        self._alarmed = False  # this rank told the others to end
+        self._held = self._quiet = False  # the main thread is about to end this process itself
+        self._reason = threading.Event()  # the others told this rank to end
+        self._hub: Hub | None = None
+        self._root: Connection | None = None
+        self._send_lock = threading.Lock()
+        self._pid = os.getpid()
+        self.root_host = "127.0.0.1"
+        if size == 1:
+            self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
+            return
+        key = key or job_key(addresses[0][0], f"port {addresses[0][1]}")
+        if rank == 0:
+            if server is None:
+                server = rendezvous.bind(addresses[0][0], [port for _, port in addresses])
+            port = server.getsockname()[1]
+            host = addresses[0][0] if addresses else "0.0.0.0"
+            joined = rendezvous.gather(
+                server, size, key, timeout, f"tcp://{host}:{port}",
+            )  # fmt: skip
+            self._hub = Hub(self, joined.connections)
+            target = self._hub.watch
+        else:
+            joined = rendezvous.join(addresses, rank, size, key, timeout)
+            self._root = joined.connections[0]
+            target = self._watch
+        self.members = joined.members
+        self.root_host = joined.root_host
+        self._connections = list(joined.connections.values())
+        # A forked data worker that kept the sockets open would hide the death of its parent.
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=target, name="jaxdist-control", daemon=True).start()
+
+    # --- calls of the owner
+
+    def exchange(self, tag: str, value: Any = None, timeout: float | None = None, what: str = "") -> list[Any]:
+        """All-gather of small picklable values, in rank order.
+
+        Args:
+          tag: names the call; every rank must be in an exchange of the same tag.
+          value: mine.
+          timeout: seconds to wait for the others; None: as long as they live.
+          what: names the call for a person; default: the tag.
+
+        Returns:
+          The value of each rank.
+
+        Raises:
+          ControlError: on every rank, if ranks are at different tags, if some did not come in
+            time, or if one has already left.
+
+        Example:
+          >>> Control(0, 1).exchange("step", {"loss": 1.0})
+          [{'loss': 1.0}]
+        """
+        if self.size == 1:
+            return [value]
+        self._check_owner()
+        with self._exchange_lock:
+            if self._closed:
+                raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
+            self._send(("enter", tag, value, Entry(self.position(), what or repr(tag))))
+            kind, got, payload = self._answer(tag, timeout)
+        if kind == "error":
+            raise ControlError(f"rank {self.rank}: {payload}")
+        assert got == tag, (got, tag)
+        return payload
+
+    def _answer(self, tag: str, timeout: float | None) -> tuple[str, str, Any]:
+        """The hub's, to what was just entered."""
+        known: str | None = None
+        turns = 0
+        while known is None:
+            with contextlib.suppress(queue.Empty):
+                return self._answers.get(timeout=timeout)
+            known = ""
+            if self.whereabouts is not None:
+                here = self.notices.get(tag, {})
+                known = self.whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
+                turns += 1
+                if known is not None:
+                    known = f" {known}."
+                elif turns.bit_count() == 1:  # 1, 2, 4, 8, ...
+                    self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
+        # Rank 0 tells everyone, so that nobody waits for a rank that gave up.
+        self._send(("timeout", timeout, known))
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get(timeout=10.0)
+        raise ControlError(
+            f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and {self.who(0)} does not answer"
+        )
+
+    def post(self, tag: str, value: Any, to: int | None = None) -> None:
+        """Tell one other rank, or all, something small; does not wait for them.
+
+        Args:
+          tag: whose hook in their `listeners` hears it.
+          value: picklable.
+          to: a rank; None: all others.
+        """
+        if self.size > 1 and self._is_owner():
+            self._send(("post", tag, value, to))
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every rank is here; raises as `exchange` does."""
+        self.exchange("barrier", None, timeout)
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """The root's picklable object on every rank (see `broadcast_buffers` for size)."""
+        if self.size == 1:
+            return obj
+        if self.rank != root:
+            skeleton, *buffers = self.broadcast_buffers(None, root)
+            return pickle.loads(skeleton, buffers=buffers)
+        pickles: list[pickle.PickleBuffer] = []
+        skeleton = pickle.dumps(obj, protocol=5, buffer_callback=pickles.append)
+        self.broadcast_buffers([memoryview(skeleton), *(p.raw() for p in pickles)], root)
+        return obj
+
+    def broadcast_buffers(
+        self,
+        buffers: Sequence[memoryview] | None,
+        root: int = 0,
+        carrier: Callable[[memoryview | bytearray, int], None] | None = None,
+        timeout: float | None = None,
+    ) -> list[memoryview] | list[bytearray]:
+        """Send the root's buffers to every rank, in chunks, through rank 0.
+
+        Args:
+          buffers: contiguous bytes, on the root; elsewhere ignored.
+          root: the rank that sends.
+          carrier: moves one buffer from the root to all by a faster way (MPI_Bcast).
+          timeout: seconds to wait for the others to come; None: as long as they live.
+
+        Returns:
+          The buffers (on the root: those given).
+
+        Raises:
+          ControlError: as `exchange`; also if ranks name different roots.
+        """
+        flat = [b.cast("B") for b in buffers or ()]
+        said = self.exchange("broadcast", (root, [b.nbytes for b in flat]), timeout)
+        roots = [r for r, _ in said]
+        if any(r != root for r in roots):
+            raise ControlError(
+                f"rank {self.rank}: broadcast with different roots: "
+                + ", ".join(f"rank {i} says root={r}" for i, r in enumerate(roots))
+            )
+        if not 0 <= root < self.size:
+            raise ValueError(f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}")
+        if carrier is not None:
+            moved = flat if self.rank == root else [bytearray(n) for n in said[root][1]]
+            for buffer in moved:
+                carrier(buffer, root)
+            return moved
+        if self.rank != root:
+            return self._casts.get()
+        if self._hub:
+            self._hub.cast(flat)
+        else:
+            assert self._root is not None
+            with self._send_lock:
+                send_cast(self._root, flat)
+        return flat
+
+    def alarm(self, message: str, *, stacks: bool = False) -> None:
+        """Make every other rank print `message` and end at once with a non-zero code.
+
+        The caller goes on, to raise its own error.
+
+        Args:
+          message: why.
+          stacks: whether they print where their main threads are, too.
+        """
+        self._alarmed = True
+        if self.size > 1 and self._is_owner():
+            self._send(("alarm", message, stacks))
+
+    def fail(self, message: str) -> None:
+        """End the job, whatever its main threads do.
+
+        Every rank prints `message` and the stack of its main thread, and ends with a non-zero code.
+        """
+        self.end_because_of(message, pause=0.5, stacks=True)
+        self.alarm(message, stacks=True)
+
+    def close(self) -> None:
+        """Say goodbye: what the others see next is an orderly end, not a death.
+
+        The connections stay until the process ends: rank 0 goes on serving those that still work.
+        """
+        if self._closed or not self._is_owner():
+            return
+        self._closed = True
+        if self.size > 1:
+            self._send(("bye", self.position()))
+
+    def all_left(self, seconds: float) -> bool:
+        """Whether, within this time, every rank has said goodbye, or the job is known to have failed."""
+        return self.size == 1 or self._all_left.wait(seconds)
+
+    def who(self, rank: int) -> str:
+        """A rank with the host and the process behind it, for messages."""
+        return f"rank {rank} ({self.members[rank].host}, pid {self.members[rank].pid})"
+
+    # --- the wire
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        if self._hub:
+            self._hub.handle(0, message)
+            return
+        assert self._root is not None
+        try:
+            with self._send_lock:
+                self._root.send(message)
+        except OSError as error:
+            if message[0] not in ("bye", "alarm", "post"):  # the watcher sees it too
+                raise ControlError(f"rank {self.rank}: lost the connection to {self.who(0)}: {error}") from None
+
+    def _watch(self) -> None:
+        assert self._root is not None
+        while True:
+            try:
+                message = self._root.recv()
+                if message[0] == "cast":
+                    self._casts.put(receive_cast(self._root, message[1]))
+                else:
+                    self.deliver(message)
+            except (EOFError, OSError) as error:
+                reason = error
+                break
+        if self._all_left.is_set():
+            self._answers.put(("error", "", f"{self.who(0)} has already left"))
+            self.deliver(("post", "gone", 0, None))
+        else:
+            self.end_because_of(lost(self.who(0), reason), 0.0)
+
+    def take(self, cast: list[bytearray]) -> None:
+        """What another rank broadcasts has come."""
+        self._casts.put(cast)
+
+    def deliver(self, message: tuple[Any, ...]) -> None:
+        """Act on what the hub says (watcher thread; on rank 0 also the main thread)."""
+        kind = message[0]
+        if kind == "notice":
+            _, tag, rank, value, entry = message
+            self.notices.setdefault(tag, {})[rank] = value
+            self.waiting[rank] = entry
+            self._call(self.on_enter, rank, *entry)
+        elif kind == "bye":
+            _, rank, position = message
+            self.notices.setdefault("bye", {})[rank] = position
+            self._call(self.on_bye, rank, position)
+        elif kind == "all left":
+            self._all_left.set()
+        elif kind == "post":
+            self._call(self.listeners.get(message[1]), *message[2:])
+        elif kind == "result":
+            self.notices.pop(message[1], None)
+            self.waiting.clear()
+            self._answers.put(message)  # type: ignore[arg-type]
+        elif kind == "error":
+            for tag in [t for t in self.notices if t != "bye"]:
+                self.notices.pop(tag, None)
+            self.waiting.clear()
+            self._answers.put(message)  # type: ignore[arg-type]
+        elif kind == "end":
+            self.end_because_of(*message[1:])
+
+    def _call(self, hook: Callable[..., None] | None, *args: Any) -> None:
+        if hook is not None:
+            try:
+                hook(*args)
+            except Exception as error:  # a broken hook must not stop the watcher
+                self.say(f"a hook of the control channel failed: {error!r}")
+
+    def end_because_of(self, message: str, pause: float, stacks: bool = False) -> None:
+        """Print why, and end this process soon; unless its main thread already sees to that.
+
+        Args:
+          message: why.
+          pause: seconds to leave to the rank that failed: launchers report the code of the rank
+            that ends first.
+          stacks: whether to print where the main thread is.
+        """
+        if self.ending or not self._is_owner():
+            return
+        if not self._quiet:
+            self.say(message)
+        self._reason.set()
+        self._all_left.set()
+        if self._held:
+            return
+
+        # Not on rank 0's watcher itself: it goes on to see the others leave.
+        def end() -> None:
+            if stacks:  # in a thread of its own: source files may lie where nothing can be read any more
+                printer = threading.Thread(target=lambda: self.say(main_thread_stack()), daemon=True)
+                printer.start()
+                printer.join(_STACK_SECONDS)
+            time.sleep(max(pause, _OTHERS_SECONDS) if stacks else pause)
+            self.depart(1)
+
+        threading.Thread(target=end, daemon=True).start()
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job is known to have failed."""
+        return self._alarmed or self._reason.is_set()
+
+    def hold(self, *, quiet: bool = False) -> None:
+        """Leave the end of this process to the caller, who has something to print first.
+
+        Args:
+          quiet: do not print why the others end.
+        """
+        self._held, self._quiet = True, quiet
+
+    def told_to_end(self, seconds: float) -> bool:
+        """Whether, within this time, the others say that the job failed."""
+        return self._reason.wait(seconds)
+
+    def depart(self, code: int, *, abort: bool = False) -> None:
+        """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort
+        the others before they can say why.
+
+        Args:
+          code: exit code.
+          abort: through the connector, which may end processes that can't end themselves.
+        """
+        if self._hub is not None:
+            abort = not self._hub.wait_gone(_LEAVE_SECONDS) or abort
+        elif abort:
+            time.sleep(PRINT_SECONDS)
+        leave(code, "", self.abort if abort else None)
+
+    def say(self, message: str) -> None:
+        """Print a message on stderr, each line marked with the rank."""
+        # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe. A line at a time: the system
+        # keeps a short write in one piece, and ranks may share the pipe.
+        for line in message.splitlines():
+            os.write(2, f"[jaxdist rank {self.rank}] {line}\n".encode())
+
+    # --- forks
+
+    def _is_owner(self) -> bool:
+        return os.getpid() == self._pid
+
+    def _check_owner(self) -> None:
+        if not self._is_owner():
+            raise ControlError(
+                f"a forked child of rank {self.rank} called into jaxdist: only the process that "
+                "called jaxdist.init may; in data workers compute on host data alone"
+            )
+
+    def _forget(self) -> None:
+        for conn in self._connections:
+            with contextlib.suppress(OSError):
+                conn.close()
+
+
+def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> None:
+    """End this process now, from any thread, whatever the main thread is doing.
+
+    Args:
+      code: exit code.
+      message: for `abort`.
+      abort: tried first (MPI_Abort takes the rest of the job along); may return or hang.
+    """
+
+    def gently() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or a full pipe
+                stream.flush()
+        if abort is not None:
+            abort(code, message)
+
+    helper = threading.Thread(target=gently, daemon=True)
+    try:
+        helper.start()
+        helper.join(3.0)  # a flush can block on a pipe that nobody reads
+    except RuntimeError:  # Python 3.12.1 starts no thread at exit
+        gently()
+    os._exit(code)

@@ -1,0 +1,252 @@
+"""One rank fails, the job ends: hooks for uncaught exceptions, exit codes and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import jax
+
+from jaxdist import compat
+from jaxdist.control.channel import Control, ControlError
+
+# Errors that a rank meets because another one is gone: the cause is known a moment later.
+_AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
+_CAUSE_SECONDS = 1.0
+_STUCK_SECONDS = 3.0  # that Ctrl-C waits for the main thread to come back from native code
+_EVERYONE_SECONDS = 0.3  # within which Ctrl-C comes to all ranks, by their launcher or their terminal
+
+
+@dataclass
+class Exit:
+    """The end of the script.
+
+    Attributes:
+      code: that it gave to `sys.exit`.
+    """
+
+    code: Any = None
+
+
+def one_line_for_interrupts() -> None:
+    """Print one line for Ctrl-C, and no traceback; another hook than Python's own stays.
+
+    Example:
+      >>> one_line_for_interrupts()
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _interrupt_hook
+
+
+def _interrupt_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    elif not _run_has_said_it():
+        print(f"[jaxdist] interrupted{_place(trace)}", file=sys.stderr)
+
+
+def _run_has_said_it() -> bool:
+    return "JAXDIST_RESTARTS" in os.environ  # set by `jaxdist run`
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Where in the user's own code."""
+    own = str(Path(__file__).parents[1])
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        file = frame.f_code.co_filename
+        if not file.startswith((own, sys.prefix, sys.base_prefix, "<frozen")):
+            return f" at {file}:{line}"
+    return ""
+
+
+def install(control: Control, script: Exit) -> None:
+    """End the whole job when this process meets an uncaught exception, in any thread.
+
+    The original traceback is printed, every line marked with the rank; the other ranks print one
+    line that says which rank failed and why; all end with a non-zero code. A hook that was
+    installed before (IPython, rich) still prints in its own way. `sys.exit` with a failing code
+    on one rank ends the job too, and so does Ctrl-C while the main thread is stuck in a
+    collective. A job of one process is left alone.
+
+    Args:
+      control: of the job.
+      script: is told the exit code.
+
+    Example:
+      >>> import jaxdist
+      >>> ctx = jaxdist.init()  # installs it
+    """
+    if control.size == 1:
+        return
+    previous, previous_thread = sys.excepthook, threading.excepthook
+    ours = previous in (sys.__excepthook__, _interrupt_hook)
+    owner = os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != owner:  # a forked data worker: its parent will hear of it
+            previous(kind, error, trace)
+            return
+        if ours and issubclass(kind, KeyboardInterrupt):
+            _end_interrupted(control, _place(trace))
+        control.hold()
+        if ours:
+            _print_marked(control.rank, "".join(traceback.format_exception(kind, error, trace)))
+        else:
+            _print_marked(control.rank, "uncaught exception:")
+            previous(kind, error, trace)
+        _end(control, kind, error)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != owner or issubclass(args.exc_type, SystemExit):
+            previous_thread(args)
+            return
+        control.hold()
+        name = args.thread.name if args.thread else "a thread"
+        _print_marked(control.rank, f"uncaught exception in thread {name}:")
+        previous_thread(args)
+        _end(control, args.exc_type, args.exc_value)
+
+    sys.excepthook = hook
+    threading.excepthook = thread_hook
+    _watch_exit(script)
+    _watch_interrupt(control)
+
+
+def end(control: Control, error: BaseException) -> NoReturn:
+    """End the job for an error that is shown elsewhere: this rank prints nothing, the others say which one failed.
+
+    Args:
+      control: of the job.
+      error: why.
+    """
+    control.hold()
+    _end(control, type(error), error)
+    raise AssertionError("depart returned")
+
+
+def may_be_aftermath(error: BaseException | None) -> bool:
+    """Whether it may be an error that a rank meets only because another one is gone.
+
+    Args:
+      error: of this rank.
+
+    Example:
+      >>> may_be_aftermath(ConnectionResetError()), may_be_aftermath(ValueError())
+      (True, False)
+    """
+    return isinstance(error, _AFTERMATH) or "/gloo/" in str(error)
+
+
+def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> None:
+    if may_be_aftermath(error) and control.told_to_end(_CAUSE_SECONDS):
+        control.depart(1)
+    lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
+    # The first line of a message says most; notes and chained text follow.
+    text = f"{control.who(control.rank)} failed: {lines[0] if lines else kind}"
+    # A rank that did not come (to an exchange) shows where it was.
+    control.alarm(text, stacks=issubclass(kind, ControlError))
+    control.depart(130 if issubclass(kind, KeyboardInterrupt) else 1, abort=True)
+
+
+def _end_interrupted(control: Control, place: str) -> NoReturn:
+    """End the job, with one line in all: the root's where it was interrupted too, else this rank's own."""
+    control.hold(quiet=True)
+    if control.rank == 0:
+        time.sleep(_EVERYONE_SECONDS)
+    elif control.told_to_end(_CAUSE_SECONDS):
+        control.depart(130)
+    if not (control.rank == 0 and _run_has_said_it()):
+        _print_marked(control.rank, f"interrupted{place}")
+    control.alarm(f"{control.who(control.rank)} was interrupted")
+    control.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
+    raise AssertionError("depart returned")
+
+
+def end_if_exiting(control: Control, code: Any) -> None:
+    """At exit: if the script ends by `sys.exit(code)` with a failing code, end the others too.
+
+    Without this the orderly shutdown would wait for ranks that wait for this one.
+
+    Args:
+      control: of the job.
+      code: of the script.
+    """
+    if code is None or code == 0 or control.ending:
+        return
+    number = code if isinstance(code, int) else 1
+    control.alarm(f"{control.who(control.rank)} ended its script with exit code {code!r}")
+    control.depart(number & 0xFF or 1, abort=True)
+
+
+def fail_at_exit(control: Control, message: str) -> None:
+    """From an exit handler: end the job with a failing code, whatever the script's own is.
+
+    Args:
+      control: of the job.
+      message: why.
+    """
+    _print_marked(control.rank, message)
+    if control.size > 1:
+        control.alarm(f"{control.who(control.rank)}: {message}")
+        control.depart(1, abort=True)
+    os._exit(1)
+
+
+def _watch_exit(script: Exit) -> None:
+    def note(code: Any) -> None:
+        script.code = code
+
+    def leave(status: Any = None, /) -> None:
+        raise SystemExit(status)  # Python's own leaves making it to the interpreter, which then asks it nothing
+
+    compat.on_exit_code(note)
+    sys.exit = leave  # type: ignore[assignment]
+
+
+def _watch_interrupt(control: Control) -> None:
+    """Python runs its SIGINT handler in the main thread, which may be stuck in a collective."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return  # the script has its own
+    heard, ours = socket.socketpair()
+    ours.setblocking(False)
+    before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        return  # an event loop has its own
+    arrived = threading.Event()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        arrived.set()
+        signal.default_int_handler(number, frame)
+
+    def watch() -> None:
+        with ours:  # keeps it open
+            while numbers := heard.recv(64):
+                if signal.SIGINT in numbers and not arrived.wait(_STUCK_SECONDS):
+                    _end_interrupted(control, " inside a collective or native code")
+                arrived.clear()
+
+    signal.signal(signal.SIGINT, handler)
+    threading.Thread(target=watch, name="jaxdist-interrupt", daemon=True).start()
+
+
+def _print_marked(rank: int, text: str) -> None:
+    # One write: lines of several ranks failing together do not mix within a line.
+    marked = "".join(f"[jaxdist rank {rank}] {line}\n" for line in text.rstrip().splitlines())
+    try:
+        sys.stdout.flush()
+        sys.stderr.write(marked)
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        os.write(2, marked.encode())

@@ -1,0 +1,265 @@
+"""How two processes prove to be of one job: messages of fixed lengths, and nothing unpickled before the proof."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import io
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from jaxdist.control.keys import Key, peer_user
+
+SECONDS = 5.0  # for each message of the handshake
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+# The root begins: _MAGIC and a nonce. A rank answers with who it is, a nonce and its proof over all of these. The root
+# answers with its own proof. (multiprocessing's own challenge is HMAC-MD5 on Python 3.11, which FIPS hosts refuse.)
+_MAGIC = b"jaxdist2"
+_NONCE = _PROOF = 32
+_CHALLENGE = len(_MAGIC) + _NONCE
+_MEMBER = struct.Struct("!Q64s64s")
+_HELLO = struct.Struct(f"!II{_MEMBER.size}s")
+_ANSWER = _HELLO.size + _NONCE + _PROOF
+
+
+class Member(NamedTuple):
+    """One process of the job: its host name, process id and the address it is reached at."""
+
+    host: str
+    pid: int
+    ip: str
+
+    def pack(self) -> bytes:
+        """In a fixed number of bytes (Linux's longest host name has 64)."""
+        return _MEMBER.pack(self.pid, self.host.encode()[:64], self.ip.encode()[:64])
+
+    @classmethod
+    def unpack_all(cls, content: bytes) -> list[Member]:
+        """Those that were packed one after the other."""
+        text = lambda field: field.rstrip(b"\0").decode(errors="replace")
+        return [cls(text(host), pid, text(ip)) for pid, host, ip in _MEMBER.iter_unpack(content)]
+
+
+class Hello(NamedTuple):
+    """What a rank says of itself."""
+
+    rank: int
+    size: int
+    member: Member
+
+
+class SignedConnection(Connection):
+    """A connection on which each message carries a proof that the other end of the handshake sent it, as the next.
+
+    Without it somebody who listens where a rank looks for the root, or sits on the network between, could pass the
+    handshake on from one to the other, and then say (and have unpickled) what he likes.
+
+    Args:
+      handle: the descriptor of a connected socket; now owned.
+      sends: the key of what this end sends.
+      receives: the key of what comes.
+    """
+
+    # All of Connection's methods send and receive through the two that follow; so it is in Python 3.11 to 3.14.
+
+    def __init__(self, handle: int, sends: bytes, receives: bytes):
+        super().__init__(handle)
+        self._sends, self._receives = hmac.new(sends, None, "sha256"), hmac.new(receives, None, "sha256")
+        self._sent, self._received = 0, 0
+
+    def _send_bytes(self, buf: Any) -> None:
+        proof = _number(self._sends, self._sent, buf)
+        self._sent += 1
+        super()._send_bytes(b"".join((buf, proof)))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
+        limit = None if maxsize is None else maxsize + _PROOF
+        try:
+            message = super()._recv_bytes(limit)  # pyright: ignore[reportAttributeAccessIssue]
+        except (MemoryError, OverflowError) as error:
+            raise OSError(f"a message of impossible length ({error})") from None
+        if message is None:  # longer than `maxsize`
+            return None
+        length = message.tell() - _PROOF
+        with message.getbuffer() as content:
+            if length < 0 or not hmac.compare_digest(
+                content[length:], _number(self._receives, self._received, content[:length])
+            ):
+                raise OSError("a message that the other end did not send: somebody meddles with the connection")
+        self._received += 1
+        message.truncate(length)
+        message.seek(length)
+        return message
+
+
+def _number(key: hmac.HMAC, number: int, content: Any) -> bytes:
+    proof = key.copy()
+    proof.update(number.to_bytes(8))
+    proof.update(content)
+    return proof.digest()
+
+
+def _proof(key: Key, role: bytes, said: bytes) -> bytes:
+    return hmac.digest(key.secret, role + said, "sha256")
+
+
+def signed(sock: socket.socket, key: Key, said: bytes, *, root: bool) -> SignedConnection:
+    """The connection after the handshake in which `said` was said."""
+    keys = [_proof(key, b"by root", said), _proof(key, b"by rank", said)]
+    return SignedConnection(sock.detach(), *(keys if root else reversed(keys)))
+
+
+class Arrival(NamedTuple):
+    """A rank that has proved to be of the job."""
+
+    sock: socket.socket
+    hello: Hello
+    said: bytes  # in the handshake
+
+
+class Arrivals:
+    """The root's side: iterates over the ranks that come to `server`, until `deadline`.
+
+    Args:
+      server: listens.
+      key: of the job.
+      limit: how many connections may be in the handshake at once: of more, the oldest is dropped.
+      deadline: by time.monotonic().
+
+    Attributes:
+      turned_away: how many connections were closed that were not of the job.
+    """
+
+    def __init__(self, server: socket.socket, key: Key, limit: int, deadline: float):
+        self.server, self.key, self.limit, self.deadline = server, key, limit, deadline
+        self.turned_away = 0
+        self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first: deadline, what was said
+
+    def __iter__(self) -> Iterator[Arrival]:
+        self.server.setblocking(False)
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self.server, selectors.EVENT_READ)
+            try:
+                while (now := time.monotonic()) < self.deadline:
+                    until = min([self.deadline, *(end for end, _ in list(self._waiting.values())[:1])])
+                    for event, _ in self._selector.select(max(0.0, until - now)):
+                        sock = event.fileobj
+                        assert isinstance(sock, socket.socket)
+                        if sock is self.server:
+                            self._accept()
+                        elif sock in self._waiting and (arrival := self._read(sock)) is not None:
+                            yield arrival
+                    for sock, (end, _) in list(self._waiting.items()):
+                        if end < time.monotonic():
+                            self._drop(sock)
+            finally:
+                for sock in list(self._waiting):
+                    self._drop(sock)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self.server.accept()
+        except OSError as error:
+            if error.errno in _FULL:  # of descriptors, say: those who wait longest have had their time
+                if self._waiting:
+                    self._drop(next(iter(self._waiting)))
+                else:
+                    time.sleep(0.05)
+            return
+        if len(self._waiting) >= self.limit:
+            self._drop(next(iter(self._waiting)))
+        challenge = _MAGIC + secrets.token_bytes(_NONCE)
+        self._waiting[sock] = time.monotonic() + SECONDS, bytearray(challenge)
+        self._selector.register(sock, selectors.EVENT_READ)
+        try:
+            sock.setblocking(False)
+            if not _of_our_user(sock, self.key) or sock.send(challenge) != _CHALLENGE:
+                self._drop(sock)
+        except OSError:
+            self._drop(sock)
+
+    def _read(self, sock: socket.socket) -> Arrival | None:
+        _, said = self._waiting[sock]
+        whole = _CHALLENGE + _ANSWER
+        try:
+            part = sock.recv(whole - len(said))
+        except BlockingIOError:
+            return None
+        except OSError:
+            part = b""
+        said += part
+        if not part:
+            self._drop(sock)
+        if len(said) < whole:
+            return None
+        told, proof = bytes(said[:-_PROOF]), said[-_PROOF:]
+        if not hmac.compare_digest(proof, _proof(self.key, b"rank", told)):
+            self._drop(sock)
+            return None
+        self._release(sock)
+        try:
+            sock.setblocking(True)
+            sock.sendall(_proof(self.key, b"root", told))  # into an empty buffer
+        except OSError:
+            sock.close()
+            return None
+        rank, size, member = _HELLO.unpack_from(told, _CHALLENGE)
+        return Arrival(sock, Hello(rank, size, Member.unpack_all(member)[0]), told)
+
+    def _release(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._waiting[sock]
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._release(sock)
+        sock.close()
+        self.turned_away += 1
+
+
+def enter(sock: socket.socket, key: Key, hello: Hello) -> SignedConnection | None:
+    """A rank's side.
+
+    Args:
+      sock: connected to what may be the root; closed if it is not.
+      key: of the job.
+      hello: who this rank is.
+
+    Returns:
+      The connection to the root; None if the other end is not it.
+    """
+    try:
+        challenge = _receive(sock, _CHALLENGE)
+        if challenge.startswith(_MAGIC) and _of_our_user(sock, key):
+            said = challenge + _HELLO.pack(hello.rank, hello.size, hello.member.pack()) + secrets.token_bytes(_NONCE)
+            sock.sendall(said[_CHALLENGE:] + _proof(key, b"rank", said))
+            if hmac.compare_digest(_receive(sock, _PROOF), _proof(key, b"root", said)):
+                sock.settimeout(None)
+                return signed(sock, key, said, root=False)
+    except (OSError, EOFError):
+        pass
+    sock.close()
+    return None
+
+
+def _receive(sock: socket.socket, count: int) -> bytes:
+    deadline = time.monotonic() + SECONDS
+    content = b""
+    while len(content) < count:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        part = sock.recv(count - len(content))
+        if not part:
+            raise EOFError
+        content += part
+    return content
+
+
+def _of_our_user(sock: socket.socket, key: Key) -> bool:
+    return not key.same_user or peer_user(sock) == os.geteuid()

@@ -1,0 +1,266 @@
+"""Rank 0's part of the control channel: it takes what each rank says, and tells the others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Protocol
+
+from jaxdist.control import rendezvous
+
+PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
+_CHUNK = 1 << 24  # bytes of a broadcast that travel in one frame
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+_GRACE = 0.5  # seconds to learn where the other ranks are before a mismatch is reported
+
+
+class Entry(NamedTuple):
+    """Where a rank is that waits in an exchange.
+
+    Attributes:
+      position: calls of steps and eager collectives that it has entered before.
+      what: names the exchange.
+    """
+
+    position: int
+    what: str
+
+
+class Root(Protocol):
+    """What the hub asks of rank 0's own end of the channel (`jaxdist.control.channel.Control`)."""
+
+    size: int
+
+    def deliver(self, message: tuple[Any, ...]) -> None: ...
+    def who(self, rank: int) -> str: ...
+    def all_left(self, seconds: float) -> bool: ...
+    def take(self, cast: list[bytearray]) -> None: ...
+
+
+class Hub:
+    """The centre of the star; its methods are called by rank 0's watcher and main thread.
+
+    Args:
+      root: rank 0's.
+      connections: to each other rank.
+    """
+
+    def __init__(self, root: Root, connections: dict[int, Connection]):
+        self.root = root
+        self.connections = connections
+        self.lock = threading.RLock()
+        self.send_locks = {rank: threading.Lock() for rank in connections}
+        self.entered: dict[int, tuple[str, Any, Entry]] = {}
+        self.failure: str | None = None  # of the running exchange: late ranks are told as well
+        self.told: set[int] = set()
+        self.left: set[int] = set()
+        self.timer: threading.Timer | None = None
+        self.open = set(connections)
+        self.gone = threading.Condition()
+
+    def watch(self) -> None:
+        ranks = {conn: rank for rank, conn in self.connections.items()}
+        while ranks:
+            for conn in wait(list(ranks)):
+                assert isinstance(conn, Connection)
+                rank = ranks[conn]
+                try:
+                    message = conn.recv()
+                    if message[0] == "cast":
+                        self.forward(rank, conn, message[1])
+                    else:
+                        self.handle(rank, message)
+                except (EOFError, OSError) as error:
+                    del ranks[conn]
+                    with self.gone:
+                        self.open.discard(rank)
+                        self.gone.notify_all()
+                    self.root.deliver(("post", "gone", rank, None))
+                    if not self.root.all_left(0):  # it has to wait for that
+                        self.end_all(lost(self.root.who(rank), error), spare=rank)
+
+    def wait_gone(self, seconds: float) -> bool:
+        """Whether, within this time, every other rank has closed its connection."""
+        with self.gone:
+            return self.gone.wait_for(lambda: not self.open, seconds)
+
+    def send(self, rank: int, message: tuple[Any, ...]) -> None:
+        if rank == 0:
+            self.root.deliver(message)
+            return
+        # An OSError says that it died: the watcher sees that too.
+        with contextlib.suppress(OSError), self.send_locks[rank]:
+            self.connections[rank].send(message)
+
+    def others(self, rank: int) -> list[int]:
+        # Rank 0 last: a message may end it, and it has to tell the others first.
+        return [r for r in (*self.connections, 0) if r != rank]
+
+    def handle(self, rank: int, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        with self.lock:
+            if kind == "enter":
+                self.enter(rank, *message[1:])
+            elif kind == "timeout":
+                if rank in self.entered and self.failure is None:
+                    _, seconds, known = message
+                    what = self.entered[rank][2].what
+                    self.fail(f"exchange {what} timed out on rank {rank} after {seconds:g} s. {self.where()}{known}")
+            elif kind == "post":
+                _, tag, value, to = message
+                for r in self.others(rank) if to is None else [to]:
+                    self.send(r, ("post", tag, rank, value))
+            elif kind == "bye":
+                self.left.add(rank)
+                for r in self.others(rank):
+                    self.send(r, ("bye", rank, *message[1:]))
+                if self.entered:
+                    self.fail(self.why_gone())
+                if len(self.left) == self.root.size:
+                    for r in self.others(-1):
+                        self.send(r, ("all left",))
+            elif kind == "alarm":
+                self.end_all(message[1], spare=rank, pause=2 * PRINT_SECONDS, stacks=message[2])
+
+    def enter(self, rank: int, tag: str, value: Any, entry: Entry) -> None:
+        if self.failure is None:
+            self.entered[rank] = (tag, value, entry)
+            for r in self.others(rank):
+                self.send(r, ("notice", tag, rank, value, entry))
+            if self.left:
+                self.fail(self.why_gone())
+            elif len({t for t, *_ in self.entered.values()}) > 1:
+                if len(self.entered) == self.root.size:
+                    self.mismatch()
+                elif self.timer is None:
+                    self.timer = threading.Timer(_GRACE, self.mismatch)
+                    self.timer.daemon = True
+                    self.timer.start()
+            elif len(self.entered) == self.root.size:
+                values = [self.entered[r][1] for r in range(self.root.size)]
+                self.reset()
+                for r in self.others(-1):
+                    self.send(r, ("result", tag, values))
+        else:
+            self.tell(rank)
+
+    def mismatch(self) -> None:
+        with self.lock:
+            tags = {t for t, *_ in self.entered.values()}
+            if self.failure is None and len(tags) > 1:
+                self.fail(
+                    f"the ranks are in different calls. {self.where()} Every rank must make the "
+                    "same jaxdist calls in the same order: look for a call under `if rank == ...`, "
+                    "or loops of different length"
+                )
+
+    def why_gone(self) -> str:
+        left = ", ".join(self.root.who(r) for r in sorted(self.left))
+        return (
+            f"{left} has already left. {self.where()} Every rank must make the same jaxdist calls: "
+            "did it run fewer steps or end early?"
+        )
+
+    def where(self) -> str:
+        """Which rank is at which tag, and who is missing, with hosts and pids."""
+        places: dict[str, list[int]] = {}
+        for rank, (_, _, entry) in sorted(self.entered.items()):
+            places.setdefault(entry.what, []).append(rank)
+        parts = [f"{rendezvous._ranks(ranks)} at {what}" for what, ranks in places.items()]
+        missing = [self.root.who(r) for r in range(self.root.size) if r not in self.entered and r not in self.left]
+        if missing:
+            parts.append("not there: " + ", ".join(missing))
+        return "; ".join(parts) + "."
+
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+        for rank in sorted(self.entered, reverse=True):
+            self.tell(rank)
+
+    def tell(self, rank: int) -> None:
+        assert self.failure is not None
+        self.told.add(rank)
+        reason = self.failure
+        if len(self.told | self.left) == self.root.size:
+            self.reset()  # everyone knows: the next exchange starts afresh
+        self.send(rank, ("error", "", reason))
+
+    def reset(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer, self.failure = None, None
+        self.entered, self.told = {}, set()
+
+    def end_all(self, message: str, spare: int, pause: float = 0.0, stacks: bool = False) -> None:
+        for r in self.others(spare):
+            self.send(r, ("end", message, pause, stacks))
+
+    # --- broadcast
+
+    def cast(self, buffers: Sequence[memoryview]) -> None:
+        for rank, conn in self.connections.items():
+            with contextlib.suppress(OSError), self.send_locks[rank]:
+                send_cast(conn, buffers)
+
+    def forward(self, source: int, conn: Connection, sizes: list[int]) -> None:
+        """Pass a broadcast of rank `source` on, chunk by chunk, and keep it for rank 0."""
+        targets = [r for r in self.connections if r != source and r not in self.left]
+        for r in targets:
+            self.send_locks[r].acquire()
+        try:
+            for r in targets:
+                _quietly(self.connections[r].send, ("cast", sizes))
+
+            def pass_on(chunk: memoryview) -> None:
+                for r in targets:
+                    _quietly(self.connections[r].send_bytes, chunk)
+
+            self.root.take(receive_cast(conn, sizes, pass_on))
+        finally:
+            for r in targets:
+                self.send_locks[r].release()
+
+
+def lost(who: str, error: Exception) -> str:
+    """The message about a rank whose connection ended so, without a goodbye."""
+    if isinstance(error, OSError) and error.errno in _UNREACHABLE:
+        return (
+            f"{who} can't be reached any more ({error.strerror}): its host is down, or the network between is. Ending "
+            "this rank too"
+        )
+    return (
+        f"{who} died without a goodbye: killed by a signal, out of memory, a crash in native code, "
+        "or its network is gone (see its own output, and `dmesg` for the OOM killer). Ending this "
+        "rank too"
+    )
+
+
+def send_cast(conn: Connection, buffers: Sequence[memoryview]) -> None:
+    """Send the buffers of a broadcast, in chunks."""
+    conn.send(("cast", [b.nbytes for b in buffers]))
+    for buffer in buffers:
+        for start in range(0, buffer.nbytes, _CHUNK):
+            conn.send_bytes(buffer[start : start + _CHUNK])
+
+
+def receive_cast(
+    conn: Connection, sizes: list[int], pass_on: Callable[[memoryview], None] | None = None
+) -> list[bytearray]:
+    """The buffers of a broadcast; each chunk is handed to `pass_on` as it comes."""
+    buffers = [bytearray(n) for n in sizes]
+    for buffer in buffers:
+        view = memoryview(buffer)
+        for start in range(0, len(view), _CHUNK):
+            chunk = view[start : start + _CHUNK]
+            conn.recv_bytes_into(chunk)
+            if pass_on is not None:
+                pass_on(chunk)
+    return buffers
+
+
+def _quietly(send: Callable[[Any], None], message: Any) -> None:
+    with contextlib.suppress(OSError):  # that rank died: the watcher sees it too
+        send(message)

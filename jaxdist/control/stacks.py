@@ -1,0 +1,56 @@
+"""Where the main thread of this process is, for the messages of its other threads."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import sysconfig
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_JAXDIST = f"{Path(__file__).parents[1]}/"
+
+
+def main_thread_line() -> str:
+    """File and line that the main thread executes; of the user's own code, where there is any."""
+    frames = _main_thread()
+    if not frames:
+        return "its end"
+    foreign = ("<frozen", _JAXDIST, *_LIBRARIES)
+    frame = next((frame for frame in frames if not frame.filename.startswith(foreign)), frames[0])
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def script_is_over() -> bool:
+    """Whether the main thread runs what is left to do at exit, and waits for no thread of the script's any more.
+
+    (Or it is in an import then: a wrong no.)
+    """
+    at_work = ("<module>", "_shutdown")  # the second: of threading.py, for threads that are no daemons
+    return all(frame.name not in at_work for frame in _main_thread())
+
+
+def main_thread_stack() -> str:
+    """All of its Python frames, the innermost last, as a traceback shows them."""
+    frames = _main_thread()
+    if not frames:
+        return "its main thread is at its end"
+    return "".join(["its main thread (most recent call last):\n", *traceback.format_list(frames[::-1])]).rstrip()
+
+
+def _main_thread() -> list[traceback.FrameSummary]:
+    """Its frames, the innermost first.
+
+    From faulthandler: to walk the frames of a thread that runs meanwhile, as ``sys._current_frames`` offers, ends in a
+    segmentation fault now and then (seen with Python 3.11.7).
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    own = re.search(rf"^.*hread 0x0*{threading.main_thread().ident:x} .*\n((?:  .*\n)*)", text, re.MULTILINE)
+    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
+    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]

@@ -1,0 +1,1 @@
+"""Batches: each rank's part of each, for an epoch."""

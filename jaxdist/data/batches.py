@@ -1,0 +1,255 @@
+"""What a loader's batches are made of: which examples are whose (`Plan`), and how they are read (`Reader`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from jaxdist.placements.layouts import Padded, layout
+from jaxdist.placements.values import tile
+from jaxdist.step.placement import Placement, part
+
+EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
+MOST = 1 << 32  # examples that the hash can order
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which examples are whose: all of it follows from these numbers."""
+
+    length: int
+    batch_size: int
+    rank: int
+    size: int
+    shuffle: bool
+    seed: int
+    pad: bool
+    keep: bool = False
+
+    @property
+    def whole(self) -> int:
+        """Examples of a step on all ranks."""
+        return self.batch_size * self.size
+
+    def steps(self, position: int) -> int:
+        """Steps from a position to the end of the epoch."""
+        left = self.length - position
+        return -(-left // self.whole) if self.pad or self.keep else left // self.whole
+
+    def seek(self, epoch: int, position: int, step: int) -> tuple[int, int]:
+        """Epoch and position of the batch that comes `step` batches after the one at a position."""
+        first = self.steps(position)
+        if step < first:
+            return epoch, position + step * self.whole
+        further, step = divmod(step - first, self.steps(0))
+        return epoch + 1 + further, step * self.whole
+
+    def tail(self, position: int) -> int | None:
+        """Examples of the batch at a position, if there are fewer than in others and the rest is not filled up."""
+        left = self.length - position
+        return left if self.keep and left < self.whole else None
+
+    def part(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's examples of a batch, and whether each is real (the others fill up the tail)."""
+        if (left := self.tail(position)) is not None:
+            rows = -(-left // self.size)
+            places = position + np.minimum(self.rank * rows + np.arange(rows), left - 1)  # copies of the last one
+            return self.order(epoch, places), np.ones(rows, bool)
+        places = position + self.rank * self.batch_size + np.arange(self.batch_size)
+        return self.order(epoch, places % self.length), places < self.length
+
+    def order(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """The examples at these places of an epoch."""
+        if not self.shuffle:
+            return places
+        if self.length <= EXACT:
+            return _permutation(self.length, self.seed, epoch)[places]
+        from grain.experimental import index_shuffle  # slow to import; and to run, on short data sets
+
+        key = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+        return np.array([index_shuffle(int(i), max_index=self.length - 1, seed=key, rounds=4) for i in places])
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(length)
+
+
+class Reader:
+    """The batch of a step that comes so many steps after the start; what grain calls, in whatever process."""
+
+    def __init__(self, plan: Plan, epoch: int, position: int, source: Any, transform: Callable[..., Any] | None):
+        self.plan, self.start = plan, (epoch, position)
+        self.source, self.transform = source, transform
+        self.examples = _grain_dataset(source, transform, plan.seed)
+
+    def __call__(self, step: int) -> Any:
+        epoch, position = self.plan.seek(*self.start, step)
+        indices, real = self.plan.part(epoch, position)
+        if isinstance(self.source, Arrays) and self.transform is None:
+            batch = jax.tree.map(lambda x: x[indices], self.source.tree)
+        else:
+            batch = _stack([(i, self.example(epoch, i)) for i in indices.tolist()])
+        if self.plan.keep:  # a plain number: grain's workers would lose an attribute of the arrays
+            return batch, self.plan.tail(position) or 0
+        return (batch, real.astype(np.float32)) if self.plan.pad else batch
+
+    def example(self, epoch: int, index: int) -> Any:
+        """An example, transformed."""
+        if self.examples is not None:
+            # By grain's convention an index beyond the end is one of a later epoch: it draws other random numbers.
+            return self.examples[epoch * self.plan.length + index]
+        example = self.source[index]
+        return example if self.transform is None else self.transform(example)
+
+
+def stream(read: Reader, workers: int, threads: int, prefetch: int, place: Callable[[Any], Any] | None = None) -> Any:
+    """Grain's iterator over all batches from the reader's start on, through all epochs: workers live on meanwhile."""
+    import grain  # slow to import
+
+    threads = min(threads, prefetch)  # grain's log warns of more
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+    batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
+    if workers:
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
+            flags.FLAGS.mark_as_parsed()
+        batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(workers, max(1, prefetch)))
+    if place:
+        batches = grain.experimental.ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=prefetch)
+    return iter(batches)
+
+
+def known(plan: Plan, read: Any) -> Any:
+    """A batch as the loader yields it, from what the reader makes of it."""
+    if not plan.keep:
+        return read
+    batch, left = read
+    return jax.tree.map(lambda x: part(x, left), batch) if left and plan.size > 1 else batch
+
+
+def placer(context: Any, plan: Plan) -> Callable[[Any], Any]:
+    """Puts this process's part of a batch on its devices, as part of a global array."""
+    batch_size = plan.batch_size
+    placement = Placement(context, context.mesh)
+    n = len(placement.local_devices)
+    if placement.processes > 1 and batch_size % n:
+        raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
+
+    def place(read: Any) -> Any:
+        leaves, structure = jax.tree.flatten(known(plan, read))
+        splits = [tile(0, getattr(x, "total", len(x) * placement.processes), placement.mesh.size) for x in leaves]
+        arrays = placement.place_batch(leaves, splits)
+        missing = [split.chunk * placement.mesh.size - split.size for split in splits]
+        return jax.tree.unflatten(
+            structure, [Padded(x, layout(0, n)) if n else x for x, n in zip(arrays, missing, strict=True)]
+        )
+
+    return place
+
+
+def close(streams: list[Any]) -> None:
+    """End what `stream` has started, and forget it."""
+    while streams:
+        streams.pop().close()
+
+
+class Arrays:
+    """A pytree of arrays with one entry an example, as a source."""
+
+    def __init__(self, tree: Any):
+        lengths: dict[int, str] = {}
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            name = "source" + jax.tree_util.keystr(path)
+            if not isinstance(x, (np.ndarray, jax.Array)) or not x.ndim:
+                kind = "a scalar" if isinstance(x, (np.ndarray, jax.Array)) else f"a {type(x).__name__}"
+                raise TypeError(
+                    f"{name} is {kind}: expected an array with one entry an example. (A list is taken for a list of "
+                    "examples, a dict or tuple for its parts)"
+                )
+            lengths.setdefault(len(x), name)
+        if len(lengths) != 1:
+            told = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
+            raise ValueError(f"the arrays of the data set have different numbers of examples: {told}")
+        self.tree, (self.length,) = jax.tree.map(np.asarray, tree), lengths
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        # A copy: a transform may write into it.
+        return jax.tree.map(lambda x: x[index : index + 1].copy()[0], self.tree)
+
+
+def open_source(source: Any) -> tuple[Any, int]:
+    """A source by index, and its length."""
+    if isinstance(source, (np.ndarray, jax.Array, dict, tuple)):
+        source = Arrays(source)
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise TypeError(
+            f"a loader needs a source with __len__ and __getitem__, and {type(source).__name__} has not both: a stream "
+            "can't be shuffled as a whole, nor be shared out among ranks exactly"
+        )
+    return source, len(source)
+
+
+def fingerprint(source: Any) -> int:
+    """Tells arrays from others of the same length: of ranks that were given a part each, say."""
+    if not isinstance(source, Arrays):
+        return 0  # what reads and computes may well do so at random
+    ends = [x[[0, -1]] for x in jax.tree.leaves(source.tree) if len(x) and not x.dtype.hasobject]
+    return zlib.crc32(b"".join(x.tobytes() for x in ends))
+
+
+def _grain_dataset(source: Any, transform: Callable[..., Any] | None, seed: int) -> Any:
+    """Source and transform as grain's, where that is what they are or need; an example through it costs 20 us more."""
+    import grain  # slow to import
+
+    own = isinstance(transform, (grain.transforms.Map, grain.transforms.RandomMap))
+    at_random = transform is not None and (
+        isinstance(transform, grain.transforms.RandomMap) if own else _takes_rng(transform)
+    )
+    if not (own or at_random or isinstance(source, grain.MapDataset)):
+        return None
+    examples = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
+    if at_random:
+        return examples.random_map(cast(Any, transform), seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    return examples if transform is None else examples.map(transform)
+
+
+def _takes_rng(transform: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(transform).parameters.values()
+    except ValueError:  # of C
+        return False
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1
+
+
+def _stack(examples: list[tuple[int, Any]]) -> Any:
+    """A batch of examples, each with its index for messages."""
+    (first, like), *_ = examples
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    columns: list[list[np.ndarray]] = [[] for _ in paths]
+    for i, example in examples:
+        if example is None:
+            raise ValueError(f"example {i} of the data set is None (filtered out?): a loader needs every example")
+        leaves, theirs = jax.tree.flatten(example)
+        if theirs != structure:
+            raise ValueError(f"example {i} of the data set has structure {theirs}, and example {first} {structure}")
+        for column, leaf, (path, _) in zip(columns, leaves, paths, strict=True):
+            column.append(np.asarray(leaf))
+            if column[-1].shape != column[0].shape:
+                raise ValueError(
+                    f"example{jax.tree_util.keystr(path)} has shape {column[-1].shape} in example {i} of the data set "
+                    f"and {column[0].shape} in example {first}: pad or crop them in transform="
+                )
+    return jax.tree.unflatten(structure, [np.stack(column) for column in columns])

@@ -1,0 +1,388 @@
+"""`loader`: each rank's batches of a data set, on grain: shuffled as one, of equal number, resumable on other ranks."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxdist.collectives import public as collectives
+from jaxdist.data.batches import MOST, Plan, Reader, close, fingerprint, known, open_source, placer, stream
+from jaxdist.runtime.context import get_context
+from jaxdist.zero import unshard
+
+Tail = Literal["drop", "pad", "keep"]
+State = dict[str, int | bool]
+
+
+def loader(
+    source: Any,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    tail: Tail = "drop",
+    transform: Callable[..., Any] | None = None,
+    workers: int = 0,
+    threads: int = 1,
+    prefetch: int = 2,
+    on_devices: bool = False,
+) -> Loader:
+    """This rank's batches of a data set; every process makes the same one.
+
+    An epoch is one order of all examples, the same for any number of ranks: step g takes the next ``batch_size * size``
+    of them, and rank r the r-th part of these. Every rank makes the same number of steps. Each ``for`` loop is the next
+    epoch, in another order, with or without `Loader.set_epoch`.
+
+    Args:
+      source: an array, or a dict or tuple (of any depth) of arrays with one entry an example; or a list of examples, a
+        grain source or ``MapDataset``, or anything else with ``__len__`` and ``__getitem__``. An example is a pytree of
+        arrays and numbers.
+      batch_size: examples a process and step: ``256 // ctx.size`` for 256 in all. They are divided over the process's
+        devices.
+      shuffle: in an order given by seed and epoch; False: in the source's.
+      seed: of the order, and of a random `transform`.
+      tail: what to do at the end of an epoch that can't fill a batch on every rank. ``"drop"`` it: the loader yields
+        ``batch``. ``"keep"`` it: the last batch is smaller, and a decorated step computes what one device would with
+        these examples alone (on several processes the parts have one length, and know how many examples are real; give
+        them to the step as they are). ``"pad"`` it with examples from the epoch's start: the loader yields
+        ``(batch, weight)``, in each step, where `weight` is a float32 an example: 1, and 0 for what was added. With it
+        means are exact, ``jnp.sum(losses * weight) / jnp.sum(weight)``; see `gather_for_metrics`.
+      transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator``, another one
+        for each example and epoch.
+      workers: processes that read and transform; 0: this one does. Each gets a copy of source and transform by pickle.
+      threads: batches that a process reads at once; source and transform have to allow it.
+      prefetch: batches (a worker) to read ahead in the background; 0: none.
+      on_devices: yield global arrays that are on the mesh of the job already, moved there ahead in the background,
+        instead of this process's part as numpy arrays. Costs the memory of `prefetch` batches there.
+
+    Returns:
+      A `Loader`.
+
+    Raises:
+      ValueError: (on every rank) a bad setting, an empty source, leaves of different lengths, fewer examples than one
+        batch of all ranks with ``tail="drop"``, or ranks whose sources or settings differ.
+      TypeError: a source without random access.
+      ControlError: a rank did not come within the timeout of `jaxdist.init`.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> batches = jaxdist.loader({"x": np.arange(5)}, 2, shuffle=False, tail="pad")
+      >>> for batch, weight in batches:
+      ...     print(batch["x"].tolist(), weight.tolist())
+      [0, 1] [1.0, 1.0]
+      [2, 3] [1.0, 1.0]
+      [4, 0] [1.0, 0.0]
+    """
+    ctx = get_context()
+    settings = {"workers": workers, "threads": threads, "prefetch": prefetch}
+    job = _Job(ctx.rank, ctx.size, lambda tag, mine: ctx.control.exchange(tag, mine, ctx.timeout), ctx)
+    return Loader(job, source, batch_size, shuffle, seed, tail, transform, on_devices, **settings)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a loader knows of the others: `exchange` gathers a value of each rank."""
+
+    rank: int
+    size: int
+    exchange: Callable[[str, Any], list[Any]]
+    context: Any = None
+
+
+class Loader:
+    """Iterates over one epoch in each loop; made by `loader`.
+
+    Where it stands is where the next batch begins: what was read ahead does not count.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> batches = jaxdist.loader(np.arange(10), 4, shuffle=False)
+      >>> len(batches), [batch.tolist() for batch in batches], batches.epoch
+      (2, [[0, 1, 2, 3], [4, 5, 6, 7]], 1)
+    """
+
+    def __init__(
+        self,
+        job: _Job,
+        source: Any,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        tail: Tail,
+        transform: Callable[..., Any] | None,
+        on_devices: bool = False,
+        workers: int = 0,
+        threads: int = 1,
+        prefetch: int = 0,
+    ):
+        self._job, self._transform = job, transform
+        self._source: Any
+        self._plan: Plan
+        self._workers, self._threads, self._prefetch = workers, threads, prefetch
+        self._place: Callable[[Any], Any] | None = None
+        self._stream: list[Any] = []  # grain's iterator, if any; what it gives next is the batch at (epoch, position)
+        # At exit: while the interpreter still has what grain's iterators need to clean up.
+        weakref.finalize(self, close, self._stream)
+        self._peeked: list[Any] = []
+        self._epoch, self._position = 0, 0
+        self._begun = False  # a loop is in the midst of this epoch, or was left there
+        self._loop: object = None  # the latest one
+
+        def check() -> dict[str, Any]:
+            smallest = {"batch_size": 1, "seed": 0, "workers": 0, "threads": 1, "prefetch": 0}
+            given = {"batch_size": batch_size, "seed": seed, "workers": workers, "threads": threads}
+            for name, value in (given | {"prefetch": prefetch}).items():
+                if isinstance(value, bool) or not hasattr(value, "__index__") or value < smallest[name]:
+                    raise ValueError(f"{name}={value!r}: expected an integer of at least {smallest[name]}")
+            if tail not in ("drop", "pad", "keep"):
+                raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
+            self._source, length = open_source(source)
+            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * job.size
+            if not 0 < length <= MOST:
+                raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
+            if tail == "drop" and length < whole:
+                raise ValueError(
+                    f"the data set has {length} examples, fewer than one batch of all ranks ({batch_size} on each of "
+                    f"{job.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size "
+                    "or tail='keep'"
+                )
+            self._plan = Plan(length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            if on_devices:
+                self._place = placer(job.context, self._plan)
+            return {
+                "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
+                "the checksum of the first and last example": fingerprint(self._source),
+            }  # fmt: skip
+
+        self._agree("loader", check)
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, on every rank."""
+        return self._plan.steps(0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """The next epoch; after `set_state` the rest of the one in which that was made."""
+        if self._begun:  # the last loop was left before its end: its order is not to come again
+            self._go(self._epoch + 1, 0)
+        self._loop = loop = object()
+        return self._run(loop)
+
+    def _run(self, loop: object) -> Iterator[Any]:
+        last = False
+        while not last:
+            if self._loop is not loop:
+                raise RuntimeError(
+                    "this loop over the loader is over: another one began, or set_epoch or set_state was called. Make "
+                    "a second loader for a loop within a loop"
+                )
+            batch = self._draw()
+            epoch, self._position = self._epoch, self._position + self._plan.whole
+            self._normalise()
+            last = self._epoch > epoch
+            self._begun = not last
+            yield batch
+
+    def peek(self) -> Any:
+        """The batch that comes next, without moving: for shapes, say. (``next(iter(loader))`` begins an epoch.)
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader({"x": np.zeros((10, 3))}, 4)
+          >>> batches.peek()["x"].shape
+          (4, 3)
+        """
+        if not self._peeked:
+            self._peeked = [self._draw()]
+        return self._peeked[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next loop that of an epoch; all ranks the same. Not needed to get another order in each.
+
+        Keeps the place within the epoch that `set_state` has restored, if it is in this one.
+
+        Args:
+          epoch: from 0.
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader(np.arange(10), 4)
+          >>> batches.set_epoch(7)
+          >>> batches.epoch
+          7
+        """
+        if isinstance(epoch, bool) or not hasattr(epoch, "__index__") or epoch < 0:
+            raise ValueError(f"set_epoch({epoch!r}): expected an integer of at least 0")
+        if self._begun or epoch != self._epoch:
+            self._go(operator.index(epoch), 0)
+        self._loop = None
+
+    def get_state(self) -> State:
+        """Where the loader stands, for a checkpoint: a small dict for JSON, the same on every rank.
+
+        It counts examples of the whole job, so that any number of ranks can go on from it.
+
+        Returns:
+          Epoch, examples of it that are done, and what must be the same when it is restored.
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader(np.arange(10), 4)
+          >>> _ = next(iter(batches))
+          >>> batches.get_state()
+          {'epoch': 0, 'position': 4, 'length': 10, 'seed': 0, 'shuffle': True}
+        """
+        plan = self._plan
+        fixed: State = {"length": plan.length, "seed": plan.seed, "shuffle": plan.shuffle}
+        return {"epoch": self._epoch, "position": self._position} | fixed
+
+    def set_state(self, state: State) -> None:
+        """Go on where `get_state` was called: the next loop is the rest of that epoch. Every rank calls it.
+
+        Number of ranks, `batch_size`, `tail`, `workers` and `prefetch` may be others than they were.
+
+        Args:
+          state: of a loader of the same data set, seed and shuffle.
+
+        Raises:
+          ValueError: (on every rank) it is of another data set, seed or shuffle, or not the same on all ranks.
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader(np.arange(8), 4, shuffle=False)
+          >>> _ = next(iter(batches))
+          >>> other = jaxdist.loader(np.arange(8), 2, shuffle=False)
+          >>> other.set_state(batches.get_state())
+          >>> [batch.tolist() for batch in other]
+          [[4, 5], [6, 7]]
+        """
+
+        def check() -> State:
+            mine = self.get_state()
+            if not isinstance(state, dict) or set(state) != set(mine):
+                raise ValueError(f"not the state of a loader: {state!r}")
+            given: State = {k: bool(v) if k == "shuffle" else int(v) for k, v in state.items()}
+            for name in ("length", "seed", "shuffle"):
+                if given[name] != mine[name]:
+                    what = "a data set of length" if name == "length" else name
+                    raise ValueError(
+                        f"the state is of {what} {given[name]}, and this loader's is {mine[name]}: the order of its "
+                        "examples would be another. Make the loader as it was, or begin anew with set_epoch"
+                    )
+            if given["epoch"] < 0 or not 0 <= given["position"] <= given["length"]:
+                raise ValueError(f"not the state of a loader: {state!r}")
+            return given
+
+        agreed = self._agree("loader state", check)
+        self._go(agreed["epoch"], agreed["position"])
+        self._loop = None
+
+    def close(self) -> None:
+        """End worker processes and what is read ahead; the next loop starts them again.
+
+        Example:
+          >>> import jaxdist, numpy as np
+          >>> batches = jaxdist.loader(np.arange(10), 4)
+          >>> _ = batches.peek()
+          >>> batches.close()
+        """
+        self._peeked = []
+        close(self._stream)
+
+    def _go(self, epoch: int, position: int) -> None:
+        was = self._epoch, self._position
+        self._epoch, self._position, self._begun = epoch, position, False
+        self._normalise()
+        if was != (self._epoch, self._position):
+            self.close()
+
+    def _normalise(self) -> None:
+        """The end of an epoch is the start of the next: a position always has a batch."""
+        if not self._plan.steps(self._position):
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def _draw(self) -> Any:
+        if self._peeked:
+            return self._peeked.pop()
+        try:
+            if not self._stream:
+                read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
+                self._stream.append(stream(read, self._workers, self._threads, self._prefetch, self._place))
+            batch = next(self._stream[0])
+            return batch if self._place else known(self._plan, batch)
+        except BaseException:
+            self.close()  # grain's iterator may have moved on
+            raise
+
+    def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `check` returns, if it does so on every rank and returns the same; else an error on every rank."""
+        try:
+            mine, problem = check(), None
+        except Exception as error:
+            mine, problem = {}, error
+        everyone = self._job.exchange(what, (mine, problem and f"{type(problem).__name__}: {problem}"))
+        if problem:
+            raise problem
+        for rank, (_, theirs) in enumerate(everyone):
+            if theirs:
+                raise ValueError(f"{what}, on rank {rank}: {theirs}")
+        for name in mine:
+            ranks: dict[Any, list[int]] = {}
+            for rank, (theirs, _) in enumerate(everyone):
+                ranks.setdefault(theirs[name], []).append(rank)
+            if len(ranks) > 1:
+                values = "; ".join(f"{v!r} on rank {', '.join(map(str, r))}" for v, r in ranks.items())
+                raise ValueError(
+                    f"{what}: {name} is {values}. Give the same data set (all of it) and settings on every rank"
+                )
+        return mine
+
+
+def gather_for_metrics(tree: Any, weight: Any) -> Any:
+    """What an evaluating step made of the real examples of all ranks, on every process; every process calls it.
+
+    Args:
+      tree: arrays with one entry an example, as a decorated step returns them (global), or this process's own.
+      weight: of a loader with ``tail="pad"``, or as the step returned it.
+
+    Returns:
+      Of the structure of `tree`: numpy arrays, without the entries of weight 0. Over an epoch each example of the data
+      set is in them once.
+
+    Raises:
+      ValueError: an array does not have one entry an example.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> from jaxdist.data import gather_for_metrics
+      >>> gather_for_metrics({"label": np.array([7, 3, 7])}, np.array([1.0, 1.0, 0.0]))["label"].tolist()
+      [7, 3]
+    """
+
+    def whole(x: Any) -> np.ndarray:
+        on_mesh = isinstance(x, jax.Array) and isinstance(x.sharding, jax.sharding.NamedSharding)
+        return np.asarray(unshard(x) if on_mesh else collectives.allgather(x))
+
+    real = whole(weight) > 0
+
+    def select(path: Any, x: Any) -> np.ndarray:
+        rows = whole(x)
+        if rows.shape[:1] != real.shape:
+            name = jax.tree_util.keystr(path) or "tree"
+            raise ValueError(f"{name} has shape {rows.shape}, and there are {len(real)} examples with a weight")
+        return rows[real]
+
+    return jax.tree_util.tree_map_with_path(select, tree)
+
+
+__all__ = ["Loader", "State", "gather_for_metrics", "loader"]

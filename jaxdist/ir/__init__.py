@@ -1,0 +1,1 @@
+"""A traced step, as data: its operations, how to run them, what they send."""

@@ -1,0 +1,115 @@
+"""What a program says on the wire: its collectives in order."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxdist import compat
+from jaxdist.ir.interpreter import live, subjaxprs
+from jaxdist.ir.primitives import group_reduce_p
+from jaxdist.mesh import AXIS
+
+# They name the axis and move nothing.
+_SILENT = {"axis_index", "axis_size"}
+
+
+def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    """The collectives of a program, those nested in its control flow too, in the order in which it names them.
+
+    Programs that can run together have equal ones. Dead code does not count.
+
+    Args:
+      closed_jaxpr: a step as one device runs it.
+
+    Returns:
+      One line for each: where it is, its name, the types of what it moves, and its parameters.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=AbstractMesh((2,), ("data",)),
+      ...                       in_specs=P("data"), out_specs=P())
+      >>> fingerprint(jax.make_jaxpr(total)(jax.numpy.ones(4, "float32")))
+      ('psum_invariant float32[2] axes=(data)',)
+    """
+    return tuple(_lines(closed_jaxpr.jaxpr, ""))
+
+
+def constants(closed_jaxpr: ClosedJaxpr) -> str:
+    """A checksum of the numbers and arrays that a program holds: what the step closes over, and literals.
+
+    Args:
+      closed_jaxpr: a step as it was traced.
+    """
+    found = 0
+    for value in _values(closed_jaxpr):
+        raw = jax.random.key_data(value) if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key) else value
+        if isinstance(raw, jax.Array) and not raw.is_fully_addressable:
+            raise ValueError(
+                f"the step closes over an array of shape {raw.shape} that is spread over several processes: pass it as "
+                "an argument"
+            )
+        host = np.asarray(raw)
+        found = zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode(), found))
+    return f"{found:08x}"
+
+
+def _values(closed_jaxpr: ClosedJaxpr) -> Iterator[Any]:
+    yield from closed_jaxpr.consts
+    for eqn in closed_jaxpr.jaxpr.eqns:
+        yield from (v.val for v in eqn.invars if isinstance(v, Literal))
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(item, (ClosedJaxpr, Jaxpr)):
+                    yield from _values(compat.closed(item))
+
+
+def _lines(jaxpr: Jaxpr, where: str) -> Iterator[str]:
+    for eqn in live(jaxpr):
+        if moves(eqn):
+            yield where + _describe(eqn)
+        for i, sub in enumerate(subjaxprs(eqn)):
+            yield from _lines(sub, where + place(eqn, i))
+
+
+def moves(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a collective over the devices."""
+    if eqn.primitive is group_reduce_p:  # it does not name the axis
+        return True
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    named = AXIS in axes if isinstance(axes, (tuple, list)) else axes == AXIS
+    return named and eqn.primitive.name not in _SILENT
+
+
+def _describe(eqn: JaxprEqn) -> str:
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    types = ", ".join(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in avals)
+    plain = {name: _plain(value) for name, value in sorted(eqn.params.items())}
+    params = "".join(f" {name}={value}" for name, value in plain.items() if value)
+    return f"{eqn.primitive.name.removeprefix('jaxdist_')} {types}{params}"
+
+
+def _plain(value: Any) -> str:
+    """A parameter whose text is the same in every process; else nothing."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_plain, value))})"
+    return str(value) if isinstance(value, (str, bool, int, np.dtype)) else ""
+
+
+def place(eqn: JaxprEqn, i: int) -> str:
+    """How the collectives in the i-th jaxpr of an equation are called."""
+    match eqn.primitive.name:
+        case "scan":
+            return f"in a scan of {eqn.params['length']}: "
+        case "while":
+            return "in a while loop: "
+        case "cond":
+            return f"in branch {i} of a cond: "
+    return ""

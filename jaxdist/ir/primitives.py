@@ -1,0 +1,175 @@
+"""The primitives of a step: its marks, which the user's code binds, and the collectives that placements emit.
+
+The collectives are lowered by each communicator; what they mean is in their lowering for XLA, `reduced` and the like.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive, primitives
+from jax.interpreters import ad, batching, mlir
+
+from jaxdist.mesh import AXIS
+
+# --- emitted
+
+all_reduce_p = Primitive("jaxdist_all_reduce")
+"""The sum over ``axes``. ``wire``: the dtype in which it travels; None: its own."""
+
+reduce_shard_p = Primitive("jaxdist_reduce_scatter")
+"""The sum over ``axes``, of which each device gets its slice along ``dim``; padded with zeros. ``wire``: as above."""
+
+gather_shards_p = Primitive("jaxdist_all_gather")
+"""The slices along ``dim`` of all devices as one array, without the padding: ``size`` entries along ``dim``."""
+
+group_reduce_p = Primitive("jaxdist_group_reduce")
+"""The ``op`` (sum, max or min) over the devices of one's own group; ``groups`` hold each device once.
+
+`lax.psum` takes groups of unequal size, but not where JAX types each value as replicated or varying.
+"""
+
+# --- marks
+
+shard_p = Primitive("jaxdist_shard")
+"""``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
+
+``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"`` or ``"asked"`` for by the user; ``level``: of
+ZeRO. What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
+"""
+
+count_p = Primitive("jaxdist_count")
+"""int32[devices, 2]: how many NaN and how many infinite entries of ``x`` each device has: `jaxdist.step.finite`."""
+
+plain_p = Primitive("jaxdist_plain")
+"""``x``, of a decorated step called on tracers: then it is the plain step, and must not be compiled by itself."""
+
+
+def mark(x: Any, role: str, level: int) -> Any:
+    """Bind :data:`shard_p`, if `x` holds numbers."""
+    if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer
+        return x
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else shard_p.bind(x, role=role, level=level)
+
+
+# --- slices
+
+
+def slices(x: Any, dim: int, devices: int) -> Any:
+    """The devices' slices of `x` along `dim`, in a new leading dimension; padded with zeros where it must be."""
+    if pad := -x.shape[dim] % devices:
+        x = jnp.pad(x, [(0, pad if d == dim else 0) for d in range(x.ndim)])
+    split = x.reshape(*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    return jnp.moveaxis(split, dim, 0)
+
+
+def joined(parts: Any, dim: int, size: int) -> Any:
+    """What `slices` took apart: `size` entries along `dim`."""
+    x = jnp.moveaxis(parts, 0, dim)
+    x = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return lax.slice_in_dim(x, 0, size, axis=dim)
+
+
+def first_entry(x: Any) -> Any:
+    """A scalar of `x`. A slice, because ``x.reshape(-1)`` is a copy of an array that XLA holds in another order."""
+    return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+
+
+# --- what they compute
+
+
+def reduced(x: Any, axes: tuple[str, ...], wire: str | None = None) -> Any:
+    """What :data:`all_reduce_p` computes, in JAX's own collectives."""
+    if not x.size:
+        return jnp.zeros(x.shape, x.dtype)
+    return lax.psum(x.astype(wire or x.dtype), axes).astype(x.dtype)
+
+
+def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:
+    return (*aval.shape[:dim], size, *aval.shape[dim + 1 :])
+
+
+all_reduce_p.def_abstract_eval(lambda aval, **_: aval)
+mlir.register_lowering(all_reduce_p, mlir.lower_fun(reduced, multiple_results=False))
+
+reduce_shard_p.def_abstract_eval(
+    lambda aval, *, dim, devices, **_: aval.update(
+        shape=_shard_shape(aval, dim, -(-aval.shape[dim] // devices)), weak_type=False
+    )
+)
+gather_shards_p.def_abstract_eval(
+    lambda aval, *, dim, size, **_: aval.update(shape=_shard_shape(aval, dim, size), weak_type=False)
+)
+
+
+def _group_transpose(ct: Any, _: Any, **params: Any) -> list[Any]:
+    if params["op"] != "sum":
+        raise NotImplementedError(f"the derivative of a {params['op']} over groups of devices")
+    return [group_reduce_p.bind(ct, **params)]
+
+
+def _group_reduced(x: Any, *, op: str, groups: tuple[tuple[int, ...], ...]) -> Any:
+    return _REDUCE[op].bind(x, axes=(AXIS,), axis_index_groups=groups)
+
+
+_REDUCE = {"sum": primitives.psum_p, "max": primitives.pmax_p, "min": primitives.pmin_p}
+
+
+def _unchanged(primitive: Primitive) -> None:
+    """The rules of a primitive that passes its operand on."""
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    ad.deflinear2(primitive, lambda ct, _, **__: [ct])
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+
+
+group_reduce_p.def_abstract_eval(lambda aval, **_: aval)
+ad.deflinear2(group_reduce_p, _group_transpose)
+batching.primitive_batchers[group_reduce_p] = lambda args, dims, **params: (
+    group_reduce_p.bind(*args, **params),
+    dims[0],
+)
+mlir.register_lowering(group_reduce_p, mlir.lower_fun(_group_reduced, multiple_results=False))
+
+_unchanged(shard_p)
+mlir.register_lowering(shard_p, lambda ctx, x, **_: [x])
+_unchanged(plain_p)
+
+
+def counts(x: Any) -> jax.Array:
+    """int32[2]: how many NaN entries, how many infinite."""
+    return jnp.stack([jnp.sum(jnp.isnan(x), dtype=jnp.int32), jnp.sum(jnp.isinf(x), dtype=jnp.int32)])
+
+
+count_p.def_abstract_eval(
+    lambda aval, *, devices: aval.update(shape=(devices, 2), dtype=np.dtype("int32"), weak_type=False)
+)
+mlir.register_lowering(
+    count_p,
+    mlir.lower_fun(lambda x, *, devices: jnp.broadcast_to(counts(x), (devices, 2)), multiple_results=False),
+)
+
+
+def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"step {name!r} was called inside of a function that jax compiles by itself (jax.jit, lax.scan): there it "
+            f"is the plain step, and each of the {jax.process_count()} processes would train by itself. Call it "
+            "directly, or decorate the outer function instead"
+        )
+    if jax.device_count() > 1:
+        warnings.warn(
+            f"step {name!r} was called inside of a function that jax compiles by itself (jax.jit, lax.scan): there it "
+            f"is the plain step, and runs on one of {jax.device_count()} devices. Decorate the outer function instead",
+            stacklevel=2,
+        )
+    return [x]
+
+
+mlir.register_lowering(plain_p, _plain_lowering)

@@ -1,0 +1,184 @@
+"""Trace a step, as one device with the whole batch runs it, to a jaxpr.
+
+The axis of data parallelism has size one here: ``lax.psum(x, "data")`` is x, as on one device, and code written for
+`jax.pmap` is right unchanged. One axis name that nothing binds is taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import primitives as p
+from jax.sharding import Mesh
+
+from jaxdist import compat
+from jaxdist.errors import StepError
+from jaxdist.ir.interpreter import Interpreter, subjaxprs
+from jaxdist.mesh import AXIS
+
+_log = logging.getLogger("jaxdist")
+_mesh: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
+
+
+def inside_step() -> bool:
+    """Whether the code that runs is being traced as part of a decorated step."""
+    return _mesh.get() is not None
+
+
+def step_mesh() -> Mesh | None:
+    """The mesh of the decorated step that is being traced."""
+    return _mesh.get()
+
+
+def on_device() -> bool:
+    """Whether the code that runs is being traced as what each device does (`jaxdist.per_device`, `jax.shard_map`)."""
+    return AXIS in compat.manual_axes()
+
+
+@contextlib.contextmanager
+def stepping(mesh: Any) -> Iterator[None]:
+    """Mark what is traced as part of a step on `mesh`."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str = AXIS) -> ClosedJaxpr:
+    """The jaxpr of a function with the axis of data parallelism bound at size one, and gone from the result.
+
+    Args:
+      fun: returns a flat sequence of arrays.
+      args: its arguments, with shape and dtype in place of arrays.
+      axis_name: what it calls the axis; another name that nothing binds is taken for it, one at most.
+
+    Raises:
+      StepError: several unbound names, or a collective that reaches beyond an axis of size one.
+    """
+    names = [axis_name]
+    while True:
+        try:
+            closed = jax.make_jaxpr(fun, axis_env=[(name, 1) for name in names])(*args)
+            break
+        except AssertionError as error:
+            if "ManualAxisType" not in str(error):
+                raise
+            raise StepError(
+                "the step uses lax.pcast, which types values of jax.shard_map: a step is what one device does with the "
+                "whole batch. Leave it out, or put such code into jaxdist.per_device"
+            ) from error
+        except NameError as error:
+            found = re.search(r"unbound axis name:? ([^\s.]+)", str(error))
+            if found is None or (name := found[1].strip("'\"")) in names:
+                raise
+            if len(names) > 1:
+                raise StepError(
+                    f"the step names two axes that nothing binds, {names[1]!r} and {name!r}: only one can be that of "
+                    f"data parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map), or pass "
+                    "axis_name= to say which one it is"
+                ) from None
+            names.append(name)
+            _log.info("the axis %r is taken for that of data parallelism: of size one, as on one device", name)
+    if not _named(closed.jaxpr, set(names)):
+        return closed
+    alone = Alone(names)
+    axes = [(name, 1) for name in names]
+    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals)
+
+
+def with_axis(fun: Callable[..., Any], axis_name: str, args: tuple[Any, ...]) -> Any:
+    """``fun(*args)``, arrays or tracers, with the axis of data parallelism bound at size one if it is named."""
+    try:
+        return fun(*args)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+    leaves, tree = jax.tree.flatten(args)
+    out_tree: list[Any] = []
+
+    def flat(*xs: Any) -> list[Any]:
+        outs, structure = jax.tree.flatten(fun(*jax.tree.unflatten(tree, xs)))
+        out_tree.append(structure)
+        return outs
+
+    closed = trace(flat, [jax.typeof(x) for x in leaves], axis_name)
+    return jax.tree.unflatten(out_tree[-1], jaxpr_as_fun(closed)(*leaves))
+
+
+_COLLECTIVES = {
+    p.psum_p, p.pmax_p, p.pmin_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.axis_index_p, compat.psum_invariant_p,
+    compat.reduce_scatter_p, compat.pvary_p, compat.all_gather_invariant_p, *compat.other_collectives(),
+}  # fmt: skip
+
+
+def _axes(eqn: JaxprEqn) -> set[Any]:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return set(axes) if isinstance(axes, (tuple, list, frozenset)) else {axes}
+
+
+def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
+    """Whether a collective over one of the axes is in it, outside of a `shard_map`."""
+    return any(_names(eqn, names) for eqn in jaxpr.eqns)
+
+
+def _names(eqn: JaxprEqn, names: set[str]) -> bool:
+    if eqn.primitive in _COLLECTIVES:
+        return bool(_axes(eqn) & names)
+    return eqn.primitive.name != "shard_map" and any(_named(sub, names) for sub in subjaxprs(eqn))
+
+
+class Alone(Interpreter):
+    """Evaluates a jaxpr without its collectives over an axis of size one.
+
+    Args:
+      names: of the axis.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__({})
+        self.names = set(names)
+
+    def touches(self, eqn: JaxprEqn) -> bool:
+        return _names(eqn, self.names)
+
+    def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        if eqn.primitive not in _COLLECTIVES or not self.touches(eqn):
+            return super().eval_eqn(eqn, *args)
+        others = tuple(a for a in _axes(eqn) if a not in self.names)
+        if others:
+            key = "axes" if "axes" in eqn.params else "axis_name"
+            return compat.bind(eqn, {**eqn.params, key: others}, args)
+        name, params = eqn.primitive.name, eqn.params
+        if any(len(g) > 1 for g in params.get("axis_index_groups") or params.get("groups") or ()):
+            raise self._beyond(eqn, "groups of several devices")
+        if name == "axis_index":
+            return [jnp.int32(0)]
+        if name == "ppermute":
+            if any(pair != (0, 0) for pair in map(tuple, params["perm"])):
+                raise self._beyond(eqn, f"the permutation {params['perm']}")
+            return [x if params["perm"] else jnp.zeros_like(x) for x in args]
+        if name.startswith("all_gather") and not params["tiled"]:
+            return [jnp.expand_dims(x, params["all_gather_dimension"]) for x in args]
+        if name == "reduce_scatter" and not params["tiled"]:
+            return [lax.squeeze(x, (params["scatter_dimension"],)) for x in args]
+        if name == "all_to_all":
+            return [
+                x if params["tiled"] else jnp.moveaxis(x, params["split_axis"], params["concat_axis"]) for x in args
+            ]
+        return list(args)
+
+    def _beyond(self, eqn: JaxprEqn, what: str) -> StepError:
+        return StepError(
+            f"{eqn.primitive.name} at {compat.user_line(eqn)} names {what}, but inside a step the axis has size one, "
+            "as on one device. Code for each device belongs into jaxdist.per_device"
+        )

@@ -1,0 +1,125 @@
+"""What a program sends: each of its collectives, with the bytes that a ring would move."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxdist import compat
+from jaxdist.ir.fingerprint import moves, place
+from jaxdist.ir.interpreter import live, subjaxprs
+
+_KINDS = {
+    **dict.fromkeys(
+        ("jaxdist_all_reduce", "psum", "psum_invariant", "pmax", "pmin", "jaxdist_group_reduce"), "all-reduce"
+    ),
+    **dict.fromkeys(("jaxdist_reduce_scatter", "reduce_scatter"), "reduce-scatter"),
+    **dict.fromkeys(("jaxdist_all_gather", "all_gather", "all_gather_invariant"), "all-gather"),
+    "all_to_all": "all-to-all",
+    "ppermute": "permute",
+}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective of a step.
+
+    Attributes:
+      kind: all-reduce, reduce-scatter, all-gather, all-to-all, permute, or the primitive's own name.
+      dtype: of what travels.
+      elements: of the whole array: of one device's operand, of an all-gather's result.
+      leaves: how many arrays travel together in it (`passes.fuse`).
+      devices: that take part.
+      place: in which loops and branches; "" for none.
+      times: how often in a step; a while loop counts as one turn, and each branch of a cond as taken.
+    """
+
+    kind: str
+    dtype: str
+    elements: int
+    leaves: int
+    devices: int
+    place: str
+    times: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole array, each time."""
+        return self.elements * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in a step, if the library takes a ring."""
+        return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
+
+
+def ring_factor(kind: str, devices: int) -> float:
+    """Bytes that each device of a ring sends, over those of the whole array.
+
+    Args:
+      kind: of `Transfer`.
+      devices: in the ring.
+
+    Example:
+      >>> ring_factor("all-reduce", 4), ring_factor("all-gather", 4), ring_factor("permute", 4)
+      (1.5, 0.75, 1.0)
+
+    Source: Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
+    """
+    if kind == "all-reduce":
+        return 2 * (devices - 1) / devices
+    if kind in ("reduce-scatter", "all-gather", "all-to-all"):
+        return (devices - 1) / devices
+    return 1.0
+
+
+def transfers(program: ClosedJaxpr, devices: int, on_cpu: bool) -> Counter[Transfer]:
+    """The collectives of a program, and how many there are of each; in the order in which it names them.
+
+    Args:
+      program: a step after all passes, as one device runs it.
+      devices: of the mesh.
+      on_cpu: there reductions of 16-bit floats that nobody compressed travel as float32.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=AbstractMesh((4,), ("data",)),
+      ...                       in_specs=P("data"), out_specs=P())
+      >>> [(one, n)] = transfers(jax.make_jaxpr(total)(jax.numpy.ones(40, "float32")), 4, on_cpu=True).items()
+      >>> one.kind, one.elements, one.bytes, one.sent, n
+      ('all-reduce', 10, 40, 60, 1)
+    """
+    return Counter(_walk(program.jaxpr, devices, on_cpu, "", 1))
+
+
+def _walk(jaxpr: Jaxpr, devices: int, on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
+    for eqn in live(jaxpr):
+        if moves(eqn):
+            yield from _transfers(eqn, devices, on_cpu, where, times)
+        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for i, sub in enumerate(subjaxprs(eqn)):
+            yield from _walk(sub, devices, on_cpu, where + place(eqn, i), times * turns)
+
+
+def _transfers(eqn: JaxprEqn, devices: int, on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
+    kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
+    groups = eqn.params.get("groups") or eqn.params.get("axis_index_groups")
+    n = max(map(len, groups)) if groups else devices
+    wire = eqn.params.get("wire")
+    bucket = re.findall(r"bucket_of_(\d+)", compat.name_stack(eqn))
+    for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+        aval: Any = operand.aval
+        out: Any = result.aval
+        elements = {"all-gather": aval.size * n, "reduce-scatter": out.size * n}.get(kind, aval.size)
+        dtype = aval.dtype if wire is None else jnp.dtype(wire)
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        if on_cpu and wire is None and kind == "all-reduce" and floating:
+            dtype = jnp.promote_types(dtype, jnp.float32)
+        yield Transfer(kind, str(dtype), elements, int(bucket[-1]) if bucket else 1, n, where.removesuffix(": "), times)

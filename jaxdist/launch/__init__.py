@@ -1,0 +1,1 @@
+"""Jobs: their ranks are started, watched and ended."""

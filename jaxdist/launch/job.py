@@ -1,0 +1,189 @@
+"""One start of a job: its ranks through mpirun, over ssh or as processes of our own, to their end."""
+
+import importlib.util
+import re
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+
+from jaxdist.connectors import site
+from jaxdist.launch.hosts import Host
+from jaxdist.launch.mpi import Mpirun, find_mpirun, mpi_library, split_tag
+from jaxdist.launch.processes import Failed, LineFilter, Program, run_job, say
+from jaxdist.launch.ranks import cores, free_port, own_processes, thread_environment
+from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_programs
+
+# What a rank says that hears of another's failure, and what Open MPI says. With the network gone neither Open MPI nor
+# MPICH would end after that: they wait for their other half to confirm.
+_LAST_WORDS = re.compile(
+    rb"\[jaxdist rank \d+\] (rank \d+ \(|.* not every rank has come)|(prterun|mpirun) (has )?detected that one"
+)
+
+
+class Launcher(StrEnum):
+    """Who starts the ranks."""
+
+    auto = "auto"
+    mpirun = "mpirun"
+    env = "env"
+
+
+class Connector(StrEnum):
+    """How the ranks that `run` starts may find each other."""
+
+    auto = "auto"
+    mpi = "mpi"
+    env = "env://"
+
+
+class Communicator(StrEnum):
+    """How arrays move."""
+
+    auto = "auto"
+    xla = "xla"
+    mpi = "mpi"
+
+
+def launch(
+    command: list[str],
+    size: int,
+    mpirun: Mpirun | None,
+    environment: Mapping[str, str],
+    *,
+    hosts: Sequence[Host] = (),
+    prefix: bool = False,
+    only_rank: int | None = None,
+    whole_lines: bool = False,
+    on_failure: Callable[[Failed], None],
+) -> int:
+    """Runs a job to its end; returns 0, or the exit code of what failed first. Call it from the main thread.
+
+    Args:
+        command: the command line of each rank.
+        size: the number of ranks.
+        mpirun: what starts them; None: processes of our own.
+        environment: variables for all ranks on top of this process's.
+        hosts: where, in the order of the ranks; default: here.
+        prefix: write the rank before each line.
+        only_rank: show the output of this one only.
+        whole_lines: pass on the output of one rank alone, too, instead of giving it our own streams.
+        on_failure: called with what failed first, before the others have ended.
+
+    Raises:
+        ValueError: a host can't be used; says which and why.
+    """
+    environment = {"JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi", **environment}
+    with tempfile.TemporaryDirectory(prefix="jaxdist-", ignore_cleanup_errors=True) as scratch:
+        if mpirun is not None:
+            one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, scratch, whole_lines)
+            programs = [one]
+        elif hosts:
+            programs = remote_programs(command, hosts, environment, prefix, only_rank)
+        else:
+            shared = {**environment, **_alone(size)}
+            programs = own_processes(command, range(size), shared, prefix, only_rank, whole_lines=whole_lines)
+        return run_job(programs, on_failure=on_failure)
+
+
+def choose(launcher: Launcher, connector: Connector, communicator: Communicator) -> Mpirun | None:
+    """The mpirun to use, or None for processes of our own.
+
+    Args:
+        launcher: what is asked for.
+        connector: likewise.
+        communicator: likewise.
+
+    Raises:
+        ValueError: these do not go together, or what is asked for is not there; says how to install it.
+    """
+    needs_mpi = connector is Connector.mpi or communicator is Communicator.mpi
+    wants_env = launcher is Launcher.env or connector is Connector.env
+    if wants_env and (needs_mpi or launcher is Launcher.mpirun):
+        raise ValueError(
+            "--launcher env and --connector env:// start processes that know nothing of MPI: leave out "
+            "--launcher mpirun, --connector mpi and --communicator mpi, or leave out env"
+        )
+    if wants_env:
+        return None
+    must = needs_mpi or launcher is Launcher.mpirun
+    mpirun = find_mpirun()
+    if mpirun is None:
+        if must:
+            raise ValueError(f"no mpirun in this environment or on PATH: {site.install()}")
+        return None
+    if importlib.util.find_spec("mpi4py") is None:
+        if must and launcher is not Launcher.mpirun:
+            raise ValueError(f"mpi4py is not installed: {site.install()}")
+        return mpirun if must else None
+    library = mpi_library()
+    if not library.problem and ("unknown" in (mpirun.family, library.family) or mpirun.family == library.family):
+        return mpirun
+    what = f"{mpirun.path} is {mpirun.version}, but {library.problem or f'mpi4py loads {library.version}'}"
+    fix = f"To load its library: {site.how_to_load(mpirun.path)}"
+    if must:
+        raise ValueError(
+            f"{what}: the ranks would not find each other. {fix}. Or do without mpirun: --launcher env "
+            '(of jaxdist.spawn: communicator="xla")'
+        )
+    say(f"without mpirun. ({what}; {fix})")
+    return None
+
+
+def _under_mpirun(
+    mpirun: Mpirun,
+    command: list[str],
+    size: int,
+    hosts: Sequence[Host],
+    environment: dict[str, str],
+    prefix: bool,
+    only_rank: int | None,
+    scratch: str,
+    whole_lines: bool,
+) -> Program:
+    if hosts:
+        if mpirun_uses_ssh():
+            check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
+        export = {**forwarded_environment(), **environment}
+    else:
+        # In /tmp a job of Open MPI that was killed leaves a directory by its number, and the next to get that number
+        # fails: "The PMIx server's listener thread failed to start".
+        environment = {"PRTE_MCA_prte_tmpdir_base": scratch, **environment, **thread_environment(size)}
+        export = {}
+    line_filter: LineFilter | None = (lambda line: line) if hosts or whole_lines else None
+    tag = prefix or only_rank is not None
+    spread = bool(hosts) or cores() >= 2 * size
+    return Program(
+        name="mpirun",
+        command=mpirun.command(size, command, tag=tag, spread=spread, hosts=hosts, export=export),
+        environment={**mpirun.environment(hosts), **environment},
+        line_filter=_tagged_lines(prefix, only_rank) if tag else line_filter,
+        last_words=_LAST_WORDS if hosts else None,
+        # Not SIGKILL: mpirun has to end its ranks, on other hosts too.
+        death_signal=signal.SIGTERM,
+    )
+
+
+def _alone(size: int) -> dict[str, str]:
+    """What the ranks of one machine share."""
+    return {
+        **thread_environment(size),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        # Keeps strangers on this machine out of the job's control channel.
+        "JAXDIST_SECRET": secrets.token_hex(16),
+    }
+
+
+def _tagged_lines(prefix: bool, only_rank: int | None) -> LineFilter:
+    def line_filter(tagged: bytes) -> bytes | None:
+        rank, line = split_tag(tagged)
+        if rank is None:  # mpirun's own words
+            return line
+        if only_rank is not None and rank != only_rank:
+            return None
+        return b"[%d] %b" % (rank, line) if prefix else line
+
+    return line_filter

@@ -1,0 +1,207 @@
+"""The mpirun that belongs to this environment, and how to call it."""
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxdist.launch.hosts import Host
+from jaxdist.launch.network import shared_network
+
+Family = Literal["openmpi", "mpich", "unknown"]
+
+# Both Open MPI 4 and 5 ask for this pair; 4 reads the first of the other two, 5 (PRRTE) the second.
+ROOT_ENV: Mapping[str, str] = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+OVERSUBSCRIBE_ENV: Mapping[str, str] = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+}
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """An MPI launcher: its path, whose it is, and its version line."""
+
+    path: Path
+    family: Family
+    version: str
+
+    def command(
+        self,
+        ranks: int,
+        program: list[str],
+        *,
+        tag: bool = False,
+        spread: bool = False,
+        hosts: Sequence[Host] = (),
+        export: Iterable[str] = (),
+    ) -> list[str]:
+        """The command line that starts `ranks` of `program`.
+
+        Args:
+            ranks: number of processes.
+            program: the command line of each.
+            tag: write the rank before each line (`split_tag` takes it off again).
+            spread: there are several cores for each rank. Open MPI binds one rank to one core when
+                there are only two ranks, which would leave the others of them idle.
+            hosts: where; default: on this machine.
+            export: names of variables to set on other hosts too (hydra exports all by itself).
+        """
+        options: list[str] = []
+        where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        if self.family == "mpich":
+            options += ["-prepend-rank"] if tag else []
+            options += ["-hosts", where] if where else []
+        else:
+            if tag:
+                options += ["--output", "tag"] if self._major() >= 5 else ["--tag-output"]
+            options += ["--bind-to", "none"] if spread else []
+            # Slot by slot: with `:oversubscribe` alone, which people export for use on one machine, Open MPI 5 puts all
+            # ranks on the first host, and without it refuses more slots than cores.
+            options += ["--map-by", "slot:oversubscribe", "--host", where] if where else []
+            for name in export:
+                options += ["-x", name]
+        return [str(self.path), "-n", str(ranks), *options, *program]
+
+    def environment(self, hosts: Sequence[Host] = ()) -> dict[str, str]:
+        """What Open MPI has to be told: to start as root, here more ranks than cores, the network of the hosts."""
+        if self.family != "openmpi":
+            return {}
+        chosen = any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ)
+        network = None if chosen else shared_network(hosts)
+        return {
+            **({} if hosts else OVERSUBSCRIBE_ENV),
+            **(ROOT_ENV if os.geteuid() == 0 else {}),
+            **({"OMPI_MCA_btl_tcp_if_include": network} if network else {}),
+        }
+
+    def _major(self) -> int:
+        match = re.search(r"\)\s+(\d+)\.", self.version)
+        return int(match.group(1)) if match else 5
+
+
+def outside_environment() -> dict[str, str]:
+    """The environment without what an MPI launcher put there, for asking MPI from inside a job.
+
+    With it, a child of a rank would take itself for that rank.
+    """
+    launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "OPAL_", "MV2_COMM_", "MVP_COMM_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+
+
+def python_probe(code: str) -> "subprocess.CompletedProcess[str] | None":
+    """Runs `code` in a Python of its own; None if it never came back."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=outside_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+@functools.cache
+def find_mpirun() -> Mpirun | None:
+    """The mpirun of this environment's prefix, else the first on PATH, else None."""
+    own = Path(sys.prefix) / "bin" / "mpirun"
+    path = str(own) if os.access(own, os.X_OK) else shutil.which("mpirun")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=outside_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = done.stdout + done.stderr
+    family: Family = "unknown"
+    if "Open MPI" in text or "OpenRTE" in text:
+        family = "openmpi"
+    elif any(name in text.upper() for name in ("HYDRA", "MPICH", "INTEL(R) MPI", "MVAPICH")):
+        family = "mpich"
+    version = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    number = re.search(r"Version:\s*(\S+)", text) if family == "mpich" else None
+    if number is not None:  # hydra's first line is a title
+        version = f"MPICH (hydra) {number.group(1)}"
+    return Mpirun(Path(path), family, version)
+
+
+# Without jaxdist, which would import JAX.
+_ASK_MPI4PY = r"""
+import mpi4py, re
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().splitlines()[0])
+print(next(iter(re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", open("/proc/self/maps").read())), ""))
+"""
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads here.
+
+    Attributes:
+        family: whose it is.
+        version: its own words.
+        path: its file.
+        problem: why there is none.
+    """
+
+    family: Family = "unknown"
+    version: str = ""
+    path: str = ""
+    problem: str = ""
+
+
+@functools.cache
+def mpi_library() -> Library:
+    """What mpi4py loads, asked in a process of its own: loading it here would make the launcher an MPI process."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return Library(problem="mpi4py is not installed")
+    done = python_probe(_ASK_MPI4PY)
+    if done is None:
+        return Library(problem="mpi4py gave no answer within two minutes")
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Library(problem=f"mpi4py loads no MPI library: {said[-1] if said else 'it says nothing'}")
+    first, path = done.stdout.splitlines()[-2:]
+    version = re.sub(r"\s+", " ", first.split(",")[0].strip()).rstrip("\x00")
+    if "Open MPI" in version:
+        return Library("openmpi", version, path)
+    mpich = any(name in version.upper() for name in ("MPICH", "INTEL", "MVAPICH"))  # one ABI, and hydra
+    return Library("mpich" if mpich else "unknown", version, path)
+
+
+_TAG = re.compile(
+    rb"^(?:\[(?:[^\]\s]*,)?(\d+)\]<(?:stdout|stderr|stddiag)>: ?"  # Open MPI 4 and 5
+    rb"|\[(\d+)\] )"  # MPICH
+)
+
+
+def split_tag(line: bytes) -> tuple[int | None, bytes]:
+    """Takes the rank that mpirun wrote before a line off it: (rank, line), or (None, line)."""
+    match = _TAG.match(line)
+    if match is None:
+        return None, line
+    return int(match.group(1) or match.group(2)), line[match.end() :]

@@ -1,0 +1,165 @@
+"""`spawn`: run a function on several ranks of this machine, from Python: a notebook's cell, a script, a test."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import jax
+
+from jaxdist import compat, connectors
+from jaxdist.runtime import devices
+from jaxdist.runtime.context import current
+
+if TYPE_CHECKING:
+    from jaxdist.launch.spawned import Failure
+
+T = TypeVar("T")
+
+# Ctrl-C while JAX is imported ends the rank without a traceback; `main` takes over.
+_START = """import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.path[:] = {path!r}
+from jaxdist.launch.spawned import main
+main({folder!r})"""
+
+
+def spawn(
+    fn: Callable[..., T],
+    n: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    communicator: Literal["xla", "mpi"] = "xla",
+    timeout: float | None = None,
+    prefix: bool = False,
+    only_rank: int | None = None,
+) -> list[T]:
+    """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return what each of them returns.
+
+    Each rank is a fresh process, which joins the job (`jaxdist.init`) before it calls the function; this process may
+    have used JAX before, and stays out of the job. The function may be one of a notebook or of the script that runs:
+    it is sent with what it refers to. What belongs to a module is imported by the ranks, with this process's
+    ``sys.path``. Settings of ``jax.config`` and the environment are those of this process.
+
+    What the ranks print appears here, line by line, while they run. Ctrl-C, or a notebook's stop button, ends all of
+    them, and so does the end of this process, whatever ends it.
+
+    Args:
+      fn: called on every rank; `jaxdist.get_context` says there which one it is.
+      n: number of ranks. Each takes a GPU, where there are any.
+      args: of the function. Arrays of JAX are arrays of JAX there.
+      kwargs: of the function.
+      communicator: how arrays move. For "mpi" the ranks are started by mpirun.
+      timeout: as of `jaxdist.init`.
+      prefix: write the rank before each line.
+      only_rank: show the output of this rank only.
+
+    Returns:
+      The results in the order of the ranks. Arrays of JAX come back as NumPy arrays, so that this process need not
+      start JAX, which on a GPU would take the memory of the next ranks. Let all but the root return None where results
+      are large.
+
+    Raises:
+      Exception: what the function raised on the rank that failed first, with that rank and its traceback in a note.
+      RuntimeError: a rank ended without an exception, or with one that can't be sent; this process is a rank of a job
+        itself, or this is not its main thread.
+      TypeError: the function, or something it refers to, can't be sent.
+      ValueError: arguments that do not go together; no room for so many ranks.
+
+    Example:
+      >>> import jaxdist
+      >>> def train(steps):
+      ...     ctx = jaxdist.get_context()
+      ...     return ctx.rank * steps
+      >>> jaxdist.spawn(train, 2, args=(10,))  # doctest: +SKIP
+      [0, 10]
+    """
+    # Here, not above: a rank needs none of it, and cloudpickle takes its time.
+    from jaxdist.launch import spawned
+    from jaxdist.launch.advice import crowded
+    from jaxdist.launch.job import Communicator, Connector, Launcher, choose, launch
+    from jaxdist.launch.processes import Failed, say
+
+    _check(n, only_rank)
+    launcher = Launcher.mpirun if communicator == "mpi" else Launcher.env
+    mpirun = choose(launcher, Connector.auto, Communicator(communicator))
+    with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-", ignore_cleanup_errors=True) as folder:
+        spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
+        command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]
+        for advice in (crowded(n, command), _crowded_gpu()):
+            if advice:
+                say(advice)
+        environment = {"PYTHONUNBUFFERED": "1", "JAXDIST_RESTARTS": "0", "JAXDIST_COMMUNICATOR": communicator}
+        if timeout is not None:
+            environment["JAXDIST_TIMEOUT"] = str(timeout)
+        failed: list[Failed] = []
+        code = launch(
+            command, n, mpirun, environment,
+            prefix=prefix, only_rank=only_rank, whole_lines=True, on_failure=failed.append,
+        )  # fmt: skip
+        if code == 0:
+            return [spawned.read_result(Path(folder), rank) for rank in range(n)]
+        if not failed:  # a signal that came to this process, and went on to the ranks
+            signal.raise_signal(code - 128)
+            failed.append(Failed("a rank", code))
+        raise _error(*failed[0], spawned.read_failures(Path(folder)), n)
+
+
+def _check(n: int, only_rank: int | None) -> None:
+    if type(n) is not int or n < 1:
+        raise ValueError(f"spawn(fn, n={n!r}): expected a number of ranks, 1 or more")
+    if only_rank is not None and only_rank not in range(n):
+        raise ValueError(f"only_rank={only_rank} is not one of the {n} ranks")
+    context = current()
+    if (context is not None and context.size > 1) or connectors.choose() != "local":
+        raise RuntimeError(
+            "jaxdist.spawn starts a job, and this process is a rank of one already: call it in a process that no "
+            "launcher started. (Ranks import the module of the function: put the call under "
+            '`if __name__ == "__main__":`)'
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
+
+
+def _crowded_gpu() -> str:
+    """A word about GPU memory that this process keeps from the ranks; "": none that is known of."""
+    preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")
+    if not (compat.backend_started() and devices.visible_gpus() and preallocates) or jax.default_backend() != "gpu":
+        return ""
+    return (
+        "this process has used JAX on a GPU and keeps most of its memory from the ranks. If they run out of memory: "
+        "restart it (the notebook's kernel) and let ranks alone compute"
+    )
+
+
+def _error(name: str, code: int, failures: list[Failure], n: int) -> BaseException:
+    """What to raise for a job that failed: the first error that is not another failure's echo."""
+    killed = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
+    first = min(failures, key=lambda failure: (failure.aftermath, failure.time), default=None)
+    if first is None or (first.aftermath and killed):
+        ended = f"was ended by {killed}" if killed else f"ended with exit code {code}"
+        hint = " (the system ran out of memory?)" if killed == "SIGKILL" else ""
+        who = name if name.startswith("rank ") else "a rank"  # not: mpirun
+        return RuntimeError(f"{who} of {n} {ended}{hint}, without an exception; what it printed may say more")
+    try:
+        error = pickle.loads(first.pickled)
+    except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle
+        error = None
+    if not isinstance(error, Exception):  # SystemExit would end this process
+        error = RuntimeError(first.summary)
+    others = "".join(
+        f"\nrank {failure.rank} failed, too: {failure.summary}"
+        for failure in failures
+        if failure is not first and not failure.aftermath
+    )
+    where = "a rank that had not joined the job" if first.rank is None else f"rank {first.rank} of {n}"
+    error.add_note(f"Raised on {where}:\n\n{first.traceback.rstrip()}{others}")
+    return error

@@ -1,0 +1,214 @@
+"""The far end of `jaxdist.spawn`: one rank, what it is sent and what it sends back.
+
+All of it goes through files in a folder of the user's own: the parent waits for processes, not for messages, and
+results of any size have room there.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+import jax
+import numpy as np
+
+from jaxdist import compat
+from jaxdist.control import failfast
+from jaxdist.runtime import transfer
+from jaxdist.runtime.context import Context, init
+
+_TASK = "task"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a rank.
+
+    Attributes:
+      time: when, of `time.monotonic`, which all processes of a machine share.
+      rank: which; None: it had not joined the job.
+      aftermath: it may be one that a rank meets because another one is gone.
+      summary: type and message.
+      traceback: as Python prints it.
+      pickled: the exception; b"" if it can't be.
+    """
+
+    time: float
+    rank: int | None
+    aftermath: bool
+    summary: str
+    traceback: str
+    pickled: bytes
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Functions and classes of `__main__` by value, as cloudpickle has it; arrays through the host."""
+
+    def __init__(self, file: Any, array: Callable[[np.ndarray], Any]):
+        super().__init__(file)
+        self._array = array
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, jax.Array):
+            return transfer.reduce_array(obj, self._array)
+        if isinstance(obj, (jax.custom_jvp, jax.custom_vjp)):  # what they are made of is in their attributes alone
+            return _bare, (type(obj),), obj.__dict__
+        return super().reducer_override(obj)
+
+
+def write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What the ranks are to call, and the settings of JAX of this process.
+
+    Args:
+      folder: that the ranks read.
+      fn: to call.
+      args: of it.
+      kwargs: of it.
+
+    Raises:
+      TypeError: something can't be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, transfer.to_device).dump((fn, args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"jaxdist.spawn can't send {getattr(fn, '__qualname__', fn)!r}, or what it refers to, to the ranks: "
+            f"{error}. Make such things inside of the function"
+        ) from error
+    with (folder / _TASK).open("wb") as file:
+        pickle.dump((_settings(), _cells()), file)
+        file.write(buffer.getbuffer())
+
+
+def read_result(folder: Path, rank: int) -> Any:
+    """What a rank returned."""
+    with (folder / f"result-{rank}").open("rb") as file:
+        return pickle.load(file)
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The errors of all ranks."""
+    return [pickle.loads(file.read_bytes()) for file in folder.glob("failure-*")]
+
+
+def main(folder: str) -> None:
+    """Joins the job, calls the function, and writes down what it returns or raises.
+
+    Args:
+      folder: of the task.
+    """
+    ctx: Context | None = None
+    failfast.one_line_for_interrupts()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Path(folder, _TASK).open("rb") as file:
+            settings, cells = pickle.load(file)
+            compat.use_settings(settings)
+            linecache.cache.update(cells)
+            ctx = init()  # before arrays of JAX are made of what was sent
+            fn, args, kwargs = pickle.load(file)
+        result = _call(fn, args, kwargs)
+        with Path(folder, f"result-{ctx.rank}").open("wb") as file:
+            _Pickler(file, _as_it_is).dump(result)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _write_failure(Path(folder), ctx, error)
+        _end(ctx, error)
+
+
+def _settings() -> dict[str, Any]:
+    """Of JAX. Where the ranks compute, the environment says if it says anything: a GPU may be kept for them alone."""
+    settings = compat.settings()
+    if "JAX_PLATFORMS" in os.environ:
+        settings.pop("jax_platforms", None)
+    return settings
+
+
+def _cells() -> dict[str, Any]:
+    """The code of a notebook's cells, for the tracebacks of ranks: it is in no file."""
+    known = [(name, entry[2]) for name, entry in list(linecache.cache.items()) if len(entry) == 4]
+    return {name: (0, None, lines, name) for name, lines in known if not Path(name).exists()}
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as end:  # as of a script's `sys.exit(main())`
+        if end.code in (None, 0):
+            return None
+        raise
+
+
+def _end(ctx: Context | None, error: BaseException) -> NoReturn:
+    """The parent shows the error; here nothing is printed, and the other ranks hear of it."""
+    if ctx is not None and ctx.size > 1 and not isinstance(error, SystemExit):
+        failfast.end(ctx.control, error)
+    sys.exit(error.code if isinstance(error, SystemExit) else 1)
+
+
+def _write_failure(folder: Path, ctx: Context | None, error: BaseException) -> None:
+    when = time.monotonic()
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # the user's part of it
+    failure = Failure(
+        time=when,
+        rank=None if ctx is None else ctx.rank,
+        aftermath=failfast.may_be_aftermath(error),
+        summary="".join(traceback.format_exception_only(error)).strip(),
+        traceback="".join(traceback.format_exception(type(error), error, trace)),
+        pickled=_pickled(error),
+    )
+    unfinished = folder / f"unfinished-{os.getpid()}"
+    unfinished.write_bytes(pickle.dumps(failure))
+    unfinished.rename(folder / f"failure-{os.getpid()}")
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        data = cloudpickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:  # most often an `__init__` that takes other arguments than it gives to Exception
+        pass
+    try:
+        return cloudpickle.dumps(_Plain(error))
+    except Exception:
+        return b""
+
+
+class _Plain:
+    """An error that is put together again without its `__init__`."""
+
+    def __init__(self, error: BaseException):
+        self._parts = type(error), error.args, error.__dict__
+
+    def __reduce__(self) -> Any:
+        return _put_together, self._parts
+
+
+def _put_together(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+def _as_it_is(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def _bare(cls: type) -> Any:
+    return object.__new__(cls)

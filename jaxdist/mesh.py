@@ -1,0 +1,3 @@
+"""The name of the one axis of a job's mesh."""
+
+AXIS = "data"

@@ -1,0 +1,1 @@
+"""What a run does: metrics, traces, where arrays move."""

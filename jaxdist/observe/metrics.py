@@ -1,0 +1,378 @@
+"""`run_log`: what a training run says while it runs: progress and throughput, and its metrics in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxdist.runtime.context import Context, get_context
+
+FILE = "metrics.jsonl"
+_MOST = 1000  # steps held back: a host that runs ahead of its device by more waits
+_WINDOW = 5.0  # seconds over which the throughput that is shown is taken
+_EVERY = 10.0  # seconds between lines where there is no terminal
+_OWN = ("step", "time", "examples_per_s", "tokens_per_s")
+_GET_TENSORBOARD = "tensorboard=True needs tensorboardX: pip install 'jaxdist[tensorboard]'"
+
+
+@dataclass(eq=False)
+class _Entry:
+    step: int
+    metrics: dict[str, Any]
+    ended: float | None = None  # when its arrays were computed; of `time.monotonic`
+
+
+def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
+    """When each step ends, which a host that runs ahead of its device learns too late for a throughput."""
+    while (entry := entries.get()) is not None:
+        x = None
+        for x in entry.metrics.values():
+            with contextlib.suppress(RuntimeError):  # donated, or its computation failed: `_number` says so
+                if isinstance(x, jax.Array):
+                    x.block_until_ready()
+        entry.ended = time.monotonic()
+        del entry, x  # else they would stay until the next step ends
+
+
+class RunLog:
+    """The log of a run; made by `run_log`. On other ranks than the root it does nothing but check its arguments.
+
+    A metric that its device has not computed yet is held back, with those after it, and written by a later call:
+    nothing waits for the device before the end of the ``with`` block.
+    """
+
+    def __init__(self, path: Path, ctx: Context, total: int | None, per_step: dict[str, float], tensorboard: bool):
+        self._path, self._is_root, self._size = path, ctx.is_root, ctx.num_devices
+        self._total, self._per_step, self._tensorboard = total, per_step, tensorboard
+        self._last: int | None = None  # step given
+        self._pending: deque[_Entry] = deque()
+        self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._ended: deque[tuple[float, int]] = deque()  # when a step was seen to have ended, and which
+        self._file: TextIO | None = None
+        self._events: Any = None
+        self._show = _Display(total)
+
+    def __call__(self, step: int, **metrics: Any) -> None:
+        """Log the metrics of a step.
+
+        Args:
+          step: counted from 0 over the whole run, restarts included; not less than in the call before. The first call
+            of a restarted run removes what was logged for this step and later ones.
+          **metrics: numbers, or scalar arrays that the next step does not take (aux values; of state, ``float(x)``).
+
+        Raises:
+          ValueError: a metric is no scalar, or has a name of our own; the step is before the last one (on every rank).
+          RuntimeError: the array of a metric was donated before it could be read; says which.
+        """
+        step = int(step)
+        for name, value in metrics.items():
+            if name in _OWN:
+                raise ValueError(f"metric {name!r}: the log has an entry of this name of its own; choose another")
+            if math.prod(np.shape(value)) != 1:
+                raise ValueError(f"metric {name!r} of step {step} has shape {np.shape(value)}; expected a scalar")
+        if self._last is not None and step < self._last:
+            raise ValueError(f"step {step} was logged after step {self._last}: the steps of a log go upwards")
+        first, self._last = self._last is None, step
+        if not self._is_root:
+            return
+        if first:
+            self._open(step)
+        self._pending.append(entry := _Entry(step, metrics))
+        self._running.put(entry)
+        self._write(wait=False)
+
+    def _open(self, step: int) -> None:
+        drop_from(self._path / FILE, step)
+        self._file = (self._path / FILE).open("a", encoding="utf-8")
+        if self._tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(self._path), purge_step=step)
+        self._show.start(step)
+        # A daemon: what a failed job's device still computes may never come.
+        threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True).start()
+
+    def _write(self, wait: bool) -> None:
+        """Writes what has been computed, in order; the rest too if it may wait."""
+        written = False
+        while self._pending and (wait or len(self._pending) > _MOST or _ready(self._pending[0])):
+            entry = self._pending.popleft()
+            numbers = {name: _number(entry.step, name, x) for name, x in entry.metrics.items()}
+            self._write_one(entry.step, numbers, entry.ended or time.monotonic())
+            written = True
+        if written and self._file is not None:
+            self._file.flush()
+
+    def _write_one(self, step: int, metrics: dict[str, float | int], ended: float) -> None:
+        now = time.time() - (time.monotonic() - ended)
+        rates, lately = self._throughput(step, ended)
+        assert self._file is not None
+        line = {"step": step, "time": round(now, 6), **metrics, **rates}
+        self._file.write(json.dumps({name: _in_json(x) for name, x in line.items()}) + "\n")
+        if self._events is not None:
+            for name, x in {**metrics, **rates}.items():
+                self._events.add_scalar(name, x, step, now)
+        self._show.update(step, metrics, lately)
+
+    def _throughput(self, step: int, now: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Examples and tokens per second since the step before, for the file, and over the last seconds, for the eye.
+
+        Not for the first step, which is compiled first.
+        """
+        before = self._ended[-1] if self._ended else (now, step)
+        if not self._ended or step > before[1]:
+            self._ended.append((now, step))
+        while len(self._ended) > 2 and now - self._ended[1][0] > _WINDOW:
+            self._ended.popleft()
+        return self._rates(before, step, now), self._rates(self._ended[0], step, now)
+
+    def _rates(self, since: tuple[float, int], step: int, now: float) -> dict[str, float]:
+        seconds, steps = now - since[0], step - since[1]
+        if not (steps and seconds):
+            return {}
+        return {f"{name}_per_s": float(f"{n * steps / seconds:.6g}") for name, n in self._per_step.items()}
+
+    def _close(self, failed: bool) -> None:
+        self._running.put(None)
+        if self._file is None:
+            return
+        try:
+            self._write(wait=not failed)  # what a failed job's device still computes may never come
+        finally:
+            self._file.close()
+            if self._events is not None:
+                self._events.close()
+            self._show.stop()
+
+
+@contextmanager
+def run_log(
+    path: str | os.PathLike[str],
+    *,
+    total: int | None = None,
+    examples_per_step: float | None = None,
+    tokens_per_step: float | None = None,
+    tensorboard: bool = False,
+) -> Iterator[RunLog]:
+    """Log a training run: progress on the root's standard error, metrics into ``path/metrics.jsonl``.
+
+    Every rank calls it; only the root writes. On a terminal the progress is a bar, else a line about every ten seconds.
+    Each line of the file is a JSON object with ``step``, ``time`` (seconds since 1970, when the step ended), the
+    metrics, and ``examples_per_s`` and ``tokens_per_s`` since the line before of another step. (The progress shows them
+    over the last five seconds.) JSON has no NaN: it is written as the string ``"NaN"``, infinities as ``"Infinity"``
+    and ``"-Infinity"``; Python's ``float`` takes these.
+
+    A run that starts again at step k replaces the lines of step k and later ones, so no step is there twice; the file
+    as it was is kept beside it as ``metrics.jsonl.bak``.
+
+    Args:
+      path: a folder; made if it is not there.
+      total: steps of the whole run, for the bar and the time left.
+      examples_per_step: of all devices together.
+      tokens_per_step: of all devices together.
+      tensorboard: write event files for TensorBoard as well.
+
+    Returns:
+      A context manager that gives the log, ``log(step, loss=...)`` (`jaxdist.observe.metrics.RunLog`).
+
+    Raises:
+      OSError: the root can't write there (on every rank).
+      ImportError: tensorboardX is missing on the root (on every rank).
+
+    Example:
+      >>> import jaxdist, tempfile
+      >>> with tempfile.TemporaryDirectory() as run, jaxdist.run_log(run, total=2, examples_per_step=64) as log:
+      ...     for step in range(2):
+      ...         log(step, loss=1.0 / (step + 1))
+      ...     [line["loss"] for line in jaxdist.read_metrics(run)]
+      [1.0, 0.5]
+    """
+    ctx, folder = get_context(), Path(path)
+    problem = _problem(folder, tensorboard) if ctx.is_root else None
+    problem = ctx.control.exchange("jaxdist.run_log", problem, ctx.timeout)[ctx.root_rank]
+    if problem is not None:
+        raise problem
+    per_step = {"examples": examples_per_step, "tokens": tokens_per_step}
+    log = RunLog(folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard)
+    try:
+        yield log
+    except BaseException:
+        log._close(failed=True)
+        raise
+    log._close(failed=False)
+
+
+def _problem(folder: Path, tensorboard: bool) -> Exception | None:
+    """Why the root could not write there."""
+    if tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        return ImportError(_GET_TENSORBOARD)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / FILE).open("a"):
+            pass
+    except OSError as error:
+        return type(error)(error.errno, f"jaxdist.run_log: the root can't write there: {error.strerror}", str(folder))
+    return None
+
+
+def _ready(entry: _Entry) -> bool:
+    # is_ready of a deleted array crashes the process (jax 0.10); `_number` says what is wrong with one.
+    return all(x.is_deleted() or x.is_ready() for x in entry.metrics.values() if hasattr(x, "is_ready"))
+
+
+def _number(step: int, name: str, x: Any) -> float | int:
+    if isinstance(x, jax.Array):
+        try:
+            x = x.addressable_data(0)
+        except RuntimeError:
+            raise RuntimeError(
+                f"metric {name!r} of step {step} was donated to a later step before it was computed, so it can't be "
+                f"logged: return it from the step as an aux value, or log float({name})"
+            ) from None
+    value = np.asarray(x).item()
+    return value if isinstance(value, int) else float(value)
+
+
+def _in_json(x: float | int) -> float | int | str:
+    if math.isfinite(x):
+        return x
+    return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+
+
+# --- the file
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
+    """The lines of a run's metrics, as numbers.
+
+    Args:
+      path: the folder of the run, or the file in it.
+
+    Returns:
+      A dict for each line, in order. A last line that was cut off, of a job that was killed, is left out.
+
+    Raises:
+      FileNotFoundError: there are no metrics.
+      ValueError: a line is something else; says which.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as run:
+      ...     _ = Path(run, "metrics.jsonl").write_text('{"step": 0, "loss": "NaN"}\\n{"step": 1, "lo')
+      ...     read_metrics(run)
+      [{'step': 0, 'loss': nan}]
+    """
+    file = Path(path)
+    file = file / FILE if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(f"{path}: there is no {FILE} of jaxdist.run_log")
+    return [{name: _back(x) for name, x in line.items()} for line, _ in _lines(file)]
+
+
+def _back(x: Any) -> Any:
+    return float(x) if isinstance(x, str) else x
+
+
+def _lines(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each whole line of the file, and its text."""
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+        if not text.endswith("\n"):
+            return
+        try:
+            line = json.loads(text)
+            int(line["step"])
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{file}, line {number} is no line of jaxdist.run_log: {text.strip()[:60]!r}") from None
+        yield line, text
+
+
+def drop_from(file: Path, step: int) -> None:
+    """Removes the lines of this step and later ones, and a last one that was cut off; keeps the file as it was.
+
+    Args:
+      file: of metrics.
+      step: the first to go.
+
+    Raises:
+      ValueError: the file is something else.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as run:
+      ...     _ = (file := Path(run, "metrics.jsonl")).write_text('{"step": 0}\\n{"step": 1}\\n')
+      ...     drop_from(file, 1)
+      ...     file.read_text()
+      '{"step": 0}\\n'
+    """
+    if not file.exists():
+        return
+    kept = "".join(text for line, text in _lines(file) if line["step"] < step)
+    if len(kept.encode()) == file.stat().st_size:
+        return
+    rest = file.with_suffix(".tmp")
+    rest.write_text(kept, encoding="utf-8")
+    backup = Path(f"{file}.bak")
+    backup.unlink(missing_ok=True)
+    backup.hardlink_to(file)  # so that at any moment the whole log is there
+    rest.replace(file)
+
+
+# --- what is shown
+
+
+class _Display:
+    """A bar on a terminal, lines elsewhere."""
+
+    def __init__(self, total: int | None):
+        self._total = total
+        self._console = Console(stderr=True, highlight=False)
+        self._bar: Progress | None = None
+        self._said = -math.inf
+        self._unsaid = ""
+
+    def start(self, step: int) -> None:
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                TextColumn("{task.fields[said]}"), console=self._console, refresh_per_second=4,
+            )  # fmt: skip
+            self._task = self._bar.add_task("step", total=self._total, completed=step, said="")
+            self._bar.start()
+
+    def update(self, step: int, metrics: dict[str, float | int], rates: dict[str, float]) -> None:
+        said = [f"{name}={x:.4g}" for name, x in metrics.items()]
+        said += [f"{rate:,.0f} {name.removesuffix('_per_s')}/s" for name, rate in rates.items()]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, said="  ".join(said))
+            return
+        of = "" if self._total is None else f"/{self._total}"
+        self._unsaid = "  ".join([f"step {step + 1}{of}", *said])
+        if time.monotonic() - self._said > _EVERY:
+            self._say()
+
+    def _say(self) -> None:
+        self._console.print(self._unsaid, markup=False, soft_wrap=True)
+        self._unsaid, self._said = "", time.monotonic()
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._unsaid:
+            self._say()

@@ -1,0 +1,176 @@
+"""How a leaf of the state is kept between steps: whole on every device, or in shards, one slice a device.
+
+A shard is a slice along one dimension. Where the devices don't divide that dimension its end is padded: JAX has no
+arrays with shards of different sizes. Such a leaf is a `Padded`, which looks like the array without the padding.
+
+Reference: Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 5 (partitioning of the states of training).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import AXIS
+
+_WORTH_AVOIDING = 0.1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shards of a leaf: slices along `dim`, after `pad` entries were added at its end. Made by `layout`."""
+
+    dim: int
+    pad: int = 0
+
+    @property
+    def spec(self) -> P:
+        """Which dimension of the physical array is split."""
+        return P(*[None] * self.dim, AXIS)
+
+    def physical(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape with its padding."""
+        return (*shape[: self.dim], shape[self.dim] + self.pad, *shape[self.dim + 1 :])
+
+    def logical(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape without its padding."""
+        return (*shape[: self.dim], shape[self.dim] - self.pad, *shape[self.dim + 1 :])
+
+    def padded(self, x: Any) -> Any:
+        """An array with its padding, which holds zeros."""
+        if not self.pad:
+            return x
+        widths = [(0, self.pad if d == self.dim else 0) for d in range(x.ndim)]
+        return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
+
+    def trimmed(self, x: Any) -> Any:
+        """An array without its padding."""
+        return x[(slice(None),) * self.dim + (slice(x.shape[self.dim] - self.pad),)] if self.pad else x
+
+
+@functools.cache
+def layout(dim: int, pad: int) -> Layout:
+    """The one `Layout` of these values: they are compared by identity in every call of a step."""
+    return Layout(dim, pad)
+
+
+def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> Layout | None:
+    """The layout of a leaf that is to be kept in shards: along the dimension that pads least, the largest of these.
+
+    Args:
+      shape: of the leaf.
+      devices: how many share it.
+      avoid: dimensions to leave alone if another one pads little: those along which a loop takes slices.
+
+    Returns:
+      None if it has fewer entries than there are devices: it stays whole on each.
+
+    Example:
+      >>> choose((50257, 64), 8), choose((1023, 1023), 8), choose((3,), 8)
+      (Layout(dim=1, pad=0), Layout(dim=0, pad=1), None)
+    """
+    if devices == 1 or math.prod(shape) < devices:
+        return None
+
+    def cost(d: int) -> tuple[float, int, int]:
+        return -shape[d] % devices / shape[d] + _WORTH_AVOIDING * (d in avoid), -shape[d], d
+
+    dim = min(range(len(shape)), key=cost)
+    return layout(dim, -shape[dim] % devices)
+
+
+class Padded:
+    """A leaf of the state in shards of equal size, of which the last ones hold padding.
+
+    It has the shape that the leaf has for you, and is a leaf of its pytree as the array would be. It is what a
+    decorated step takes and returns; for anything else make an array of it with `jaxdist.unshard`. ``numpy.asarray``
+    and ``jax.numpy`` functions do that by themselves where this process has all the shards.
+
+    Attributes:
+      array: the global array with its padding.
+      layout: how it is split.
+    """
+
+    __slots__ = ("_sharding", "array", "layout", "shape")
+
+    def __init__(self, array: jax.Array, layout: Layout):
+        self.array, self.layout = array, layout
+        self.shape = layout.logical(array.shape)
+        self._sharding = _padded_sharding(array.sharding, layout)  # the name that `compat.sharding_of` looks at
+
+    @property
+    def sharding(self) -> Any:
+        return self._sharding
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def weak_type(self) -> bool:
+        return self.array.weak_type
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return self.array.is_fully_addressable
+
+    def is_deleted(self) -> bool:
+        """Whether a step has taken its memory."""
+        return self.array.is_deleted()
+
+    def block_until_ready(self) -> Padded:
+        """Wait for the computation that makes it."""
+        self.array.block_until_ready()
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(np.asarray(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if not self.is_fully_addressable:
+            raise ValueError(
+                f"an array of shape {self.shape} lies in shards on several processes: make whole arrays of the state "
+                "with jaxdist.unshard(state), on every rank together"
+            )
+        return np.asarray(self.layout.trimmed(np.asarray(self.array)), dtype)
+
+    def __repr__(self) -> str:
+        dims = [f"{n}/{AXIS}" if d == self.layout.dim else str(n) for d, n in enumerate(self.shape)]
+        return f"Padded({self.dtype}[{','.join(dims)}], pad={self.layout.pad})"
+
+
+@functools.cache
+def _padded_sharding(sharding: NamedSharding, layout: Layout) -> NamedSharding:
+    """An object of its own for each layout: a step tells by the sharding's identity how a leaf is kept."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def physical(x: Any) -> Any:
+    """The global array of a leaf."""
+    return x.array if type(x) is Padded else x
+
+
+def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
+    """Of a leaf's physical array."""
+    return NamedSharding(mesh, P() if how is None else how.spec)

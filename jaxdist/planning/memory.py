@@ -1,0 +1,133 @@
+"""What a device holds of a state, by kind."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxdist.placements.layouts import Padded, physical
+
+
+@dataclass(frozen=True)
+class Row:
+    """The bytes of one kind of state.
+
+    Attributes:
+      kind: the part of the tree: ``params``, ``opt_state``, …
+      leaves: number of arrays.
+      whole: bytes of the arrays as you see them.
+      device: bytes that one device holds of them.
+      replicated: of these, of arrays that every device holds whole.
+      padding: of these, that only make a dimension divisible.
+    """
+
+    kind: str
+    leaves: int
+    whole: int
+    device: int
+    replicated: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A table of bytes per device; prints as one.
+
+    Attributes:
+      rows: one for each kind.
+      compiled: what XLA says of a compiled step: name -> bytes a device.
+    """
+
+    rows: tuple[Row, ...]
+    compiled: dict[str, int]
+
+    @property
+    def total(self) -> Row:
+        """The sum of the rows."""
+        columns = zip(*((r.leaves, r.whole, r.device, r.replicated, r.padding) for r in self.rows), strict=True)
+        leaves, whole, device, replicated, padding = map(sum, columns) if self.rows else (0,) * 5
+        return Row("total", leaves, whole, device, replicated, padding)
+
+    def __str__(self) -> str:
+        table = Table(title="bytes on one device")
+        table.add_column("")
+        for name in ("leaves", "whole", "on a device", "replicated", "padding"):
+            table.add_column(name, justify="right")
+        for row in (*self.rows, self.total):
+            if row.kind == "total":
+                table.add_section()
+            sizes = map(readable, (row.whole, row.device, row.replicated, row.padding))
+            table.add_row(row.kind, str(row.leaves), *sizes)
+        if self.compiled:
+            table.add_section()
+        for name, size in self.compiled.items():
+            table.add_row(f"compiled step: {name}", "", "", readable(size), "", "")
+        out = io.StringIO()
+        Console(file=out, width=100).print(table)
+        return out.getvalue().rstrip()
+
+
+def memory(tree: Any, compiled: Any = None) -> Memory:
+    """Bytes on each device of a state, by kind: the entries or attributes of the tree's root.
+
+    Args:
+      tree: a pytree of arrays, such as a state that a decorated step returned.
+      compiled: the step, ``step.lower(*args).compile()``, for XLA's own figures: arguments, results that don't take the
+        arguments' place, and temporaries (gradients, activations, buffers of messages).
+
+    Returns:
+      A table; ``print`` it, or take its `rows` and `total`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist
+      >>> jaxdist.memory({"params": jnp.ones((4, 5), jnp.float32), "step": jnp.zeros((), jnp.int32)}).total.whole
+      84
+
+    References:
+      Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3 (where the memory goes).
+    """
+    kinds: dict[str, list[Any]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        kinds.setdefault(jax.tree_util.keystr(path[:1], simple=True) or "all", []).append(leaf)
+    figures: dict[str, int] = {}
+    if compiled is not None:
+        analysis = compiled.memory_analysis()
+        figures = {
+            "arguments": analysis.argument_size_in_bytes,
+            "new results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+            "temporaries": analysis.temp_size_in_bytes,
+        }
+    return Memory(tuple(_row(kind, leaves) for kind, leaves in kinds.items()), figures)
+
+
+def _row(kind: str, leaves: list[Any]) -> Row:
+    whole = device = replicated = padding = 0
+    for leaf in leaves:
+        array = physical(leaf)
+        itemsize = getattr(array, "dtype", np.asarray(0).dtype).itemsize
+        size = math.prod(np.shape(leaf)) * itemsize
+        held = size
+        if isinstance(array, jax.Array):
+            held = math.prod(array.sharding.shard_shape(array.shape)) * itemsize
+        whole += size
+        device += held
+        if isinstance(leaf, Padded):
+            padding += held - round(size * held / (math.prod(array.shape) * itemsize))
+        if held == size:
+            replicated += held
+    return Row(kind, len(leaves), whole, device, replicated, padding)
+
+
+def readable(size: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024  # type: ignore[assignment]
+    return f"{size:.2f} GiB"

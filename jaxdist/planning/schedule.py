@@ -1,0 +1,236 @@
+"""The collectives of a compiled program, in the order in which a device runs it: bytes, turns, and what hides them.
+
+XLA writes a collective that may run beside other work as two operations, ``-start`` and ``-done``, in the text of a
+program whose order is settled. What stands between the two runs while the bytes travel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.ir.wire import ring_factor
+
+_KINDS = {
+    "all-reduce": "all-reduce",
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "permute",
+    "collective-broadcast": "broadcast",
+}
+# They start no kernel, or only move what is there.
+_FREE = {
+    "add-dependency", "after-all", "bitcast", "constant", "copy", "copy-done", "copy-start", "get-tuple-element",
+    "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
+}  # fmt: skip
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a compiled program.
+
+    Attributes:
+      kind: all-reduce, reduce-scatter, all-gather, all-to-all, permute or broadcast.
+      dtype: of what travels, with plus signs between several.
+      bytes: of the whole arrays, each time: of one device's operands, of an all-gather's results.
+      groups: the devices that take part; a ring for each.
+      times: how often in a step.
+      overlapped: whether a kernel on more than scalars runs between its start and its end.
+      where: the operation's name in JAX, with the loops and functions that it is in.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    times: int
+    overlapped: bool
+    where: str = ""
+
+    @property
+    def devices(self) -> int:
+        """Of a group."""
+        return max(map(len, self.groups))
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in a step, if the library takes a ring."""
+        return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+
+    def attribute(self, pattern: str) -> str | None:
+        match = re.search(pattern, self.line)
+        return match and match[1]
+
+
+def collectives(text: str, devices: int) -> list[Collective]:
+    """The collectives of a compiled program.
+
+    Args:
+      text: ``compiled.as_text()``.
+      devices: that run it.
+
+    Returns:
+      One for each place in the program. A loop whose number of turns XLA does not know counts as one turn, and each
+      branch of a conditional as taken.
+
+    Example:
+      >>> text = '''HloModule step, is_scheduled=true
+      ... ENTRY %main (x: f32[100]) -> f32[100] {
+      ...   %x = f32[100]{0} parameter(0)
+      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+      ... }'''
+      >>> [one] = collectives(text, 4)
+      >>> one.kind, one.bytes, one.sent, one.overlapped
+      ('all-reduce', 400, 600, False)
+
+    Source: https://openxla.org/xla/operation_semantics, https://openxla.org/xla/async_ops
+    """
+    computations, entry = _computations(text)
+    return list(_walk(computations, entry, devices, 1)) if entry else []
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
+    found: dict[str, list[_Instruction]] = {}
+    entry = None
+    body: list[_Instruction] = []
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            body = found[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif (instruction := _instruction(line)) is not None:
+            body.append(instruction)
+    return found, entry
+
+
+def _instruction(line: str) -> _Instruction | None:
+    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    if match is None:
+        return None
+    rest = line[match.end() :]
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
+    call = re.match(r"\s*([\w\-]+)\(", rest[end:])
+    if call is None:
+        return None
+    arguments = rest[end + call.end() - 1 :]
+    operands = re.findall(r"%([\w.\-]+)", arguments[: _closing(arguments)])
+    return _Instruction(match[1], rest[:end], call[1], tuple(operands), line)
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis is closed with which the text begins."""
+    depth = 0
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
+        if not depth:
+            return match.start()
+    return len(text) - 1
+
+
+def _walk(computations: dict[str, list[_Instruction]], name: str, devices: int, times: int) -> Iterator[Collective]:
+    body = computations.get(name, [])
+    types = {one.name: one.type for one in body}
+    for i, one in enumerate(body):
+        started = one.opcode.endswith("-start")
+        if own := _collective(one, computations):
+            kind = _KINDS[own.opcode.removesuffix("-start")]
+            groups = _groups(own, devices)
+            size, dtype = _moved(one.type, kind, started)
+            if kind == "reduce-scatter" and not started:
+                size *= max(map(len, groups))
+            hidden = started and _hidden(body, i, types)
+            where = one.attribute(r'op_name="([^"]*)"') or ""
+            yield Collective(kind, dtype, size, groups, times, hidden, where)
+        elif one.opcode == "while":
+            turns = int(one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+            yield from _walk(computations, one.attribute(r"body=%?([\w.\-]+)") or "", devices, times * turns)
+        elif one.opcode == "conditional":
+            branches = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", one.line)
+            if listed := one.attribute(r"branch_computations=\{([^}]*)\}"):
+                branches += re.findall(r"%?([\w.\-]+)", listed)
+            for branch in branches:
+                yield from _walk(computations, branch, devices, times)
+        elif one.opcode in ("call", "async-start"):
+            inner = one.attribute(r"(?:to_apply|calls)=%?([\w.\-]+)")
+            yield from _walk(computations, inner or "", devices, times)
+
+
+def _collective(one: _Instruction, computations: dict[str, list[_Instruction]]) -> _Instruction | None:
+    """The instruction that says which collective `one` is, or starts: itself, or the only one that it wraps."""
+    if one.opcode != "async-start":
+        return one if one.opcode.removesuffix("-start") in _KINDS else None
+    wrapped = computations.get(one.attribute(r"calls=%?([\w.\-]+)") or "", [])
+    found = [inner for inner in wrapped if inner.opcode in _KINDS]
+    return found[0] if len(found) == 1 else None
+
+
+def _hidden(body: list[_Instruction], start: int, types: dict[str, str]) -> bool:
+    """Whether a kernel on more than scalars runs between the start and the end of a collective.
+
+    Without an end in the same computation it does not count.
+    """
+    work = False
+    for one in body[start + 1 :]:
+        if one.opcode.endswith("-done") and body[start].name in one.operands:
+            return work
+        if one.opcode not in _FREE and not one.opcode.endswith(("-start", "-done", "-update")):
+            work = work or any(re.search(r"\[\d", types.get(x, "")) for x in (one.name, *one.operands))
+    return False
+
+
+def _moved(type_: str, kind: str, started: bool) -> tuple[int, str]:
+    """Bytes and dtypes of the whole arrays: of the larger of what goes in and comes out, as far as a type tells."""
+    parts = _parts(type_)
+    if started and kind != "all-reduce" and len(parts) > 1:
+        # (operands, results, …); an all-reduce's start has the type of its results.
+        parts = [parts[0] if kind == "reduce-scatter" else parts[1]]
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", " ".join(parts))
+    size = 0
+    for dtype, dims in arrays:
+        bits = _BITS.search(dtype)
+        width = int(bits[0]) if bits else 8
+        size += -(-width * int(np.prod([int(n) for n in dims.split(",") if n], dtype=np.int64)) // 8)
+    return size, "+".join(dict.fromkeys(dtype for dtype, _ in arrays))
+
+
+def _parts(type_: str) -> list[str]:
+    """The elements of a tuple type; of another type itself."""
+    if not type_.startswith("("):
+        return [type_]
+    parts, depth, last = [], 0, 1
+    for i, c in enumerate(type_):
+        depth += (c in "([{") - (c in ")]}")
+        if depth == 1 and c == ",":
+            parts.append(type_[last:i])
+            last = i + 1
+    return [*parts, type_[last:-1]]
+
+
+def _groups(one: _Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
+    if listed := one.attribute(r"replica_groups=\{(\{[\d,{}]*\})\}"):
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed))
+    # "[2,4]<=[4,2]T(1,0)": the numbers from 0, in that shape, transposed and reshaped.
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", one.line)
+    if iota:
+        shape, dims = ([int(n) for n in iota[k].split(",")] for k in (1, 2))
+        numbers = np.arange(int(np.prod(dims))).reshape(dims)
+        if iota[3]:
+            numbers = numbers.transpose([int(n) for n in iota[3].split(",")])
+        return tuple(tuple(map(int, group)) for group in numbers.reshape(shape))
+    if pairs := one.attribute(r"source_target_pairs=\{(\{[\d,{}]*\})\}"):
+        return tuple(tuple(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)\}", pairs))
+    return (tuple(range(devices)),)

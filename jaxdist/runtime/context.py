@@ -1,0 +1,501 @@
+"""`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxdist import communicators, compat, connectors
+from jaxdist.communicators import Rules
+from jaxdist.connectors import Connector
+from jaxdist.control import failfast, rendezvous
+from jaxdist.control.channel import Control, ControlError
+from jaxdist.control.keys import Key, is_loopback
+from jaxdist.control.sequence import Sequence
+from jaxdist.control.watchdog import Watchdog
+from jaxdist.mesh import AXIS
+from jaxdist.runtime import commlog, coordinator, devices, executables, farewell, gloo, transfer
+
+COMMUNICATORS = ("auto", "xla", "mpi")
+TIMEOUT = 300.0  # seconds
+_PATIENCE = 60  # seconds that JAX gets longer, for our own message
+
+_context: Context | None = None
+_asked: tuple[Any, Any, int | None, int | None] | None = None
+_lock = threading.RLock()
+
+T = TypeVar("T")
+
+
+class Context:
+    """The job as this process sees it; made by `init`.
+
+    Attributes:
+      rank: this process, 0 to size - 1.
+      size: number of processes.
+      local_rank: index among the processes of this host.
+      local_size: number of processes on this host.
+      root_rank: 0, the rank that prints and writes.
+      is_root: whether this is it.
+      num_devices: the data-parallel width: devices of all processes.
+      devices: those devices, in rank order.
+      mesh: over them, with the one axis "data".
+      communicator: "xla" or "mpi".
+      rules: a communicator of the user's own, for steps; None: there is none.
+      timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
+      connector: how the processes found each other.
+      control: the channel beside the training (`jaxdist.control.channel`).
+      watchdog: knows how far this process is with each step, and asks the others (`jaxdist.control.watchdog`).
+      sequence: the calls of steps and eager collectives so far, the same on every rank (`jaxdist.control.sequence`).
+
+    Example:
+      >>> import jaxdist
+      >>> ctx = jaxdist.init()
+      >>> ctx.is_root, ctx.local_rank, ctx.mesh.axis_names
+      (True, 0, ('data',))
+    """
+
+    root_rank = 0
+
+    def __init__(self, connector: Connector, control: Control, timeout: float = TIMEOUT):
+        self.connector = connector
+        self.control = control
+        self.timeout = timeout
+        self.watchdog = Watchdog(control, timeout)
+        self.sequence = Sequence(control)
+        self.rank, self.size = connector.rank, connector.size
+        self.local_rank, self.local_size = connector.local_rank, connector.local_size
+        self.is_root = self.rank == self.root_rank
+        self.exit = failfast.Exit()
+        self.communicator = "xla"
+        self.rules: Rules | None = None
+        self.devices: list[Any] = []
+        self.num_devices = 0
+        self.mesh: Mesh
+        self._parts: dict[Any, Any] = {}
+
+    def only(self, kind: Callable[[Context], T]) -> T:
+        """The one object of this kind in the job, made when it is first asked for."""
+        if kind not in self._parts:
+            self._parts[kind] = kind(self)
+        return self._parts[kind]
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every process is here.
+
+        Args:
+          timeout: seconds; default: that of `init`.
+
+        Raises:
+          ControlError: some rank did not come in time, is in another call, or has left.
+
+        Example:
+          >>> import jaxdist
+          >>> jaxdist.init().barrier()
+        """
+        self.control.barrier(self.timeout if timeout is None else timeout)
+
+    def broadcast(self, tree_or_object: Any, root: int = 0) -> Any:
+        """The root's value on every process.
+
+        Args:
+          tree_or_object: on the root: any picklable object, or a pytree of arrays. Elsewhere
+            ignored, unless the root's tree holds things that can't be pickled: then its structure
+            is used.
+          root: the rank whose value it is.
+
+        Returns:
+          The value. Arrays have the root's dtypes and shapes, jax arrays are on this process's
+          default device.
+
+        Raises:
+          ControlError: a rank makes another call, names another root, has left, or did not come within the timeout
+            of `init`.
+          TypeError: the value can't be sent.
+
+        Example:
+          >>> import jaxdist
+          >>> jaxdist.init().broadcast({"lr": 0.1})
+          {'lr': 0.1}
+        """
+        if not 0 <= root < self.size:
+            raise ValueError(f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}")
+        if self.size == 1:
+            return tree_or_object
+        carrier = getattr(self.connector, "broadcast_buffer", None)
+        if self.rank == root:
+            buffers = transfer.pack(tree_or_object)
+            self.control.broadcast_buffers(buffers, root, carrier, self.timeout)
+            transfer.check_packed(buffers, self.rank)
+            return tree_or_object
+        received = self.control.broadcast_buffers(None, root, carrier, self.timeout)
+        return transfer.unpack(received, tree_or_object, self.rank)
+
+    def __reduce__(self) -> Any:
+        return get_context, ()  # where it is sent to it is the receiver's own
+
+    def __repr__(self) -> str:
+        return (
+            f"Context(rank={self.rank}, size={self.size}, local_rank={self.local_rank}, "
+            f"local_size={self.local_size}, num_devices={self.num_devices}, "
+            f"connector={self.connector.name!r}, communicator={self.communicator!r})"
+        )
+
+
+def init(
+    connector: str | Connector = "auto",
+    communicator: str | Rules = "auto",
+    *,
+    timeout: float | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> Context:
+    """Join the job; before any JAX computation.
+
+    Args:
+      connector: how processes find each other: "mpi", "slurm", "env://", "tcp://host:port",
+        "local", an object of the `Connector` protocol, or "auto": JAXDIST_CONNECTOR, else the
+        launcher that is there.
+      communicator: how arrays move: "xla", "mpi", or "auto": JAXDIST_COMMUNICATOR, else "mpi"
+        between CPU processes of an MPI job that have mpi4jax, "xla" otherwise. Or one of your own, for the
+        collectives of steps: a table of lowering rules (`jaxdist.communicators.Rules`), beside "xla".
+      timeout: seconds to wait for ranks that do not come: here, and later in each collective and each call of a
+        step; then the job ends with an error that names them. Default: JAXDIST_TIMEOUT, else 300.
+      rank: for tcp:// and env://, instead of RANK.
+      size: for tcp:// and env://, instead of WORLD_SIZE.
+
+    Returns:
+      The context; a second call returns the same one.
+
+    Raises:
+      RuntimeError: a JAX backend was already in use by one of several processes, or `init` was
+        called before with other arguments.
+      ValueError: unknown connector or communicator, missing variables, too few GPUs, a timeout of no length.
+      ImportError: MPI is asked for and not installed; with the command.
+      TimeoutError: not everyone came; says who, or which address was not reached.
+
+    Example:
+      >>> import jaxdist
+      >>> ctx = jaxdist.init()
+      >>> ctx.rank, ctx.size
+      (0, 1)
+    """
+    global _context, _asked
+    asked = (connector, communicator, rank, size)
+    with _lock:
+        if _context is not None:
+            assert _asked is not None
+            _check_same(_asked, asked)
+            return _context
+        if not isinstance(communicator, str):
+            communicators.check(communicator)
+        elif communicator not in COMMUNICATORS:
+            raise ValueError(f"unknown communicator {communicator!r}; valid: {', '.join(COMMUNICATORS)}")
+        _refuse_workers()
+        wanted = communicator if isinstance(communicator, str) else "xla"
+        if wanted == "auto":
+            wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
+            if wanted not in COMMUNICATORS:
+                raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
+        timeout = _timeout(timeout)
+        failfast.one_line_for_interrupts()
+        commlog.asked()  # an unknown word is an error now
+        found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
+        ctx = Context(found, _control(found, timeout), timeout)
+        if ctx.size > 1:
+            _write_whole_lines()
+        failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
+        _start_jax(ctx, wanted, timeout)
+        ctx.rules = None if isinstance(communicator, str) else communicator
+        farewell.install(ctx.control, ctx.watchdog, ctx.exit, timeout)
+        _context, _asked = ctx, asked
+        return ctx
+
+
+def current() -> Context | None:
+    """The context, if `init` made one in this process."""
+    return _context
+
+
+def get_context() -> Context:
+    """The context that `init` made; made with defaults on first need.
+
+    Returns:
+      The context.
+
+    Example:
+      >>> import jaxdist
+      >>> jaxdist.get_context() is jaxdist.init()
+      True
+    """
+    return init() if _context is None else _context
+
+
+def _write_whole_lines() -> None:
+    """Under PYTHONUNBUFFERED print() writes its arguments, spaces and newline one by one, and those of ranks mix."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _refuse_workers() -> None:
+    """A data worker that multiprocessing spawns imports the script anew, under another name."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__":
+            raise RuntimeError(
+                "jaxdist.init was called in a data worker, which imports the script anew and would join the job a "
+                'second time: put what the script does into a function, called under `if __name__ == "__main__":`'
+            )
+        frame = frame.f_back
+
+
+def _timeout(given: float | None) -> float:
+    name, value = ("timeout", given) if given is not None else ("JAXDIST_TIMEOUT", os.environ.get("JAXDIST_TIMEOUT"))
+    try:
+        seconds = TIMEOUT if value is None or value == "" else float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name}={value!r}: expected a positive number of seconds, such as {TIMEOUT:g}")
+    return seconds
+
+
+def _check_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    names = ("connector", "communicator", "rank", "size")
+    defaults = ("auto", "auto", None, None)
+    for name, old, new, default in zip(names, before, now, defaults, strict=True):
+        if new is not old and new != old and new != default:
+            assert _context is not None
+            actual = getattr(_context, name)
+            actual = getattr(actual, "name", actual)
+            if actual == new:
+                continue  # spells out what auto found
+            raise RuntimeError(
+                f"jaxdist.init({name}={new!r}), but this process already called init with "
+                f"{name}={old!r} (in use: {actual!r}). Call init once, at the start of the "
+                "script, or with the same arguments"
+            )
+
+
+def _control(connector: Connector, timeout: float) -> Control:
+    """The connector's own control channel, else a new one on a free port of the root."""
+    own = getattr(connector, "control", None)
+    if isinstance(own, Control):
+        return own
+    rank, size = connector.rank, connector.size
+    if size == 1:
+        return Control(0, 1)
+    one_host = connector.local_size == size
+    server = rendezvous.bind("127.0.0.1" if one_host else "", [0]) if rank == 0 else None
+    where = None
+    if server is not None:
+        ips = [] if one_host else rendezvous.interface_addresses()
+        where = (socket.gethostname(), ips, server.getsockname()[1], secrets.token_bytes())
+    host, ips, port, secret = connector.broadcast(where, 0)
+    names = ["127.0.0.1"] if one_host or host == socket.gethostname() else []
+    names += [] if one_host else [*ips, host]
+    return Control(
+        rank, size, [(name, port) for name in names], server=server,
+        key=Key(secret), timeout=timeout, abort=connector.abort,
+    )  # fmt: skip
+
+
+def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
+    """Choose platform, devices, threads and communicator, and start jax.distributed."""
+    if ctx.size == 1:
+        ctx.devices = list(jax.local_devices())
+        ctx.num_devices = len(ctx.devices)
+        ctx.communicator = _alone(wanted, ctx)
+        ctx.mesh = _mesh(ctx.devices)
+        return
+    if compat.backend_started() and not compat.distributed_client_started():
+        raise RuntimeError(
+            f"rank {ctx.rank}: a JAX backend was already in use when jaxdist.init was called, so "
+            f"this process can't join the other {ctx.size - 1}. Call jaxdist.init() first: before "
+            "jax.devices(), jax.random.key(), any jnp array or jitted call (also those at the top "
+            "of imported modules)"
+        )
+    platforms = compat.platforms_asked()
+    gpus = devices.visible_gpus()
+    mine = devices.Host(
+        socket.gethostname(),
+        tuple(sorted(os.sched_getaffinity(0))),
+        gpus,
+        devices.wanted_platform(platforms, gpus),
+    )
+    chosen = _communicator(ctx, wanted, mine.platform)
+    said = ctx.control.exchange("init", (mine, *chosen, executables.offer(ctx.local_rank)), timeout)
+    hosts = [h for h, *_ in said]
+    _agree(ctx, hosts)
+    errors = [(r, error) for r, (_, _, error, _) in enumerate(said) if error]
+    if errors and wanted != "auto":
+        kind = ImportError if "Install" in errors[0][1] else ValueError
+        raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
+    names = {name for _, name, *_ in said}
+    ctx.communicator = "mpi" if names == {"mpi"} else "xla"
+    local_ids = [devices.choose_gpu(hosts, ctx.rank)] if mine.platform == "gpu" else None
+    over_gloo = mine.platform == "cpu" and not compat.backend_started()
+    if over_gloo:
+        compat.one_cpu_device()
+        compat.cpu_threads(devices.fair_threads(hosts, ctx.rank))
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        if not platforms:
+            jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
+    _start_distributed(ctx, local_ids, timeout)
+    if over_gloo:
+        compat.gloo_at(_reachable_ip(ctx))
+    ctx.devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    per_process = [d.process_index for d in ctx.devices]
+    if per_process != list(range(ctx.size)):
+        raise RuntimeError(
+            f"rank {ctx.rank}: expected one device on each of {ctx.size} processes, JAX found {ctx.devices}"
+        )
+    ctx.num_devices = len(ctx.devices)
+    ctx.mesh = _mesh(ctx.devices)
+    if mine.platform == "cpu":
+        executables.share(ctx.control, ctx.timeout, [offer for *_, offer in said])
+    # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
+    if over_gloo and (ctx.communicator == "xla" or _one_host(ctx)):
+        ctx.control.barrier(timeout)
+        gloo.connect(ctx.mesh)
+    if ctx.communicator == "mpi":
+        from jaxdist.communicators.mpi import world
+
+        world(ctx.rank)  # made by all ranks together: now, not when one of them first compiles a step
+
+
+def _mesh(found: list[Any]) -> Mesh:
+    return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _agree(ctx: Context, hosts: list[devices.Host]) -> None:
+    platforms = {h.platform for h in hosts}
+    if len(platforms) > 1:
+        cpu = [ctx.control.who(r) for r, h in enumerate(hosts) if h.platform == "cpu"]
+        raise ValueError(
+            f"rank {ctx.rank}: some ranks would run on GPUs and some on CPUs ({', '.join(cpu)}): "
+            "install jax[cuda12] and the driver everywhere, or set JAX_PLATFORMS=cpu everywhere"
+        )
+
+
+def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float) -> None:
+    if compat.distributed_client_started():
+        if compat.distributed_ids() == (ctx.rank, ctx.size):
+            return  # the user started it, with the same numbers
+        raise RuntimeError(
+            f"rank {ctx.rank} of {ctx.size}: jax.distributed was already initialized as process "
+            "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
+        )
+    compat.quiet_distributed()
+    with coordinator.reachable(ctx.control, timeout) as path, ctx.watchdog.over("the start of jax.distributed"):
+        jax.distributed.initialize(
+            coordinator_address=f"unix:{path}",
+            coordinator_bind_address=f"unix:{path}",
+            num_processes=ctx.size,
+            process_id=ctx.rank,
+            local_device_ids=local_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(timeout) + _PATIENCE,  # it ends the process, and can't say who is missing
+            heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
+        )
+
+
+def _one_host(ctx: Context) -> bool:
+    return all(is_loopback(m.ip) for m in ctx.control.members)
+
+
+def _reachable_ip(ctx: Context) -> str:
+    members = ctx.control.members
+    ip = members[ctx.rank].ip
+    # A rank beside the root talked to it over loopback: others reach both at the root's address.
+    return members[0].ip if is_loopback(ip) else ip
+
+
+def _alone(wanted: str, ctx: Context) -> str:
+    if wanted != "mpi":
+        return "xla"
+    if ctx.num_devices > 1:
+        raise ValueError(
+            f"communicator 'mpi' moves arrays between processes, and this is one process with "
+            f"{ctx.num_devices} devices: use communicator 'xla', or start with "
+            f"mpirun -np {ctx.num_devices}"
+        )
+    problem = _mpi_problem(1)
+    if problem:
+        raise (ImportError if "Install" in problem else ValueError)(f"communicator 'mpi': {problem}")
+    return "mpi"
+
+
+def _communicator(ctx: Context, wanted: str, platform: str) -> tuple[str, str]:
+    """(name, why "mpi" can't be) as this rank sees it; never raises, so that all ranks compare."""
+    if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
+        return "xla", ""
+    if wanted == "auto":
+        # Only where an MPI launcher is: elsewhere MPI_Init may abort the process.
+        pmi = any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK"))
+        if ctx.connector.name != "mpi" and not (ctx.connector.name == "slurm" and pmi):
+            return "xla", ""
+    problem = _mpi_problem(ctx.size)
+    return ("xla", problem) if problem else ("mpi", "")
+
+
+def _mpi_problem(size: int) -> str:
+    """Why communicator "mpi" can't work here, or ""."""
+    from jaxdist.connectors import site
+    from jaxdist.connectors.mpi import load
+
+    for module in ("mpi4py", "mpi4jax"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed. Install: {site.install()}"
+    try:
+        mpi = load()
+    except ImportError as error:
+        return str(error)
+    if mpi.COMM_WORLD.size != size:
+        return (
+            f"MPI's world has {mpi.COMM_WORLD.size} processes, the job has {size}: start the "
+            f"script with `mpirun -np {size}` (or srun --mpi=...), or use communicator 'xla'"
+        )
+    built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
+    if built and built != loaded:
+        rebuild = site.rebuild_mpi4jax(site.loaded() or "")
+        return (
+            f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
+            f"communicator 'xla', or rebuild it with the mpicc of that MPI: {rebuild}"
+        )
+    return ""
+
+
+def _mpi_family(mpi: Any) -> str:
+    return "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
+
+
+def _mpi4jax_built_for() -> str | None:
+    """Read off the library name that its extension is linked to; loading it could crash."""
+    spec = importlib.util.find_spec("mpi4jax")
+    assert spec is not None
+    assert spec.origin is not None
+    for library in sorted(Path(spec.origin).parent.rglob("*cpu*.so")):
+        content = library.read_bytes()
+        if b"libmpi.so.40" in content:
+            return "Open MPI"
+        if b"libmpi.so.12" in content or b"libmpich.so.12" in content:
+            return "MPICH"
+    return None
+
+
+__all__ = ["Context", "ControlError", "get_context", "init"]

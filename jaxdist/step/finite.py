@@ -1,0 +1,172 @@
+"""`check_finite`: NaN and infinity by the name of the leaf that holds them.
+
+Inside a decorated step the counts are one more output of its program: a small array, the same on every device, that
+is examined on the host after the call. So all ranks see it, and raise the same error, without another message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import Mesh
+
+from jaxdist.agreement.calls import list_ranks
+from jaxdist.errors import StepError
+from jaxdist.ir.primitives import count_p
+from jaxdist.ir.primitives import counts as counts_of
+from jaxdist.ir.trace import step_mesh
+
+Tree = TypeVar("Tree")
+
+_ADVICE = "Look at the learning rate and the data of this step, or clip the gradients"
+
+
+def check_finite(tree: Tree, name: str = "tree") -> Tree:
+    """Make a decorated step raise, on every rank, if an array of `tree` has a NaN or an infinity.
+
+    The error names the first such leaf, in the order of these calls and of the leaves, how many NaN and infinite
+    entries it has, and the devices and ranks. What every device has (the loss, the gradients) has them on every device;
+    what has an entry an example (logits, losses of single examples) names the device they come from, so look at both.
+    Costs a pass over the arrays and one small message a step; each call of the step waits for its end, and does not
+    donate its state, so that the one given is still there after the error.
+
+    In a step it must be called at the top level, not inside of a function given to ``jax.grad``, ``jax.lax.scan``,
+    ``jax.lax.cond``, ``jax.jit`` and their like: return the arrays from there, and check them outside.
+
+    Args:
+      tree: any pytree; leaves that are no floating or complex arrays pass.
+      name: what to call it in the error.
+
+    Returns:
+      `tree` as it is.
+
+    Raises:
+      FloatingPointError: (from the call of the step, on every rank; outside of a step at once, on this one) there is
+        one. Outside of a decorated step values that jax traces pass.
+      StepError: called inside of such a function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxdist
+      >>> @jaxdist.data_parallel
+      ... def step(w, batch):
+      ...     loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.log(batch @ w["a"])))(w)
+      ...     jaxdist.check_finite((loss, grads), "(loss, grads)")
+      ...     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+      >>> step({"a": jnp.zeros(3)}, jnp.ones((8, 3)))
+      Traceback (most recent call last):
+        ...
+      FloatingPointError: step 'step...', call 1: (loss, grads)[0] is not finite: 1 infinite on every device. ...
+    """
+    found = _collector.get()
+    if found is not None:
+        found.look_at(tree, name)
+        return tree
+    arrays = [(path, getattr(x, "array", x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+    for path, x in arrays:
+        if not _is_float(x) or isinstance(x, Tracer):
+            continue
+        shards = x.addressable_shards if isinstance(x, jax.Array) else []
+        parts = {str(s.index): s.data for s in shards} or {"": x}  # each value once
+        counts = np.sum([np.asarray(counts_of(jnp.asarray(part))) for part in parts.values()], 0)
+        if counts.any():
+            raise FloatingPointError(f"{name}{jax.tree_util.keystr(path)} is not finite: {_say(counts)}. {_ADVICE}")
+    return tree
+
+
+class Findings:
+    """What a step that is being traced counts."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._counts: list[Any] = []
+        self._level = get_opaque_trace_state()
+
+    def look_at(self, tree: Any, name: str) -> None:
+        """Count the NaN and infinite entries of each floating array."""
+        if get_opaque_trace_state() != self._level:
+            raise StepError(
+                f"jaxdist.check_finite(..., {name!r}) is called inside of a function that jax.grad, scan, cond, jit or "
+                "the like traces for itself, and what it counts can't leave that. Return the arrays from there "
+                "(has_aux=True, or as outputs of the loop), and check them in the step itself"
+            )
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if _is_float(x):
+                self.names.append(name + jax.tree_util.keystr(path))
+                mesh = step_mesh()
+                self._counts.append(count_p.bind(x, devices=mesh.size if mesh else 1))
+
+    def everywhere(self) -> jax.Array:
+        """int32[devices, leaves, 2], the same on each device: how many NaN, how many infinite."""
+        return jnp.stack(self._counts, 1)
+
+
+_collector: ContextVar[Findings | None] = ContextVar("jaxdist_findings", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Findings]:
+    """Where `check_finite` writes to, while a step is traced."""
+    found = Findings()
+    token = _collector.set(found)
+    try:
+        yield found
+    finally:
+        _collector.reset(token)
+
+
+def examine(
+    names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool] = (True, True)
+) -> None:
+    """Look at what a call of a step has counted; waits for its end.
+
+    Args:
+      names: of what was counted.
+      found: of `Findings.everywhere`.
+      mesh: of the step.
+      prefix: of the error.
+      kinds: of the step's result: whether NaN are errors, and infinite values.
+
+    Raises:
+      FloatingPointError: something is not finite.
+    """
+    counts = np.array(found.addressable_data(0))
+    counts[:, [name.startswith("result") for name in names]] *= np.array(kinds)
+    if not counts.any():
+        return
+    bad = counts.any(axis=(0, 2))
+    first = int(bad.argmax())
+    rows = counts[:, first]
+    at = np.flatnonzero(rows.any(axis=1)).tolist()
+    same = bool((rows == rows[0]).all())
+    more = f" ({int(bad.sum()) - 1} more of what was checked are not finite.)" if bad.sum() > 1 else ""
+    where = "on every device" if same else _devices(mesh, at)
+    what = _say(rows[0] if same else rows.sum(0))
+    raise FloatingPointError(f"{prefix}{names[first]} is not finite: {what} {where}.{more} {_ADVICE}")
+
+
+def _devices(mesh: Mesh, at: Sequence[int]) -> str:
+    """Devices by their ranks, if a process has one."""
+    ranks = [d.process_index for d in mesh.devices.flat]
+    if len(set(ranks)) == len(ranks):
+        return f"on rank {list_ranks([ranks[i] for i in at])}"
+    alone = len(set(ranks)) == 1
+    return f"on device {list_ranks([str(i) if alone else f'{i} (rank {ranks[i]})' for i in at])}"
+
+
+def _say(counts: np.ndarray) -> str:
+    nan, infinite = (int(n) for n in counts)
+    parts = [f"{nan} NaN"] if nan else []
+    return " and ".join([*parts, f"{infinite} infinite"] if infinite else parts)
+
+
+def _is_float(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
