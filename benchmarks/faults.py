@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import report
 from known_faults import BOOM, FAULTS, Fault
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import launch  # how the tests start jobs, and find what they leave behind
 
 HERE = Path(__file__).resolve().parent

@@ -47,7 +47,7 @@ def core() -> dict[str, Any]:
     from jax.sharding import Mesh
 
     jax.config.update("jax_enable_x64", True)
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     import oracle
 
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))

@@ -1,6 +1,6 @@
 """Write zero-optimizers.md: how each transformation of optax runs under `jaxdist.zero`, found from the program itself.
 
-Run it after a change of the placements or of the catalog (tests/optimizers.py): ``python docs/zero_table.py``.
+Run it after a change of the placements or of the catalog (tests/support/optimizers.py): ``python docs/zero_table.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     os.environ["JAX_ENABLE_X64"] = "1"
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import jax
 import optimizers
@@ -34,8 +34,8 @@ SHAPES = {"scalar": (), "one": (1,), "vector": (64,), "matrix": (64, 32), "tenso
 HEADER = f"""\
 # How each transformation runs in shards
 
-Written by zero_table.py from the programs that jaxdist makes of the transformations in tests/optimizers.py: level 2,
-{DEVICES} devices, parameters of shapes {", ".join(map(str, SHAPES.values()))}.
+Written by zero_table.py from the programs that jaxdist makes of the transformations in tests/support/optimizers.py:
+level 2, {DEVICES} devices, parameters of shapes {", ".join(map(str, SHAPES.values()))}.
 
 - *reductions*: sums, maxima and the like over the devices beyond those of the gradients, and their bytes altogether.
   They travel together where one does not wait for another.

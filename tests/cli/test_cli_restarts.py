@@ -20,7 +20,7 @@ from jaxdist.launch.hosts import Host, parse_hosts
 
 pytestmark = pytest.mark.slow  # together
 
-TRAINING = Path(__file__).parents[1] / "training.py"
+TRAINING = Path(__file__).parents[1] / "support" / "training.py"
 
 
 def found(output: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import oracle
 

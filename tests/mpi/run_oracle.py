@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import oracle
 

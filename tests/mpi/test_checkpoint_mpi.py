@@ -35,7 +35,7 @@ else:
         print("TOLD", error, flush=True)
 """
 
-SCRIPT = str(Path(__file__).parents[1] / "training.py")
+SCRIPT = str(Path(__file__).parents[1] / "support" / "training.py")
 
 
 def steps_in(path: Path) -> list[str]:

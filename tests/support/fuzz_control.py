@@ -1,4 +1,4 @@
-"""Strangers at the ports of a running job: `python tests/fuzz_control.py MESSAGES SEED [--other-user] [--no-secret]`.
+"""Strangers at the ports of a running job: `fuzz_control.py MESSAGES SEED [--other-user] [--no-secret]`.
 
 Half of the messages come while rank 0 waits for the other rank, half while both train. Prints what was sent and how
 the job ended; the exit code is 0 if it went on and each of its rounds had the very same weights as one without them.
