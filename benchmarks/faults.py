@@ -26,7 +26,6 @@ import report
 from known_faults import BOOM, FAULTS, Fault
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-import launch  # how the tests start jobs, and find what they leave behind
 
 HERE = Path(__file__).resolve().parent
 JAXDIST_RUN = [sys.executable, "-m", "jaxdist", "run"]
@@ -120,21 +119,21 @@ def run(name: str, setting: Setting) -> tuple[Outcome, str]:
     return Outcome(name, setting.launcher, setting.communicator, seconds, codes, named, orphans, problems), text
 
 
-def _start(name: str, culprit: int, setting: Setting, scratch: str) -> launch.Job:
+def _start(name: str, culprit: int, setting: Setting, scratch: str) -> jobs.Job:
     program = [str(HERE / "faulty.py"), name, "--culprit", str(culprit), "--level", str(setting.level)]
     program += ["--late", str(setting.late), "--scratch", scratch]
     env = {"JAXDIST_TIMEOUT": f"{setting.timeout:g}", "JAXDIST_COMMUNICATOR": setting.communicator}
     if setting.launcher == "mpirun":
-        return launch.start_mpirun(setting.size, program, env)
+        return jobs.start_mpirun(setting.size, program, env)
     if setting.launcher == "env":
-        return launch.start_env(setting.size, program, env)
+        return jobs.start_env(setting.size, program, env)
     how = ["--launcher", "env"] if setting.launcher == "run-env" else []
-    job = launch.Job()
+    job = jobs.Job()
     job.start([*JAXDIST_RUN, "-n", str(setting.size), *how, *program], env)
     return job
 
 
-def _watch(job: launch.Job, waited_for: Sequence[int], fault: Fault, limit: float) -> tuple[dict[int, float], float]:
+def _watch(job: jobs.Job, waited_for: Sequence[int], fault: Fault, limit: float) -> tuple[dict[int, float], float]:
     """When processes ended; and when the launcher got its signal, or 0."""
     ended: dict[int, float] = {}
     sent = 0.0
@@ -245,7 +244,7 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{report.table(head, rows)}\n\n{summary}"
 
 
-def jobs(faults: Sequence[str], launchers: Sequence[str], communicators: Sequence[str]) -> list[tuple[str, str, str]]:
+def rows(faults: Sequence[str], launchers: Sequence[str], communicators: Sequence[str]) -> list[tuple[str, str, str]]:
     """Those that there can be."""
     return [
         (name, launcher, communicator)
@@ -301,7 +300,7 @@ def main() -> None:
 
 
 def _have_all(args: argparse.Namespace, limit: float, late: float, outcomes: list[Outcome]) -> None:
-    for name, launcher, communicator in jobs(args.faults, args.launchers, args.communicators):
+    for name, launcher, communicator in rows(args.faults, args.launchers, args.communicators):
         setting = Setting(launcher, communicator, args.n, args.culprit, args.timeout, limit, late, args.level)
         outcome, text = run(name, setting)
         outcomes.append(outcome)

@@ -6,12 +6,12 @@
 
 *load* makes so many all-reduces and as many reduce-scatters, of other numbers each time, and compares every element.
 *train* goes through cycles of training steps and eager collectives, and now and then a save in the background, which is
-read again and compared bit by bit: in each of the first cycles, and then not in every one (tensorstore 0.1.86 loses some
-10 KiB an array and save in `Spec.to_json`). After each cycle it notes each rank's resident memory, descriptors and
+read again and compared bit by bit: in each of the first cycles, and then not in every one (tensorstore 0.1.86 loses
+some 10 KiB an array and save in `Spec.to_json`). After each cycle it notes each rank's resident memory, descriptors and
 threads; of the memory not what the allocator keeps for later: each of tensorstore's threads, which come and go, fills a
 pool of its own, +70 MiB in the first hour. The first third is left out (caches fill); through the rest, in 20 blocks, a
-line is fitted. What it rises by in that time is **flat** if its 95% interval ends below the limit (1% of the memory; one
-descriptor; one thread), **grows** if it begins above the limit, and else **not known**: run for longer. With
+line is fitted. What it rises by in that time is **flat** if its 95% interval ends below the limit (1% of the memory;
+one descriptor; one thread), **grows** if it begins above the limit, and else **not known**: run for longer. With
 --checkpoints a later run goes on where this one was. The exit code is 1 if anything was wrong or grows.
 """
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 from quick import XLA_FLAGS
 from typer.main import get_command
@@ -110,7 +110,7 @@ def test_the_program_runs(tmp_path: Path):
         script = tmp_path / f"program{i}.py"
         script.write_text(str(code))
         done = subprocess.run(
-            [sys.executable, str(script)], env=launch.environment({"XLA_FLAGS": flags}),
+            [sys.executable, str(script)], env=jobs.environment({"XLA_FLAGS": flags}),
             cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

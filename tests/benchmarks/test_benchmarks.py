@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import launch
+import jobs
 import pytest
 import quick
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # together
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--rounds=2", "--seconds=0.02"]
-ENV = launch.environment({"XLA_FLAGS": quick.XLA_FLAGS, "JAX_ENABLE_X64": None})
+ENV = jobs.environment({"XLA_FLAGS": quick.XLA_FLAGS, "JAX_ENABLE_X64": None})
 
 
 def start(script: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def torch() -> list[str]:
 
 @pytest.mark.mpi
 def test_step_time(tmp_path: Path) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     args = ["--models", "MLP-tiny", "--variants", "jaxdist mpi 3", "gloo flat", "raw*", "1 rank x2: jit"]
     found = run("step_time.py", tmp_path, *args, *QUICK)["models"]["MLP-tiny"]
     assert set(found["ms"]) == {"jaxdist mpi 3", "gloo flat", "raw allreduce", "1 rank x2: jit"}
@@ -59,7 +59,7 @@ def test_step_time(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_step_time_beside_torch(tmp_path: Path, torch: list[str]) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     args = ["--models", "GPT-tiny", "LeNet", "--variants", "torch *", "1 rank x2: *", *torch, *QUICK]
     for found in run("step_time.py", tmp_path, *args)["models"].values():
         assert {"torch DDP", "torch FSDP2", "1 rank x2: jit"} < set(found["losses"])
@@ -80,7 +80,7 @@ def steps(model):
 
 @pytest.mark.mpi
 def test_a_wrong_loss_and_a_rank_that_fails_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(HERE)
@@ -112,7 +112,7 @@ def test_what_trains_on_other_examples_is_compared_apart(monkeypatch: pytest.Mon
 
 @pytest.mark.mpi
 def test_buckets(tmp_path: Path) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     args = ["--models", "MLP-tiny", "--communicators", "mpi", "--kib", "0", "1", "--compress", "bf16", *QUICK]
     found = run("buckets.py", tmp_path, *args)
     assert set(found["models"]["MLP-tiny"]["ms"]) == {"mpi bucket=0", "mpi bucket=1024", "mpi compress=bf16"}
@@ -120,7 +120,7 @@ def test_buckets(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_where(tmp_path: Path) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     found = run("where.py", tmp_path, "--models", "MLP-tiny", *QUICK)["models"]["MLP-tiny"]
     assert set(found["ms"]) == {"mpi", "xla", "raw", "compute"}
     assert all(0 < share < 1 for share in found["share"].values())
@@ -128,7 +128,7 @@ def test_where(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_collectives(tmp_path: Path) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     args = ["--systems", "jaxdist mpi", "mpi4py", "--sizes", "4096", "--ops", "allreduce", "broadcast", *QUICK]
     found = run("collectives.py", tmp_path, *args)
     assert len(found["ms"]) == 2 * 2

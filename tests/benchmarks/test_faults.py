@@ -127,9 +127,9 @@ def test_the_table_counts_what_is_wrong(faults: Any) -> None:
 
 
 def test_jobs_that_can_be(faults: Any) -> None:
-    assert faults.jobs(["raises"], ["env", "mpirun"], ["xla", "mpi"]) == [
+    assert faults.rows(["raises"], ["env", "mpirun"], ["xla", "mpi"]) == [
         ("raises", "env", "xla"),
         ("raises", "mpirun", "xla"),
         ("raises", "mpirun", "mpi"),
     ]
-    assert faults.jobs(["launcher_sigint"], ["env", "run-env"], ["xla"]) == [("launcher_sigint", "run-env", "xla")]
+    assert faults.rows(["launcher_sigint"], ["env", "run-env"], ["xla"]) == [("launcher_sigint", "run-env", "xla")]

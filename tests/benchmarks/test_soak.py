@@ -8,16 +8,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-import launch
+import jobs
 import pytest
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(folder: Path, *args: str, start: Any = launch.mpirun) -> dict[str, Any]:
+def run(folder: Path, *args: str, start: Any = jobs.mpirun) -> dict[str, Any]:
     path = folder / "found.json"
     results = start(2, [str(HERE / "soak.py"), *args, "--json", str(path)])
-    for result in [results] if isinstance(results, launch.Result) else results:
+    for result in [results] if isinstance(results, jobs.Result) else results:
         assert result.returncode == 0, result.output
     return json.loads(path.read_text())
 
@@ -32,7 +32,7 @@ def test_load(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_cycles_of_training_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     args = ["train", "--cycles", "2", "--save-every", "0", "--checkpoints", str(tmp_path / "checkpoints")]
-    first, second = (run(tmp_path, *args, start=launch.spawn_env) for _ in range(2))
+    first, second = (run(tmp_path, *args, start=jobs.spawn_env) for _ in range(2))
     assert (first["from"], second["from"], second["wrong"]) == (0, 2, 0)
     assert second["loss"] < first["loss"]
     assert [len(samples) for samples in second["samples"]] == [2, 2]

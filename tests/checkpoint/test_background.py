@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import launch
+import jobs
 import numpy as np
 import pytest
 
@@ -28,10 +28,10 @@ saving = jaxdist.save(path, {"w": np.ones(3)}, 2, wait=False)
 """
 
 
-def run(path: Path, script: str) -> launch.Result:
+def run(path: Path, script: str) -> jobs.Result:
     command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
-    done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True, timeout=120, check=False)
-    return launch.Result(done.returncode, done.stdout, done.stderr, 0)
+    done = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True, timeout=120, check=False)
+    return jobs.Result(done.returncode, done.stdout, done.stderr, 0)
 
 
 def test_a_failure_of_the_last_save_fails_the_script(tmp_path: Path) -> None:

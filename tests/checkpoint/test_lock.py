@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import launch
+import jobs
 import pytest
 
 import jaxdist
@@ -31,7 +31,7 @@ SAVER = textwrap.dedent("""
 
 def start(path: Path, step: int, seconds: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SAVER, str(path), str(step), str(seconds)]
-    job = subprocess.Popen(command, env=launch.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    job = subprocess.Popen(command, env=jobs.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert job.stdout is not None
     line = job.stdout.readline()
     if line != "SAVED\n":

@@ -11,7 +11,7 @@ import sys
 import types
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 from jaxdist.connectors import mpi
@@ -37,14 +37,14 @@ if "fail" in sys.argv:
 """
 
 
-def _lines(result: launch.Result) -> list[list[str]]:
+def _lines(result: jobs.Result) -> list[list[str]]:
     assert result.returncode == 0, result.output
     return sorted(line.split()[1:] for line in result.stdout.splitlines() if line[:4] == "job ")
 
 
 @pytest.mark.mpi
 def test_open_mpi_and_what_auto_chooses_there():
-    assert _lines(launch.mpirun(3, ["-c", _SCRIPT])) == [["mpi", str(r), "3", str(r), "3", "mpi"] for r in range(3)]
+    assert _lines(jobs.mpirun(3, ["-c", _SCRIPT])) == [["mpi", str(r), "3", str(r), "3", "mpi"] for r in range(3)]
 
 
 def _mpich() -> tuple[str, str]:
@@ -65,8 +65,8 @@ def test_mpich_from_debian(tmp_path):
     (tmp_path / "libmpi.so.12").symlink_to(library)
     env = {"LD_LIBRARY_PATH": str(tmp_path)}
 
-    def run(args: list[str], env: dict[str, str] | None = None) -> launch.Result:
-        job = launch.Job()
+    def run(args: list[str], env: dict[str, str] | None = None) -> jobs.Result:
+        job = jobs.Job()
         job.start([launcher, "-np", "2", sys.executable, "-c", _SCRIPT, *args], env)
         return job.finish(90)[0]
 
@@ -88,7 +88,7 @@ def test_mpich_from_debian(tmp_path):
         fix = re.search(r"Before the job starts: (mkdir .*MPI4PY_LIBMPI=libmpi.so.12); or start it", mixed.output)
         assert fix is not None, mixed.output
         assert str(Path(sys.prefix, "bin", "mpirun")) in mixed.output
-        job = launch.Job()
+        job = jobs.Job()
         command = [launcher, "-np", "2", sys.executable, "-c", _SCRIPT]
         job.start(["bash", "-c", f"{fix[1]} && exec {shlex.join(command)}"], {"HOME": str(tmp_path)})
         assert _lines(job.finish(90)[0]) == [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
@@ -110,7 +110,7 @@ _STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
 )
 def test_alone_in_the_eyes_of_mpi_and_one_of_several_for_the_launcher(env, words):
     """The launcher's variables, seen by a library of another MPI, which starts as a job of its own."""
-    launch.mpirun_path()
+    jobs.mpirun_path()
     script = """
 import json, os, sys
 from mpi4py import MPI  # before: Open MPI would look for the server of PMIX_RANK
@@ -118,7 +118,7 @@ os.environ.update(json.loads(sys.argv[1]))
 from jaxdist.runtime.context import init
 init(timeout=30)
 """
-    job = launch.Job()
+    job = jobs.Job()
     job.start([sys.executable, "-c", script, json.dumps(env)])
     result = job.finish(60)[0]
     assert result.returncode == 1, result.output
@@ -172,6 +172,6 @@ def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end():
     script = (
         "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': time.sleep(90)\nimport jaxdist; jaxdist.init()"
     )
-    result = launch.mpirun(2, ["-c", script], {"JAXDIST_TIMEOUT": "3"}, timeout=60)
+    result = jobs.mpirun(2, ["-c", script], {"JAXDIST_TIMEOUT": "3"}, timeout=60)
     assert result.returncode != 0
     assert "_wait_for_all_ranks_in_mpi_init" in result.output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import launch
 import pytest
 
 from jaxdist.connectors import slurm
@@ -48,9 +47,9 @@ def test_missing_variables_are_listed():
 
 @pytest.mark.slow
 def test_two_jobs_at_once_on_one_host_do_not_mix():
-    jobs = []
+    started = []
     for number in ("4711", "4712"):
-        job = launch.Job()
+        job = jobs.Job()
         for rank in range(2):
             job.start(
                 [sys.executable, "-c", _SCRIPT],
@@ -58,8 +57,8 @@ def test_two_jobs_at_once_on_one_host_do_not_mix():
                  "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
                  "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODELIST": "127.0.0.1"},
             )  # fmt: skip
-        jobs.append(job)
-    for job in jobs:
+        started.append(job)
+    for job in started:
         for rank, result in enumerate(job.finish(60)):
             assert result.returncode == 0, result.output
             assert result.stdout.split() == ["slurm", str(rank), "2", str(rank), "2"]

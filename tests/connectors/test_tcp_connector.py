@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-import launch
+import jobs
 import pytest
 
 from jaxdist.connectors import tcp
@@ -22,16 +22,16 @@ c.control.close()
 
 
 def test_by_hand_with_env_and_local_ranks_counted():
-    results = launch.spawn_env(3, ["-c", _SCRIPT, "auto"], timeout=60)
+    results = jobs.spawn_env(3, ["-c", _SCRIPT, "auto"], timeout=60)
     for rank, result in enumerate(results):
         assert result.returncode == 0, result.output
         assert result.stdout.split() == ["env", str(rank), "3", str(rank), "3"]
 
 
 def test_torchruns_variables_count_and_its_own_port_is_left_alone():
-    agent = tcp.control.rendezvous.bind("127.0.0.1", [launch.free_port()])
+    agent = tcp.control.rendezvous.bind("127.0.0.1", [jobs.free_port()])
     port = agent.getsockname()[1]
-    job = launch.Job()
+    job = jobs.Job()
     for rank in range(2):
         job.start(
             [sys.executable, "-c", _SCRIPT, "env://"],
@@ -46,8 +46,8 @@ def test_torchruns_variables_count_and_its_own_port_is_left_alone():
 
 
 def test_tcp_address_with_rank_and_size_from_the_environment():
-    url = f"tcp://127.0.0.1:{launch.free_port()}"
-    job = launch.Job()
+    url = f"tcp://127.0.0.1:{jobs.free_port()}"
+    job = jobs.Job()
     for rank in (1, 0):  # the root comes last
         job.start([sys.executable, "-c", _SCRIPT, url], {"RANK": str(rank), "WORLD_SIZE": "2"})
     for result in job.finish(60):
@@ -56,7 +56,7 @@ def test_tcp_address_with_rank_and_size_from_the_environment():
 
 
 def test_an_unreachable_root_times_out_in_the_time_given_and_is_named():
-    port = launch.free_port()
+    port = jobs.free_port()
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"tcp://127.0.0.1:{port} within 1 s"):
         tcp.from_url(f"tcp://127.0.0.1:{port}", 1.0, rank=1, size=2)
@@ -65,7 +65,7 @@ def test_an_unreachable_root_times_out_in_the_time_given_and_is_named():
 
 def test_the_root_names_who_did_not_come():
     with pytest.raises(TimeoutError, match=r"1 of 3 ranks came; missing: ranks 1, 2"):
-        tcp.from_url(f"tcp://127.0.0.1:{launch.free_port()}", 0.5, rank=0, size=3)
+        tcp.from_url(f"tcp://127.0.0.1:{jobs.free_port()}", 0.5, rank=0, size=3)
 
 
 def test_a_taken_port_is_an_error_at_once():

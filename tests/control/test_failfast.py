@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-import launch
+import jobs
 import pytest
 
 pytestmark = pytest.mark.slow  # together
@@ -67,18 +67,18 @@ for i in range(2000):
 """
 
 
-def _start(how: str, what: str, culprit: int = 1) -> launch.Job:
-    start = launch.start_mpirun if how == "mpirun" else launch.start_env
+def _start(how: str, what: str, culprit: int = 1) -> jobs.Job:
+    start = jobs.start_mpirun if how == "mpirun" else jobs.start_env
     return start(3, ["-c", _SCRIPT, what, str(culprit)])
 
 
-def _pids(job: launch.Job) -> dict[int, int]:
+def _pids(job: jobs.Job) -> dict[int, int]:
     text = job.wait_for(lambda text: text.count("READY") == 3)
     found = [line.split("READY")[1].split() for line in text.splitlines() if "READY" in line]
     return {int(rank): int(pid) for rank, pid in found}
 
 
-def _failed(job: launch.Job, *words: str) -> str:
+def _failed(job: jobs.Job, *words: str) -> str:
     """The job ends soon, each process non-zero, no orphan, and the output has the words."""
     results = job.finish(40)
     output = "\n".join(r.output for r in results)
@@ -178,7 +178,7 @@ while True: time.sleep(0.1)  # not one long sleep: a signal just before it would
 def test_ctrl_c_of_a_process_alone_prints_one_line(run, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(_ALONE)
-    job = launch.Job()
+    job = jobs.Job()
     job.start([sys.executable, *run, str(script)])
     job.wait_for(lambda text: "READY" in text)
     job.processes[0].send_signal(signal.SIGINT)

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import launch
+import jobs
 import numpy as np
 import pytest
-from test_control import everywhere
+from channels import everywhere
 
 from jaxdist.control import handshake, rendezvous
 from jaxdist.control.handshake import Hello, Member, SignedConnection
@@ -150,9 +150,9 @@ print(next(iter(handshake.Arrivals(server, Key(b"of this job"), 1000, time.monot
 
 
 def test_who_claims_a_rank_and_says_nothing_more_is_found_out_and_named():
-    port = launch.free_port()
+    port = jobs.free_port()
     code = f"from jaxdist.connectors.tcp import from_url; from_url('tcp://127.0.0.1:{port}', 2, rank=0, size=2)"
-    job = launch.Job()
+    job = jobs.Job()
     job.start([sys.executable, "-c", code], {"JAXDIST_SECRET": "s"})
     key = Key(hashlib.sha256(b"s").digest())
     impostor = Hello(1, 2, Member("evilhost", 666, "127.0.0.1"))

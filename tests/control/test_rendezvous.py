@@ -6,7 +6,7 @@ import json
 import socket
 import sys
 
-import launch
+import jobs
 import listening
 import pytest
 
@@ -42,11 +42,11 @@ print("SEEN", json.dumps(sorted(seen - before)), flush=True)
 def test_on_one_host_nothing_listens_on_all_interfaces(how):
     args = ["-c", _SCRIPT, str(listening.Path(listening.__file__).parent)]
     if how == "env":
-        job = launch.start_env(2, args)
+        job = jobs.start_env(2, args)
     elif how == "mpirun":
-        job = launch.start_mpirun(2, args)
+        job = jobs.start_mpirun(2, args)
     else:
-        job = launch.Job()
+        job = jobs.Job()
         job.start([sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", "env", sys.executable, *args])
     results = job.finish()
     assert all(r.returncode == 0 for r in results), [r.output for r in results]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_control import job, until
+from channels import job, until
 
 from jaxdist.control.channel import Control
 from jaxdist.control.sequence import Sequence

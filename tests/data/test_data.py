@@ -13,7 +13,7 @@ from typing import Any
 import grain
 import jax
 import jax.numpy as jnp
-import launch
+import jobs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -483,6 +483,6 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
         "import jaxdist, numpy as np\njaxdist.init()\nfor b in jaxdist.loader(np.arange(10), 2, workers=1): print(b)\n"
     )
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=launch.environment(), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=jobs.environment(), check=False)
     assert done.returncode != 0
     assert 'called under `if __name__ == "__main__":`' in done.stderr

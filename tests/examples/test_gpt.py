@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 import quick
 
@@ -28,15 +28,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def alone(run: Path, text: str, *more: str, **env: str) -> launch.Result:
+def alone(run: Path, text: str, *more: str, **env: str) -> jobs.Result:
     command = [sys.executable, SCRIPT, "--run", str(run), "--text", text, *SMALL, *more]
-    done = subprocess.run(
-        command, env=launch.environment(env), capture_output=True, text=True, timeout=240, check=False
-    )
-    return launch.Result(done.returncode, done.stdout, done.stderr, 0)
+    done = subprocess.run(command, env=jobs.environment(env), capture_output=True, text=True, timeout=240, check=False)
+    return jobs.Result(done.returncode, done.stdout, done.stderr, 0)
 
 
-def held_out(result: launch.Result) -> float:
+def held_out(result: jobs.Result) -> float:
     assert result.returncode == 0, result.output
     found = re.search(r"final held_out=(\S+) nats/byte", result.stdout)
     assert found, result.output
@@ -55,7 +53,7 @@ def test_the_same_on_two_ranks(text: str, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "one")) == 12
     assert losses(tmp_path / "one")[-1] < losses(tmp_path / "one")[0] - 0.5
     args = [SCRIPT, "--run", str(tmp_path / "two"), "--text", text, *SMALL, "--level=3", "--microbatches=2"]
-    two = launch.mpirun(2, args, timeout=240)
+    two = jobs.mpirun(2, args, timeout=240)
     assert abs(held_out(two) - held_out(one)) < 2e-3
     assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True)) < 2e-3
 
@@ -81,7 +79,7 @@ def test_interrupted(text: str, tmp_path: Path) -> None:
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     command = [sys.executable, "-c", killer, SCRIPT, "--run", str(tmp_path / "cut"), "--text", text, *SMALL]
-    cut = subprocess.run(command, env=launch.environment(), capture_output=True, text=True, timeout=240, check=False)
+    cut = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True, timeout=240, check=False)
     assert cut.returncode == -9, cut.stderr
     assert held_out(alone(tmp_path / "cut", text)) == straight
     assert losses(tmp_path / "cut") == losses(tmp_path / "straight")

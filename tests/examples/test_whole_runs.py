@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import launch
+import jobs
 import numpy as np
 import pytest
 import quick
@@ -23,7 +23,7 @@ def run(model: str, path: Path, steps: int, level: int, devices: int) -> dict[st
     flags = f"{quick.XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), model, str(path), str(steps), str(level)],
-        env=launch.environment({"XLA_FLAGS": flags}), capture_output=True, text=True, timeout=300, check=False,
+        env=jobs.environment({"XLA_FLAGS": flags}), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import launch
+import jobs
 
 _MEND = "apt-get install -y openssh-server iproute2, and root with CAP_SYS_ADMIN (docker run --privileged)"
 _prctl = ctypes.CDLL(None).prctl
@@ -119,16 +119,16 @@ class Hosts:
         return ["nsenter", f"--target={pid}", "--mount", "--uts", "--ipc", "--net", own, "--", *there, *command]
 
     def start(
-        self, job: launch.Job, host: str, command: Sequence[str], env: Mapping[str, str | None] | None = None
+        self, job: jobs.Job, host: str, command: Sequence[str], env: Mapping[str, str | None] | None = None
     ) -> None:
         """Start one process of the job on the host, as if typed there."""
         job.start(self.command(host, command), {"TMPDIR": "/run/tmp", **(env or {})})
 
     def run(
         self, host: str, command: Sequence[str], env: Mapping[str, str | None] | None = None, timeout: float = 120.0
-    ) -> launch.Result:
+    ) -> jobs.Result:
         """Run a command on the host to its end; afterwards nothing may run on any host."""
-        job = launch.Job()
+        job = jobs.Job()
         self.start(job, host, command, env)
         result = job.finish(timeout)[0]
         self.check_idle()

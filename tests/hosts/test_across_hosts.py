@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 from namespaces import Hosts
 
@@ -26,7 +26,7 @@ NETWORK = ["--mca", "btl_tcp_if_include", "10.77.0.0/24"]
 CLUSTER = {"PRTE_MCA_rmaps_default_mapping_policy": None, "OMPI_MCA_rmaps_base_oversubscribe": None}
 
 
-def check(result: launch.Result, where: Sequence[Sequence[object]], communicator: str) -> None:
+def check(result: jobs.Result, where: Sequence[Sequence[object]], communicator: str) -> None:
     """Each rank is where it should be, and computed what one device would."""
     assert result.returncode == 0, result.output
     found = re.search(r"REPORT (.*)$", result.stdout, re.MULTILINE)
@@ -39,7 +39,7 @@ def check(result: launch.Result, where: Sequence[Sequence[object]], communicator
 
 @pytest.mark.mpi
 def test_open_mpi_hosts_on_the_command_line(hosts: Hosts, expected: str) -> None:
-    mpirun = [launch.mpirun_path(), "-np", "4", *NETWORK, "-H", "node1:2,node2:2"]
+    mpirun = [jobs.mpirun_path(), "-np", "4", *NETWORK, "-H", "node1:2,node2:2"]
     result = hosts.run("node1", [*mpirun, sys.executable, SCRIPT, "train", expected, "xla", "auto"], CLUSTER)
     check(result, TWO_EACH, "xla")
 
@@ -56,7 +56,7 @@ def test_the_installation_of_hosts_is_tested(hosts: Hosts) -> None:
 def test_open_mpi_host_file(hosts: Hosts, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\nnode2 slots=2\n")
-    mpirun = [launch.mpirun_path(), "-np", "4", *NETWORK, "--hostfile", str(file)]
+    mpirun = [jobs.mpirun_path(), "-np", "4", *NETWORK, "--hostfile", str(file)]
     result = hosts.run("node1", [*mpirun, sys.executable, SCRIPT, "train", expected, "mpi", "auto"], CLUSTER)
     check(result, TWO_EACH, "mpi")
 
@@ -82,7 +82,7 @@ def test_mpich_host_file(hosts: Hosts, expected: str, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_jaxdist_run_through_mpirun(hosts: Hosts, expected: str) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     run = [sys.executable, "-m", "jaxdist", "run", "--hosts", "node1:2,node2:2", "--prefix"]
     result = hosts.run("node1", [*run, SCRIPT, "train", expected, "mpi", "auto"])
     assert "\n[0] REPORT" in "\n" + result.stdout, result.output
@@ -101,7 +101,7 @@ def test_jaxdist_run_over_ssh_on_three_hosts(hosts: Hosts, expected: str, tmp_pa
 def test_env_by_hand_with_the_secret_of_a_home_that_the_hosts_share(
     hosts: Hosts, expected: str, tmp_path: Path
 ) -> None:
-    job = launch.Job()
+    job = jobs.Job()
     for rank, (host, local_rank, _) in enumerate(TWO_EACH[1:]):
         env = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
         env["HOME"] = str(tmp_path)
@@ -115,7 +115,7 @@ def test_env_by_hand_with_the_secret_of_a_home_that_the_hosts_share(
 
 
 def test_tcp_by_hand_with_the_root_on_the_other_host(hosts: Hosts, expected: str) -> None:
-    job = launch.Job()
+    job = jobs.Job()
     for rank, host in enumerate(["node2", "node1"]):
         env = {"RANK": str(rank), "WORLD_SIZE": "2", "JAXDIST_SECRET": "of these two"}
         command = [sys.executable, SCRIPT, "train", expected, "auto", "tcp://10.77.0.2:29500"]
@@ -127,7 +127,7 @@ def test_tcp_by_hand_with_the_root_on_the_other_host(hosts: Hosts, expected: str
 
 @pytest.mark.parametrize("by", ["hand", pytest.param("mpirun", marks=pytest.mark.mpi)])
 def test_link_down_in_mid_training(hosts: Hosts, by: str) -> None:
-    job = launch.Job()
+    job = jobs.Job()
     timeout = {"JAXDIST_TIMEOUT": "5", "JAXDIST_SECRET": "of these two"}
     if by == "hand":
         for rank, host in enumerate(["node1", "node2"]):

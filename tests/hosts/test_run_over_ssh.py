@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 from namespaces import Hosts
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow  # together
 RUN = [sys.executable, "-m", "jaxdist", "run", "--launcher", "env", "--hosts"]
 
 
-def start(hosts: Hosts, *args: str) -> launch.Job:
+def start(hosts: Hosts, *args: str) -> jobs.Job:
     """A job of two ranks on node2 and one on node1, once all three run."""
-    job = launch.Job()
+    job = jobs.Job()
     hosts.start(job, "node1", [*RUN, "node2:2,node1:1", *args])
     job.wait_for(lambda text: text.count(" on node") == 3)
     return job
@@ -81,7 +81,7 @@ def test_hosts_that_are_not_there_are_named_in_seconds(hosts: Hosts) -> None:
 
 @pytest.mark.mpi
 def test_mpirun_is_not_even_started_for_a_host_that_is_not_there(hosts: Hosts) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     result = hosts.run("node1", [*RUN[:-2], "mpirun", "--hosts", "node1:1,node4:1", "true"])
     assert result.returncode == 2
     assert "node4: ssh: Could not resolve hostname node4" in " ".join(result.stderr.split())

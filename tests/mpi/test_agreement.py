@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 pytestmark = pytest.mark.slow  # together
@@ -30,7 +30,7 @@ MESSAGES = {
 @pytest.mark.mpi
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 def test_an_error_on_all_ranks_says_what_differs_and_loses_nothing(communicator: str) -> None:
-    result = launch.mpirun(3, [SCRIPT, "caught", communicator])
+    result = jobs.mpirun(3, [SCRIPT, "caught", communicator])
     assert result.returncode == 0, result.output
     for name, words in MESSAGES.items():
         for rank in range(3):
@@ -46,7 +46,7 @@ def test_an_error_on_all_ranks_says_what_differs_and_loses_nothing(communicator:
 
 @pytest.mark.mpi
 def test_constants_that_differ_end_the_job() -> None:
-    result = launch.mpirun(2, [SCRIPT, "constants"])
+    result = jobs.mpirun(2, [SCRIPT, "constants"])
     assert result.returncode != 0
     assert result.stdout.count("OK ") == 2, result.output
     assert re.search("what the step closes over.* is not the same on rank 0 and rank 1", result.output), result.output
@@ -56,7 +56,7 @@ def test_constants_that_differ_end_the_job() -> None:
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 @pytest.mark.parametrize("mode", ["shape later", "late shape", "type later"])
 def test_one_rank_with_a_new_shape_ends_the_job(mode: str, communicator: str) -> None:
-    result = launch.mpirun(2, [SCRIPT, mode, communicator])
+    result = jobs.mpirun(2, [SCRIPT, mode, communicator])
     assert result.returncode != 0
     assert re.search(r"step 'step'", result.output), result.output
     assert re.search(
@@ -67,7 +67,7 @@ def test_one_rank_with_a_new_shape_ends_the_job(mode: str, communicator: str) ->
 @pytest.mark.mpi
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 def test_a_rank_that_leaves_early_ends_the_job(communicator: str) -> None:
-    result = launch.mpirun(2, [SCRIPT, "leaves early", communicator])
+    result = jobs.mpirun(2, [SCRIPT, "leaves early", communicator])
     assert result.returncode != 0
     assert re.search(r"rank 1 has finished after 2 calls, and rank 0 is in call 3, step 'step'", result.output), (
         result.output
@@ -75,7 +75,7 @@ def test_a_rank_that_leaves_early_ends_the_job(communicator: str) -> None:
 
 
 def test_by_hand_without_a_launcher() -> None:
-    results = launch.spawn_env(2, [SCRIPT, "shape first"])
+    results = jobs.spawn_env(2, [SCRIPT, "shape first"])
     for result in results:  # here each process has its own output: the error is on every rank
         assert result.returncode != 0
         assert re.search(MESSAGES["shape"], result.output), result.output
@@ -102,7 +102,7 @@ def test_by_hand_without_a_launcher() -> None:
 def test_known_calls_in_another_order_on_one_rank_end_the_job(
     mode: str, culprit: int, calls: tuple[str, str], communicator: str
 ) -> None:
-    result = launch.mpirun(3, [ORDER, mode, str(culprit), communicator])
+    result = jobs.mpirun(3, [ORDER, mode, str(culprit), communicator])
     assert result.returncode != 0, result.output
     assert "END" not in result.stdout, result.output
     told = [line for line in result.output.splitlines() if "different calls" in line or "different arguments" in line]
@@ -113,6 +113,6 @@ def test_known_calls_in_another_order_on_one_rank_end_the_job(
 
 @pytest.mark.mpi
 def test_calls_that_repeat_a_pattern_are_not_compared() -> None:
-    result = launch.mpirun(2, [ORDER, "pattern", "1", "xla"])
+    result = jobs.mpirun(2, [ORDER, "pattern", "1", "xla"])
     assert result.returncode == 0, result.output
     assert result.stdout.count("OK") == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 SCRIPT = str(Path(__file__).parent / "run_calls.py")
@@ -14,6 +14,6 @@ SCRIPT = str(Path(__file__).parent / "run_calls.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "communicator", "levels"), [(2, "xla", "0,1,2,3"), (3, "mpi", "1")])
 def test_calls_mean_on_several_ranks_what_they_mean_on_one_device(ranks: int, communicator: str, levels: str) -> None:
-    result = launch.mpirun(ranks, [SCRIPT, communicator, levels], timeout=500)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator, levels], timeout=500)
     assert result.returncode == 0, result.output
     assert result.stdout.count("END") == ranks, result.output

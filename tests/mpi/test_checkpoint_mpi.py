@@ -12,8 +12,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jobs
 import kills
-import launch
 import numpy as np
 import pytest
 
@@ -43,16 +43,16 @@ def steps_in(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
 
 
-def found(result: launch.Result) -> dict[str, Any]:
+def found(result: jobs.Result) -> dict[str, Any]:
     line = re.search(r"^.*FOUND (.*)$", result.stdout, re.MULTILINE)
     assert line, result.output
     return json.loads(line[1])
 
 
-def train(ranks: int, communicator: str, path: Path, steps: int, level: int, *more: str) -> launch.Result:
+def train(ranks: int, communicator: str, path: Path, steps: int, level: int, *more: str) -> jobs.Result:
     args = [SCRIPT, str(path), str(steps), str(level), *more]
     env = {"JAXDIST_COMMUNICATOR": communicator}
-    return launch.mpirun(ranks, args, env=env, timeout=120)
+    return jobs.mpirun(ranks, args, env=env, timeout=120)
 
 
 @pytest.mark.mpi
@@ -72,11 +72,11 @@ def test_everything_changes_in_between(tmp_path: Path) -> None:
     """8 virtual devices at level 2, 3 ranks over MPI at level 3, one process at level 0."""
 
     def alone(steps: int, level: int, devices: int, path: Path) -> dict[str, Any]:
-        env = launch.environment({"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"})
+        env = jobs.environment({"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"})
         command = [sys.executable, SCRIPT, str(path), str(steps), str(level), "--x64"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
-        return found(launch.Result(0, done.stdout, done.stderr, 0))
+        return found(jobs.Result(0, done.stdout, done.stderr, 0))
 
     straight = alone(20, 0, 1, tmp_path / "straight")
     alone(7, 2, 8, tmp_path / "cut")
@@ -125,10 +125,10 @@ def test_disk_full(communicator: str, tmp_path: Path) -> None:
             import sys, jaxdist, numpy as np
             jaxdist.save(sys.argv[1], {"w": np.arange(3.0)}, 1)
         """)
-        subprocess.run([sys.executable, "-c", first, str(disk)], env=launch.environment(), check=True, timeout=90)
+        subprocess.run([sys.executable, "-c", first, str(disk)], env=jobs.environment(), check=True, timeout=90)
         script = tmp_path / "failing.py"
         script.write_text(FAILING)
-        done = launch.mpirun(2, [str(script), str(disk)], env={"JAXDIST_COMMUNICATOR": communicator}, timeout=120)
+        done = jobs.mpirun(2, [str(script), str(disk)], env={"JAXDIST_COMMUNICATOR": communicator}, timeout=120)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
     assert done.returncode == 0, done.output
@@ -170,7 +170,7 @@ def test_a_slow_write_is_waited_for_and_a_failed_last_one_told(
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     env = {"JAXDIST_COMMUNICATOR": communicator, "JAXDIST_TIMEOUT": "2"}
-    done = launch.mpirun(2, [str(script), str(tmp_path / "run"), str(rank), wait], env=env, timeout=90)
+    done = jobs.mpirun(2, [str(script), str(tmp_path / "run"), str(rank), wait], env=env, timeout=90)
     assert done.stdout.count("LATEST 1") == 2, done.output
     assert f"has waited for 2 s for rank {rank} " in done.stderr
     assert done.returncode == 1
@@ -187,16 +187,16 @@ def test_damage_is_told_on_every_rank_or_passed_over(tmp_path: Path) -> None:
     script = tmp_path / "damaged.py"
     script.write_text(DAMAGED)
     path = str(tmp_path / "run")
-    saved = launch.mpirun(2, [str(script), path, "save"], timeout=90)
+    saved = jobs.mpirun(2, [str(script), path, "save"], timeout=90)
     assert saved.returncode == 0, saved.output
     file = max((tmp_path / "run" / "20").rglob("d/*"), key=lambda p: p.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    told = launch.mpirun(3, [str(script), path, "restore"], timeout=90)
+    told = jobs.mpirun(3, [str(script), path, "restore"], timeout=90)
     assert told.stdout.count("TOLD leaf w of checkpoint") == 3, told.output
     assert told.stdout.count(str(file)) == 3
-    went_on = launch.mpirun(3, [str(script), path, "restore"], {"JAXDIST_RESTARTS": "1"}, timeout=90)
+    went_on = jobs.mpirun(3, [str(script), path, "restore"], {"JAXDIST_RESTARTS": "1"}, timeout=90)
     assert went_on.stdout.count("GOT 10 True") == 3, went_on.output
     assert went_on.stderr.count("step 20 is passed over, going on from step 10: leaf w of checkpoint") == 1
 
@@ -230,7 +230,7 @@ told(jaxdist.save, path, {"w": np.zeros(3)}, 1)
 def test_bad_calls_are_told_on_every_rank(tmp_path: Path) -> None:
     script = tmp_path / "bad.py"
     script.write_text(BAD)
-    done = launch.mpirun(2, [str(script), str(tmp_path / "run")], timeout=120)
+    done = jobs.mpirun(2, [str(script), str(tmp_path / "run")], timeout=120)
     assert done.returncode == 0, done.output
     told = re.findall(r"TOLD (.*)", done.stdout)
     for pattern in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 pytestmark = pytest.mark.slow  # together
@@ -18,7 +18,7 @@ SCRIPT = str(Path(__file__).with_name("run_collectives.py"))
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives(ranks: int, communicator: str) -> None:
     parts = {2: ["lax", "nan", "jaxdist"], 3: ["lax", "pieces"], 4: ["jaxdist"]}[ranks]
-    result = launch.mpirun(ranks, [SCRIPT, communicator, *parts], timeout=300)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator, *parts], timeout=300)
     assert result.returncode == 0, result.output
     assert result.stdout.count(f"OK {communicator} ") == ranks, result.output
 
@@ -27,6 +27,6 @@ def test_collectives(ranks: int, communicator: str) -> None:
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 def test_large_reduce_scatters_are_exact(communicator: str) -> None:
     turns = 200 if "JAXDIST_FULL" in os.environ else 60
-    result = launch.mpirun(2, [SCRIPT, communicator, f"scatter:{turns}"], timeout=300)
+    result = jobs.mpirun(2, [SCRIPT, communicator, f"scatter:{turns}"], timeout=300)
     assert result.returncode == 0, result.output
     assert result.stdout.count(f"OK {communicator} {turns}\n") == 2, result.output

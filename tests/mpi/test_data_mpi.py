@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import launch
+import jobs
 import pytest
 
 pytestmark = pytest.mark.slow  # together
@@ -16,7 +16,7 @@ SCRIPT = str(Path(__file__).with_name("run_data.py"))
 
 
 def run(ranks: int, communicator: str, state: Path, what: str) -> dict[str, Any]:
-    result = launch.mpirun(ranks, [SCRIPT, communicator, str(state), what], timeout=200)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator, str(state), what], timeout=200)
     assert result.returncode == 0, result.output
     found = re.search(r"^.*REPORT (.*)$", result.stdout, re.MULTILINE)
     assert found, result.output

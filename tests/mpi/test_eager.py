@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 pytestmark = pytest.mark.slow  # together
@@ -15,9 +15,9 @@ EVERYTHING = "JAXDIST_FULL" in os.environ
 WIRES = pytest.mark.parametrize("communicator", ["mpi", "xla"])
 
 
-def run(ranks: int, communicator: str, *parts: str, timeout: float = 120, **env: str) -> launch.Result:
+def run(ranks: int, communicator: str, *parts: str, timeout: float = 120, **env: str) -> jobs.Result:
     """One job for all parts: every rank has to say that it compared something in each."""
-    result = launch.mpirun(ranks, [SCRIPT, communicator, *parts], env, timeout)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator, *parts], env, timeout)
     assert result.returncode == 0, result.output
     for part in parts:
         for rank in range(ranks):
@@ -84,6 +84,6 @@ sys.stdout.write(f"through:{ctx.rank}\\n")  # one write: lines of ranks don't mi
 @pytest.mark.mpi
 def test_a_rank_that_is_away_after_a_call_keeps_none_in_it(tmp_path: Path) -> None:
     # In most of such runs a rank waited for ever to hear that its last segments had arrived.
-    result = launch.mpirun(2, ["-c", _AWAY, str(tmp_path)], timeout=90)
+    result = jobs.mpirun(2, ["-c", _AWAY, str(tmp_path)], timeout=90)
     assert result.returncode == 0, result.output
     assert sorted(result.stdout.split()) == ["through:0", "through:1"]

@@ -11,7 +11,7 @@ import pickle
 import re
 from pathlib import Path
 
-import launch
+import jobs
 import oracle
 import pytest
 import quick
@@ -60,7 +60,7 @@ def test_n_processes_compute_what_one_would(ranks: int, communicator: str, expec
     idioms = [f"{name}:{(i + turn) % 4}" for i, name in enumerate(IDIOMS)]
     small = [f"{name}:{(i + turn) % 4}" for i, name in enumerate(SMALL)]
     words = [",".join(each) for each in (names, idioms, small)]
-    result = launch.mpirun(ranks, [SCRIPT, communicator, expected, *words], timeout=540)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator, expected, *words], timeout=540)
     assert result.returncode == 0, result.output
     found = re.search(r"^.*REPORT (.*)$", result.stdout, re.MULTILINE)
     assert found, result.output

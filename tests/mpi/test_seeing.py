@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 from jaxdist.observe.metrics import read_metrics
@@ -20,7 +20,7 @@ SCRIPT = str(Path(__file__).with_name("run_seeing.py"))
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 def test_two_ranks_look_at_themselves(communicator: str, tmp_path: Path) -> None:
     env = {"JAXDIST_LOG": "comm", "JAXDIST_TIMEOUT": "60", "JAX_ENABLE_X64": None}
-    result = launch.mpirun(2, [SCRIPT, communicator, str(tmp_path)], env, timeout=110)
+    result = jobs.mpirun(2, [SCRIPT, communicator, str(tmp_path)], env, timeout=110)
     assert result.returncode == 0, result.output
 
     # Nothing waited for the second step, and all is in the file: the root's alone.

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 pytestmark = pytest.mark.slow  # together
@@ -41,7 +41,7 @@ SAID = {
 @pytest.mark.parametrize("communicator", ["xla", "mpi"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_is_told_the_same(ranks: int, communicator: str) -> None:
-    result = launch.mpirun(ranks, [SCRIPT, communicator], timeout=300)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator], timeout=300)
     assert result.returncode == 0, result.output
     assert len(re.findall(r"OK \d", result.stdout)) == ranks
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-import launch
+import jobs
 import pytest
 
 from jaxdist.runtime import context
@@ -34,7 +34,7 @@ def stack(rank: int, output: str) -> str:
     ("mode", "communicator"), [("stuck", "xla"), ("spins", "mpi"), ("stops", "xla"), ("stops", "mpi")]
 )
 def test_who_does_not_come_to_a_call_is_named_and_where_it_is(mode: str, communicator: str) -> None:
-    result = launch.mpirun(3, [SCRIPT, mode, communicator], {"JAXDIST_TIMEOUT": "2"})
+    result = jobs.mpirun(3, [SCRIPT, mode, communicator], {"JAXDIST_TIMEOUT": "2"})
     assert result.returncode != 0
     where = rf"{WHO} does not answer: stopped, swapping" if mode == "stops" else WHERE
     found = re.search(WAITED + where, result.output)
@@ -44,7 +44,7 @@ def test_who_does_not_come_to_a_call_is_named_and_where_it_is(mode: str, communi
 
 
 def test_every_rank_prints_its_stack() -> None:
-    results = launch.spawn_env(3, [SCRIPT, "stuck"], {"JAXDIST_TIMEOUT": "2"})
+    results = jobs.spawn_env(3, [SCRIPT, "stuck"], {"JAXDIST_TIMEOUT": "2"})
     for rank, result in enumerate(results):
         assert result.returncode != 0
         assert re.search(rf"\[jaxdist rank {rank}\] {WAITED}{WHERE}", result.stderr), result.output
@@ -53,7 +53,7 @@ def test_every_rank_prints_its_stack() -> None:
 
 
 def test_who_does_not_come_to_the_first_call_is_named_on_all() -> None:
-    results = launch.spawn_env(3, [SCRIPT, "stuck first"], {"JAXDIST_TIMEOUT": "6"})  # to start, too
+    results = jobs.spawn_env(3, [SCRIPT, "stuck first"], {"JAXDIST_TIMEOUT": "6"})  # to start, too
     for rank in (0, 2):
         assert results[rank].returncode != 0
         assert re.search(
@@ -67,14 +67,14 @@ def test_who_does_not_come_to_the_first_call_is_named_on_all() -> None:
 def test_who_is_late_is_waited_for(communicator: str) -> None:
     # LATE=40 by hand: longer than gloo gives its processes to connect
     late = {"LATE": os.environ.get("LATE", "1.5")}
-    result = launch.mpirun(2, [SCRIPT, "late", communicator], late, timeout=240)
+    result = jobs.mpirun(2, [SCRIPT, "late", communicator], late, timeout=240)
     assert result.returncode == 0, result.output
     assert len(re.findall(r"OK \d", result.stdout)) == 2
 
 
 @pytest.mark.mpi
 def test_a_slow_step_is_no_error() -> None:
-    result = launch.mpirun(2, [SCRIPT, "slow"], {"JAXDIST_TIMEOUT": "1", "LATE": "4"})
+    result = jobs.mpirun(2, [SCRIPT, "slow"], {"JAXDIST_TIMEOUT": "1", "LATE": "4"})
     assert result.returncode == 0, result.output
     assert re.search(r"rank 0 has waited for \d+ s, and no rank is missing", result.output), result.output
 
@@ -82,7 +82,7 @@ def test_a_slow_step_is_no_error() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize(("mode", "communicator"), [("differs", "xla"), ("differs", "mpi"), ("differs unseen", "xla")])
 def test_different_programs_end_the_job(mode: str, communicator: str) -> None:
-    result = launch.mpirun(2, [SCRIPT, mode, communicator])
+    result = jobs.mpirun(2, [SCRIPT, mode, communicator])
     assert result.returncode != 0
     assert re.search(
         r"call \d: the ranks run different programs\. Collective \d of rank \d \(\d in all\) is: \w+ float32",
@@ -92,7 +92,7 @@ def test_different_programs_end_the_job(mode: str, communicator: str) -> None:
 
 @pytest.mark.mpi
 def test_a_rank_that_traces_alone_is_left_alone_and_lower_sends_nothing() -> None:
-    result = launch.mpirun(2, [SCRIPT, "traces alone"])
+    result = jobs.mpirun(2, [SCRIPT, "traces alone"])
     assert result.returncode == 0, result.output
     assert len(re.findall(r"OK \d", result.stdout)) == 2
     assert "SENT" not in result.stdout
@@ -100,7 +100,7 @@ def test_a_rank_that_traces_alone_is_left_alone_and_lower_sends_nothing() -> Non
 
 @pytest.mark.mpi
 def test_a_call_that_fails_on_one_rank_alone_is_found_out() -> None:
-    result = launch.mpirun(2, [SCRIPT, "fails alone"], {"JAXDIST_TIMEOUT": "2"})
+    result = jobs.mpirun(2, [SCRIPT, "fails alone"], {"JAXDIST_TIMEOUT": "2"})
     assert result.returncode != 0
     found = rf"{WHO} left it with KeyError|timed out on rank 1|different calls. rank 0 at 'broadcast'; rank 1 at step"
     assert re.search(found, result.output), result.output

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import jax
-import launch
+import jobs
 import optimizers
 import pytest
 
@@ -40,7 +40,7 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 )
 def test_as_on_one_device(ranks: int, communicator: str, shift: int, expected: tuple[str, int]) -> None:
     path, count = expected
-    result = launch.mpirun(ranks, [SCRIPT, communicator, path, str(shift)], timeout=300)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator, path, str(shift)], timeout=300)
     assert result.returncode == 0, result.output
     found = re.search(r"^.*REPORT (.*)$", result.stdout, re.MULTILINE)
     assert found, result.output

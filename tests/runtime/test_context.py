@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-import launch
+import jobs
 import pytest
 
 from jaxdist.runtime.coordinator import await_listener
@@ -145,7 +145,7 @@ print("fine", rank, ctx.connector.name, ctx.communicator)
 def test_one_process():
     done = subprocess.run(
         [sys.executable, "-c", _ALONE],
-        env=launch.environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}),
+        env=jobs.environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.stdout == "fine\n", done.stdout + done.stderr
@@ -162,7 +162,7 @@ def test_several_processes_by_hand():
         "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": None,
         "JAX_ENABLE_X64": "1",
     }  # fmt: skip
-    results = launch.spawn_env(2, ["-c", _SEVERAL, "auto"], env)
+    results = jobs.spawn_env(2, ["-c", _SEVERAL, "auto"], env)
     output = "\n".join(r.output for r in results)
     assert all(r.returncode == 0 for r in results), output
     assert _fine(output) == ["fine 0 env xla", "fine 1 env xla"], output
@@ -171,7 +171,7 @@ def test_several_processes_by_hand():
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_several_processes_under_mpirun():
-    result = launch.mpirun(3, ["-c", _SEVERAL, "auto"], {"JAX_ENABLE_X64": "1"})
+    result = jobs.mpirun(3, ["-c", _SEVERAL, "auto"], {"JAX_ENABLE_X64": "1"})
     assert result.returncode == 0, result.output
     assert _fine(result.output) == [f"fine {r} mpi mpi" for r in range(3)], result.output
 
@@ -207,13 +207,13 @@ print("fine", ctx.connector.name, ctx.communicator, ctx.broadcast(ctx.rank, root
     ],
 )
 def test_what_several_processes_refuse(what, communicator, words):
-    results = launch.spawn_env(2, ["-c", _REFUSED, what], {"COMM": communicator}, timeout=60)
+    results = jobs.spawn_env(2, ["-c", _REFUSED, what], {"COMM": communicator}, timeout=60)
     assert all(r.returncode != 0 for r in results)
     assert all(words in r.stderr for r in results), "\n".join(r.output for r in results)
 
 
 def test_a_connector_of_the_users_own():
-    for result in launch.spawn_env(2, ["-c", _REFUSED, "mine"], timeout=60):
+    for result in jobs.spawn_env(2, ["-c", _REFUSED, "mine"], timeout=60):
         assert result.returncode == 0, result.output
         assert "fine mine xla 1" in result.stdout
 

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import launch
+import jobs
 import pytest
-from test_control import everywhere, job
+from channels import everywhere, job
 
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
@@ -91,13 +91,13 @@ print("sum", float(step(np.zeros(()), np.ones(2))))
 """
 
 
-def _as_across_hosts(size: int, script: str) -> list[launch.Result]:
+def _as_across_hosts(size: int, script: str) -> list[jobs.Result]:
     """A job whose ranks reach the root at another address than loopback; all end with 0."""
     own = rendezvous.interface_addresses()
     if not own:
         pytest.skip("no interface beside loopback: not checked here (tests/hosts does)")
     env = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
-    results = launch.spawn_env(size, ["-c", script], env)
+    results = jobs.spawn_env(size, ["-c", script], env)
     for result in results:
         assert result.returncode == 0, result.output
     return results

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import launch
+import jobs
 import numpy as np
 import pytest
 from jax._src import compiler
@@ -31,7 +31,7 @@ _SCRIPT = str(Path(__file__).with_name("run_executables.py"))
 
 
 def _run(how: str, ranks: int, *parts: str, **env: str) -> list[dict[str, Any]]:
-    start = launch.start_mpirun if how == "mpi" else launch.start_env
+    start = jobs.start_mpirun if how == "mpi" else jobs.start_env
     if how == "mpi":
         env["JAXDIST_COMMUNICATOR"] = "mpi"
     results = start(ranks, [_SCRIPT, *parts], env).finish(240)

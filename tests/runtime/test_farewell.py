@@ -6,7 +6,7 @@ import os
 import re
 import signal
 
-import launch
+import jobs
 import pytest
 
 pytestmark = pytest.mark.slow  # together
@@ -48,8 +48,8 @@ if what == "late" and me == culprit:
 """
 
 
-def _run(how: str, what: str, culprit: int, *args: str, timeout: str = "60") -> list[launch.Result]:
-    start = launch.start_mpirun if how == "mpirun" else launch.start_env
+def _run(how: str, what: str, culprit: int, *args: str, timeout: str = "60") -> list[jobs.Result]:
+    start = jobs.start_mpirun if how == "mpirun" else jobs.start_env
     return start(2, ["-c", _SCRIPT, what, str(culprit), *args], {"JAXDIST_TIMEOUT": timeout}).finish(60)
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_business_of_the_job_does_not_fail_it() -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_is_killed_while_it_waits_for_the_others_is_missed(culprit: int) -> None:
-    job = launch.start_env(2, ["-c", _SCRIPT, "killed", str(culprit)])
+    job = jobs.start_env(2, ["-c", _SCRIPT, "killed", str(culprit)])
     text = job.wait_for(lambda text: "OVER" in text)
     os.kill(int(text.split("OVER")[1].split()[0]), signal.SIGKILL)
     results = job.finish(60)

@@ -6,7 +6,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import launch
+import jobs
 import numpy as np
 import pytest
 
@@ -29,7 +29,7 @@ print("two", jnp.sum(x))
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("mpirun", marks=pytest.mark.mpi), "env"])
 def test_a_jobs_output_is_the_scripts_own(how: str) -> None:
-    job = (launch.start_mpirun if how == "mpirun" else launch.start_env)(3, ["-c", _SCRIPT])
+    job = (jobs.start_mpirun if how == "mpirun" else jobs.start_env)(3, ["-c", _SCRIPT])
     results = job.finish(120)
     assert all(result.returncode == 0 for result in results), job
     lines = sorted(line for result in results for line in result.stdout.splitlines() if line)

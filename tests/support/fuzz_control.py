@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import launch
+import jobs
 from listening import listening
 
 NOBODY = 65534
@@ -150,7 +150,7 @@ def run(count: int, seed: int, *, secret: bool = True, other_user: bool = False)
 
 def _run(folder: Path, count: int, seed: int, secret: bool, other_user: bool) -> list[str]:
     stop, pwned = folder / "stop", folder / "pwned"
-    port = launch.free_port()
+    port = jobs.free_port()
     shared = {
         "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "JAXDIST_SECRET": "of this job" if secret else None,
@@ -163,7 +163,7 @@ def _run(folder: Path, count: int, seed: int, secret: bool, other_user: bool) ->
         subprocess.run(command, check=True, timeout=3600)
 
     def quiet() -> str:
-        job = launch.Job()
+        job = jobs.Job()
         stop.touch()
         for rank in range(2):
             job.start([sys.executable, "-c", _JOB, str(stop)], {**shared, "RANK": str(rank)})
@@ -172,7 +172,7 @@ def _run(folder: Path, count: int, seed: int, secret: bool, other_user: bool) ->
         assert all(r.returncode == 0 for r in results), [r.output for r in results]
         return results[0].stdout
 
-    def attacked() -> list[launch.Result]:
+    def attacked() -> list[jobs.Result]:
         job.start([sys.executable, "-c", _JOB, str(stop)], {**shared, "RANK": "0"})
         strangers(count // 2, seed)
         job.start([sys.executable, "-c", _JOB, str(stop)], {**shared, "RANK": "1"})
@@ -184,7 +184,7 @@ def _run(folder: Path, count: int, seed: int, secret: bool, other_user: bool) ->
         return job.finish(120)
 
     expected = set(quiet().splitlines())
-    job = launch.Job()
+    job = jobs.Job()
     try:
         results = attacked()
     finally:

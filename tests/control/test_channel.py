@@ -8,56 +8,17 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-import launch
+import jobs
 import numpy as np
 import pytest
+from channels import everywhere, job, until
 
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.keys import Key
-
-
-def job(size: int) -> list[Control]:
-    """`size` controls in this process, each with its own connections."""
-    server = rendezvous.bind("127.0.0.1", [0])
-    address = ("127.0.0.1", server.getsockname()[1])
-    made: list[Any] = [None] * size
-
-    def make(rank: int) -> None:
-        made[rank] = Control(rank, size, [address], server=server if rank == 0 else None, key=Key(b"k"), timeout=30)
-
-    everywhere([lambda r=r: make(r) for r in range(size)])
-    return made
-
-
-def everywhere(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Call at the same time, a thread each; results or errors in order."""
-    results: list[Any] = [None] * len(calls)
-
-    def call(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a call hangs"
-    return results
-
-
-def until(what: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def test_exchange_gathers_in_rank_order_and_one_process_needs_no_network():
@@ -227,7 +188,7 @@ print("still here")
     ],
 )
 def test_a_death_or_an_alarm_ends_the_others_whatever_they_do(what, survivors, words):
-    results = launch.spawn_env(3, ["-c", _SCRIPT, what], timeout=50)
+    results = jobs.spawn_env(3, ["-c", _SCRIPT, what], timeout=50)
     for rank in survivors:
         assert results[rank].returncode == 1, results[rank].output
         assert f"[jaxdist rank {rank}] " in results[rank].stderr
@@ -263,7 +224,7 @@ def test_a_network_that_goes_down_is_noticed_at_both_ends(tmp_path):
     namespace = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
     if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], check=False).returncode:
         pytest.skip("no network namespace can be made here (root or user namespaces): a link down was not checked")
-    job = launch.Job()
+    job = jobs.Job()
     job.start([*namespace, sys.executable, str(script)])
     result = job.finish(60)[0]
     assert result.returncode == 0, result.output
@@ -275,8 +236,8 @@ def test_a_network_that_goes_down_is_noticed_at_both_ends(tmp_path):
 
 @pytest.mark.slow
 def test_goodbyes_end_in_peace_and_waiting_costs_no_cpu():
-    for result in launch.spawn_env(3, ["-c", _SCRIPT, "bye"], timeout=50):
+    for result in jobs.spawn_env(3, ["-c", _SCRIPT, "bye"], timeout=50):
         assert (result.returncode, result.stderr) == (0, ""), result.output
-    for result in launch.spawn_env(2, ["-c", _SCRIPT, "idle"], timeout=50):
+    for result in jobs.spawn_env(2, ["-c", _SCRIPT, "idle"], timeout=50):
         assert result.returncode == 0, result.output
         assert float(result.stdout.split()[-1]) < 0.5
