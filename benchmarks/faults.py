@@ -26,6 +26,7 @@ import report
 from known_faults import BOOM, FAULTS, Fault
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import jobs  # how the tests start them, and find what they leave behind
 
 HERE = Path(__file__).resolve().parent
 JAXDIST_RUN = [sys.executable, "-m", "jaxdist", "run"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import jobs
 import pytest
 
 from jaxdist.connectors import slurm

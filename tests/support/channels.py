@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
+from jaxdist.control.keys import Key
 
 
 def job(size: int) -> list[Control]:
