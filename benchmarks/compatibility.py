@@ -26,15 +26,15 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "compatibility.json"
 DEVICES = (1, 2, 4)
 LEVELS = (1, 2, 3)
 COMMUNICATORS = ("xla", "mpi")
-EXACT = 1e-10
-"""Relative, in float64."""
+EXACT, EXACT32 = 1e-10, 1e-6
+"""Relative, in float64 and float32."""
 FLOOR = 1e-6
 """The least that a leaf's difference is divided by: of what should be zero there is only rounding."""
 SETTINGS = {
@@ -47,14 +47,26 @@ FLAGS = f"--xla_force_host_platform_device_count={max(DEVICES)}"
 Numbers = list[dict[str, Any]]
 
 
-def compare(expected: Numbers, got: Numbers) -> tuple[float, str]:
-    """The largest difference of two trainings, relative to the largest value of the leaf, and where."""
+class Expected(NamedTuple):
+    """What one device makes of an entry.
+
+    Attributes:
+      numbers: after each step.
+      itself: of each leaf, how far it is when the floats of the first call are changed in the last digit.
+    """
+
+    numbers: Numbers
+    itself: dict[str, float]
+
+
+def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
+    """The largest differences of two trainings: of each leaf over the steps, relative to its largest value."""
     import numpy as np
 
-    worst = (0.0, "")
+    worst: dict[str, float] = {}
     if len(expected) != len(got):
         raise ValueError(f"{len(got)} steps for {len(expected)}")
-    for i, (ours, theirs) in enumerate(zip(expected, got, strict=True)):
+    for ours, theirs in zip(expected, got, strict=True):
         if ours.keys() != theirs.keys():
             raise ValueError(f"other leaves: {sorted(ours.keys() ^ theirs.keys())[:4]}")
         for path, a in ours.items():
@@ -63,11 +75,10 @@ def compare(expected: Numbers, got: Numbers) -> tuple[float, str]:
                 raise ValueError(f"{path}: shape {b.shape} for {a.shape}")
             x, y = a.astype(float), b.astype(float)
             same = (x == y) | (np.isnan(x) & np.isnan(y))
-            if not (np.isfinite(x) & np.isfinite(y) | same).all():
-                return float("inf"), f"step {i}, {path}"
             scale = max(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0.0), FLOOR)
-            apart = np.abs(np.where(same, 0, x - np.where(same, x, y))).max(initial=0.0) / scale
-            worst = max(worst, (float(apart), f"step {i}, {path}"))
+            apart = np.where(same, 0, np.abs(x - np.where(same, x, y)) / scale)
+            apart = np.where(np.isnan(apart), np.inf, apart).max(initial=0.0)
+            worst[path] = max(worst.get(path, 0.0), float(apart))
     return worst
 
 
@@ -162,12 +173,18 @@ def decorator(entry: Any, devices: int | None = None) -> Callable[[Any], Any]:
     return functools.partial(jaxdist.data_parallel, **settings)
 
 
-def attempt(expected: Numbers, run: Callable[[], tuple[Numbers, bool]]) -> dict[str, Any]:
-    """One cell: the difference, or the error's first line."""
+def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, bool]]) -> dict[str, Any]:
+    """One cell: the largest difference, and how many times what is allowed of a leaf; or the error's first line.
+
+    Allowed are the last digits, or ten times what they make of one device itself, for those that say why.
+    """
     start = time.monotonic()
     try:
-        difference, where = compare(expected, run()[0])
-        found: dict[str, Any] = {"difference": difference, "where": where}
+        apart = compare(expected.numbers, run()[0])
+        least = EXACT32 if entry.float32 else EXACT
+        beyond = {k: x / max(least, 10 * expected.itself[k] if entry.reason else 0.0) for k, x in apart.items()}
+        where = max(beyond, key=lambda k: beyond[k])
+        found: dict[str, Any] = {"difference": max(apart.values()), "beyond": beyond[where], "where": where}
     except Exception as error:
         if "-v" in sys.argv:
             traceback.print_exc()
@@ -175,29 +192,33 @@ def attempt(expected: Numbers, run: Callable[[], tuple[Numbers, bool]]) -> dict[
     return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def here(entry: Any, expected: Path, old: dict[str, Any]) -> dict[str, Any]:
-    """An entry on the virtual devices of this process; its reference is kept in the file `expected`."""
+def here(entry: Any, expected: Path, old: dict[str, Any], runs: bool) -> dict[str, Any]:
+    """An entry on the virtual devices of this process, if `runs`; its reference is kept in the file `expected`."""
     from published.source import COMMITS, MissingSourceError
 
     repository, commit = COMMITS[entry.path.partition("/")[0]]
     path = entry.path.partition("/")[2]
     result: dict[str, Any] = {
         "repository": repository, "commit": commit, "path": path, "function": entry.function, "style": entry.style,
-        "batch_argnums": entry.batch, "reason": entry.reason, "runs": {},
+        "batch_argnums": entry.batch, "reason": entry.reason, "runs": old.get("runs", {}),
     }  # fmt: skip
     try:
         reference, levels = train(entry, entry.reference)
         again, _ = train(entry, nudged(entry.reference, 24 if entry.float32 else 53))
     except MissingSourceError as error:
         return result | {"missing": str(error)}
-    expected.write_bytes(pickle.dumps(reference))
+    known = Expected(reference, compare(reference, again))
+    expected.write_bytes(pickle.dumps(tuple(known)))
     result["steps"], result["leaves"] = len(reference), len(reference[-1])
-    result["itself"] = compare(reference, again)[0]
+    result["itself"] = max(known.itself.values())
+    if not runs:
+        return result
+    result["runs"] = {k: v for k, v in result["runs"].items() if "ranks" in k}
     for devices in DEVICES:
-        result["runs"][name(devices)] = attempt(reference, lambda devices=devices: train(entry, decorator(entry, devices)))
+        result["runs"][name(devices)] = attempt(entry, known, lambda devices=devices: train(entry, decorator(entry, devices)))
     for level in LEVELS if levels else ():
         both = lambda level=level: train(entry, decorator(entry, max(DEVICES)), level)
-        result["runs"][name(max(DEVICES), level)] = attempt(reference, both)
+        result["runs"][name(max(DEVICES), level)] = attempt(entry, known, both)
     return result
 
 
@@ -214,8 +235,8 @@ def as_rank(names: Sequence[str], folder: Path) -> None:
 
     context = jaxdist.init()
     for entry in (published.load_all()[n] for n in names):
-        expected = pickle.loads((folder / f"{entry.name}.pickle").read_bytes())
-        found = attempt(expected, lambda entry=entry: train(entry, decorator(entry), 0, context.rank, context.size))
+        expected = Expected(*pickle.loads((folder / f"{entry.name}.pickle").read_bytes()))
+        found = attempt(entry, expected, lambda entry=entry: train(entry, decorator(entry), 0, context.rank, context.size))
         (folder / f"{entry.name}.{context.rank}.json").write_text(json.dumps(found))
 
 
@@ -249,15 +270,10 @@ def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str,
 # --- the page
 
 
-def bound(result: dict[str, Any]) -> float:
-    """How far a step may be from one device: the last digits, or what they make of one device itself."""
-    return max(EXACT, 10 * result.get("itself", 0.0)) if result["reason"] else EXACT
-
-
 def exact(result: dict[str, Any]) -> bool:
     """Whether all runs of a step are as close as can be."""
     runs = result["runs"].values()
-    return bool(runs) and all(run.get("difference", float("inf")) <= bound(result) for run in runs)
+    return bool(runs) and all(run.get("beyond", float("inf")) <= 1 for run in runs)
 
 
 def worst(result: dict[str, Any]) -> float:
@@ -360,32 +376,33 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
     entries = published.load_all()
     chosen = [n for n, e in entries.items() if not args.names or n in args.names or e.path.partition("/")[0] in args.names]
     found["versions"] = {p: version(p) for p in ("jax", "flax", "optax", "equinox", "diffrax", "dm-haiku", "numpyro")}
-    with tempfile.TemporaryDirectory() as folder:
-        for n in chosen:
-            start, file, old = time.monotonic(), Path(folder, f"{n}.pickle"), found["results"].get(n, {})
-            try:
-                if args.only == "ranks":
-                    file.write_bytes(pickle.dumps(train(entries[n], entries[n].reference)[0]))
-                    result = old
-                else:
-                    result = here(entries[n], file, old)
-                    result["runs"] |= {k: v for k, v in old.get("runs", {}).items() if "ranks" in k}
-            except Exception as error:
-                if args.v:
-                    traceback.print_exc()
-                print(f"{n:32} FAILS ON ONE DEVICE {type(error).__name__}: {str(error)[:200]}", flush=True)
-                continue
-            found["results"][n] = result
+    for source in dict.fromkeys(entries[n].path.partition("/")[0] for n in chosen):
+        with tempfile.TemporaryDirectory() as folder:
+            names = [n for n in chosen if entries[n].path.startswith(f"{source}/")]
+            for n in names:
+                start, file = time.monotonic(), Path(folder, f"{n}.pickle")
+                try:
+                    result = here(entries[n], file, found["results"].get(n, {}), args.only != "ranks")
+                except Exception as error:
+                    if args.v:
+                        traceback.print_exc()
+                    print(f"{n:32} FAILS ON ONE DEVICE {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    continue
+                found["results"][n] = result
+                runs = {k: short(v) for k, v in result["runs"].items()}
+                print(f"{n:32} itself {number(result.get('itself', 0.0))} {runs} [{time.monotonic() - start:.0f} s]", flush=True)
             save(args.results, found, entries)
-            said = {k: v.get("error") or number(v["difference"]) for k, v in result["runs"].items()}
-            print(f"{n:32} itself {number(result.get('itself', 0.0))} {said} [{time.monotonic() - start:.0f} s]", flush=True)
-        for communicator in () if args.only == "devices" else COMMUNICATORS:
-            for source in dict.fromkeys(entries[n].path.partition("/")[0] for n in chosen):
-                names = [n for n in chosen if entries[n].path.startswith(f"{source}/") and Path(folder, f"{n}.pickle").exists()]
+            names = [n for n in names if Path(folder, f"{n}.pickle").exists()]
+            for communicator in () if args.only == "devices" else COMMUNICATORS:
                 for n, run in on_ranks(names, Path(folder), communicator).items():
                     found["results"][n]["runs"][f"2 ranks, {communicator}"] = run
-                    print(f"{n:32} {communicator} {run.get('error') or number(run['difference'])}", flush=True)
+                    print(f"{n:32} {communicator} {short(run)}", flush=True)
                 save(args.results, found, entries)
+
+
+def short(run: dict[str, Any]) -> str:
+    """A cell as it is printed: ! where it is too far."""
+    return run.get("error") or number(run["difference"]) + " !" * (run["beyond"] > 1)
 
 
 def save(file: Path, found: dict[str, Any], order: Iterable[str]) -> None:

@@ -25,7 +25,8 @@ NNX = "nnx.jit: model and optimizer changed in place"
 KEY_BIAS = "The gradient of the attention's key bias is zero, so it is the rounding of float32 over its own size."
 
 
-@published(f"{EXAMPLES}/adversarial_training.ipynb", "train_step", PLAIN)
+@published(f"{EXAMPLES}/adversarial_training.ipynb", "train_step", PLAIN, float32=True,
+           reason="The images are float32, and what is added to them is the sign of a gradient.")  # fmt: skip
 def optax_adversarial(run: Run) -> Iterator[Any]:
     m = grab(f"{EXAMPLES}/adversarial_training.ipynb", "EPSILON", "L2_REG", "CNN", "loss_fun", "pgd_attack", "train_step")
     m.net, m.optimizer = m.CNN(3), run.zero(optax.adam(1e-3))
@@ -53,8 +54,8 @@ def sam(run: Run, which: str) -> Iterator[Any]:
     params = jnp.array([-0.4, -0.4])
     store = m.Store(params=params, state=optimizer.init(params))
     for batch in regression(2):
-        store = step(store, run.part(batch))
-        yield store
+        store, loss = step(store, run.part(batch))
+        yield store, loss
 
 
 @published(f"{EXAMPLES}/contrib/sam.ipynb", "make_step, transparent", "jax.jit; (store); a loss of ours, theirs has no data")
@@ -133,7 +134,7 @@ def optax_dpsgd(run: Run) -> Iterator[Any]:
         stax.Conv(4, (4, 4), padding="VALID", strides=(2, 2)), stax.Relu, stax.MaxPool((2, 2), (1, 1)),
         stax.Flatten, stax.Dense(8), stax.Relu, stax.Dense(10),
     )  # fmt: skip
-    m = grab(f"{EXAMPLES}/contrib/differentially_private_sgd.ipynb", "loss_fn", "train_step", predict=predict)
+    m = grab(f"{EXAMPLES}/contrib/differentially_private_sgd.ipynb", "DPSGD", "loss_fn", "train_step", predict=predict)
     m.tx = run.zero(optax.contrib.dpsgd(learning_rate=0.25, l2_norm_clip=1.5, noise_multiplier=1.3, seed=1337))
     params = float64(init(jax.random.PRNGKey(1337), (-1, 28, 28, 1))[1])
     opt_state = m.tx.init(params)

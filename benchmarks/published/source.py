@@ -107,6 +107,7 @@ def load(root: str, name: str) -> Any:
         sys.path.remove(where)
     for k in theirs:
         del sys.modules[k]
+    _forget_stand_ins()
     sys.modules.update(saved)
     values = {k: flags.FLAGS[k].default for k in flags.FLAGS if k not in known}
     for k in values:
@@ -140,13 +141,24 @@ def grab(path: str, *names: str, **given: Any) -> Any:
     module = types.ModuleType(f"grabbed_{_grabbed}_{file.stem}")
     module.__file__ = shown
     sys.modules[module.__name__] = module
-    imports: list[ast.stmt] = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    _execute([n for n in imports if getattr(n, "module", "") != "__future__"], shown, module)
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
+            try:
+                _execute([node], shown, module)
+            except ImportError:  # its neighbours in the repository
+                vars(module).update({n.asname or n.name: MagicMock(name=n.name) for n in node.names})
+    _forget_stand_ins()
     vars(module).update(given)
     for name in names:
         base, _, i = name.partition("#")
         _execute([sorted(found[base], key=lambda n: n.lineno)[int(i or 0)]], shown, module)
     return module
+
+
+def _forget_stand_ins() -> None:
+    """Others look at whether torch is imported."""
+    for name in [k for k, module in sys.modules.items() if type(module) is _StandIn]:
+        del sys.modules[name]
 
 
 def _execute(body: list[ast.stmt], shown: str, module: types.ModuleType) -> None:
