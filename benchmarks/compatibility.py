@@ -138,7 +138,9 @@ def nudged(decorate: Callable[[Any], Any], bits: int) -> Callable[[Any], Any]:
     return wrap
 
 
-def train(entry: Any, decorate: Callable[[Any], Any], level: int = 0, rank: int = 0, size: int = 1) -> tuple[Numbers, bool]:
+def train(
+    entry: Any, decorate: Callable[[Any], Any], level: int = 0, rank: int = 0, size: int = 1
+) -> tuple[Numbers, bool]:
     """What an entry's loop yields, and whether it has an optax transformation."""
     import jax
     import published
@@ -215,7 +217,9 @@ def here(entry: Any, expected: Path, old: dict[str, Any], runs: bool) -> dict[st
         return result
     result["runs"] = {k: v for k, v in result["runs"].items() if "ranks" in k}
     for devices in DEVICES:
-        result["runs"][name(devices)] = attempt(entry, known, lambda devices=devices: train(entry, decorator(entry, devices)))
+        result["runs"][name(devices)] = attempt(
+            entry, known, lambda devices=devices: train(entry, decorator(entry, devices))
+        )
     for level in LEVELS if levels else ():
         both = lambda level=level: train(entry, decorator(entry, max(DEVICES)), level)
         result["runs"][name(max(DEVICES), level)] = attempt(entry, known, both)
@@ -236,7 +240,9 @@ def as_rank(names: Sequence[str], folder: Path) -> None:
     context = jaxdist.init()
     for entry in (published.load_all()[n] for n in names):
         expected = Expected(*pickle.loads((folder / f"{entry.name}.pickle").read_bytes()))
-        found = attempt(entry, expected, lambda entry=entry: train(entry, decorator(entry), 0, context.rank, context.size))
+        found = attempt(
+            entry, expected, lambda entry=entry: train(entry, decorator(entry), 0, context.rank, context.size)
+        )
         (folder / f"{entry.name}.{context.rank}.json").write_text(json.dumps(found))
 
 
@@ -248,8 +254,8 @@ def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str,
         for file in folder.glob("*.json"):
             file.unlink()
         command = [
-            sys.executable, "-m", "jaxdist", "run", "-n", "2", "--communicator", communicator, str(Path(__file__)), "--ranks",
-            str(folder), *left,
+            sys.executable, "-m", "jaxdist", "run", "-n", "2", "--communicator", communicator, str(Path(__file__)),
+            "--ranks", str(folder), *left,
         ]  # fmt: skip
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=180 + 60 * len(left), check=False)
@@ -259,7 +265,11 @@ def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str,
         for entry in list(left):
             files = [folder / f"{entry}.{rank}.json" for rank in range(2)]
             done = all(file.exists() for file in files)
-            found = [json.loads(file.read_text()) for file in files] if done else [{"error": f"the job ended: {said}"[:300]}]
+            found = (
+                [json.loads(file.read_text()) for file in files]
+                if done
+                else [{"error": f"the job ended: {said}"[:300]}]
+            )
             results[entry] = max(found, key=lambda f: f.get("difference", float("inf")))
             left.remove(entry)
             if not done:
@@ -374,7 +384,9 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
     import published
 
     entries = published.load_all()
-    chosen = [n for n, e in entries.items() if not args.names or n in args.names or e.path.partition("/")[0] in args.names]
+    chosen = [
+        n for n, e in entries.items() if not args.names or n in args.names or e.path.partition("/")[0] in args.names
+    ]
     found["versions"] = {p: version(p) for p in ("jax", "flax", "optax", "equinox", "diffrax", "dm-haiku", "numpyro")}
     for source in dict.fromkeys(entries[n].path.partition("/")[0] for n in chosen):
         with tempfile.TemporaryDirectory() as folder:
@@ -390,7 +402,10 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
                     continue
                 found["results"][n] = result
                 runs = {k: short(v) for k, v in result["runs"].items()}
-                print(f"{n:32} itself {number(result.get('itself', 0.0))} {runs} [{time.monotonic() - start:.0f} s]", flush=True)
+                print(
+                    f"{n:32} itself {number(result.get('itself', 0.0))} {runs} [{time.monotonic() - start:.0f} s]",
+                    flush=True,
+                )
             save(args.results, found, entries)
             names = [n for n in names if Path(folder, f"{n}.pickle").exists()]
             for communicator in () if args.only == "devices" else COMMUNICATORS:

@@ -47,7 +47,9 @@ def td3(run: Run) -> tuple[Any, list[Any], list[Any]]:
 
     def state(net: Any, key: int, *x: Any) -> Any:
         made = lambda: float64(net.init(jax.random.PRNGKey(key), *x))
-        return m.TrainState.create(apply_fn=net.apply, params=made(), target_params=made(), tx=run.zero(optax.adam(3e-4)))
+        return m.TrainState.create(
+            apply_fn=net.apply, params=made(), target_params=made(), tx=run.zero(optax.adam(3e-4))
+        )
 
     o, a = np.zeros((1, 3)), np.zeros((1, 2))
     r = random()
@@ -96,7 +98,9 @@ def cleanrl_ppo(run: Run) -> Iterator[Any]:
     network = m.network.init(jax.random.PRNGKey(0), x)
     hidden = m.network.apply(network, x)
     params = float64(
-        m.AgentParams(network, m.actor.init(jax.random.PRNGKey(1), hidden), m.critic.init(jax.random.PRNGKey(2), hidden))
+        m.AgentParams(
+            network, m.actor.init(jax.random.PRNGKey(1), hidden), m.critic.init(jax.random.PRNGKey(2), hidden)
+        )
     )
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=m.linear_schedule, eps=1e-5)
     tx = run.zero(optax.chain(optax.clip_by_global_norm(args.max_grad_norm), adam))

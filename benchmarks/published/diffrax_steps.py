@@ -41,22 +41,39 @@ def neural_ode(run: Run, **options: Any) -> Iterator[Any]:
         yield loss, model, opt_state
 
 
-@published(f"{EXAMPLES}/neural_ode.ipynb", "make_step", f"{FILTERED}; (times, batch, model, opt_state)", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/neural_ode.ipynb",
+    "make_step",
+    f"{FILTERED}; (times, batch, model, opt_state)",
+    reference=eqx.filter_jit,
+)
 def diffrax_neural_ode(run: Run) -> Iterator[Any]:
     return neural_ode(run)
 
 
-@published(f"{EXAMPLES}/neural_ode.ipynb", "make_step, DirectAdjoint", f"{FILTERED}; (times, batch, model, opt_state)", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/neural_ode.ipynb",
+    "make_step, DirectAdjoint",
+    f"{FILTERED}; (times, batch, model, opt_state)",
+    reference=eqx.filter_jit,
+)
 def diffrax_direct_adjoint(run: Run) -> Iterator[Any]:
     return neural_ode(run, adjoint=diffrax.DirectAdjoint(), max_steps=64)
 
 
-@published(f"{EXAMPLES}/neural_ode.ipynb", "make_step, BacksolveAdjoint", f"{FILTERED}; (times, batch, model, opt_state)", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/neural_ode.ipynb",
+    "make_step, BacksolveAdjoint",
+    f"{FILTERED}; (times, batch, model, opt_state)",
+    reference=eqx.filter_jit,
+)
 def diffrax_backsolve_adjoint(run: Run) -> Iterator[Any]:
     return neural_ode(run, adjoint=diffrax.BacksolveAdjoint())
 
 
-@published(f"{EXAMPLES}/neural_cde.ipynb", "make_step", f"{FILTERED}; (model, data, opt_state)", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/neural_cde.ipynb", "make_step", f"{FILTERED}; (model, data, opt_state)", reference=eqx.filter_jit
+)
 def diffrax_neural_cde(run: Run) -> Iterator[Any]:
     m = trained("neural_cde.ipynb", run.zero(optax.adam(1e-2)), "Func", "NeuralCDE", "get_data", "loss", "grad_loss")
     model = float64(m.NeuralCDE(3, 4, 6, 1, key=jr.PRNGKey(0)))
@@ -69,7 +86,12 @@ def diffrax_neural_cde(run: Run) -> Iterator[Any]:
         yield loss, accuracy, model, opt_state
 
 
-@published(f"{EXAMPLES}/latent_ode.ipynb", "make_step", f"{FILTERED}; (model, opt_state, times, batch, key)", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/latent_ode.ipynb",
+    "make_step",
+    f"{FILTERED}; (model, opt_state, times, batch, key)",
+    reference=eqx.filter_jit,
+)
 def diffrax_latent_ode(run: Run) -> Iterator[Any]:
     m = trained("latent_ode.ipynb", run.zero(optax.adam(1e-2)), "Func", "LatentODE", "get_data", "loss")
     sizes = {"data_size": 2, "hidden_size": 4, "latent_size": 3, "width_size": 4, "depth": 1}
@@ -82,8 +104,12 @@ def diffrax_latent_ode(run: Run) -> Iterator[Any]:
         yield loss, model, opt_state, key
 
 
-@published(f"{EXAMPLES}/neural_sde.ipynb", "make_step", f"{FILTERED}; (two models, their states and optimizers, times, batch, key, step)",
-           reference=eqx.filter_jit)  # fmt: skip
+@published(
+    f"{EXAMPLES}/neural_sde.ipynb",
+    "make_step",
+    f"{FILTERED}; (two models, their states and optimizers, times, batch, key, step)",
+    reference=eqx.filter_jit,
+)
 def diffrax_neural_sde(run: Run) -> Iterator[Any]:
     m = grab(
         f"{EXAMPLES}/neural_sde.ipynb", "lipswish", "VectorField", "ControlledVectorField", "NeuralSDE", "NeuralCDE",
@@ -105,8 +131,12 @@ def diffrax_neural_sde(run: Run) -> Iterator[Any]:
         yield generator, discriminator, g_state, d_state
 
 
-@published(f"{EXAMPLES}/continuous_normalising_flow.ipynb", "loss and the last lines of make_step",
-           f"{FILTERED}; (model, opt_state, batch, weights, key); their step draws its batch itself", reference=eqx.filter_jit)  # fmt: skip
+@published(
+    f"{EXAMPLES}/continuous_normalising_flow.ipynb",
+    "loss and the last lines of make_step",
+    f"{FILTERED}; (model, opt_state, batch, weights, key); their step draws its batch itself",
+    reference=eqx.filter_jit,
+)
 def diffrax_normalising_flow(run: Run) -> Iterator[Any]:
     m = grab(
         f"{EXAMPLES}/continuous_normalising_flow.ipynb", "Func", "ConcatSquash", "exact_logp_wrapper",
@@ -129,7 +159,12 @@ def diffrax_normalising_flow(run: Run) -> Iterator[Any]:
         yield value, model, opt_state
 
 
-@published(f"{EXAMPLES}/steady_state.ipynb", "make_step, ImplicitAdjoint", f"{FILTERED}; (model, opt_state, target), no batch", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/steady_state.ipynb",
+    "make_step, ImplicitAdjoint",
+    f"{FILTERED}; (model, opt_state, target), no batch",
+    reference=eqx.filter_jit,
+)
 def diffrax_steady_state(run: Run) -> Iterator[Any]:
     tx = run.zero(optax.sgd(1e-2, momentum=0.7, nesterov=True))
     m = trained("steady_state.ipynb", tx, "ExponentialDecayToSteadyState", "loss")

@@ -24,7 +24,12 @@ def classes(r: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray,
     return r.normal(size=(BATCH, *shape)), r.integers(0, 10, (BATCH,))
 
 
-@published(f"{EXAMPLES}/mnist.ipynb", "make_step", f"{FILTERED}; (model, opt_state, x, y), functions in the model", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/mnist.ipynb",
+    "make_step",
+    f"{FILTERED}; (model, opt_state, x, y), functions in the model",
+    reference=eqx.filter_jit,
+)
 def equinox_mnist(run: Run) -> Iterator[Any]:
     m = grab(f"{EXAMPLES}/mnist.ipynb", "CNN", "cross_entropy", "loss", "make_step", optim=run.zero(optax.adamw(3e-4)))
     model = float64(m.CNN(jr.PRNGKey(0)))
@@ -37,9 +42,16 @@ def equinox_mnist(run: Run) -> Iterator[Any]:
         yield model, opt_state, loss
 
 
-@published(f"{EXAMPLES}/train_rnn.ipynb", "make_step", f"{FILTERED}; (model, x, y, opt_state), numbers in the model", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/train_rnn.ipynb",
+    "make_step",
+    f"{FILTERED}; (model, x, y, opt_state), numbers in the model",
+    reference=eqx.filter_jit,
+)
 def equinox_rnn(run: Run) -> Iterator[Any]:
-    m = grab(f"{EXAMPLES}/train_rnn.ipynb", "RNN", "get_data", "compute_loss", "make_step", optim=run.zero(optax.adam(3e-3)))
+    m = grab(
+        f"{EXAMPLES}/train_rnn.ipynb", "RNN", "get_data", "compute_loss", "make_step", optim=run.zero(optax.adam(3e-3))
+    )
     model = float64(m.RNN(2, 1, 8, key=jr.PRNGKey(0)))
     opt_state = m.optim.init(eqx.filter(model, eqx.is_array))
     step = run.decorate(undecorated(m.make_step))
@@ -49,12 +61,19 @@ def equinox_rnn(run: Run) -> Iterator[Any]:
         yield loss, model, opt_state
 
 
-@published(f"{EXAMPLES}/frozen_layer.ipynb", "make_step", f"{FILTERED}; (model, x, y, opt_state), parts of the model are not trained", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/frozen_layer.ipynb",
+    "make_step",
+    f"{FILTERED}; (model, x, y, opt_state), parts of the model are not trained",
+    reference=eqx.filter_jit,
+)
 def equinox_frozen_layer(run: Run) -> Iterator[Any]:
     model = float64(eqx.nn.MLP(in_size=1, out_size=1, width_size=8, depth=1, key=jr.PRNGKey(0)))
     last = lambda tree: (tree.layers[-1].weight, tree.layers[-1].bias)
     trained = eqx.tree_at(last, jax.tree.map(lambda _: False, model), replace=(True, True))
-    m = grab(f"{EXAMPLES}/frozen_layer.ipynb", "get_data", "make_step", optim=run.zero(optax.sgd(3e-3)), filter_spec=trained)
+    m = grab(
+        f"{EXAMPLES}/frozen_layer.ipynb", "get_data", "make_step", optim=run.zero(optax.sgd(3e-3)), filter_spec=trained
+    )
     opt_state = m.optim.init(eqx.filter(model, eqx.is_array))
     step = run.decorate(undecorated(m.make_step))
     for i in range(STEPS):
@@ -63,7 +82,12 @@ def equinox_frozen_layer(run: Run) -> Iterator[Any]:
         yield model, opt_state
 
 
-@published(f"{EXAMPLES}/stateful.ipynb", "make_step", f"{FILTERED}; (model, eqx.nn.State, opt_state, x, y)", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/stateful.ipynb",
+    "make_step",
+    f"{FILTERED}; (model, eqx.nn.State, opt_state, x, y)",
+    reference=eqx.filter_jit,
+)
 def equinox_stateful(run: Run) -> Iterator[Any]:
     m = grab(f"{EXAMPLES}/stateful.ipynb", "Model", "compute_loss", "make_step", optim=run.zero(optax.adam(3e-4)))
     model, state = float64(eqx.nn.make_with_state(m.Model)(jr.PRNGKey(0)))
@@ -74,7 +98,12 @@ def equinox_stateful(run: Run) -> Iterator[Any]:
         yield model, state, opt_state
 
 
-@published(f"{EXAMPLES}/parallelism.ipynb", "train_step", f"{FILTERED}(donate='all'), its own mesh; (model, opt_state, x, y)", reference=eqx.filter_jit)
+@published(
+    f"{EXAMPLES}/parallelism.ipynb",
+    "train_step",
+    f"{FILTERED}(donate='all'), its own mesh; (model, opt_state, x, y)",
+    reference=eqx.filter_jit,
+)
 def equinox_parallelism(run: Run) -> Iterator[Any]:
     mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.local_devices()[:1])
     split, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axis)) for axis in (("batch",), ()))
@@ -90,10 +119,21 @@ def equinox_parallelism(run: Run) -> Iterator[Any]:
         yield model, opt_state
 
 
-@published(f"{EXAMPLES}/score_based_diffusion.ipynb", "make_step",
-           f"{FILTERED}; (model, two functions, batch, number, key, opt_state, a function)", reference=eqx.filter_jit)  # fmt: skip
+@published(
+    f"{EXAMPLES}/score_based_diffusion.ipynb",
+    "make_step",
+    f"{FILTERED}; (model, two functions, batch, number, key, opt_state, a function)",
+    reference=eqx.filter_jit,
+)
 def equinox_diffusion(run: Run) -> Iterator[Any]:
-    m = grab(f"{EXAMPLES}/score_based_diffusion.ipynb", "MixerBlock", "Mixer2d", "single_loss_fn", "batch_loss_fn", "make_step")
+    m = grab(
+        f"{EXAMPLES}/score_based_diffusion.ipynb",
+        "MixerBlock",
+        "Mixer2d",
+        "single_loss_fn",
+        "batch_loss_fn",
+        "make_step",
+    )
     model = float64(m.Mixer2d((1, 8, 8), 4, 6, 8, 8, 1, 10.0, key=jr.PRNGKey(0)))
     tx = run.zero(optax.adabelief(3e-4))
     opt_state, key = tx.init(eqx.filter(model, eqx.is_inexact_array)), jr.PRNGKey(1)
@@ -107,12 +147,16 @@ def equinox_diffusion(run: Run) -> Iterator[Any]:
         yield loss, model, key, opt_state
 
 
-@published(f"{EXAMPLES}/vision_transformer.ipynb", "step_model",
-           f"{FILTERED}; (model, the optimizer itself, its state, images, labels, a key an example)", reference=eqx.filter_jit)  # fmt: skip
+@published(
+    f"{EXAMPLES}/vision_transformer.ipynb",
+    "step_model",
+    f"{FILTERED}; (model, the optimizer itself, its state, images, labels, a key an example)",
+    reference=eqx.filter_jit,
+)
 def equinox_vision_transformer(run: Run) -> Iterator[Any]:
     m = grab(
-        f"{EXAMPLES}/vision_transformer.ipynb", "PatchEmbedding", "AttentionBlock", "VisionTransformer", "compute_grads",
-        "step_model", channels=3,
+        f"{EXAMPLES}/vision_transformer.ipynb", "PatchEmbedding", "AttentionBlock", "VisionTransformer",
+        "compute_grads", "step_model", channels=3,
     )  # fmt: skip
     model = float64(m.VisionTransformer(8, 16, 2, 1, 0.1, 4, 4, 10, jr.PRNGKey(2003)))
     tx = run.zero(optax.adamw(1e-4, b1=0.9, b2=0.999))
@@ -139,8 +183,12 @@ def gan(run: Run) -> tuple[Any, ...]:
     return m, generator, its_state, discriminator, state, txs, opts
 
 
-@published(f"{EXAMPLES}/deep_convolutional_gan.ipynb", "step_discriminator and step_generator",
-           f"{FILTERED}; models, optimizers, states and a key; the second step has no batch", reference=eqx.filter_jit)  # fmt: skip
+@published(
+    f"{EXAMPLES}/deep_convolutional_gan.ipynb",
+    "step_discriminator and step_generator",
+    f"{FILTERED}; models, optimizers, states and a key; the second step has no batch",
+    reference=eqx.filter_jit,
+)
 def equinox_gan(run: Run) -> Iterator[Any]:
     m, generator, its_state, discriminator, state, (g_tx, d_tx), (g_opt, d_opt) = gan(run)
     first = run.decorate(undecorated(m.step_discriminator))

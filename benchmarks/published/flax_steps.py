@@ -17,7 +17,16 @@ from flax.training import train_state
 
 from published import Run, pmapped, published
 from published.samples import (
-    BATCH, STEPS, curve, float64, float64_module, images, in_shards, pairs, random, texts,
+    BATCH,
+    STEPS,
+    curve,
+    float64,
+    float64_module,
+    images,
+    in_shards,
+    pairs,
+    random,
+    texts,
 )  # fmt: skip
 from published.source import grab, load, undecorated
 
@@ -25,8 +34,13 @@ TOYS = "flax/examples/nnx_toy_examples"
 NNX = "nnx.jit: modules and optimizer changed in place"
 
 
-@published("flax/examples/mnist/train.py", "train_step", f"{NNX}; metrics, rngs", reference=nnx.jit,
-           reason="The gradient of a bias before a BatchNorm is zero.")  # fmt: skip
+@published(
+    "flax/examples/mnist/train.py",
+    "train_step",
+    f"{NNX}; metrics, rngs",
+    reference=nnx.jit,
+    reason="The gradient of a bias before a BatchNorm is zero.",
+)
 def flax_mnist(run: Run) -> Iterator[Any]:
     m = load("flax/examples/mnist", "train")
     step = run.decorate(undecorated(m.train_step))
@@ -69,12 +83,22 @@ def imagenet(run: Run, scaled: bool) -> Iterator[Any]:
         yield state, metrics
 
 
-@published("flax/examples/imagenet/train.py", "train_step", "jax.pmap, axis 'batch'; (state, batch)", reference=pmapped("batch"))
+@published(
+    "flax/examples/imagenet/train.py",
+    "train_step",
+    "jax.pmap, axis 'batch'; (state, batch)",
+    reference=pmapped("batch"),
+)
 def flax_imagenet(run: Run) -> Iterator[Any]:
     return imagenet(run, scaled=False)
 
 
-@published("flax/examples/imagenet/train.py", "train_step with DynamicScale", "jax.pmap, axis 'batch'; (state, batch)", reference=pmapped("batch"))
+@published(
+    "flax/examples/imagenet/train.py",
+    "train_step with DynamicScale",
+    "jax.pmap, axis 'batch'; (state, batch)",
+    reference=pmapped("batch"),
+)
 def flax_imagenet_dynamic_scale(run: Run) -> Iterator[Any]:
     return imagenet(run, scaled=True)
 
@@ -108,8 +132,13 @@ def flax_lm1b_packed(run: Run) -> Iterator[Any]:
     return lm1b(run, dropout=0.0, packed=True)
 
 
-@published("flax/examples/ppo/ppo_lib.py", "train_step", "jax.jit, static and keyword arguments by partial; (state, trajectories)", float32=True,
-           reason="The model computes in float32.")  # fmt: skip
+@published(
+    "flax/examples/ppo/ppo_lib.py",
+    "train_step",
+    "jax.jit, static and keyword arguments by partial; (state, trajectories)",
+    float32=True,
+    reason="The model computes in float32.",
+)
 def flax_ppo(run: Run) -> Iterator[Any]:
     m = load("flax/examples/ppo", "ppo_lib")
     model = m.models.ActorCritic(num_outputs=3)
@@ -128,8 +157,13 @@ def flax_ppo(run: Run) -> Iterator[Any]:
         yield state, loss
 
 
-@published("flax/examples/seq2seq/train.py", "train_step", "jax.jit; (state, batch, key, number)", float32=True,
-           reason="The decoder computes in float32.")  # fmt: skip
+@published(
+    "flax/examples/seq2seq/train.py",
+    "train_step",
+    "jax.jit; (state, batch, key, number)",
+    float32=True,
+    reason="The decoder computes in float32.",
+)
 def flax_seq2seq(run: Run) -> Iterator[Any]:
     m = load("flax/examples/seq2seq", "train")
     m.FLAGS.hidden_size = 8
@@ -144,7 +178,12 @@ def flax_seq2seq(run: Run) -> Iterator[Any]:
         yield state, metrics
 
 
-@published("flax/examples/wmt/train.py", "train_step", "jax.pmap, axis 'batch', the rest by partial; (state, batch)", reference=pmapped("batch"))
+@published(
+    "flax/examples/wmt/train.py",
+    "train_step",
+    "jax.pmap, axis 'batch', the rest by partial; (state, batch)",
+    reference=pmapped("batch"),
+)
 def flax_wmt(run: Run) -> Iterator[Any]:
     m = load("flax/examples/wmt", "train")
     config = m.models.TransformerConfig(
@@ -165,8 +204,13 @@ def flax_wmt(run: Run) -> Iterator[Any]:
         yield state, metrics
 
 
-@published("flax/examples/sst2/train.py", "train_step", "jax.jit; (state, batch, dict of keys)", float32=True,
-           reason="The LSTM computes in float32.")  # fmt: skip
+@published(
+    "flax/examples/sst2/train.py",
+    "train_step",
+    "jax.jit; (state, batch, dict of keys)",
+    float32=True,
+    reason="The LSTM computes in float32.",
+)
 def flax_sst2(run: Run) -> Iterator[Any]:
     import ml_collections
 
@@ -219,13 +263,13 @@ def flax_nnx_data_parallel(run: Run) -> Iterator[Any]:
         yield model, optimizer, loss
 
 
-@published(f"{TOYS}/05_vae.py", "train_step", f"{NNX}; rngs within the model, a loss variable taken out", reference=nnx.jit)
+@published(
+    f"{TOYS}/05_vae.py", "train_step", f"{NNX}; rngs within the model, a loss variable taken out", reference=nnx.jit
+)
 def flax_nnx_vae(run: Run) -> Iterator[Any]:
     m = grab(f"{TOYS}/05_vae.py", "Loss", "Encoder", "Decoder", "VAE", "train_step")
     step = run.decorate(undecorated(m.train_step))
-    model = float64_module(
-        m.VAE(din=16, hidden_size=8, latent_size=3, output_shape=(4, 4), rngs=nnx.Rngs(0, noise=1))
-    )
+    model = float64_module(m.VAE(din=16, hidden_size=8, latent_size=3, output_shape=(4, 4), rngs=nnx.Rngs(0, noise=1)))
     optimizer = nnx.Optimizer(model, run.zero(optax.adam(1e-3)), wrt=nnx.Param)
     for x, _ in pairs((4, 4), 2):
         loss = step(model, optimizer, run.part((x > 0.5).astype(float)))

@@ -45,9 +45,7 @@ def imagenet(run: Run, **flags: Any) -> Iterator[Any]:
     m.hk = library
     theirs = m.make_optimizer
     m.make_optimizer = lambda: run.zero(theirs())
-    batches = [
-        {"images": d["image"].astype(np.float32), "labels": d["label"]} for d in images((32, 32, 3), 1000)
-    ]
+    batches = [{"images": d["image"].astype(np.float32), "labels": d["label"]} for d in images((32, 32, 3), 1000)]
     state = m.initial_state(jax.random.PRNGKey(0), batches[0])
     narrow = lambda x: x if jnp.issubdtype(jnp.result_type(x), jnp.integer) else jnp.asarray(x, jnp.float32)
     state = jax.tree.map(narrow, state)
@@ -57,14 +55,26 @@ def imagenet(run: Run, **flags: Any) -> Iterator[Any]:
         yield state, rest
 
 
-@published(IMAGENET, "train_step", "jax.pmap, axis 'i'; (state, batch)", reference=pmapped("i"), float32=True,
-           reason="Its precision policy is float32.")  # fmt: skip
+@published(
+    IMAGENET,
+    "train_step",
+    "jax.pmap, axis 'i'; (state, batch)",
+    reference=pmapped("i"),
+    float32=True,
+    reason="Its precision policy is float32.",
+)
 def haiku_imagenet(run: Run) -> Iterator[Any]:
     return imagenet(run)
 
 
-@published(IMAGENET, "train_step, a dynamic loss scale", "jax.pmap, axis 'i'; (state, batch)", reference=pmapped("i"),
-           float32=True, reason="Its precision policy is float32.")  # fmt: skip
+@published(
+    IMAGENET,
+    "train_step, a dynamic loss scale",
+    "jax.pmap, axis 'i'; (state, batch)",
+    reference=pmapped("i"),
+    float32=True,
+    reason="Its precision policy is float32.",
+)
 def haiku_imagenet_dynamic_scale(run: Run) -> Iterator[Any]:
     return imagenet(run, mp_scale_type="Dynamic", mp_skip_nonfinite=True)
 
@@ -85,8 +95,12 @@ def haiku_vae(run: Run) -> Iterator[Any]:
         yield state
 
 
-@published("haiku/examples/transformer/train.py", "update", f"{PLAIN}, a key within the state",
-           reason="The gradient of the attention's key bias is zero, and Adam divides its rounding by its size.")  # fmt: skip
+@published(
+    "haiku/examples/transformer/train.py",
+    "update",
+    f"{PLAIN}, a key within the state",
+    reason="The gradient of the attention's key bias is zero, and Adam divides its rounding by its size.",
+)
 def haiku_transformer(run: Run) -> Iterator[Any]:
     m = load("haiku", "examples.transformer.train")
     m.NUM_LAYERS, m.NUM_HEADS, m.MODEL_SIZE, m.KEY_SIZE = 1, 2, 8, 4
@@ -100,14 +114,20 @@ def haiku_transformer(run: Run) -> Iterator[Any]:
         yield state, metrics
 
 
-@published("haiku/examples/rnn/train.py", "update", f"{PLAIN}; the batch's first axis is time: a process passes its part of the times")
+@published(
+    "haiku/examples/rnn/train.py",
+    "update",
+    f"{PLAIN}; the batch's first axis is time: a process passes its part of the times",
+)
 def haiku_rnn(run: Run) -> Iterator[Any]:
     m = load("haiku", "examples.rnn.train")
     m.HIDDEN_SIZE.value = 6
     theirs = m.make_optimizer
     m.make_optimizer = lambda: run.zero(theirs())
     r = random()
-    batches = [{"input": r.integers(0, 128, (8, BATCH)), "target": r.integers(0, 128, (8, BATCH))} for _ in range(STEPS)]
+    batches = [
+        {"input": r.integers(0, 128, (8, BATCH)), "target": r.integers(0, 128, (8, BATCH))} for _ in range(STEPS)
+    ]
     init, _ = hk.without_apply_rng(hk.transform(m.sequence_loss))
     params = float64(init(jax.random.PRNGKey(0), batches[0]))
     state = m.TrainingState(params, m.make_optimizer()[0](params))

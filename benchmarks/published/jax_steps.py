@@ -19,16 +19,21 @@ PLAIN = "jax.jit; (step, opt_state, batch)"
 
 def digits(run: Run, shape: tuple[int, ...] = (784,)) -> list[Any]:
     r = random()
-    return [
-        run.part((r.normal(size=(BATCH, *shape)), np.eye(10)[r.integers(0, 10, (BATCH,))])) for _ in range(STEPS)
-    ]
+    return [run.part((r.normal(size=(BATCH, *shape)), np.eye(10)[r.integers(0, 10, (BATCH,))])) for _ in range(STEPS)]
 
 
 @published(f"{EXAMPLES}/mnist_classifier.py", "update", PLAIN)
 def jax_mnist(run: Run) -> Iterator[Any]:
     init, predict = stax.serial(stax.Dense(16), stax.Relu, stax.Dense(10), stax.LogSoftmax)
     opt_init, opt_update, get_params = optimizers.momentum(0.001, mass=0.9)
-    m = grab(f"{EXAMPLES}/mnist_classifier.py", "loss", "update", predict=predict, opt_update=opt_update, get_params=get_params)
+    m = grab(
+        f"{EXAMPLES}/mnist_classifier.py",
+        "loss",
+        "update",
+        predict=predict,
+        opt_update=opt_update,
+        get_params=get_params,
+    )
     opt_state = opt_init(float64(init(jax.random.key(0), (-1, 784))[1]))
     step = run.decorate(undecorated(m.update))
     for i, batch in enumerate(digits(run)):
@@ -38,7 +43,14 @@ def jax_mnist(run: Run) -> Iterator[Any]:
 
 @published(f"{EXAMPLES}/mnist_classifier_fromscratch.py", "update", "jax.jit; (params, batch)")
 def jax_mnist_from_scratch(run: Run) -> Iterator[Any]:
-    m = grab(f"{EXAMPLES}/mnist_classifier_fromscratch.py", "init_random_params", "predict", "loss", "update", step_size=0.001)
+    m = grab(
+        f"{EXAMPLES}/mnist_classifier_fromscratch.py",
+        "init_random_params",
+        "predict",
+        "loss",
+        "update",
+        step_size=0.001,
+    )
     params = m.init_random_params(0.1, [784, 16, 10], np.random.RandomState(0))
     step = run.decorate(undecorated(m.update))
     for batch in digits(run):
@@ -46,7 +58,11 @@ def jax_mnist_from_scratch(run: Run) -> Iterator[Any]:
         yield params
 
 
-@published(f"{EXAMPLES}/spmd_mnist_classifier_fromscratch.py", "train_step", "jax.jit(donate_argnums=0), written for a mesh; (params, batch)")
+@published(
+    f"{EXAMPLES}/spmd_mnist_classifier_fromscratch.py",
+    "train_step",
+    "jax.jit(donate_argnums=0), written for a mesh; (params, batch)",
+)
 def jax_mnist_spmd(run: Run) -> Iterator[Any]:
     path = f"{EXAMPLES}/spmd_mnist_classifier_fromscratch.py"
     m = grab(path, "init_random_params", "predict", "loss", "train_step", step_size=0.001)
@@ -57,13 +73,18 @@ def jax_mnist_spmd(run: Run) -> Iterator[Any]:
         yield params
 
 
-@published(f"{EXAMPLES}/mnist_vae.py", "the body of run_epoch", "jax.jit; (key, step, opt_state, batch); their step takes all data")
+@published(
+    f"{EXAMPLES}/mnist_vae.py",
+    "the body of run_epoch",
+    "jax.jit; (key, step, opt_state, batch); their step takes all data",
+)
 def jax_vae(run: Run) -> Iterator[Any]:
     small = lambda n: stax.serial(stax.Dense(8), stax.Relu, n)
     two = stax.serial(stax.FanOut(2), stax.parallel(stax.Dense(3), stax.serial(stax.Dense(3), stax.Softplus)))
     (encoder, encode), (decoder, decode) = small(two), small(stax.Dense(784))
     m = grab(
-        f"{EXAMPLES}/mnist_vae.py", "gaussian_kl", "gaussian_sample", "bernoulli_logpdf", "elbo", encode=encode, decode=decode
+        f"{EXAMPLES}/mnist_vae.py", "gaussian_kl", "gaussian_sample", "bernoulli_logpdf", "elbo", encode=encode,
+        decode=decode,
     )  # fmt: skip
     init, update, get_params = optimizers.momentum(0.001, mass=0.9)
     keys = jax.random.split(jax.random.key(2))

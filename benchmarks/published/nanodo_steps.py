@@ -36,12 +36,19 @@ def train(run: Run, accumulate: int, internal: bool) -> Iterator[Any]:
         yield state, metrics
 
 
-@published("nanodo/nanodo/train.py", "_train_step", "jax.jit, the rest by partial; (state, tokens)", float32=True, reason=MIXED)
+@published(
+    "nanodo/nanodo/train.py", "_train_step", "jax.jit, the rest by partial; (state, tokens)", float32=True, reason=MIXED
+)
 def nanodo(run: Run) -> Iterator[Any]:
     return train(run, accumulate=1, internal=False)
 
 
-@published("nanodo/nanodo/train.py", "_train_step, accumulation and all metrics", "jax.jit, the rest by partial; (state, tokens)",
-           float32=True, reason=MIXED)  # fmt: skip
+@published(
+    "nanodo/nanodo/train.py",
+    "_train_step, accumulation and all metrics",
+    "jax.jit, the rest by partial; (state, tokens)",
+    float32=True,
+    reason=MIXED,
+)
 def nanodo_accumulate(run: Run) -> Iterator[Any]:
     return train(run, accumulate=2, internal=True)

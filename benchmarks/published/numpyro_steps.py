@@ -47,7 +47,11 @@ def numpyro_svi_stable(run: Run) -> Iterator[Any]:
     return train(run, svi, svi.stable_update, batches)
 
 
-@published("numpyro/numpyro/infer/svi.py", "SVI.update, AutoDelta", "jax.jit of a bound method; (state, batch); a model of ours")
+@published(
+    "numpyro/numpyro/infer/svi.py",
+    "SVI.update, AutoDelta",
+    "jax.jit of a bound method; (state, batch); a model of ours",
+)
 def numpyro_map(run: Run) -> Iterator[Any]:
     def model(batch: Any) -> None:
         x, y = batch

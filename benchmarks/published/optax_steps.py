@@ -25,10 +25,17 @@ NNX = "nnx.jit: model and optimizer changed in place"
 KEY_BIAS = "The gradient of the attention's key bias is zero, so it is the rounding of float32 over its own size."
 
 
-@published(f"{EXAMPLES}/adversarial_training.ipynb", "train_step", PLAIN, float32=True,
-           reason="The images are float32, and what is added to them is the sign of a gradient.")  # fmt: skip
+@published(
+    f"{EXAMPLES}/adversarial_training.ipynb",
+    "train_step",
+    PLAIN,
+    float32=True,
+    reason="The images are float32, and what is added to them is the sign of a gradient.",
+)
 def optax_adversarial(run: Run) -> Iterator[Any]:
-    m = grab(f"{EXAMPLES}/adversarial_training.ipynb", "EPSILON", "L2_REG", "CNN", "loss_fun", "pgd_attack", "train_step")
+    m = grab(
+        f"{EXAMPLES}/adversarial_training.ipynb", "EPSILON", "L2_REG", "CNN", "loss_fun", "pgd_attack", "train_step"
+    )
     m.net, m.optimizer = m.CNN(3), run.zero(optax.adam(1e-3))
     params = float64(m.net.init(jax.random.PRNGKey(0), jnp.zeros((1, 8, 8, 1)))["params"])
     opt_state = m.optimizer.init(params)
@@ -58,12 +65,18 @@ def sam(run: Run, which: str) -> Iterator[Any]:
         yield store, loss
 
 
-@published(f"{EXAMPLES}/contrib/sam.ipynb", "make_step, transparent", "jax.jit; (store); a loss of ours, theirs has no data")
+@published(
+    f"{EXAMPLES}/contrib/sam.ipynb", "make_step, transparent", "jax.jit; (store); a loss of ours, theirs has no data"
+)
 def optax_sam(run: Run) -> Iterator[Any]:
     return sam(run, "")
 
 
-@published(f"{EXAMPLES}/contrib/sam.ipynb", "make_step, opaque", "jax.jit; (store); the optimizer calls the gradient's function")
+@published(
+    f"{EXAMPLES}/contrib/sam.ipynb",
+    "make_step, opaque",
+    "jax.jit; (store); the optimizer calls the gradient's function",
+)
 def optax_sam_opaque(run: Run) -> Iterator[Any]:
     return sam(run, "#1")
 
@@ -82,16 +95,18 @@ def optax_gradient_accumulation(run: Run) -> Iterator[Any]:
 
 def micro(run: Run) -> tuple[Any, Any, list[Any]]:
     m = grab(
-        MICRO, "TransformerBlock", "Transformer", "loss_fn", "update_fn", "add_gradient", "update_fn_v2", "update_fn_v3",
-        adamw=run.zero(optax.adamw(0.01)), multi_adam=run.zero(optax.MultiSteps(optax.adamw(0.01), 2).gradient_transformation()),
-        batch_size=2,
+        MICRO, "TransformerBlock", "Transformer", "loss_fn", "update_fn", "add_gradient", "update_fn_v2",
+        "update_fn_v3", adamw=run.zero(optax.adamw(0.01)), batch_size=2,
+        multi_adam=run.zero(optax.MultiSteps(optax.adamw(0.01), 2).gradient_transformation()),
     )  # fmt: skip
     m.graphdef, params = nnx.split(float64_module(m.Transformer(11, 1, 8, 2, rngs=nnx.Rngs(0))), nnx.Variable)
     r = random()
     return m, params, [run.part(r.integers(0, 11, (BATCH, 6))) for _ in range(STEPS)]
 
 
-@published(MICRO, "update_fn", "jax.jit; (params, opt_state, batch), params an nnx.State", float32=True, reason=KEY_BIAS)
+@published(
+    MICRO, "update_fn", "jax.jit; (params, opt_state, batch), params an nnx.State", float32=True, reason=KEY_BIAS
+)
 def optax_update(run: Run) -> Iterator[Any]:
     m, params, batches = micro(run)
     step, state = run.decorate(undecorated(m.update_fn)), m.adamw.init(params)
@@ -109,7 +124,9 @@ def optax_multi_steps(run: Run) -> Iterator[Any]:
         yield params, state
 
 
-@published(MICRO, "update_fn_v3", "jax.jit; (params, batch, opt_state); microbatches in a scan", float32=True, reason=KEY_BIAS)
+@published(
+    MICRO, "update_fn_v3", "jax.jit; (params, batch, opt_state); microbatches in a scan", float32=True, reason=KEY_BIAS
+)
 def optax_microbatches(run: Run) -> Iterator[Any]:
     m, params, batches = micro(run)
     step, state = run.decorate(undecorated(m.update_fn_v3)), m.adamw.init(params)
@@ -118,7 +135,9 @@ def optax_microbatches(run: Run) -> Iterator[Any]:
         yield params, state
 
 
-@published(MICRO, "add_gradient", "jax.jit; (params, batch, gradients), params not returned", float32=True, reason=KEY_BIAS)
+@published(
+    MICRO, "add_gradient", "jax.jit; (params, batch, gradients), params not returned", float32=True, reason=KEY_BIAS
+)
 def optax_add_gradient(run: Run) -> Iterator[Any]:
     m, params, batches = micro(run)
     step, total = run.decorate(undecorated(m.add_gradient)), optax.tree.zeros_like(params)
@@ -162,7 +181,9 @@ def optax_reduce_on_plateau(run: Run) -> Iterator[Any]:
         yield params, opt_state, rest
 
 
-@published(PLATEAU, "train_step, the second", "jax.jit; (params, solver_state, transform_state, batch), the third read only")
+@published(
+    PLATEAU, "train_step, the second", "jax.jit; (params, solver_state, transform_state, batch), the third read only"
+)
 def optax_reduce_on_plateau_outside(run: Run) -> Iterator[Any]:
     m, params = plateau("#1")
     m.solver = run.zero(optax.adam(0.01))
@@ -174,7 +195,11 @@ def optax_reduce_on_plateau_outside(run: Run) -> Iterator[Any]:
         yield params, state, rest
 
 
-@published(f"{EXAMPLES}/lbfgs.ipynb", "run_opt", "jax.jit; a whole run with its line searches on one batch; an objective of ours")
+@published(
+    f"{EXAMPLES}/lbfgs.ipynb",
+    "run_opt",
+    "jax.jit; a whole run with its line searches on one batch; an objective of ours",
+)
 def optax_lbfgs(run: Run) -> Iterator[Any]:
     m = grab(f"{EXAMPLES}/lbfgs.ipynb", "run_opt")
 
@@ -189,7 +214,11 @@ def optax_lbfgs(run: Run) -> Iterator[Any]:
         yield params, state
 
 
-@published(f"{EXAMPLES}/meta_learning.ipynb", "outer_step", "jax.jit; (eta, theta, meta_state, state, samples); means of 8 examples, theirs are scalars")
+@published(
+    f"{EXAMPLES}/meta_learning.ipynb",
+    "outer_step",
+    "jax.jit; (eta, theta, meta_state, state, samples); means of 8 examples, theirs are scalars",
+)
 def optax_meta_learning(run: Run) -> Iterator[Any]:
     m = grab(f"{EXAMPLES}/meta_learning.ipynb", "f", "loss", "step", "outer_loss", "outer_step")
     m.loss = lambda theta, x, y: optax.l2_loss(y, m.f(theta, x)).mean()
@@ -206,7 +235,11 @@ def optax_meta_learning(run: Run) -> Iterator[Any]:
         yield eta, theta, meta_state, state
 
 
-@published(f"{EXAMPLES}/lookahead_mnist.ipynb", "train_step", "jax.jit; (params, model, solver_state, batch), the model read only")
+@published(
+    f"{EXAMPLES}/lookahead_mnist.ipynb",
+    "train_step",
+    "jax.jit; (params, model, solver_state, batch), the model read only",
+)
 def optax_lookahead(run: Run) -> Iterator[Any]:
     m = grab(f"{EXAMPLES}/lookahead_mnist.ipynb", "CNN", "predict", "loss_accuracy", "train_step")
     net = float64_module(m.CNN(1, nnx.Rngs(0)))

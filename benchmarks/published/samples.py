@@ -45,7 +45,9 @@ def in_shards(state: Any, zero: Any) -> Any:
 def images(shape: tuple[int, ...], classes: int, scale: float = 1.0) -> list[dict[str, np.ndarray]]:
     """Batches of an image and a label."""
     r = random()
-    return [{"image": r.random((BATCH, *shape)) * scale, "label": r.integers(0, classes, (BATCH,))} for _ in range(STEPS)]
+    return [
+        {"image": r.random((BATCH, *shape)) * scale, "label": r.integers(0, classes, (BATCH,))} for _ in range(STEPS)
+    ]
 
 
 def pairs(shape: tuple[int, ...], classes: int) -> list[tuple[np.ndarray, np.ndarray]]:

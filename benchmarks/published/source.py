@@ -35,9 +35,9 @@ COMMITS = {
 
 # Packages that these files import for data, environments, logging or plots: nothing of them is called here.
 STAND_INS = {
-    "ale_py", "cleanrl_utils", "cv2", "datasets", "dp_accounting", "envpool", "flaxformer", "gym", "gymnasium", "imageio",
-    "matplotlib", "pandas", "seaborn", "sentencepiece", "skimage", "stable_baselines3", "tensorboard", "tensorflow",
-    "tensorflow_datasets", "tensorflow_text", "torch", "torchvision", "tqdm", "transformers", "tyro",
+    "ale_py", "cleanrl_utils", "cv2", "datasets", "dp_accounting", "envpool", "flaxformer", "gym", "gymnasium",
+    "imageio", "matplotlib", "pandas", "seaborn", "sentencepiece", "skimage", "stable_baselines3", "tensorboard",
+    "tensorflow", "tensorflow_datasets", "tensorflow_text", "torch", "torchvision", "tqdm", "transformers", "tyro",
 }  # fmt: skip
 LIBRARIES = {"flax", "haiku", "jax", "numpyro", "optax"}
 _grabbed = 0
@@ -48,7 +48,7 @@ class MissingSourceError(Exception):
 
 
 class _StandIn(types.ModuleType):
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":
@@ -96,13 +96,15 @@ def load(root: str, name: str) -> Any:
 
     where = str(_existing(root))
     known = set(flags.FLAGS)
-    tops = {file.partition(".")[0] for file in os.listdir(where)} - LIBRARIES
+    tops = {file.name.partition(".")[0] for file in Path(where).iterdir()} - LIBRARIES
     saved = {k: sys.modules.pop(k) for k in list(sys.modules) if k.partition(".")[0] in tops}
     sys.path.insert(0, where)
     try:
         importlib.invalidate_caches()
         module = importlib.import_module(name)
-        theirs = {k: m for k, m in sys.modules.items() if (getattr(m, "__file__", None) or "").startswith(where + os.sep)}
+        theirs = {
+            k: m for k, m in sys.modules.items() if (getattr(m, "__file__", None) or "").startswith(where + os.sep)
+        }
     finally:
         sys.path.remove(where)
     for k in theirs:

@@ -22,7 +22,13 @@ def train(run: Run, dropout: float, accumulate: int) -> Iterator[Any]:
     import ml_collections
 
     m = load("vit", "vit_jax.train")
-    transformer = {"mlp_dim": 16, "num_heads": 2, "num_layers": 1, "attention_dropout_rate": 0.0, "dropout_rate": dropout}
+    transformer = {
+        "mlp_dim": 16,
+        "num_heads": 2,
+        "num_layers": 1,
+        "attention_dropout_rate": 0.0,
+        "dropout_rate": dropout,
+    }
     model = m.models.VisionTransformer(
         num_classes=5, patches=ml_collections.ConfigDict({"size": (4, 4)}), hidden_size=8,
         transformer=ml_collections.ConfigDict(transformer),
@@ -45,6 +51,13 @@ def vit(run: Run) -> Iterator[Any]:
     return train(run, dropout=0.1, accumulate=1)
 
 
-@published("vit/vit_jax/train.py", "make_update_fn, accum_steps=2", STYLE, reference=pmapped("batch"), float32=True, reason=REASON)
+@published(
+    "vit/vit_jax/train.py",
+    "make_update_fn, accum_steps=2",
+    STYLE,
+    reference=pmapped("batch"),
+    float32=True,
+    reason=REASON,
+)
 def vit_accumulate(run: Run) -> Iterator[Any]:
     return train(run, dropout=0.0, accumulate=2)

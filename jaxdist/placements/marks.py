@@ -35,6 +35,7 @@ class _Update:
 
     level: int
 
+
 @dataclass
 class Marks:
     """What was found.
@@ -77,8 +78,8 @@ def marks(infer: Infer, block: Block, level: int | None) -> Marks:
     _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
     if found.updates and "parameter" not in found.roles.values():
         raise ValueError(
-            "zero(level=3) keeps the parameters in shards, and finds no argument of the step that the updates are added "
-            "to: tell it which they are, tx.update(grads, state, params)"
+            "zero(level=3) keeps the parameters in shards, and finds no argument of the step that the updates are "
+            "added to: tell it which they are, tx.update(grads, state, params)"
         )
     return found
 
