@@ -79,13 +79,16 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
         if not inside_step():
             return inner.update(updates, state, params, **extra)
         if level:
-            _check(inner, level, updates, state, params, extra)
-        return inner.update(
+            _check(inner, updates, state, params, extra)
+        updates, state = inner.update(
             _marked(updates, "gradient", level),
             _marked(state, "state", level),
             _marked(params, "parameter", level),
             **extra,
         )
+        if params is None:  # then they are what these are added to
+            updates = _marked(updates, "update", level)
+        return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -174,15 +177,10 @@ def _marked(tree: Any, role: str, level: int) -> Any:
 
 
 def _check(
-    tx: optax.GradientTransformationExtraArgs, level: int, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+    tx: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, extra: dict[str, Any]
 ) -> None:
     """Say what does not belong together before `tx` stumbles over it, or broadcasts one to the other."""
     if params is None:
-        if level == 3:
-            raise ValueError(
-                "zero(level=3) keeps the parameters in shards and has to be told which they are: "
-                "tx.update(grads, state, params)"
-            )
         return
     alike = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
     if alike and (problem := _difference(updates, params)):

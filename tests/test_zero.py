@@ -403,19 +403,34 @@ def test_parameters_other_than_those_at_init() -> None:
         step({**PARAMS, "w": jnp.ones((6, 9)), "v": jnp.ones((9, 8))}, tx.init(PARAMS), BATCH)
 
 
-def test_parameters_not_given() -> None:
-    def of(tx: Any) -> Any:
-        def step(params: Any, opt_state: Any, x: Any) -> Any:
-            updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state)
-            return optax.apply_updates(params, updates), opt_state
+def without_parameters(tx: Any, apply: Any = optax.apply_updates) -> Any:
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state)
+        return apply(params, jax.tree.map(lambda u: 2 * u, updates)), opt_state, None
 
-        return jaxdist.data_parallel(step)
+    return step
 
-    with pytest.raises(ValueError, match=r"level=3.*has to be told"):
-        of(jaxdist.zero(optax.adam(1e-2), 3))(*state_of(optax.adam(1e-2)), BATCH)
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_parameters_not_given(level: Any) -> None:
+    """They are what the updates are added to, and kept and updated as if they were given."""
+    adam, tx = optax.adam(1e-2), jaxdist.zero(optax.adam(1e-2), level)
+    expected, _ = run(jax.jit(without_parameters(adam)), state_of(adam))
+    step = jaxdist.data_parallel(without_parameters(tx), mesh=mesh(4))
+    found, _ = run(step, state_of(tx))
+    assert gap(expected, found) < 1e-12
+    slices = {"w": 10, "v": 10, "s": 1}
+    assert jax.tree.map(held, found[1][0].mu) == slices
+    assert jax.tree.map(held, found[0]) == (slices if level == 3 else {k: x.size for k, x in PARAMS.items()})
+
+
+def test_parameters_that_are_needed_or_not_found() -> None:
+    adam = optax.adam(1e-2)
+    replaced = without_parameters(jaxdist.zero(adam, 3), lambda params, updates: updates)
+    with pytest.raises(ValueError, match=r"level=3.*tell it which they are, tx.update\(grads, state, params\)"):
+        jaxdist.data_parallel(replaced)(*state_of(adam), BATCH)
     with pytest.raises(ValueError, match="params"):
-        of(jaxdist.zero(ADAM, 1))(*state_of(ADAM), BATCH)
-    of(jaxdist.zero(optax.adam(1e-2), 2))(*state_of(optax.adam(1e-2)), BATCH)
+        jaxdist.data_parallel(without_parameters(jaxdist.zero(ADAM, 1)))(*state_of(ADAM), BATCH)
 
 
 def test_state_of_another_number_of_devices() -> None:

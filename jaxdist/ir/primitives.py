@@ -39,8 +39,9 @@ group_reduce_p = Primitive("jaxdist_group_reduce")
 shard_p = Primitive("jaxdist_shard")
 """``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
-``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"`` or ``"asked"`` for by the user; ``level``: of
-ZeRO. What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
+``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, an ``"update"`` whose parameters were not
+given, or ``"asked"`` for by the user; ``level``: of ZeRO. What the state's leaves are marked as says how they are kept
+between steps (see `placements.marks`).
 """
 
 count_p = Primitive("jaxdist_count")

@@ -1,7 +1,8 @@
 """What the marks of `jaxdist.zero` say of the inputs of a step: which leaves of the state are to be kept in shards.
 
 `jaxdist.zero` marks what its update is given. A mark on a value that is an input of the step, as it came, says how that
-input is to be kept between steps: the optimizer's state in shards from level 1, parameters at level 3.
+input is to be kept between steps: the optimizer's state in shards from level 1, parameters at level 3. Where the update
+is not given the parameters, they are the inputs that its results are added to.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jaxdist import compat
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose
+from jaxdist.placements.rules import ELEMENTWISE
 
 _SAME = {"pvary", "copy", "copy_p", "jaxdist_shard", "reshard", "sharding_constraint", "device_put", "jaxdist_plain"}
 _KEPT = {"state": 1, "parameter": 3, "asked": 0}
@@ -27,6 +29,13 @@ class _From:
     exact: bool = True
 
 
+@dataclass(frozen=True)
+class _Update:
+    """A value made, elementwise, of an update at `level` whose parameters are not known."""
+
+    level: int
+
+
 @dataclass
 class Marks:
     """What was found.
@@ -36,12 +45,14 @@ class Marks:
       levels: of its uses in the step.
       sharded: inputs to keep in shards.
       sliced: inputs of which a loop takes slices along the first dimension.
+      updates: whether there is an update without parameters.
     """
 
     roles: dict[int, str] = field(default_factory=dict)
     levels: set[int] = field(default_factory=set)
     sharded: set[int] = field(default_factory=set)
     sliced: set[int] = field(default_factory=set)
+    updates: bool = False
 
     def layouts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Layout | None]:
         """For each input how it is to be kept; None: whole on every device. Leaves of one shape agree."""
@@ -59,15 +70,23 @@ def marks(infer: Infer, block: Block, level: int | None) -> Marks:
       infer: which has its blocks.
       block: the step.
       level: of ZeRO, in place of that which the marks say.
+
+    Raises:
+      ValueError: the parameters of an update can't be found.
     """
     found = Marks()
     _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
+    if found.updates and "parameter" not in found.roles.values():
+        raise ValueError(
+            "zero(level=3) keeps the parameters in shards, and finds no argument of the step that the updates are "
+            "added to: tell it which they are, tx.update(grads, state, params)"
+        )
     return found
 
 
 def _follow(
-    infer: Infer, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
-) -> list[_From | None]:
+    infer: Infer, block: Block, inputs: Sequence[_From | _Update | None], found: Marks, level: int | None
+) -> list[_From | _Update | None]:
     at: list[Any] = [None] * len(block.avals)
     for i, source in zip(block.inputs, inputs, strict=True):
         at[i] = source
@@ -78,21 +97,33 @@ def _follow(
 
 
 def _node(
-    infer: Infer, node: Node, args: list[_From | None], found: Marks, level: int | None
-) -> Sequence[_From | None]:
+    infer: Infer, node: Node, args: list[_From | _Update | None], found: Marks, level: int | None
+) -> Sequence[_From | _Update | None]:
     name, params, nothing = node.name, node.eqn.params, [None] * len(node.outs)
     if name == "jaxdist_shard":
         role, own = params["role"], params["level"]
         if role != "asked":
             found.levels.add(own)
             own = own if level is None else level
-        if args[0] is not None:
+        if role == "update":
+            found.updates |= own == 3
+            return [_Update(own)]
+        if isinstance(args[0], _From):
             if role in ("state", "parameter"):
                 found.roles.setdefault(args[0].index, role)
             if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "asked"):
                 found.sharded.add(args[0].index)
     if name in _SAME:
         return args[: len(node.outs)]
+    update = next((a for a in args if isinstance(a, _Update)), None)
+    if update is not None and name in ELEMENTWISE:
+        for source in args:
+            if name == "add" and isinstance(source, _From):
+                found.roles.setdefault(source.index, "parameter")
+                if source.exact and update.level == 3:
+                    found.sharded.add(source.index)
+                return nothing
+        return [update] * len(node.outs)
     if name == "convert_element_type":
         return [args[0] and _From(args[0].index, exact=False)]
     if name == "optimization_barrier":
@@ -100,7 +131,7 @@ def _node(
     if name == "scan":
         consts, carries = compat.scan_split(params)
         xs = args[consts + carries :]
-        found.sliced |= {a.index for a in xs if a}
+        found.sliced |= {a.index for a in xs if isinstance(a, _From)}
         body = infer.block(params["jaxpr"], node.backward)
         outs = _follow(infer, body, [*args[: consts + carries], *[None] * len(xs)], found, level)
         kept = [o if o == a else None for o, a in zip(outs, args[consts:], strict=False)]

@@ -90,17 +90,23 @@ def which(
     able = [i for i, a in enumerate(arguments) if a.length is not None]
     alike = len({arguments[i].length for i in able}) == 1
     usual = bool(able) and alike and able[0] > 0 and able[-1] == len(arguments) - 1  # (state, batch), (state, x, y)
-    carried = () if usual or not able else returned()
-    free = [i for i in able if i not in carried]
-    last = next((arguments[i].length for i in sorted(free, key=lambda i: (bool(arguments[i].differs), i))[::-1]), None)
-    batch = [i for i in able if i not in carried and (arguments[i].length == last or i > 0)]
     alone = all(arguments[i].differs is None for i in able)
-    if alone:
-        doubtful = [i for i in batch if arguments[i].length != last]
-    else:
+
+    def read(carried: Collection[int]) -> tuple[list[int], list[int]]:
+        """The batch by the rules, and what is in doubt of it."""
+        free = [i for i in able if i not in carried]
+        order = sorted(free, key=lambda i: (bool(arguments[i].differs), i))
+        last = next((arguments[i].length for i in reversed(order)), None)
+        batch = [i for i in able if i not in carried and (arguments[i].length == last or i > 0)]
+        if alone:
+            return batch, [i for i in batch if arguments[i].length != last]
         batch = [i for i in batch if arguments[i].length == last or arguments[i].differs]
         some = any(arguments[i].differs for i in batch)
-        doubtful = [i for i in able if arguments[i].differs is not (i in batch) and (some or i not in batch)]
+        return batch, [i for i in able if arguments[i].differs is not (i in batch) and (some or i not in batch)]
+
+    batch, doubtful = read(() if usual or not able else returned())
+    if usual and (doubtful or not (alone or any(arguments[i].differs for i in able))):  # no batch, as it seems
+        batch, doubtful = read(returned())
     if not doubtful:
         return tuple(batch)
     certain = [i for i in batch if i not in doubtful]

@@ -26,13 +26,16 @@ def refuse(step: Callable[..., Any], names: Sequence[str], given: Any, args: Seq
       result: of the step.
 
     Raises:
-      StepError: it has put a result into an argument, and does not return it; or into what it closes over.
+      StepError: it has put a result into an argument, and returns neither that nor the argument's next value; or into
+        what it closes over.
     """
     before = dict(given[0])
-    returned = {id(x) for x in jax.tree.leaves(result)}
+    returned, structures = {id(x) for x in jax.tree.leaves(result)}, set(_structures(result))
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(leaf, Tracer) and before.get(path) is not leaf and id(leaf) not in returned:
             if any(leaf is x for x in before.values()):  # moved, not new
+                continue
+            if jax.tree.structure(args[path[0].idx]) in structures:  # it was a place to work in
                 continue
             raise StepError(
                 f"the step changes its argument {names[path[0].idx]}{jax.tree_util.keystr(path[1:])} in place, and "
@@ -44,6 +47,14 @@ def refuse(step: Callable[..., Any], names: Sequence[str], given: Any, args: Seq
                 f"the step keeps a result in {name}{where}, outside of itself: there it is no number, but what JAX "
                 "traces the step with. Return it (as an aux value, say), and keep it after the call"
             )
+
+
+def _structures(tree: Any) -> Iterator[Any]:
+    """Of a tree and of all that is in it."""
+    yield jax.tree.structure(tree)
+    top = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+    for child in top if len(top) > 1 or (top and top[0] is not tree) else ():
+        yield from _structures(child)
 
 
 def _outside(step: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

@@ -121,6 +121,14 @@ def test_all_alike_is_a_forgotten_split() -> None:
     assert decide(Argument("w", 4, False), Argument("x", 16, False), Argument("y", 16, False)) == (1, 2)
 
 
+def test_what_is_returned_is_state_where_the_ranks_have_the_same() -> None:
+    """`update(i, opt_state)` has no batch, and that of `update(i, opt_state, batch)` may be as long as the weights."""
+    i, state = Argument("i", None), Argument("opt_state", 16, False)
+    assert decide(i, state, returned=[1]) == ()
+    assert decide(i, state, Argument("batch", 16, True), returned=[1]) == (2,)
+    assert decide(i, state, Argument("batch", 16, False), returned=[1]) == (2,)
+
+
 def test_what_is_alike_while_others_differ_is_tried() -> None:
     state, x, mask = Argument("state", None), Argument("x", 16, True), Argument("mask", 16, False)
     assert decide(state, x, mask, traces=lambda reading: reading == (1, 2)) == (1, 2)

@@ -87,3 +87,20 @@ def test_an_error_of_jax_names_the_argument_and_the_step() -> None:
         train_step(W, {"x": X})
     assert "batch['x']" in str(error.value)
     assert "train_step" in str(error.value)
+
+
+def test_log_compiles_names_the_step_once(caplog: pytest.LogCaptureFixture) -> None:
+    @jaxdist.data_parallel
+    def train_step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    x = np.ones((16, 3))
+    with jax.log_compiles():
+        w = train_step(jnp.ones(3), x)
+        first = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        train_step(w, x)
+    compiled = [text for text in first if text.startswith("Compiling")]
+    assert sum("train_step" in text for text in compiled) == 1
+    assert len(compiled) <= 6  # what brings the arguments to their devices
+    assert not caplog.records

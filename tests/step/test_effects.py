@@ -39,6 +39,23 @@ def test_what_is_changed_and_returned_is_as_under_jit() -> None:
     jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
+def test_an_argument_to_work_in_whose_next_value_is_returned() -> None:
+    """As optax's example of meta-learning does with the state of `inject_hyperparams`."""
+
+    def loss(rate: Any, state: Any, w: Any, x: Any) -> Any:
+        state["rate"] = jax.nn.sigmoid(rate)  # a value of the gradient's trace, which the step can't return
+        state = {"rate": state["rate"], "w": w - state["rate"] * x.mean(0)}
+        return (state["w"] ** 2).sum(), state
+
+    def step(rate: Any, state: Any, x: Any) -> Any:
+        grad, state = jax.grad(loss, has_aux=True)(rate, state, state["w"], x)
+        return rate - 0.1 * grad, state
+
+    expected = jax.jit(step)(0.5, {"w": W, "rate": jnp.zeros(())}, X)
+    found = jaxdist.data_parallel(step)(0.5, {"w": W, "rate": jnp.zeros(())}, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+
+
 def test_a_result_kept_outside() -> None:
     losses: list[Any] = []
 

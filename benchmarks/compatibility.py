@@ -1,0 +1,430 @@
+"""Published training steps, decorated and otherwise as they stand, against one device; docs/compatibility.md of it.
+
+    python benchmarks/compatibility.py --sources DIR [NAME ...] [--markdown docs/compatibility.md]
+
+DIR holds a checkout of each repository at the commit that published/source.py names (`--list` prints them). Each step
+trains on 1, 2 and 4 virtual devices, at the levels of ZeRO if it has an optax transformation, and on two processes over
+both communicators (which `jaxdist run` starts); what comes out is compared with one device under the step's own
+decorator. Named steps replace what benchmarks/results/compatibility.json has of them. `--markdown` alone makes the page
+of what that has, and needs no checkouts. Besides those of jaxdist it needs diffrax, dm-haiku, numpyro, einops, jraph,
+ml_collections and clu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "compatibility.json"
+DEVICES = (1, 2, 4)
+LEVELS = (1, 2, 3)
+COMMUNICATORS = ("xla", "mpi")
+EXACT, EXACT32 = 1e-10, 1e-6
+"""Relative, in float64 and float32."""
+FLOOR = 1e-6
+"""The least that a leaf's difference is divided by: of what should be zero there is only rounding."""
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_X64": "1",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # the work is to compile: what is computed stays the same
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+FLAGS = f"--xla_force_host_platform_device_count={max(DEVICES)}"
+Numbers = list[dict[str, Any]]
+
+
+class Expected(NamedTuple):
+    """What one device makes of an entry.
+
+    Attributes:
+      numbers: after each step.
+      itself: of each leaf, how far it is when the floats of the first call are changed in the last digit.
+    """
+
+    numbers: Numbers
+    itself: dict[str, float]
+
+
+def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
+    """The largest differences of two trainings: of each leaf over the steps, relative to its largest value."""
+    import numpy as np
+
+    worst: dict[str, float] = {}
+    if len(expected) != len(got):
+        raise ValueError(f"{len(got)} steps for {len(expected)}")
+    for ours, theirs in zip(expected, got, strict=True):
+        if ours.keys() != theirs.keys():
+            raise ValueError(f"other leaves: {sorted(ours.keys() ^ theirs.keys())[:4]}")
+        for path, a in ours.items():
+            b = theirs[path]
+            if a.shape != b.shape:
+                raise ValueError(f"{path}: shape {b.shape} for {a.shape}")
+            x, y = a.astype(float), b.astype(float)
+            same = (x == y) | (np.isnan(x) & np.isnan(y))
+            scale = max(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0.0), FLOOR)
+            apart = np.where(same, 0, np.abs(x - np.where(same, x, y)) / scale)
+            apart = np.where(np.isnan(apart), np.inf, apart).max(initial=0.0)
+            worst[path] = max(worst.get(path, 0.0), float(apart))
+    return worst
+
+
+def numbers(tree: Any) -> dict[str, Any]:
+    """Of what a loop yields, each array whole, by its path."""
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    import jaxdist
+
+    plain = jax.tree.map(
+        lambda x: nnx.state(x) if isinstance(x, nnx.Pytree) else x, tree, is_leaf=lambda x: isinstance(x, nnx.Pytree)
+    )
+    found = [
+        (jax.tree_util.keystr(path), x)
+        for path, x in jax.tree_util.tree_leaves_with_path(plain)
+        if isinstance(x, (jax.Array, np.ndarray, np.generic, float, int)) or type(x).__name__ == "Padded"
+    ]
+    whole = jaxdist.unshard([x for _, x in found])
+    out = {}
+    for (path, _), x in zip(found, whole, strict=True):
+        keys = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        out[path] = np.asarray(jax.random.key_data(x) if keys else x)
+    return out
+
+
+def nudged(decorate: Callable[[Any], Any], bits: int) -> Callable[[Any], Any]:
+    """A decorator whose first call gets its floats changed in the last digit."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    noise = np.random.default_rng(1)
+
+    def other(x: Any) -> Any:
+        if not isinstance(x, (jax.Array, np.ndarray)) or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if (x == jnp.round(x)).all():  # classes, or what must be 0 or 1
+            return x
+        return (x * (1 + noise.uniform(-1, 1, x.shape) * 2.0 ** (1 - bits))).astype(x.dtype)
+
+    def wrap(step: Any) -> Any:
+        decorated, first = decorate(step), [True]
+
+        def call(*args: Any) -> Any:
+            if first:
+                first.clear()
+                for x in (x for x in args if isinstance(x, nnx.Pytree)):
+                    nnx.update(x, jax.tree.map(other, nnx.state(x)))
+                args = tuple(x if isinstance(x, nnx.Pytree) else jax.tree.map(other, x) for x in args)
+            return decorated(*args)
+
+        return call
+
+    return wrap
+
+
+def train(
+    entry: Any, decorate: Callable[[Any], Any], level: int = 0, rank: int = 0, size: int = 1
+) -> tuple[Numbers, bool]:
+    """What an entry's loop yields, and whether it has an optax transformation."""
+    import jax
+    import published
+
+    import jaxdist
+
+    asked = []
+
+    def zero(tx: Any) -> Any:
+        asked.append(tx)
+        return jaxdist.zero(tx, level) if level else tx
+
+    def part(tree: Any) -> Any:
+        rows = lambda x: x[rank * len(x) // size : (rank + 1) * len(x) // size]
+        return tree if size == 1 else jax.tree.map(rows, tree)
+
+    steps = [numbers(out) for out in entry.loop(published.Run(decorate, zero, part))]
+    return steps, bool(asked)
+
+
+def decorator(entry: Any, devices: int | None = None) -> Callable[[Any], Any]:
+    """`data_parallel`, on so many devices of this process or on the job's."""
+    import functools
+
+    import jax
+
+    import jaxdist
+
+    settings: dict[str, Any] = {} if entry.batch is None else {"batch_argnums": entry.batch}
+    if devices is not None:
+        settings["mesh"] = jax.sharding.Mesh(jax.devices()[:devices], ("data",))
+    return functools.partial(jaxdist.data_parallel, **settings)
+
+
+def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, bool]]) -> dict[str, Any]:
+    """One cell: the largest difference, and how many times what is allowed of a leaf; or the error's first line.
+
+    Allowed are the last digits, or ten times what they make of one device itself, for those that say why.
+    """
+    start = time.monotonic()
+    try:
+        apart = compare(expected.numbers, run()[0])
+        least = EXACT32 if entry.float32 else EXACT
+        beyond = {k: x / max(least, 10 * expected.itself[k] if entry.reason else 0.0) for k, x in apart.items()}
+        where = max(beyond, key=lambda k: beyond[k])
+        found: dict[str, Any] = {"difference": max(apart.values()), "beyond": beyond[where], "where": where}
+    except Exception as error:
+        if "-v" in sys.argv:
+            traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]}
+    return found | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def here(entry: Any, expected: Path, old: dict[str, Any], runs: bool) -> dict[str, Any]:
+    """An entry on the virtual devices of this process, if `runs`; its reference is kept in the file `expected`."""
+    from published.source import COMMITS, MissingSourceError
+
+    repository, commit = COMMITS[entry.path.partition("/")[0]]
+    path = entry.path.partition("/")[2]
+    result: dict[str, Any] = {
+        "repository": repository, "commit": commit, "path": path, "function": entry.function, "style": entry.style,
+        "batch_argnums": entry.batch, "reason": entry.reason, "runs": old.get("runs", {}),
+    }  # fmt: skip
+    try:
+        reference, levels = train(entry, entry.reference)
+        again, _ = train(entry, nudged(entry.reference, 24 if entry.float32 else 53))
+    except MissingSourceError as error:
+        return result | {"missing": str(error)}
+    known = Expected(reference, compare(reference, again))
+    expected.write_bytes(pickle.dumps(tuple(known)))
+    result["steps"], result["leaves"] = len(reference), len(reference[-1])
+    result["itself"] = max(known.itself.values())
+    if not runs:
+        return result
+    result["runs"] = {k: v for k, v in result["runs"].items() if "ranks" in k}
+    for devices in DEVICES:
+        result["runs"][name(devices)] = attempt(
+            entry, known, lambda devices=devices: train(entry, decorator(entry, devices))
+        )
+    for level in LEVELS if levels else ():
+        both = lambda level=level: train(entry, decorator(entry, max(DEVICES)), level)
+        result["runs"][name(max(DEVICES), level)] = attempt(entry, known, both)
+    return result
+
+
+def name(devices: int, level: int = 0) -> str:
+    """Of a run."""
+    return f"{devices} device{'s' if devices > 1 else ''}" + (f", level {level}" if level else "")
+
+
+def as_rank(names: Sequence[str], folder: Path) -> None:
+    """What each process of a job does: each entry, its result into a file of the folder."""
+    import published
+
+    import jaxdist
+
+    context = jaxdist.init()
+    for entry in (published.load_all()[n] for n in names):
+        expected = Expected(*pickle.loads((folder / f"{entry.name}.pickle").read_bytes()))
+        found = attempt(
+            entry, expected, lambda entry=entry: train(entry, decorator(entry), 0, context.rank, context.size)
+        )
+        (folder / f"{entry.name}.{context.rank}.json").write_text(json.dumps(found))
+
+
+def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str, Any]:
+    """The worse of two processes of each entry. A job that ends early is followed by one of the rest."""
+    results: dict[str, Any] = {}
+    left = list(names)
+    while left:
+        for file in folder.glob("*.json"):
+            file.unlink()
+        command = [
+            sys.executable, "-m", "jaxdist", "run", "-n", "2", "--communicator", communicator, str(Path(__file__)),
+            "--ranks", str(folder), *left,
+        ]  # fmt: skip
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=180 + 60 * len(left), check=False)
+            said = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        except subprocess.TimeoutExpired:
+            said = "no end"
+        for entry in list(left):
+            files = [folder / f"{entry}.{rank}.json" for rank in range(2)]
+            done = all(file.exists() for file in files)
+            found = (
+                [json.loads(file.read_text()) for file in files]
+                if done
+                else [{"error": f"the job ended: {said}"[:300]}]
+            )
+            results[entry] = max(found, key=lambda f: f.get("difference", float("inf")))
+            left.remove(entry)
+            if not done:
+                break
+    return results
+
+
+# --- the page
+
+
+def exact(result: dict[str, Any]) -> bool:
+    """Whether all runs of a step are as close as can be."""
+    runs = result["runs"].values()
+    return bool(runs) and all(run.get("beyond", float("inf")) <= 1 for run in runs)
+
+
+def worst(result: dict[str, Any]) -> float:
+    """The largest difference of all runs."""
+    return max((run.get("difference", float("inf")) for run in result["runs"].values()), default=float("inf"))
+
+
+def number(x: float) -> str:
+    """In two digits."""
+    return "0" if not x else f"{x:.0e}".replace("e-0", "e-") if x < float("inf") else "inf"
+
+
+def line(result: dict[str, Any]) -> str:
+    """A row of the table."""
+    runs = result["runs"]
+    devices = [run.split()[0] for run in runs if "device" in run and "level" not in run]
+    levels = ["0", *(run[-1] for run in runs if "level" in run)]
+    ranks = [run.rpartition(" ")[2] for run in runs if "ranks" in run]
+    errors = sorted({f"{where}: {run['error']}" for where, run in runs.items() if "error" in run})
+    notes = [result["reason"]] if result["reason"] else []
+    if result["reason"] and worst(result) > EXACT and not errors:
+        notes.append(f"One device with its floats changed in the last digit: {number(result['itself'])}.")
+    if result["batch_argnums"] is not None:
+        notes.append(f"`batch_argnums={result['batch_argnums']!r}`.")
+    link = f"[{result['path']}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
+    cells = [
+        f"{result['repository'].rpartition('/')[2]}: {link}", result["function"], result["style"], ", ".join(devices),
+        ", ".join(levels), ", ".join(ranks), number(worst(result)) if not errors else "", " ".join([*notes, *errors]),
+    ]  # fmt: skip
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def page(found: dict[str, Any]) -> str:
+    """The Markdown of what was found."""
+    results = [r for r in found["results"].values() if "missing" not in r]
+    good = [r for r in results if exact(r)]
+    told = [r for r in results if r["batch_argnums"] is not None]
+    sources = {(r["repository"], r["commit"]) for r in results}
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    return f"""\
+# Published steps
+
+Training steps that others have published, run as they stand: only the decorator is changed, and an optax
+transformation is wrapped in `jaxdist.zero` for the levels. {len(good)} of {len(results)} do what one device does; \
+{len(told)} of them
+need `batch_argnums` in a job of several processes. Nothing is copied: benchmarks/compatibility.py reads their files
+from checkouts of {len(sources)} repositories, and gives them small models and data.
+
+Each trains for three steps on 1, 2 and 4 devices at level 0, on 4 at the levels of ZeRO, and on two processes over both
+communicators. *Difference* is the largest of all results and states after each step, relative to the largest value of
+the array, between any of these and the step's own decorator on one device. Where float32 or a true value of zero is the
+reason for it, one device is as far from itself when its floats are changed in the last digit.
+
+Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
+
+| source | step | called as | devices | levels | two processes | difference | notes |
+|---|---|---|---|---|---|---|---|
+{chr(10).join(map(line, results))}
+"""
+
+
+def main(argv: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of entries, or of their sources; all")
+    parser.add_argument("--sources", type=Path, help="folder of checkouts")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--markdown", type=Path, help="page to write")
+    parser.add_argument("--list", action="store_true", help="the repositories and commits, and nothing else")
+    parser.add_argument("--only", choices=("devices", "ranks"), help="one half of the runs; the other stays as it was")
+    parser.add_argument("-v", action="store_true", help="tracebacks")
+    parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv if argv is None else list(argv))
+    if args.list:
+        from published.source import COMMITS
+
+        for folder, (repository, commit) in COMMITS.items():
+            print(f"{folder:10} https://github.com/{repository} {commit}")
+        return
+    found = json.loads(args.results.read_text()) if args.results.exists() else {"versions": {}, "results": {}}
+    if args.sources or args.ranks:
+        measure(args, found)
+    if args.markdown:
+        args.markdown.write_text(page(found))
+
+
+def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Run what is asked for, and write it into the results."""
+    os.environ.update({k: v for k, v in SETTINGS.items() if k not in os.environ})
+    if args.sources:
+        os.environ["PUBLISHED_SOURCES"] = str(args.sources.resolve())
+    if not args.ranks:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if args.ranks:
+        as_rank(args.names, args.ranks)
+        return
+    import published
+
+    entries = published.load_all()
+    chosen = [
+        n for n, e in entries.items() if not args.names or n in args.names or e.path.partition("/")[0] in args.names
+    ]
+    found["versions"] = {p: version(p) for p in ("jax", "flax", "optax", "equinox", "diffrax", "dm-haiku", "numpyro")}
+    for source in dict.fromkeys(entries[n].path.partition("/")[0] for n in chosen):
+        with tempfile.TemporaryDirectory() as folder:
+            names = [n for n in chosen if entries[n].path.startswith(f"{source}/")]
+            for n in names:
+                start, file = time.monotonic(), Path(folder, f"{n}.pickle")
+                try:
+                    result = here(entries[n], file, found["results"].get(n, {}), args.only != "ranks")
+                except Exception as error:
+                    if args.v:
+                        traceback.print_exc()
+                    print(f"{n:32} FAILS ON ONE DEVICE {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    continue
+                found["results"][n] = result
+                runs = {k: short(v) for k, v in result["runs"].items()}
+                print(
+                    f"{n:32} itself {number(result.get('itself', 0.0))} {runs} [{time.monotonic() - start:.0f} s]",
+                    flush=True,
+                )
+            save(args.results, found, entries)
+            names = [n for n in names if Path(folder, f"{n}.pickle").exists()]
+            for communicator in () if args.only == "devices" else COMMUNICATORS:
+                for n, run in on_ranks(names, Path(folder), communicator).items():
+                    found["results"][n]["runs"][f"2 ranks, {communicator}"] = run
+                    print(f"{n:32} {communicator} {short(run)}", flush=True)
+                save(args.results, found, entries)
+
+
+def short(run: dict[str, Any]) -> str:
+    """A cell as it is printed: ! where it is too far."""
+    return run.get("error") or number(run["difference"]) + " !" * (run["beyond"] > 1)
+
+
+def save(file: Path, found: dict[str, Any], order: Iterable[str]) -> None:
+    """The results, in the order of the entries."""
+    found["results"] = {n: found["results"][n] for n in order if n in found["results"]}
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
