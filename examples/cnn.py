@@ -60,6 +60,8 @@ def main() -> None:
     args = parser.parse_args()
 
     ctx = jaxdist.init()
+    if args.single and ctx.size > 1:
+        raise SystemExit("--single is for one process")
     jit = nnx.jit if args.single else jaxdist.data_parallel
     train, evaluate = jit(train_step), jit(eval_step)
 
@@ -79,8 +81,9 @@ def main() -> None:
             evaluate(model, accuracy, batch)
         loss = sum(map(float, losses)) / len(losses)
         console.log(f"epoch {epoch + 1} loss {loss:.6f} test_accuracy {accuracy.compute():.4f}")
+    devices = 1 if args.single else ctx.num_devices
     if ctx.is_root:
-        print(f"final test_accuracy={accuracy.compute():.4f} epochs={args.epochs} devices={ctx.num_devices}")
+        print(f"final test_accuracy={accuracy.compute():.4f} epochs={args.epochs} devices={devices}")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ def main() -> None:
     args = parser.parse_args()
 
     ctx = jaxdist.init()
+    if args.single and ctx.size > 1:
+        raise SystemExit("--single is for one process")
     jit = jax.jit if args.single else jaxdist.data_parallel
     train, evaluate = jit(train_step), jit(eval_step)
 
@@ -110,8 +112,9 @@ def main() -> None:
         accuracy = int(evaluate(state, whole)) / len(test_set)
         loss, temperature = sum(map(float, losses)) / len(losses), float(metrics["temperature"])
         console.log(f"epoch {epoch + 1} loss {loss:.6f} temperature {temperature:.4f} neighbours {accuracy:.4f}")
+    devices = 1 if args.single else ctx.num_devices
     if ctx.is_root:
-        print(f"final neighbours={accuracy:.4f} epochs={args.epochs} devices={ctx.num_devices}")
+        print(f"final neighbours={accuracy:.4f} epochs={args.epochs} devices={devices}")
 
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ def main() -> None:
     args = parser.parse_args()
 
     ctx = jaxdist.init()
+    if args.single and ctx.size > 1:
+        raise SystemExit("--single is for one process")
     jit = jax.jit if args.single else jaxdist.data_parallel
     train, evaluate = jit(make_train_step(args.clip, args.noise)), jit(eval_step)
 
@@ -114,8 +116,9 @@ def main() -> None:
         accuracy, spent = correct / len(test_set), epsilon(args.noise, epoch + 1, 1e-4)
         loss = sum(map(float, losses)) / len(losses)
         console.log(f"epoch {epoch + 1} loss {loss:.6f} test_accuracy {accuracy:.4f} epsilon {spent:.2f}")
+    devices = 1 if args.single else ctx.num_devices
     if ctx.is_root:
-        print(f"final test_accuracy={accuracy:.4f} epsilon={spent:.2f} epochs={args.epochs} devices={ctx.num_devices}")
+        print(f"final test_accuracy={accuracy:.4f} epsilon={spent:.2f} epochs={args.epochs} devices={devices}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The batch are the environments: each process has its own, and what a step returns in their place goes into the next.
 Minibatches are drawn from all of their steps, and the advantages are normalised over a whole minibatch. `--single`
-trains under `jax.jit`, and the losses are the same.
+trains under `jax.jit`. Both are the same up to rounding, which after some steps decides an action (not in float64).
 
 Shape suffixes: B environments, T time, S steps of all environments, M a minibatch.
 
@@ -27,11 +27,11 @@ STEPS, MINIBATCHES, PASSES, DISCOUNT, TRACE, CLIP, LIMIT = 64, 4, 4, 0.99, 0.95,
 
 
 class Env(NamedTuple):
-    """One environment (with a leading axis B: all)."""
+    """One environment, or (with a leading axis B) all."""
 
-    position: jax.Array  # cart, its speed, angle, its speed
-    age: jax.Array  # steps since it began
-    last: jax.Array  # the length of the episode before
+    position: jax.Array  # of the cart, its speed, the pole's angle, its speed
+    age: jax.Array  # steps of this episode
+    last: jax.Array  # steps of the one before
 
 
 def reset(key: jax.Array) -> Env:
@@ -40,7 +40,7 @@ def reset(key: jax.Array) -> Env:
 
 def move(env: Env, action: jax.Array, key: jax.Array) -> tuple[Env, jax.Array]:
     """The next state, which is a new one if this one ended: fallen, out of sight, or after `LIMIT` steps."""
-    x, speed, angle, turn = env.position
+    _, speed, angle, turn = env.position
     force, sin, cos = jnp.where(action == 1, 10.0, -10.0), jnp.sin(angle), jnp.cos(angle)
     push = (force + 0.05 * turn**2 * sin) / 1.1
     twist = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
@@ -95,8 +95,7 @@ def train_step(state: TrainState, env: Env, key: jax.Array) -> tuple[TrainState,
         return (advantage_B, step["value"]), advantage_B
 
     _, last_value_B = state.apply_fn(state.params, env.position)
-    carry = jnp.zeros_like(last_value_B), last_value_B
-    _, advantage_TxB = jax.lax.scan(look_back, carry, steps, reverse=True)
+    _, advantage_TxB = jax.lax.scan(look_back, (jnp.zeros_like(last_value_B), last_value_B), steps, reverse=True)
     steps |= {"advantage": advantage_TxB, "target": advantage_TxB + steps["value"]}
     steps = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), steps)
 
@@ -124,8 +123,8 @@ def main() -> None:
     args = parser.parse_args()
 
     ctx = jaxdist.init()
-    if args.batch_size % ctx.size:
-        raise SystemExit(f"--batch-size {args.batch_size} can't be shared equally by {ctx.size} ranks")
+    if ctx.size > 1 and (args.single or args.batch_size % ctx.size):
+        raise SystemExit(f"{ctx.size} ranks share --batch-size {args.batch_size} equally; --single is for one process")
     train = jax.jit(train_step) if args.single else jaxdist.data_parallel(train_step, batch_argnums="env")
 
     key, agent_key, reset_key = jax.random.split(jax.random.key(args.seed), 3)
@@ -142,8 +141,9 @@ def main() -> None:
             key, step_key = jax.random.split(key)
             state, env, metrics = train(state, env, step_key)
         console.log(f"epoch {epoch + 1} loss {metrics['loss']:.6f} length {metrics['length']:.1f}")
+    devices = 1 if args.single else ctx.num_devices
     if ctx.is_root:
-        print(f"final length={metrics['length']:.1f} epochs={args.epochs} devices={ctx.num_devices}")
+        print(f"final length={metrics['length']:.1f} epochs={args.epochs} devices={devices}")
 
 
 if __name__ == "__main__":

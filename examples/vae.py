@@ -71,6 +71,8 @@ def main() -> None:
     args = parser.parse_args()
 
     ctx = jaxdist.init()
+    if args.single and ctx.size > 1:
+        raise SystemExit("--single is for one process")
     jit = eqx.filter_jit if args.single else jaxdist.data_parallel
     tx = jaxdist.zero(optax.adam(args.lr), args.level)
     train, evaluate = jit(make_train_step(tx)), jit(eval_step)
@@ -95,8 +97,9 @@ def main() -> None:
             test_nats += float(evaluate(model, batch, test_key)) / len(test_set)
         loss = sum(map(float, losses)) / len(losses)
         console.log(f"epoch {epoch + 1} loss {loss:.6f} test_nats {test_nats:.2f}")
+    devices = 1 if args.single else ctx.num_devices
     if ctx.is_root:
-        print(f"final test_nats={test_nats:.2f} epochs={args.epochs} devices={ctx.num_devices}")
+        print(f"final test_nats={test_nats:.2f} epochs={args.epochs} devices={devices}")
 
 
 if __name__ == "__main__":
