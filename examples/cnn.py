@@ -35,7 +35,7 @@ class CNN(nnx.Module):
         return self.out(self.dropout(x_BxHxWxC.reshape(len(x_BxHxWxC), -1)))
 
 
-def train_step(model: CNN, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:
+def train_step(model: CNN, optimizer: nnx.Optimizer, batch) -> jax.Array:
     def loss_fn(model: CNN) -> jax.Array:
         logits_BxK = model(batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch["label"]).mean()
@@ -45,7 +45,7 @@ def train_step(model: CNN, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]
     return loss
 
 
-def eval_step(model: CNN, accuracy: nnx.metrics.Accuracy, batch: dict[str, jax.Array]) -> None:
+def eval_step(model: CNN, accuracy: nnx.metrics.Accuracy, batch) -> None:
     accuracy.update(logits=model(batch["image"]), labels=batch["label"], mask=batch["real"])
 
 

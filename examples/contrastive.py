@@ -55,7 +55,7 @@ def view(key: jax.Array, image_HxWxC: jax.Array) -> jax.Array:
     return jnp.where(hidden_HxW[..., None], 0, moved) * jax.random.uniform(light, (), moved.dtype, 0.6, 1.4)
 
 
-def train_step(state: State, image_BxHxWxC: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+def train_step(state: State, image_BxHxWxC) -> tuple[State, dict[str, jax.Array]]:
     key, *view_keys = jax.random.split(state.key, 3)
     size = len(image_BxHxWxC)
     views = [jax.vmap(view)(jax.random.split(key, size), image_BxHxWxC) for key in view_keys]
@@ -70,7 +70,7 @@ def train_step(state: State, image_BxHxWxC: jax.Array) -> tuple[State, dict[str,
     return state.apply_gradients(grads=grads, key=key), {"loss": loss, "temperature": temperature}
 
 
-def eval_step(state: State, batch: dict[str, jax.Array]) -> jax.Array:
+def eval_step(state: State, batch) -> jax.Array:
     """The digits whose nearest other one, by features, has the same label."""
     feature_BxD, _ = state.apply_fn(state.params, batch["image"])
     other_BxB = batch["real"][None] & ~jnp.eye(len(feature_BxD), dtype=bool)

@@ -55,7 +55,7 @@ def private_gradient(grads: Any, clip: float, noise: float, key: jax.Array) -> A
 
 
 def make_train_step(clip: float, noise: float):
-    def train_step(state: State, batch: dict[str, jax.Array]) -> tuple[State, jax.Array]:
+    def train_step(state: State, batch) -> tuple[State, jax.Array]:
         key, noise_key = jax.random.split(state.key)
 
         def loss_fn(params, image_HxWxC, label):
@@ -70,7 +70,7 @@ def make_train_step(clip: float, noise: float):
     return train_step
 
 
-def eval_step(state: State, batch: dict[str, jax.Array]) -> jax.Array:
+def eval_step(state: State, batch) -> jax.Array:
     right_B = state.apply_fn(state.params, batch["image"]).argmax(axis=-1) == batch["label"]
     return jnp.sum(right_B & batch["real"])
 

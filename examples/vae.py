@@ -47,7 +47,7 @@ def nats(model: VAE, image_BxP: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def make_train_step(tx: optax.GradientTransformation):
-    def train_step(model: VAE, opt_state: optax.OptState, image_BxP: jax.Array, key: jax.Array):
+    def train_step(model: VAE, opt_state: optax.OptState, image_BxP, key: jax.Array):
         loss, grads = eqx.filter_value_and_grad(lambda model: nats(model, image_BxP, key).mean())(model)
         updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), opt_state, loss
@@ -55,7 +55,7 @@ def make_train_step(tx: optax.GradientTransformation):
     return train_step
 
 
-def eval_step(model: VAE, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+def eval_step(model: VAE, batch, key: jax.Array) -> jax.Array:
     return jnp.sum(nats(model, batch["image"], key) * batch["real"])
 
 
