@@ -58,7 +58,7 @@ def test_on_two_ranks(communicator: str, level: int) -> None:
     assert sorted(re.findall(r"SAME (\w+)", said)) == sorted([*NAMES, *NAMES])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt"])  # test_gpt.py
 def test_the_script(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its first epoch with `--single`, and on all devices at a level of ZeRO."""
     losses = []
