@@ -81,14 +81,18 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0, help="the share of units to drop")
     parser.add_argument("--batchnorm", action="store_true", help="normalise after each convolution")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--level", type=int, default=0, choices=range(4), help="of ZeRO")
+    parser.add_argument("--single", action="store_true", help="on one device, under jax.jit")
     parser.add_argument("--connector", default="auto", help="how the processes find each other")
     parser.add_argument("--communicator", default="auto", help="how arrays move: xla or mpi")
     args = parser.parse_args()
     ctx = jaxdist.init(args.connector, args.communicator)
+    step, evaluate = (jax.jit(train_step), jax.jit(eval_step)) if args.single else (train_step, eval_step)
 
     train, test = load(args.data_dir, ctx.rank, ctx.size)
     lr = args.lr or {"sgd": 0.03, "adam": 1e-3}[args.optimizer]
     tx = optax.adam(lr) if args.optimizer == "adam" else optax.sgd(lr, momentum=0.9)
+    tx = jaxdist.zero(tx, args.level)
     model = LeNet(args.dropout, args.batchnorm)
     init = jax.jit(model.init, static_argnames="train")
     stats = dict(init(jax.random.key(args.seed), train.image_NxHxWxC[:1], train=False))
@@ -100,19 +104,17 @@ def main() -> None:
     for epoch in track(range(args.epochs), "training", console=console):
         losses = []
         for batch in train.batches(args.batch_size, seed=args.seed + epoch):
-            state, metrics = train_step(state, batch)
+            state, metrics = step(state, batch)
             losses.append(metrics["loss"])
         correct = 0
         for batch in test.batches(args.batch_size):
-            correct += int(eval_step(state, batch)["correct"])
+            correct += int(evaluate(state, batch)["correct"])
         accuracy = correct / len(test)
         loss = sum(map(float, losses)) / len(losses)
         console.log(f"epoch {epoch + 1} loss {loss:.6f} test_accuracy {accuracy:.4f}")
+    final = f"final test_accuracy={accuracy:.4f} epochs={args.epochs}"
     if ctx.is_root:
-        print(
-            f"final test_accuracy={accuracy:.4f} epochs={args.epochs} "
-            f"devices={ctx.num_devices} communicator={ctx.communicator}"
-        )
+        print(f"{final} devices={ctx.num_devices} communicator={ctx.communicator}")
 
 
 if __name__ == "__main__":

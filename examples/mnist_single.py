@@ -103,7 +103,8 @@ def main() -> None:
         accuracy = correct / len(test)
         loss = sum(map(float, losses)) / len(losses)
         console.log(f"epoch {epoch + 1} loss {loss:.6f} test_accuracy {accuracy:.4f}")
-    print(f"final test_accuracy={accuracy:.4f} epochs={args.epochs}")
+    final = f"final test_accuracy={accuracy:.4f} epochs={args.epochs}"
+    print(final)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow  # together
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 SMALL = [
-    "--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=8", "--steps=12", "--eval-every=4",
-    "--save-every=4", "--eval-batches=3", "--sample=5", "--lr=1e-2",
+    "--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=8", "--steps=12", "--every=4",
+    "--eval-batches=3", "--sample=5", "--lr=1e-2",
 ]  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_the_same_on_two_ranks(text: str, tmp_path: Path) -> None:
 
 def test_dropout_is_that_of_one_device(text: str, tmp_path: Path) -> None:
     args = ["--dropout=0.2", "--batch-size=6"]
-    one = alone(tmp_path / "one", text, *args, XLA_FLAGS=quick.XLA_FLAGS)
+    one = alone(tmp_path / "one", text, *args, "--single", XLA_FLAGS=quick.XLA_FLAGS)
     flags = f"{quick.XLA_FLAGS} --xla_force_host_platform_device_count=4"
     four = alone(tmp_path / "four", text, *args, "--level=3", XLA_FLAGS=flags)
     assert "devices=1" in one.stdout

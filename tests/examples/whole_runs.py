@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -21,43 +20,31 @@ import jaxdist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import digits  # pyright: ignore[reportMissingImports]
+import gallery
 import gpt  # pyright: ignore[reportMissingImports]
 import mnist  # pyright: ignore[reportMissingImports]
-
-
-def attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
-    """`jax.nn.dot_product_attention`, which computes its softmax in float32 whatever it is given."""
-    assert is_causal
-    logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
-    past = np.tril(np.ones(logits.shape[-2:], bool))
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(past, logits, -1e30)), v)
-
-
-def wide(tree: Any) -> Any:
-    """In float64."""
-    return jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, tree)
 
 
 def of_mnist(level: int) -> tuple[Any, Any, Any]:
     """Step, state, examples."""
     train = digits.load(None)[0]
     model = mnist.LeNet(dropout=0.2, batchnorm=True)
-    stats = dict(wide(model.init(jax.random.key(0), train.image_NxHxWxC[:1], train=False)))
+    stats = dict(gallery.wide(model.init(jax.random.key(0), train.image_NxHxWxC[:1], train=False)))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     state = mnist.State.create(
         apply_fn=model.apply, params=stats.pop("params"), tx=jaxdist.zero(tx, level),  # type: ignore[arg-type]
         stats=stats, key=jax.random.key(1),
     )  # fmt: skip
-    return mnist.train_step, state, wide({"image": train.image_NxHxWxC[:83], "label": train.label_N[:83]})
+    return mnist.train_step, state, gallery.wide({"image": train.image_NxHxWxC[:83], "label": train.label_N[:83]})
 
 
 def of_gpt(level: int) -> tuple[Any, Any, Any]:
     """Step, state, examples."""
     model = gpt.GPT(layers=2, heads=2, width=32, context=32, dtype=np.float64, dropout=0.2)  # type: ignore[arg-type]
-    state = gpt.make_state(model, gpt.make_optimizer(1e-2, 14, 1.0, False, level), 0)
-    jax.nn.dot_product_attention = attention  # type: ignore[assignment]
+    state = gpt.make_state(model, gpt.make_optimizer(1e-2, 14, False, level), 0)
+    jax.nn.dot_product_attention = gallery.attention  # type: ignore[assignment]
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8)
-    return gpt.make_train_step(1), state, gpt.windows(text, 32)[:43]
+    return jaxdist.data_parallel(gpt.make_train_step(1)), state, gpt.windows(text, 32)[:43]
 
 
 def main(model: str, path: str, steps: int, level: int) -> None:

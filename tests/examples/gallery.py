@@ -1,0 +1,175 @@
+"""Some steps of each example of the gallery in float64, under a decorator: losses and final state.
+
+`python gallery.py COMMUNICATOR LEVEL` is one rank of a job: it compares each with one device, and runs each script.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxdist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import cnn  # pyright: ignore[reportMissingImports]
+import contrastive  # pyright: ignore[reportMissingImports]
+import digits  # pyright: ignore[reportMissingImports]
+import dpsgd  # pyright: ignore[reportMissingImports]
+import gpt  # pyright: ignore[reportMissingImports]
+import ppo  # pyright: ignore[reportMissingImports]
+import vae  # pyright: ignore[reportMissingImports]
+
+Decorate = Callable[..., Any]
+"""Of a step, the decorator of its library, and settings of `data_parallel`."""
+Part = Callable[[Any], Any]
+"""A process's part of a batch."""
+
+SIZE = 26
+"""Examples in a batch: 4 devices do not divide them."""
+
+
+def wide(tree: Any) -> Any:
+    """In float64."""
+    is_single = lambda x: getattr(x, "dtype", None) == np.float32
+    return jax.tree.map(lambda x: x.astype(np.float64) if is_single(x) else x, tree)
+
+
+def batches(count: int = 3) -> Iterator[dict[str, Any]]:
+    train = digits.load(None)[0]
+    for i in range(0, count * SIZE, SIZE):
+        yield wide({"image": train.image_NxHxWxC[i : i + SIZE], "label": train.label_N[i : i + SIZE]})
+
+
+def adam(level: int) -> optax.GradientTransformation:
+    """With an epsilon that lets no parameter without a gradient follow rounding."""
+    return jaxdist.zero(optax.adam(1e-2, eps=1e-3), level)  # type: ignore[arg-type]
+
+
+def of_cnn(decorate: Decorate, part: Part, level: int) -> Any:
+    model = cnn.CNN(nnx.Rngs(0))
+    nnx.update(model, wide(nnx.state(model)))
+    optimizer = nnx.Optimizer(model, adam(level), wrt=nnx.Param)
+    train, evaluate = decorate(cnn.train_step, nnx.jit), decorate(cnn.eval_step, nnx.jit)
+    losses = [train(model, optimizer, part(batch)) for batch in batches()]
+    accuracy = nnx.metrics.Accuracy()
+    model.eval()
+    evaluate(model, accuracy, part({**next(batches()), "real": np.arange(SIZE) < SIZE - 3}))
+    return losses, nnx.state(model, nnx.Not(nnx.RngKey)), accuracy.compute()
+
+
+def of_contrastive(decorate: Decorate, part: Part, level: int) -> Any:
+    model = contrastive.Encoder()
+    params = wide(model.init(jax.random.key(0), next(batches())["image"]))
+    state = contrastive.State.create(apply_fn=model.apply, params=params, tx=adam(level), key=jax.random.key(1))
+    train, evaluate = decorate(contrastive.train_step, jax.jit), decorate(contrastive.eval_step, jax.jit)
+    found = []
+    for batch in batches():
+        state, metrics = train(state, part(batch["image"]))
+        found.append(metrics)
+    right = evaluate(state, part({**next(batches()), "real": np.arange(SIZE) < SIZE - 3}))
+    return found, state.params, right
+
+
+def of_vae(decorate: Decorate, part: Part, level: int) -> Any:
+    tx = adam(level)
+    model = wide(vae.VAE(28 * 28, 4, jax.random.key(0)))
+    opt_state = tx.init(eqx.filter(model, eqx.is_array))
+    train, evaluate = decorate(vae.make_train_step(tx), eqx.filter_jit), decorate(vae.eval_step, eqx.filter_jit)
+    losses = []
+    for i, batch in enumerate(batches()):
+        image_BxP = batch["image"].reshape(SIZE, -1)
+        model, opt_state, loss = train(model, opt_state, part(image_BxP), jax.random.key(i))
+        losses.append(loss)
+    last = part({"image": next(batches())["image"].reshape(SIZE, -1), "real": np.arange(SIZE) < SIZE - 3})
+    return losses, eqx.filter(model, eqx.is_array), evaluate(model, last, jax.random.key(9))
+
+
+def of_dpsgd(decorate: Decorate, part: Part, level: int) -> Any:
+    model = dpsgd.Classifier()
+    params = wide(model.init(jax.random.key(0), next(batches())["image"]))
+    state = dpsgd.State.create(apply_fn=model.apply, params=params, tx=adam(level), key=jax.random.key(1))
+    train = decorate(dpsgd.make_train_step(0.5, 1.0), jax.jit)
+    losses = []
+    for batch in batches():
+        state, loss = train(state, part(batch))
+        losses.append(loss)
+    return losses, state.params
+
+
+def attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
+    """`jax.nn.dot_product_attention`, which computes its softmax in float32 whatever it is given."""
+    assert is_causal
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
+    past = np.tril(np.ones(logits.shape[-2:], bool))
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(past, logits, -1e30)), v)
+
+
+def of_gpt(decorate: Decorate, part: Part, level: int) -> Any:
+    model = gpt.GPT(layers=2, heads=2, width=32, context=16, dtype=np.float64, dropout=0.2)  # type: ignore[arg-type]
+    state = gpt.make_state(model, gpt.make_optimizer(1e-2, 14, False, level), 0)
+    train, evaluate = decorate(gpt.make_train_step(1), jax.jit), decorate(gpt.held_out_loss, jax.jit)
+    text = gpt.windows(np.frombuffer(Path(__file__).read_bytes(), np.uint8), 16)
+    found = []
+    with mock.patch.object(jax.nn, "dot_product_attention", attention):
+        for i in range(3):
+            state, metrics = train(state, part(text[i * SIZE : (i + 1) * SIZE]))
+            found.append(metrics)
+        found.append(evaluate(state, part((text[-SIZE:], np.arange(SIZE) < SIZE - 3))))
+    return found, state.params
+
+
+def of_ppo(decorate: Decorate, part: Part, level: int) -> Any:
+    agent = ppo.Agent()
+    params = wide(agent.init(jax.random.key(0), np.zeros((1, 4))))
+    state = ppo.TrainState.create(apply_fn=agent.apply, params=params, tx=adam(level))
+    env = part(jax.vmap(ppo.reset)(jax.random.split(jax.random.key(1), SIZE)))
+    train = decorate(ppo.train_step, jax.jit, batch_argnums="env")
+    found = []
+    for i in range(3):
+        state, env, metrics = train(state, env, jax.random.key(i))
+        found.append(metrics)
+    return found, state.params, env
+
+
+CASES = {name.removeprefix("of_"): case for name, case in list(globals().items()) if name.startswith("of_")}
+
+
+def on_one_device(name: str) -> Any:
+    """Under the decorator of its library."""
+    return CASES[name](lambda step, jit, **_: jit(step), lambda batch: batch, 0)
+
+
+def compare(got: Any, want: Any) -> None:
+    """Leaf by leaf, in float64; those of `nnx.metrics` have float32 alone."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(jaxdist.unshard(got)), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 if b.dtype == np.float32 else 1e-10)
+
+
+def main(communicator: str, level: int) -> None:
+    """One rank."""
+    jax.config.update("jax_enable_x64", True)
+    ctx = jaxdist.init(communicator=communicator)
+    share = SIZE // ctx.size
+    part: Part = lambda batch: jax.tree.map(lambda x: x[ctx.rank * share : (ctx.rank + 1) * share], batch)
+    ppo.STEPS = 6
+    for name, case in CASES.items():
+        got = case(lambda step, _, **settings: jaxdist.data_parallel(step, **settings), part, level)
+        found = jaxdist.unshard(jax.tree.leaves(got))
+        compare(found, ctx.broadcast(jax.tree.leaves(on_one_device(name)) if ctx.is_root else None))
+        print(f"SAME {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,77 @@
+"""The gallery of examples: each is, on several devices, what its step is under its own library's decorator on one."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gallery
+import jax
+import launch
+import numpy as np
+import pytest
+import quick
+from jax.sharding import Mesh
+
+import jaxdist
+
+pytestmark = pytest.mark.slow  # together
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = list(gallery.CASES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    with quick.compilation(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gallery.ppo, "STEPS", 6)
+        yield
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    return gallery.on_one_device(name)
+
+
+@pytest.mark.parametrize(("devices", "level"), [(1, 0), (2, 0), (4, 3)])
+@pytest.mark.parametrize("name", NAMES)
+def test_as_on_one_device(name: str, devices: int, level: int) -> None:
+    mesh = Mesh(jax.devices()[:devices], ("data",))
+    decorate = lambda step, _, **settings: jaxdist.data_parallel(step, mesh=mesh, **settings)
+    gallery.compare(gallery.CASES[name](decorate, lambda batch: batch, level), expected(name))
+
+
+@pytest.mark.parametrize(("communicator", "level"), [("xla", 1), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
+def test_on_two_ranks(communicator: str, level: int) -> None:
+    arguments = [str(Path(gallery.__file__)), communicator, str(level)]
+    if communicator == "mpi":
+        results = [launch.mpirun(2, arguments, timeout=300)]
+    else:
+        results = launch.spawn_env(2, arguments, timeout=300)
+    for result in results:
+        assert result.returncode == 0, result.output
+    said = "".join(result.stdout for result in results)
+    assert sorted(re.findall(r"SAME (\w+)", said)) == sorted([*NAMES, *NAMES])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt"])  # test_gpt.py
+def test_the_script(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its first epoch with `--single`, and on all devices at a level of ZeRO."""
+    losses = []
+    for arguments in (["--single"], ["--level", "2"]):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--epochs", "1", *arguments])
+        getattr(gallery, name).main()
+        said = capsys.readouterr()
+        assert re.fullmatch(rf"final .* devices={1 if arguments == ['--single'] else 8}\n", said.out)
+        (loss,) = re.findall(r"epoch 1 loss (\S+)", said.err)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+def test_the_length_of_each() -> None:
+    for name in NAMES:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 150, name
