@@ -9,7 +9,6 @@ import pkgutil
 import pytest
 
 import jaxdist
-from jaxdist.data.loader import Loader, gather_for_metrics
 
 OPTIONAL = {"jaxdist.communicators.mpi", "jaxdist.connectors.mpi"}  # import MPI: under mpirun only
 MODULES = [
@@ -27,10 +26,9 @@ def test_examples(name: str) -> None:
 
 def test_everything_public_has_an_example() -> None:
     public = {name: getattr(jaxdist, name) for name in jaxdist.__all__}
-    for kind in (jaxdist.Context, Loader):
+    for kind in (jaxdist.Context, jaxdist.Loader):
         methods = {name: x for name, x in vars(kind).items() if callable(x) and not name.startswith("_")}
         public |= {f"{kind.__name__}.{name}": x for name, x in methods.items()}
-    public |= {"Loader": Loader, "gather_for_metrics": gather_for_metrics}
     # One runs by itself, the other takes a machine that computes wrongly.
     without = {name for name, thing in public.items() if ">>>" not in (thing.__doc__ or "")}
     assert without == {"SyncError"}

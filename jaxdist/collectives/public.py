@@ -401,7 +401,7 @@ def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
             "the batch need no collective. Code for each device belongs into jaxdist.per_device"
         )
     if on_device():
-        from jaxdist.collectives import in_step as in_step
+        from jaxdist.collectives import in_step
 
         structure, leaves = flat(kind, tree)
         call = checked(kind, arguments, in_step.size(), structure, leaves)

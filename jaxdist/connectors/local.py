@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxdist.control import channel as control
+from jaxdist.control.channel import leave
 
 
 class LocalConnector:
@@ -27,4 +27,4 @@ class LocalConnector:
 
     def abort(self, code: int = 1, message: str = "") -> None:
         """End this process now."""
-        control.leave(code, message)
+        leave(code, message)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.connectors.base import environment, local_position, need, read_int
-from jaxdist.control import channel as control
+from jaxdist.control.channel import Control, leave
 from jaxdist.control.keys import Key
 
 _BY_HAND = (
@@ -55,7 +55,7 @@ class TcpConnector:
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"rank {rank} of size {size}: expected 0 <= rank < size")
         self.name, self.rank, self.size = name, rank, size
-        self.control = control.Control(rank, size, addresses, timeout=timeout, key=key)
+        self.control = Control(rank, size, addresses, timeout=timeout, key=key)
         self.control.abort = None  # nothing beyond the control channel's own alarm
         given = self.control.exchange("local", (socket.gethostname(), local_rank, local_size), timeout)
         counted = local_position([host for host, _, _ in given], rank)
@@ -78,7 +78,7 @@ class TcpConnector:
     def abort(self, code: int = 1, message: str = "") -> None:
         """End the job: the others hear `message` and end too."""
         self.control.alarm(message or f"rank {self.rank} aborted the job (code {code})")
-        control.leave(code, message)
+        leave(code, message)
 
 
 def from_env(

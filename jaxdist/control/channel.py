@@ -62,7 +62,7 @@ class Control:
       TimeoutError: a rank did not come in time, or rank 0 was not reached.
 
     Example:
-      >>> from jaxdist.control import Control
+      >>> from jaxdist.control.channel import Control
       >>> Control(0, 1).exchange("sizes", 3)
       [3]
     """

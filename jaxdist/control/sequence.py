@@ -29,7 +29,7 @@ class Sequence:
       count: calls entered for good: nothing can stop this rank from their collectives.
 
     Example:
-      >>> from jaxdist.control import Control
+      >>> from jaxdist.control.channel import Control
       >>> calls = Sequence(Control(0, 1))
       >>> calls.enter("train")
       False

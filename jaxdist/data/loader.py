@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxdist.collectives import public as collectives
+from jaxdist.collectives.public import allgather
 from jaxdist.data.batches import MOST, Plan, Reader, close, fingerprint, known, open_source, placer, stream
 from jaxdist.runtime.context import get_context
 from jaxdist.zero import unshard
@@ -364,14 +364,14 @@ def gather_for_metrics(tree: Any, weight: Any) -> Any:
 
     Example:
       >>> import jaxdist, numpy as np
-      >>> from jaxdist.data import gather_for_metrics
+      >>> from jaxdist import gather_for_metrics
       >>> gather_for_metrics({"label": np.array([7, 3, 7])}, np.array([1.0, 1.0, 0.0]))["label"].tolist()
       [7, 3]
     """
 
     def whole(x: Any) -> np.ndarray:
         on_mesh = isinstance(x, jax.Array) and isinstance(x.sharding, jax.sharding.NamedSharding)
-        return np.asarray(unshard(x) if on_mesh else collectives.allgather(x))
+        return np.asarray(unshard(x) if on_mesh else allgather(x))
 
     real = whole(weight) > 0
 

@@ -85,6 +85,10 @@ class Topology:
       hosts: number of them.
       per_host: devices of each.
       kind: of the devices.
+
+    Example:
+      >>> str(Topology.parse("4x8xh100"))
+      '4x8xH100'
     """
 
     hosts: int

@@ -8,7 +8,7 @@ import time
 import jobs
 import pytest
 
-from jaxdist.connectors import tcp
+from jaxdist.control import rendezvous
 
 _SCRIPT = """
 import sys
@@ -29,7 +29,7 @@ def test_by_hand_with_env_and_local_ranks_counted():
 
 
 def test_torchruns_variables_count_and_its_own_port_is_left_alone():
-    agent = tcp.control.rendezvous.bind("127.0.0.1", [jobs.free_port()])
+    agent = rendezvous.bind("127.0.0.1", [jobs.free_port()])
     port = agent.getsockname()[1]
     job = jobs.Job()
     for rank in range(2):
@@ -69,7 +69,7 @@ def test_the_root_names_who_did_not_come():
 
 
 def test_a_taken_port_is_an_error_at_once():
-    server = tcp.control.rendezvous.bind("127.0.0.1", [0])
+    server = rendezvous.bind("127.0.0.1", [0])
     port = server.getsockname()[1]
     with pytest.raises(OSError, match=f"could not listen on port {port}"):
         tcp.from_url(f"tcp://127.0.0.1:{port}", 5, rank=0, size=2)

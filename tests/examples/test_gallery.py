@@ -11,7 +11,7 @@ from typing import Any
 
 import gallery
 import jax
-import launch
+import jobs
 import numpy as np
 import pytest
 import quick
@@ -49,9 +49,9 @@ def test_as_on_one_device(name: str, devices: int, level: int) -> None:
 def test_on_two_ranks(communicator: str, level: int) -> None:
     arguments = [str(Path(gallery.__file__)), communicator, str(level)]
     if communicator == "mpi":
-        results = [launch.mpirun(2, arguments, timeout=300)]
+        results = [jobs.mpirun(2, arguments, timeout=300)]
     else:
-        results = launch.spawn_env(2, arguments, timeout=300)
+        results = jobs.spawn_env(2, arguments, timeout=300)
     for result in results:
         assert result.returncode == 0, result.output
     said = "".join(result.stdout for result in results)
