@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.placements.report import Row, rows, table
-from jaxdist.step.data_parallel import DataParallel, data_parallel
+from jaxdist.step.data_parallel import data_parallel
+from jaxdist.step.decorated import DataParallel
 
 
 @dataclass(frozen=True)

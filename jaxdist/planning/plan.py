@@ -23,7 +23,8 @@ from jaxdist.mesh import AXIS
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
 from jaxdist.planning.topology import Topology
-from jaxdist.step.data_parallel import Ahead, DataParallel, Held
+from jaxdist.step.decorated import DataParallel
+from jaxdist.step.forecast import Ahead, Held
 
 LEVELS = (0, 1, 2, 3)
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"

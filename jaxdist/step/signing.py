@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.calling import Calling
+from jaxdist.step.compiled import Compiled
 from jaxdist.step.placement import Placement, abstract, checksum
-from jaxdist.step.program import Signature, Static, StepJaxpr, carried, is_array
+from jaxdist.step.program import Signature, Static, carried, is_array
+from jaxdist.step.settings import Settings
 
 _NUMBERS = (bool, int, float, complex)
 _log = logging.getLogger("jaxdist")
@@ -27,22 +28,20 @@ class Signer:
 
     Args:
       name: of the step, for messages.
-      calling: how it is called.
-      said: which arguments are the batch, if the user has said so: positions, names, or paths.
+      settings: of the step.
       placement: on the devices of the step.
-      jaxpr: traces the step for a signature and the types of its leaves.
+      compiled: traces the step for a signature and the types of its leaves.
     """
 
     def __init__(
         self,
         name: str,
-        calling: Calling,
-        said: Sequence[int | str] | None,
+        settings: Settings,
         placement: Placement,
-        jaxpr: Callable[[Signature, Sequence[Any]], StepJaxpr],
+        compiled: Compiled,
     ):
-        self._name, self._calling, self._said = name, calling, said
-        self._placement, self._jaxpr = placement, jaxpr
+        self._name, self._calling, self._said = name, settings.calling, settings.batch
+        self._placement, self._compiled = placement, compiled
         self._told = False  # that all ranks have come with the same batch
 
     def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
@@ -67,7 +66,7 @@ class Signer:
         for types in [(), *constant] if constant else []:
             tried = self._sign(args, keywords, fixed | {i for i, x in enumerate(leaves) if type(x) in types})
             try:
-                self._jaxpr(tried, self.types(tried, tried.data(leaves)))
+                self._compiled.jaxpr(tried, self._compiled.types(tried, tried.data(leaves)))
             except StepError:
                 break
             except TypeError:  # of a tracer that is used as a number
@@ -119,11 +118,6 @@ class Signer:
                 )  # fmt: skip
         return signature, differs
 
-    def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Of a call's leaves as the step sees them: the batch's with the examples of all ranks."""
-        logical = self._placement.logical_batch
-        return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
-
     def _sign(self, args: tuple[Any, ...], keywords: tuple[str, ...], numbers: frozenset[int]) -> Signature:
         leaves, tree = jax.tree.flatten(args)
         marked = [x if is_array(x) and i not in numbers else Static(x) for i, x in enumerate(leaves)]
@@ -146,21 +140,21 @@ class Signer:
         def returned() -> list[int]:
             types = [abstract(x) for x in leaves]
             try:
-                found = carried(self._jaxpr(signature, types), types)
+                found = carried(self._compiled.jaxpr(signature, types), types)
             except Exception:  # it will come again when the step is traced as it is called
                 return []
             return [k for k, (_, at, _) in enumerate(signature.arguments) if at and found.issuperset(at)]
 
         def traces(reading: tuple[int, ...]) -> bool:
             tried = with_batch(reading)
-            types = self.types(tried, leaves)
+            types = self._compiled.types(tried, leaves)
             if self._placement.processes == 1:  # what is no batch can't be twice as long
                 types = [
                     jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
                     for a, is_batch in zip(types, tried.is_batch, strict=True)
                 ]
             try:
-                self._jaxpr(tried, types)
+                self._compiled.jaxpr(tried, types)
             except Exception:
                 return False
             return True

@@ -8,6 +8,7 @@ import time
 import jobs
 import pytest
 
+from jaxdist.connectors import tcp
 from jaxdist.control import rendezvous
 
 _SCRIPT = """

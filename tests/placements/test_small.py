@@ -18,7 +18,7 @@ import quick
 
 import jaxdist
 from jaxdist.placements import small
-from jaxdist.step.data_parallel import DataParallel
+from jaxdist.step.decorated import DataParallel
 
 SHIPPED = small.Limits()
 WAYS = [(2, 0, 24), (3, 3, 20), (4, 1, 20), (8, 2, 24)]

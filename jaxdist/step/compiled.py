@@ -1,0 +1,129 @@
+"""The programs of one step: traced once for the types of its arguments, placed and compiled for how they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxdist.communicators import Rules, default_bucket_bytes
+from jaxdist.compat import trace_settings
+from jaxdist.placements.layouts import Layout
+from jaxdist.step import debugging
+from jaxdist.step.placement import Placement, abstract
+from jaxdist.step.program import Program, Signature, StepJaxpr, Traced, jaxpr_of, traced
+from jaxdist.step.settings import COMPRESSIONS, Settings
+
+
+class Compiled:
+    """Keeps them.
+
+    Args:
+      settings: of the step.
+      mesh: its devices.
+      placement: on them.
+      communicator: a name or a table of rules.
+      on_traced: called with each program that is about to be compiled (see `Program`).
+
+    Attributes:
+      traces: {(signature, ...): how the step was traced}.
+      programs: {(trace, layouts): what was made of it}.
+      debugging: settings of JAX that a call is made under.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        mesh: Mesh,
+        placement: Placement,
+        communicator: str | Rules,
+        on_traced: Callable[..., None],
+    ):
+        self._settings, self._mesh, self._placement = settings, mesh, placement
+        self._communicator, self._on_traced = communicator, on_traced
+        self._jaxprs: dict[Any, StepJaxpr] = {}
+        self.traces: dict[Any, Traced] = {}
+        self.programs: dict[Any, Program] = {}
+        self.debugging: debugging.Settings | None = None
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._jaxprs.clear()
+        self.traces.clear()
+        self.programs.clear()
+
+    def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Of a call's leaves as the step sees them: the batch's with the examples of all ranks."""
+        logical = self._placement.logical_batch
+        return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
+
+    def program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
+        """The program for leaves that come as these do: in shards stays in shards, the rest is as the step wants it."""
+        trace = self.traced(signature, leaves)
+        layouts: list[Any] = list(trace.layouts)
+        for i in signature.state:
+            how = self._placement.layout(leaves[i])
+            layouts[i] = how if isinstance(how, Layout) else layouts[i]
+        key = (trace, *layouts)
+        if key not in self.programs:
+            communicator, mesh = self._communicator, self._mesh
+            self.programs[key] = self.make(
+                trace, signature, self.types(signature, leaves), layouts, mesh, communicator, self._on_traced
+            )
+        return self.programs[key]
+
+    def jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
+        """The step for leaves of these types, traced once."""
+        call = (signature.tree, signature.keywords, signature.numbers)
+        key = (call, trace_settings(), self.debugging, *((a.shape, a.dtype, a.weak_type) for a in types))
+        if key not in self._jaxprs:
+            of = self._settings
+            check = of.check_finite or self.debugging is not None
+            self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, of.axis_name, check)
+        return self._jaxprs[key]
+
+    def traced(self, signature: Signature, leaves: Sequence[Any]) -> Traced:
+        """The step as it is traced for a call of these leaves, and what was found out about it."""
+        types = self.types(signature, leaves)
+        step = self.jaxpr(signature, types)
+        key = (signature, id(step))
+        if key not in self.traces:
+            self.traces[key] = traced(step, signature, types, self._mesh)
+        return self.traces[key]
+
+    def make(
+        self,
+        trace: Traced,
+        signature: Signature,
+        avals: Sequence[Any],
+        layouts: Sequence[Layout | None],
+        mesh: Mesh,
+        communicator: str | Rules,
+        on_traced: Callable[..., None] | None = None,
+    ) -> Program:
+        """What the step becomes on these devices, state kept as said.
+
+        Args:
+          trace: of the step.
+          signature: of the call.
+          avals: types of the leaves, as the step sees them.
+          layouts: how each is kept.
+          mesh: the devices.
+          communicator: a name or a table of rules.
+          on_traced: see `Program`.
+        """
+        allowed = self._settings.donate
+        donate = [  # an error must not cost the state
+            i for _, at, name in signature.arguments for i in at
+            if not trace.checked and (allowed if isinstance(allowed, bool) else name in allowed)
+        ]  # fmt: skip
+        bucket_bytes = self._settings.bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(communicator, mesh)
+        compress = COMPRESSIONS[self._settings.compress] if self._settings.compress else None
+        name = getattr(self._settings.step, "__name__", "step")
+        return Program(
+            trace, signature, avals, layouts, mesh, communicator, donate, bucket_bytes, compress, on_traced, name
+        )

@@ -1,0 +1,412 @@
+"""A decorated step, and a call of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
+
+from jaxdist.agreement import sync
+from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.compat import trace_settings, trace_state_clean
+from jaxdist.ir.fingerprint import constants
+from jaxdist.ir.primitives import plain_p
+from jaxdist.ir.trace import inside_step, with_axis
+from jaxdist.placements import report
+from jaxdist.placements.layouts import Padded
+from jaxdist.placements.plan import Placed
+from jaxdist.runtime import commlog
+from jaxdist.runtime.context import Context, get_context
+from jaxdist.step import debugging, finite, modules
+from jaxdist.step.compiled import Compiled
+from jaxdist.step.entering import Entering
+from jaxdist.step.forecast import Ahead, ahead
+from jaxdist.step.latest import Latest, expected, types
+from jaxdist.step.placement import ELSEWHERE, Placement
+from jaxdist.step.program import OtherTypesError, Signature, is_array, run
+from jaxdist.step.settings import Settings
+from jaxdist.step.signing import Signer
+from jaxdist.tracebacks import api_boundary
+
+A = ParamSpec("A")
+R = TypeVar("R")
+
+_log = logging.getLogger("jaxdist")
+_names: dict[str, itertools.count[int]] = {}
+_is_deleted = operator.methodcaller("is_deleted")
+
+
+class DataParallel(Generic[A, R]):
+    """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        step = settings.step
+        name = getattr(step, "__qualname__", type(step).__name__)
+        count = next(_names.setdefault(name, itertools.count()))
+        self._name = f"{name}#{count}" if count else name
+        self._context: Context | None = None
+        self._signatures: dict[Any, Signature] = {}
+        self._latest: dict[Any, Latest] = {}
+        self._varied: set[Any] = set()  # structures of arguments that come with states of several types
+        self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
+        self._numbers: dict[Any, frozenset[int]] = {}  # positions of Python numbers that are constants
+        self._has_modules = False  # among the arguments of some call
+        self._told = False  # what is gathered
+        self._log: commlog.StepLog | None = None
+
+    def __reduce__(self) -> Any:
+        """What another process gets: the step of the same module, or (of a notebook) one that is decorated alike."""
+        name = getattr(self, "__qualname__", "")
+        there = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
+        return name if there else (decorated_with, (self._settings,))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # Decorated in a class body: the instance is the first state argument, as for a plain function.
+        return self if instance is None else Method(self, instance)
+
+    @api_boundary
+    def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_traced(args, kwargs) or not self._settings.enabled:
+            return self._on_tracers(args, kwargs)
+        self._bind_context()
+        if on := debugging.settings():
+            return self._debug(on, args, kwargs)
+        return self._dispatch(args, kwargs)
+
+    def _debug(self, on: debugging.Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call under `jax.disable_jit`, or one that is to say where NaN come from: JAX would look in our code."""
+        if not on.disable_jit:
+            with jax.debug_nans(False), jax.debug_infs(False):
+                self._compiled.debugging = on
+                try:
+                    return self._dispatch(args, kwargs)
+                except FloatingPointError as error:
+                    found = error
+                finally:
+                    self._compiled.debugging = None
+            self._op_by_op(args, kwargs)  # the operation that makes the first one raises
+            raise found
+        return self._op_by_op(args, kwargs)
+
+    def _op_by_op(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._context is not None
+        args, keywords = self._settings.calling.arrange(args, kwargs)
+        objects: list[Any] = []
+        if modules.found(args):
+            args, objects = modules.split(args)
+        signature, leaves = self._signature(args, keywords)
+        if self._context.size > 1:
+            call = self._agreement.enter(self._name)
+            self._entering.agree(signature, leaves, [leaves[i] for i in signature.batch])
+            signature, _ = self._signer.settle(signature, args, call, self._context)
+        plain = lambda *args: with_axis(
+            lambda *xs: run(self._settings.step, xs, signature.keywords), self._settings.axis_name, args
+        )
+        result = debugging.op_by_op(plain, signature, leaves, self._placement, self._context)
+        return modules.update(objects, result) if objects else result
+
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        keywords: tuple[str, ...] = ()
+        if kwargs or not self._settings.calling.plain:
+            args, keywords = self._settings.calling.arrange(args, kwargs)
+        if not self._has_modules:
+            try:
+                return self._run(args, keywords)
+            except _ModulesError:
+                self._has_modules = True
+        if not modules.found(args):
+            return self._run(args, keywords)
+        args, objects = modules.split(args)
+        return modules.update(objects, self._run(args, keywords))
+
+    def _run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
+        call = self._agreement.enter(self._name)
+        try:
+            program, state, batch = self._prepare(args, keywords, call)
+            try:
+                result, found = program(state, batch)
+            except OtherTypesError:  # shapes of the state changed, their shardings did not
+                program, state, batch = self._prepare(args, keywords, call, other_types=True)
+                result, found = program(state, batch)
+        except BaseException as error:
+            self._agreement.failed(self._name, call, error)
+            self._agreed.clear()  # the next call finds out whether it failed on every rank
+            self._name_deleted(args, keywords, error)
+            raise
+        self._agreement.returned(self._name, result)
+        if self._log is not None:
+            self._log.called(call, program, [*state, *batch])
+        if found is not None:
+            assert self._mesh is not None
+            on = None if self._settings.check_finite else self._compiled.debugging
+            kinds = (on.nans, on.infs) if on else (True, True)
+            finite.examine(program.checked, found, self._mesh, f"step {self._name!r}, call {call}: ", kinds)
+        if self._settings.check_every and call % self._settings.check_every == 0:
+            assert self._context is not None
+            sync.compare(self._context, result, f"check of {self._name} call {call}",
+                         f"step {self._name!r}, call {call}: result")  # fmt: skip
+        return result
+
+    def _name_deleted(self, args: tuple[Any, ...], keywords: tuple[str, ...], error: BaseException) -> None:
+        """XLA's error for an array whose memory another call has taken says neither which nor why."""
+        leaves = jax.tree_util.tree_leaves_with_path(args)
+        gone = [path for path, x in leaves if isinstance(x, (jax.Array, Padded)) and x.is_deleted()]
+        about = isinstance(error, (RuntimeError, ValueError)) and ("deleted" in str(error) or "donated" in str(error))
+        if not gone or not about:
+            return
+        name = self._settings.calling.of(len(args), keywords)[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
+        raise RuntimeError(
+            f"step {self._name!r}: {name} was deleted: an earlier call of a step, which returned its next value, took "
+            "its memory. Go on with what that call returned, or decorate with donate=False"
+        ) from error
+
+    def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain step; but it must not be compiled as it is in a job of several devices."""
+        result = with_axis(functools.partial(self._settings.step, **kwargs), self._settings.axis_name, args)
+        if inside_step() or not self._settings.enabled:
+            return result
+        return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)
+
+    @api_boundary
+    def lower(self, *args: A.args, **kwargs: A.kwargs) -> jax.stages.Lowered:
+        """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled. Nothing is sent."""
+        return self._ahead("lower", args, kwargs)
+
+    @api_boundary
+    def trace(self, *args: A.args, **kwargs: A.kwargs) -> jax.stages.Traced:
+        """As ``jax.jit(step).trace``: of the program for all devices. Nothing is sent."""
+        return self._ahead("trace", args, kwargs)
+
+    @api_boundary
+    def eval_shape(self, *args: A.args, **kwargs: A.kwargs) -> Any:
+        """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
+        self._bind_context()
+        arranged, keywords = self._arguments(args, kwargs)
+        result = self._compiled.traced(*self._signature(arranged, keywords)).result()
+        return result[0] if any(type(x) is modules.Part for x in arranged) else result
+
+    def clear_cache(self) -> None:
+        """As ``jax.jit(step).clear_cache``: forget what was traced and compiled."""
+        if self._context is not None:
+            self._compiled.clear()
+        self._latest.clear()
+
+    def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._settings.enabled:
+            step, axis = self._settings.step, self._settings.axis_name
+            plain = jax.jit(lambda *xs, **more: with_axis(functools.partial(step, **more), axis, xs))
+            return getattr(plain, what)(*args, **kwargs)
+        self._bind_context()
+        signature, leaves = self._signature(*self._arguments(args, kwargs))
+        batch = [leaves[i] for i in signature.batch]
+        problem = self._placement.batch_problem([signature.names[i] for i in signature.batch], batch)
+        if problem:
+            raise ValueError(problem)
+        program = self._compiled.program(signature, leaves)
+        state = [self._placement.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
+        return program.ahead(what, state, [
+            self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
+        ])  # fmt: skip
+
+    def placed(self, *args: Any, **kwargs: Any) -> Placed | None:
+        """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
+        self._bind_context()
+        assert self._mesh is not None
+        program = self._compiled.program(*self._signature(*self._arguments(args, kwargs)))
+        return program.place()[0] if self._mesh.size > 1 else None
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""
+        args, keywords = self._settings.calling.arrange(args, kwargs)
+        return modules.split(args)[0] if modules.found(args) else args, keywords
+
+    def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
+        """The signature of a call, as of earlier ones or as far as this rank can tell by itself; and its leaves."""
+        leaves, tree = jax.tree.flatten(args)
+        tree = (tree, keywords) if keywords else tree
+        numbers = self._numbers.get(tree, ())
+        values = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
+        signature = self._signatures.get((tree, values)) or self._signer.describe(args, keywords)
+        return signature, signature.data(leaves)
+
+    def _bind_context(self) -> None:
+        if self._context is None:
+            context = self._context = get_context()
+            mesh = self._mesh = self._settings.mesh or context.mesh
+            self._placement = Placement(context, mesh)
+            self._compiled = Compiled(
+                self._settings, mesh, self._placement, context.rules or context.communicator, self._traced
+            )
+            self._signer = Signer(self._name, self._settings, self._placement, self._compiled)
+            self._agreement = context.only(Agreement)
+            self._entering = Entering(self._name, context, self._placement)
+            if context.is_root and commlog.asked("comm"):
+                on_cpu = mesh.devices.flat[0].platform == "cpu"
+                self._log = commlog.StepLog(self._name, mesh.size, on_cpu)
+
+    def _prepare(
+        self, args: tuple[Any, ...], keywords: tuple[str, ...], call: int, other_types: bool = False
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """The program for these arguments, and their leaves on the mesh.
+
+        Args:
+          args: of the step.
+          keywords: names of the last arguments.
+          call: its number.
+          other_types: the call was entered for a program that takes other types than these.
+        """
+        try:
+            leaves, tree = jax.tree.flatten(args)
+            tree = (tree, keywords) if keywords else tree
+            if other_types:  # two models take turns, say: from now on their types are looked at before a call
+                self._varied.add(tree)
+            key = (tree, types(leaves)) if self._varied and tree in self._varied else tree
+            if other_types:
+                self._latest.pop(tree, None)
+                self._latest.pop(key, None)
+            latest = self._latest.get(key)
+            if latest is None:
+                if not self._has_modules and modules.found(args):
+                    raise _ModulesError
+                latest = Latest([None] * len(leaves))
+            strangers = latest.strangers(leaves, self._placement)
+            numbers = self._numbers.get(tree, ())
+            constants = [i for i in strangers if not is_array(leaves[i]) or i in numbers]
+            values = tuple((i, leaves[i]) for i in constants)
+            fresh = False
+            if latest.program is None or latest.constants != values:
+                latest = None
+                signature = self._signatures.get((tree, values))
+                if signature is None:
+                    fresh, signature = True, self._signer.describe(args, keywords)
+                    if signature.numbers:
+                        self._numbers[tree] = signature.numbers
+                        constants = [i for i, x in enumerate(leaves) if not is_array(x) or i in signature.numbers]
+                        values = tuple((i, leaves[i]) for i in constants)
+            else:
+                signature = latest.signature
+        except _ModulesError:
+            raise
+        except Exception as error:
+            self._entering.tell(error)
+            raise
+        if constants:
+            gone = set(constants)
+            moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))
+            strangers = [moved[i] - 1 for i in strangers if i not in gone]
+            leaves = [x for i, x in enumerate(leaves) if i not in gone]
+
+        differs: dict[int, list[int]] | None = None
+        if fresh:
+            assert self._context is not None
+            if self._context.size > 1:
+                self._entering.agree(signature, leaves, [leaves[i] for i in signature.batch])
+                signature, differs = self._signer.settle(signature, args, call, self._context)
+            self._signatures[tree, values] = signature
+        batch = [leaves[i] for i in signature.batch]
+        known = (signature, trace_settings(), self._compiled.debugging, *map(self._placement.batch_key, batch))
+        if key is not tree:
+            known += key
+        if latest is not None and latest.known != known:
+            latest = None
+        program = latest and latest.program
+        changed = program is None or any(not signature.is_batch[i] for i in strangers)
+        what = self._agreed.get(known)
+        if other_types:  # the others find the same, or that this rank traces a program which they don't
+            self._agreement.corrected(self._agreed.setdefault(known, self._entering.kind_of_call(signature, batch)))
+        elif what is None or (changed and self._unplaced(signature, leaves)) or not self._agreement.known(call, what):
+            what = self._agreed.setdefault(known, self._entering.agree(signature, leaves, batch))
+            self._agreement.compared(call, what)
+        if changed:
+            program = self._compiled.program(signature, leaves)
+            self._entering.place(program, leaves, call, differs)
+            self._latest[key] = Latest(expected(program, constants), program, signature, values, known)
+        assert program is not None
+        state = list(signature.pick_state(leaves))
+        for i in program.padded:
+            state[i] = state[i].array
+        if any(map(_is_deleted, state)):
+            raise RuntimeError("Array has been deleted")
+        if program.donates and len(set(map(id, state))) < len(state):
+            state = _without_aliases(state)
+        return program, state, self._placement.batch_argument(batch, program.batch)
+
+    def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
+        return any(self._placement.layout(leaves[i]) is ELSEWHERE for i in signature.state)
+
+    def ahead(self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1) -> Ahead:
+        """The step for other devices than this job's, which need not be here (see `jaxdist.step.forecast.ahead`)."""
+        self._bind_context()
+        signature, leaves = self._signature(*self._arguments(args, {}))
+        return ahead(self._settings, self._compiled, signature, leaves, mesh, level, scale)
+
+    def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
+        """A program is about to be compiled."""
+        assert self._context is not None
+        self._agreement.traced(self._name, program, functools.partial(constants, program))
+        if self._log is not None:
+            self._log.traced(program)
+        if placed is None or not self._context.is_root:
+            return
+        if commlog.asked("placements"):
+            commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")
+        elif not self._told and (text := report.warning(placed)):
+            self._told = True
+            _log.warning("step %r: %s", self._name, text)
+
+
+class Method(Generic[R]):
+    """A decorated step of a class, of one of its objects."""
+
+    def __init__(self, step: DataParallel[Any, R], instance: Any):
+        self.step, self.instance = step, instance
+        functools.update_wrapper(self, step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        return self.step(self.instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(self.step, name), self.instance)
+
+
+class _ModulesError(Exception):
+    """There are objects of nnx among the arguments."""
+
+
+def _without_aliases(state: list[Any]) -> list[Any]:
+    """Donating one buffer twice is an error: the second reference (an average that starts as the weights) is copied."""
+    seen: set[int] = set()
+    out = []
+    for x in state:
+        twin = isinstance(x, jax.Array) and id(x) in seen
+        seen.add(id(x))
+        out.append(jnp.copy(x) if twin else x)
+    return out
+
+
+def decorated_with(settings: Settings) -> DataParallel:
+    """The step, decorated."""
+    decorated = DataParallel(settings)
+    functools.update_wrapper(decorated, settings.step)
+    return decorated
+
+
+def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether jax is tracing: under `jax.grad`, `jax.eval_shape`, inside another step."""
+    return inside_step() or (
+        not trace_state_clean() and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
+    )

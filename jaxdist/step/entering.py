@@ -1,0 +1,117 @@
+"""How the ranks enter a call that is new to them: what each comes with is compared, the root's state is everyone's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.agreement.calls import Agreement, StepCall, list_ranks
+from jaxdist.runtime.context import Context
+from jaxdist.step.placement import ELSEWHERE, Part, Placement, checksum
+from jaxdist.step.program import Program, Signature
+
+_log = logging.getLogger("jaxdist")
+
+
+class Entering:
+    """Of one step.
+
+    Args:
+      name: of the step.
+      context: the job.
+      placement: on the step's devices.
+    """
+
+    def __init__(self, name: str, context: Context, placement: Placement):
+        self._name, self._context, self._placement = name, context, placement
+        self._agreement = context.only(Agreement)
+
+    def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
+        """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""
+        elsewhere = [i for i in program.signature.state if self._placement.layout(leaves[i]) is not program.layouts[i]]
+        if not elsewhere:
+            return
+        self._compare(program, elsewhere, leaves, call, differs)
+        placed = self._placement.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
+        for i, x in zip(elsewhere, placed, strict=True):
+            leaves[i] = x
+
+    def _compare(
+        self,
+        program: Program,
+        elsewhere: Sequence[int],
+        leaves: Sequence[Any],
+        call: int,
+        differs: dict[int, list[int]] | None,
+    ) -> None:
+        """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
+        context = self._context
+        read, names = set(program.unreturned()).intersection(elsewhere), program.signature.names
+        if context.size == 1 or (differs is None and not read):
+            return
+        if differs is None:
+            mine = {i: checksum(leaves[i]) for i in sorted(read)}
+            everyone = context.control.exchange(
+                f"read-only state of step {self._name}, call {call}", mine, context.timeout
+            )
+            differs = {
+                i: others for i, own in everyone[0].items()
+                if (others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own])
+            }  # fmt: skip
+        for i in sorted(read & differs.keys()):
+            raise ValueError(
+                f"step {self._name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
+                f"{list_ranks(differs[i])}, and the step does not return it. If each rank has its own part of it, it "
+                "belongs to the batch: name its argument in batch_argnums"
+            )
+        differ = [i for i in elsewhere if i in differs]
+        if differ and context.is_root:
+            also = f" (and {len(differ) - 1} other leaves)" if len(differ) > 1 else ""
+            _log.warning(
+                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all go on with that of rank 0",
+                self._name, names[differ[0]], also, list_ranks(differs[differ[0]]),
+            )  # fmt: skip
+
+    def kind_of_call(self, signature: Signature, batch: Sequence[Any]) -> StepCall:
+        names = [signature.names[i] for i in signature.batch]
+        return StepCall(self._name, tuple(zip(names, map(_type_of, batch), strict=True)))
+
+    def agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any]) -> StepCall:
+        """Compare what this rank comes with and what the others do."""
+        names = [signature.names[i] for i in signature.batch]
+        problem = self._placement.batch_problem(names, batch)
+        entries: list[tuple[str, str]] = []
+        for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
+            kind = _type_of(x)
+            if is_batch:
+                entries.append((f"batch leaf {name}", kind))
+                continue
+            how = self._placement.layout(x)
+            where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
+            entries.append((f"state leaf {name}", kind + where))
+            if not problem and (stranger := self._placement.stranger(x)):
+                problem = f"state leaf {name} {stranger}"
+        what = self.kind_of_call(signature, batch)
+        self._agreement.check(what, tuple(entries), problem)
+        return what
+
+    def tell(self, error: Exception) -> None:
+        """The other ranks learn of an error that came before the arguments could be compared."""
+        if self._context.size > 1:
+            text = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(ValueError):  # this rank raises its own
+                self._agreement.check(StepCall(self._name), problem=text)
+
+
+def _type_of(x: Any) -> str:
+    # As it travels: with jax_enable_x64 on one rank alone float64 of NumPy is not the same everywhere.
+    dtype = (
+        jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
+    )
+    kind = f"{dtype}[{','.join(map(str, np.shape(x)))}]"
+    return kind + (f" of {x.total} in all" if isinstance(x, Part) else "")

@@ -1,0 +1,105 @@
+"""A step for devices that need not be here: what `jaxdist.plan` compiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import AXIS
+from jaxdist.placements.layouts import choose, sharding
+from jaxdist.step.compiled import Compiled
+from jaxdist.step.placement import abstract, batch_problem, in_shards
+from jaxdist.step.program import Signature, jaxpr_of, traced
+from jaxdist.step.settings import Settings
+
+
+class Held(NamedTuple):
+    """An argument of a step, as a device holds it.
+
+    Attributes:
+      name: of the leaf.
+      role: ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``.
+      bytes: on a device.
+    """
+
+    name: str
+    role: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A step for devices that need not be here.
+
+    Attributes:
+      lowered: as of ``jax.jit(step).lower``.
+      levels: of the uses of `jaxdist.zero` in the step, as it was written.
+      knows_parameters: whether `jaxdist.zero` is told which arguments are the parameters.
+      arguments: of the step.
+    """
+
+    lowered: Any
+    levels: frozenset[int]
+    knows_parameters: bool
+    arguments: tuple[Held, ...]
+
+
+def ahead(
+    settings: Settings,
+    compiled: Compiled,
+    signature: Signature,
+    leaves: Sequence[Any],
+    mesh: Mesh,
+    level: int | None = None,
+    scale: float = 1,
+) -> Ahead:
+    """The step for other devices than this job's, which need not be here; nothing is sent, no array is made.
+
+    Args:
+      settings: of the step.
+      compiled: makes its programs.
+      signature: of the call.
+      leaves: of its arguments, arrays or `jax.ShapeDtypeStruct`s; those of the batch with the examples of all devices
+        together.
+      mesh: of them.
+      level: of ZeRO, in place of that which the step says.
+      scale: times as many examples as those of the batch.
+
+    Raises:
+      ValueError: the batch can't be divided over the devices.
+    """
+    avals = [abstract(x) for x in leaves]
+    for i in signature.batch if scale != 1 else ():
+        shape = avals[i].shape
+        avals[i] = jax.ShapeDtypeStruct((round(shape[0] * scale), *shape[1:]), avals[i].dtype)
+    names = [signature.names[i] for i in signature.batch]
+    if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
+        raise ValueError(problem)
+    step = jaxpr_of(settings.step, signature, avals, mesh, settings.axis_name, settings.check_finite)
+    trace = traced(step, signature, avals, mesh, level)
+    layouts = list(trace.layouts)
+    for i in signature.state:
+        if in_shards(leaves[i]):
+            layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
+    program = compiled.make(trace, signature, avals, layouts, mesh, "xla")
+    splits = dict(zip(signature.batch, program.batch, strict=True))
+    held = []
+    for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):
+        split = NamedSharding(mesh, P(AXIS)) if i in splits else sharding(mesh, how)
+        shape = how.physical(a.shape) if how else a.shape
+        if i in splits:
+            shape = (splits[i].chunk * mesh.size, *shape[1:])
+        held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
+    lowered = program.ahead("lower", [held[i] for i in signature.state], [held[i] for i in signature.batch])
+    sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
+    roles = [*map(trace.marks.roles.get, range(len(held)))]
+    return Ahead(lowered, frozenset(trace.marks.levels), "parameter" in roles, tuple(
+        Held(name, "batch" if is_batch else role or "", size)
+        for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
+    ))  # fmt: skip

@@ -1,0 +1,46 @@
+"""What a step was decorated with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from jaxdist.step.calling import Calling
+
+Batch = int | str
+Compression = Literal["bf16", "fp16"]
+COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """As of the arguments of `jaxdist.data_parallel`.
+
+    Attributes:
+      step: the function.
+      calling: how it is called.
+      batch: which arguments are the batch, if the user has said so.
+      axis_name: what the step calls the mesh axis.
+      donate: whether state that the step returns is donated; or the names of the arguments of which it is.
+      check_finite: whether NaN and infinity in the result are errors.
+      check_every: calls from one comparison of the devices' copies to the next; 0: none.
+      mesh: the devices; None: all of the job.
+      bucket_bytes: of a message of gradients; None: by measurement.
+      compress: how gradients travel.
+      enabled: False: on one device, as it is.
+    """
+
+    step: Callable[..., Any]
+    calling: Calling
+    batch: tuple[Batch, ...] | None
+    axis_name: str
+    donate: bool | frozenset[str]
+    check_finite: bool
+    check_every: int
+    mesh: Mesh | None
+    bucket_bytes: int | None
+    compress: Compression | None
+    enabled: bool
