@@ -70,7 +70,7 @@ def main() -> None:
     optimizer = nnx.Optimizer(model, jaxdist.zero(optax.adamw(args.lr), args.level), wrt=nnx.Param)
     accuracy = nnx.metrics.Accuracy()
 
-    console = Console(stderr=True, quiet=not ctx.is_root)
+    console = Console(stderr=True, quiet=not ctx.is_root, log_path=False)
     for epoch in range(args.epochs):
         model.train()
         batches = train_set.batches(args.batch_size, seed=args.seed + epoch)

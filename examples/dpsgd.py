@@ -105,7 +105,7 @@ def main() -> None:
     tx = jaxdist.zero(optax.sgd(args.lr, momentum=0.9), args.level)
     state = State.create(apply_fn=model.apply, params=params, tx=tx, key=jax.random.key(args.seed + 1))
 
-    console = Console(stderr=True, quiet=not ctx.is_root)
+    console = Console(stderr=True, quiet=not ctx.is_root, log_path=False)
     accuracy = spent = 0.0
     for epoch in range(args.epochs):
         losses = []

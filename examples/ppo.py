@@ -134,7 +134,7 @@ def main() -> None:
     state = TrainState.create(apply_fn=agent.apply, params=params, tx=tx)
     env = jax.vmap(reset)(jax.random.split(reset_key, args.batch_size).reshape(ctx.size, -1)[ctx.rank])
 
-    console = Console(stderr=True, quiet=not ctx.is_root)
+    console = Console(stderr=True, quiet=not ctx.is_root, log_path=False)
     metrics = {}
     for epoch in range(args.epochs):
         for _ in range(10):

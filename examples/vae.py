@@ -82,7 +82,7 @@ def main() -> None:
     model = VAE(28 * 28, args.latents, model_key)
     opt_state = tx.init(eqx.filter(model, eqx.is_array))
 
-    console = Console(stderr=True, quiet=not ctx.is_root)
+    console = Console(stderr=True, quiet=not ctx.is_root, log_path=False)
     test_nats = 0.0
     for epoch in range(args.epochs):
         losses = []

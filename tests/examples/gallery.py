@@ -1,6 +1,6 @@
 """Some steps of each example of the gallery in float64, under a decorator: losses and final state.
 
-`python gallery.py COMMUNICATOR LEVEL` is one rank of a job: it compares each with one device, and runs each script.
+`python gallery.py COMMUNICATOR LEVEL` is one rank of a job, which compares each with one device.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ def on_one_device(name: str) -> Any:
     return CASES[name](lambda step, jit, **_: jit(step), lambda batch: batch, 0)
 
 
-def compare(got: Any, want: Any) -> None:
+def compare(got: Any, want: Any, what: str) -> None:
     """Leaf by leaf, in float64; those of `nnx.metrics` have float32 alone."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(jaxdist.unshard(got)), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 if b.dtype == np.float32 else 1e-10)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 if b.dtype == np.float32 else 1e-10, err_msg=what)
 
 
 def main(communicator: str, level: int) -> None:
@@ -167,7 +167,7 @@ def main(communicator: str, level: int) -> None:
     for name, case in CASES.items():
         got = case(lambda step, _, **settings: jaxdist.data_parallel(step, **settings), part, level)
         found = jaxdist.unshard(jax.tree.leaves(got))
-        compare(found, ctx.broadcast(jax.tree.leaves(on_one_device(name)) if ctx.is_root else None))
+        compare(found, ctx.broadcast(jax.tree.leaves(on_one_device(name)) if ctx.is_root else None), name)
         print(f"SAME {name}", flush=True)
 
 

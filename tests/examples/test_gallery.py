@@ -32,26 +32,27 @@ def _quick() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def expected(name: str) -> Any:
-    return gallery.on_one_device(name)
-
-
-@pytest.mark.parametrize(("devices", "level"), [(1, 0), (2, 0), (4, 3)])
 @pytest.mark.parametrize("name", NAMES)
-def test_as_on_one_device(name: str, devices: int, level: int) -> None:
-    mesh = Mesh(jax.devices()[:devices], ("data",))
-    decorate = lambda step, _, **settings: jaxdist.data_parallel(step, mesh=mesh, **settings)
-    gallery.compare(gallery.CASES[name](decorate, lambda batch: batch, level), expected(name))
+def test_as_on_one_device(name: str) -> None:
+    expected = gallery.on_one_device(name)
+    for devices, level in [(1, 0), (2, 0), (4, 3)]:
+        mesh = Mesh(jax.devices()[:devices], ("data",))
+        decorate = functools.partial(decorated, mesh)
+        found = gallery.CASES[name](decorate, lambda batch: batch, level)
+        gallery.compare(found, expected, f"{name} on {devices} devices at level {level}")
+
+
+def decorated(mesh: Mesh, step: Any, _: Any, **settings: Any) -> Any:
+    return jaxdist.data_parallel(step, mesh=mesh, **settings)
 
 
 @pytest.mark.parametrize(("communicator", "level"), [("xla", 1), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
 def test_on_two_ranks(communicator: str, level: int) -> None:
     arguments = [str(Path(gallery.__file__)), communicator, str(level)]
     if communicator == "mpi":
-        results = [jobs.mpirun(2, arguments, timeout=300)]
+        results = [jobs.mpirun(2, arguments, timeout=500)]
     else:
-        results = jobs.spawn_env(2, arguments, timeout=300)
+        results = jobs.spawn_env(2, arguments, timeout=500)
     for result in results:
         assert result.returncode == 0, result.output
     said = "".join(result.stdout for result in results)

@@ -1,5 +1,6 @@
 """examples/mnist.py: trains, on one device and on several, on scans and on IDX files."""
 
+import functools
 import gzip
 import os
 import re
@@ -76,15 +77,33 @@ def test_two_ranks(launcher: str, epochs: int):
     assert len(losses(done)) == epochs  # only the root writes
 
 
+@functools.cache
+def on_one_device(*flags: str) -> list[float]:
+    return losses(run(sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2, *flags))
+
+
+@pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("flags", [(), ("--dropout", "0.1", "--batchnorm")])
-def test_the_number_of_devices_does_not_change_the_loss(flags: tuple[str, ...]):
-    single = run(sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2, *flags)
+def test_the_number_of_devices_does_not_change_the_loss(flags: tuple[str, ...], level: int):
     eight = run(
-        *[sys.executable, EXAMPLES / "mnist.py", "--epochs", 2, *flags],
+        *[sys.executable, EXAMPLES / "mnist.py", "--epochs", 2, "--level", level, *flags],
         XLA_FLAGS="--xla_force_host_platform_device_count=8",
     )
     assert final(eight)[2] == 8
-    np.testing.assert_allclose(losses(eight), losses(single), rtol=1e-4)
+    np.testing.assert_allclose(losses(eight), on_one_device(*flags), rtol=1e-4)
+
+
+def test_single():
+    done = run(sys.executable, EXAMPLES / "mnist.py", "--epochs", 1, "--single")
+    assert final(done)[2] == 1
+    assert losses(done) == on_one_device()[:1]
+
+
+def test_single_in_a_job_of_two():
+    jaxdist_run = [sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", "env"]
+    done = run(*jaxdist_run, EXAMPLES / "mnist.py", "--epochs", 1, "--single")
+    assert done.returncode
+    assert "would train by itself" in done.stderr
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
