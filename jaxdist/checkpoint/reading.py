@@ -332,9 +332,12 @@ def _placed(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
         own = x.array.sharding
         return Padded(jax.make_array_from_callback(padded.shape, own, lambda i: padded[i]), x.layout)
     if is_key(x):
-        keys = jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.key)
-        own = x.sharding if isinstance(getattr(x, "sharding", None), NamedSharding) else None
-        return keys if own is None else jax.device_put(keys, own)
+        own = getattr(x, "sharding", None)
+        if isinstance(own, NamedSharding):  # not device_put: it refuses a mesh of several processes
+            data = jax.make_array_from_callback(value.shape, own, lambda index: value[index])
+        else:
+            data = jnp.asarray(value)
+        return jax.random.wrap_key_data(data, impl=leaf.key)
     if isinstance(x, (np.ndarray, np.generic)):
         return value if isinstance(x, np.ndarray) else x.dtype.type(value)
     return jnp.asarray(value, x.dtype)
