@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 import math
 import os
 import secrets
@@ -38,6 +39,7 @@ from jaxdist.keys import Key, is_loopback
 from jaxdist.sequence import Sequence
 from jaxdist.watchdog import Watchdog
 
+_log = logging.getLogger("jaxdist")
 AXIS = "data"  # the name of the mesh axis
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
@@ -348,6 +350,10 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
     names = {name for _, name, *_ in said}
     ctx.communicator = "mpi" if names == {"mpi"} else "xla"
+    if errors and ctx.is_root and ctx.connector.name == "mpi":  # right, but slower than what the launcher suggests
+        _log.warning(
+            "arrays move over gloo, not over MPI: %s. (With JAXDIST_COMMUNICATOR=xla this is not said)", errors[0][1]
+        )
     local_ids = [devices.choose_gpu(hosts, ctx.rank)] if mine.platform == "gpu" else None
     over_gloo = mine.platform == "cpu" and not compat.backend_started()
     if over_gloo:
