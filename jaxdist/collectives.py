@@ -398,7 +398,7 @@ def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
     if inside_step() and not on_device():
         raise StepError(
             f"jaxdist.{kind} inside a step, which is what one device does with the whole batch: sums and means over "
-            "the batch need no collective. Code for each device belongs into jaxdist.per_device"
+            "the batch need no collective. Code for each device belongs in jaxdist.per_device"
         )
     if on_device():
         from jaxdist.step import collectives as in_step

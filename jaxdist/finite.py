@@ -93,7 +93,7 @@ class Findings:
         """Count the NaN and infinite entries of each floating array."""
         if get_opaque_trace_state() != self._level:
             raise StepError(
-                f"jaxdist.check_finite(..., {name!r}) is called inside of a function that jax.grad, scan, cond, jit or "
+                f"jaxdist.check_finite(..., {name!r}) is called inside a function that jax.grad, scan, cond, jit or "
                 "the like traces for itself, and what it counts can't leave that. Return the arrays from there "
                 "(has_aux=True, or as outputs of the loop), and check them in the step itself"
             )

@@ -102,7 +102,7 @@ def _print_ranks(console: Console, job: dict[str, Any], ranks: list[dict[str, An
 def _print_versions(console: Console, found: dict[str, str]) -> None:
     table = Table("software", "version")
     for name, version in found.items():
-        table.add_row(name, escape(version) if version else "[dim]not there[/dim]")
+        table.add_row(name, escape(version) if version else "[dim]not installed[/dim]")
     console.print(table)
 
 

@@ -210,7 +210,7 @@ def _parity(ctx: Any, level: Any) -> Finding:
     apart = jax.tree.map(lambda a, b: float(np.max(np.abs(np.asarray(a) - b)) / (1 + np.max(np.abs(b)))), got, want)
     most = max(ctx.control.exchange(_TAG, max(jax.tree.leaves(apart))), key=lambda x: (x != x, x))  # NaN is the most
     ok = most <= _TOLERANCE
-    seen = f"{_STEPS} steps as of jax.jit on one device: {most:.1e} apart" + ("" if ok else f", expected {_TOLERANCE}")
+    seen = f"{_STEPS} steps, {most:.1e} away from jax.jit on one device" + ("" if ok else f", expected {_TOLERANCE}")
     return Finding(f"step, ZeRO level {level}", ok, seen, _REPORT)
 
 

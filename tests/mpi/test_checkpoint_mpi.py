@@ -43,7 +43,8 @@ step = jaxdist.data_parallel(lambda key, x: (jax.random.split(key)[0], x.sum()))
 key, _ = step(jax.random.key(1), np.ones(2))
 jaxdist.save(sys.argv[1], {"key": key}, 1)
 got = jaxdist.restore(sys.argv[1], {"key": key})["key"]
-print("SAME", got.sharding == key.sharding, np.array_equal(*map(jax.random.key_data, (got, key))), step(got, np.ones(2))[1])
+same = np.array_equal(*map(jax.random.key_data, (got, key)))
+print("SAME", got.sharding == key.sharding, same, step(got, np.ones(2))[1])
 """
 
 SCRIPT = str(Path(__file__).parents[1] / "training.py")
