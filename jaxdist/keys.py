@@ -92,7 +92,7 @@ def _of_this_user(host: str) -> bytes:
         reason = str(error)
     else:
         reason = f"{path} was written and has disappeared"
-    raise ValueError(f"ranks on other hosts are to come to {host}, and there is no secret to recognise them by: {_SET}. "
+    raise ValueError(f"ranks on other hosts are to come to {host}, and no secret to recognise them by: {_SET}. "
                      f"(It could not be kept in the home directory: {reason})")  # fmt: skip
 
 

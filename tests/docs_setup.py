@@ -28,9 +28,9 @@ batch = {"image": images[:8], "label": labels[:8]}
 example = images[:1]
 epochs, start, steps, step = 1, 0, 3, 2
 
-model = nn.Dense(3)
+model: Any = nn.Dense(3)
 key = jax.random.key(0)
-params: Any = model.init(key, example)
+params = model.init(key, example)
 tx = optax.adam(1e-2)
 opt_state = tx.init(params)
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)

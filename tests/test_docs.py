@@ -124,9 +124,9 @@ def test_all_other_python_blocks_run(tmp_path: Path):
     pages = [path for path, found in BLOCKS.items() if any(block.runs for block in found)]
     command = [sys.executable, str(Path(run_docs.__file__)), *(str(ROOT / path) for path in pages)]
     flags = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
+    env = launch.environment({"XLA_FLAGS": flags, "JAX_ENABLE_X64": None})
     done = subprocess.run(
-        command, env=launch.environment({"XLA_FLAGS": flags, "JAX_ENABLE_X64": None}), cwd=tmp_path, capture_output=True, text=True,
-        timeout=300, check=False,
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^RAN (.*)$", done.stdout, re.MULTILINE) == [Path(path).name for path in pages]
