@@ -62,7 +62,7 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
       TypeError: not an array, or the op does not exist for its dtype (min and max of complex numbers).
       ControlError: a rank did not come within the timeout of `jaxdist.init`; says which.
 
-    Differentiable for sum and avg, by `jax.grad` outside of `jax.jit`: of the sum of all ranks' results.
+    Differentiable for sum and avg, by `jax.grad` outside `jax.jit`: of the sum of all ranks' results.
 
     Example:
       >>> import jaxdist

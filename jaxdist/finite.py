@@ -38,7 +38,7 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
     Costs a pass over the arrays and one small message a step; each call of the step waits for its end, and does not
     donate its state, so that the one given is still there after the error.
 
-    In a step it must be called at the top level, not inside of a function given to ``jax.grad``, ``jax.lax.scan``,
+    In a step it must be called at the top level, not inside a function given to ``jax.grad``, ``jax.lax.scan``,
     ``jax.lax.cond``, ``jax.jit`` and their like: return the arrays from there, and check them outside.
 
     Args:
@@ -49,9 +49,9 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
       `tree` as it is.
 
     Raises:
-      FloatingPointError: (from the call of the step, on every rank; outside of a step at once, on this one) there is
-        one. Outside of a decorated step values that jax traces pass.
-      StepError: called inside of such a function.
+      FloatingPointError: (from the call of the step, on every rank; outside a step at once, on this one) there is
+        one. Outside a decorated step values that jax traces pass.
+      StepError: called inside such a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist

@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +64,8 @@ def run(page: Path) -> None:
 if __name__ == "__main__":
     pages = [Path(name).resolve() for name in sys.argv[1:]]
     for page in pages:
-        os.chdir(tempfile.mkdtemp(prefix=page.stem, dir="."))
+        Path(page.stem).mkdir(exist_ok=True)  # one for all ranks, if there are several
+        os.chdir(page.stem)
         run(page)
         os.chdir("..")
         print("RAN", page.name, flush=True)

@@ -115,6 +115,8 @@ def test_commands_and_their_options_exist():
 def test_python_blocks_parse_and_say_why_they_are_not_run(path: str):
     for block in BLOCKS[path]:
         ast.parse(block.code)
+        if block.runs and block.program:  # else a reader who starts several processes gets an error
+            assert "jaxdist.init(" in block.code, f"{path}:{block.line}: no jaxdist.init()"
         reason = re.match(r"# not run(.*)", block.code)
         assert reason is None or re.fullmatch(r": \w.*", reason[1]), f"{path}:{block.line}: say why: # not run: REASON"
 

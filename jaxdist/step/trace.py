@@ -127,7 +127,7 @@ def _axes(eqn: JaxprEqn) -> set[Any]:
 
 
 def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
-    """Whether a collective over one of the axes is in it, outside of a `shard_map`."""
+    """Whether a collective over one of the axes is in it, outside a `shard_map`."""
     return any(_names(eqn, names) for eqn in jaxpr.eqns)
 
 
