@@ -18,7 +18,7 @@ def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_v
     For what is meant to differ from one device: statistics of each device's part (BatchNorm as under PyTorch's DDP),
     kernels that nothing is known about, collectives written by hand (`jax.lax.psum`, `jaxdist.allreduce`), random
     numbers that differ between devices (`fold_rank`). It is ``jax.shard_map`` over the mesh of the decorated step, or
-    outside of one over the mesh of the job. The specs alone say what a device sees. Differentiable.
+    outside one over the mesh of the job. The specs alone say what a device sees. Differentiable.
 
     Args:
       fn: takes and returns arrays, or pytrees of these, each a device's own.

@@ -198,7 +198,7 @@ def _check(
         if problems[-1] is None:
             return
     raise ValueError(
-        f"the optimizer's state was not made for these parameters: {problems[0]}. Make it anew with tx.init(params), "
+        f"the optimizer's state was not made for these parameters: {problems[0]}. Make a new one with tx.init(params), "
         "or restore both from one checkpoint"
     )
 

@@ -7,10 +7,11 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-import jobs
 import pytest
+import run_docs
 from quick import XLA_FLAGS
 from typer.main import get_command
 
@@ -20,13 +21,10 @@ from jaxdist.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
 TEXTS = {"README.md": (ROOT / "README.md").read_text()} | {f"docs/{name}": text for name, text in PAGES.items()}
-FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-SNIPPETS = [
-    pytest.param(code, id=f"{path}-{i}")
-    for path, text in TEXTS.items()
-    for i, (_, language, code) in enumerate(FENCE.findall(text))
-    if language == "python"
-]
+FENCE = run_docs.FENCE
+BLOCKS = {path: list(run_docs.blocks(text)) for path, text in TEXTS.items()}
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
@@ -45,14 +43,32 @@ def test_every_page_is_in_the_navigation():
 @pytest.mark.parametrize("path", TEXTS)
 def test_links_lead_somewhere(path: str):
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", TEXTS[path])):
+    for inline, defined in LINK.findall(FENCE.sub("", TEXTS[path])):
+        link = (inline or defined).removeprefix(f"{REPOSITORY}/blob/main/")
         if "://" in link:
             continue
         name, _, anchor = link.partition("#")
-        target = (ROOT / path).parent / name if name else ROOT / path
+        target = (ROOT if link != (inline or defined) else (ROOT / path).parent) / name if name else ROOT / path
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)
     assert not broken
+
+
+def test_links_of_the_readme_work_on_a_package_index():
+    """It has no other files of the repository: a relative link leads nowhere there."""
+    links = [inline or defined for inline, defined in LINK.findall(FENCE.sub("", TEXTS["README.md"]))]
+    assert links
+    assert [link for link in links if not link.startswith(f"{REPOSITORY}/")] == []
+    used = set(re.findall(r"\]\[([^\]]+)\]", TEXTS["README.md"]))
+    assert used == set(re.findall(r"^\[([^\]]+)\]: ", TEXTS["README.md"], re.MULTILINE))
+
+
+def test_the_address_of_the_repository_is_one():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
+    assert all(url.startswith(REPOSITORY) for url in urls.values())
+    for name, key in (("mkdocs.yml", "repo_url"), ("CITATION.cff", "repository-code")):
+        assert re.search(rf"^{key}: {re.escape(REPOSITORY)}$", (ROOT / name).read_text(), re.MULTILINE), name
 
 
 def test_the_reference_has_every_public_name_once_and_no_other():
@@ -89,29 +105,32 @@ def test_commands_and_their_options_exist():
         code = [line for _, _, block in FENCE.findall(text) for line in block.splitlines()]
         code += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
         for name, arguments in re.findall(r"^(?:.*&& )?(?:uv run )?jaxdist (\w+)(.*)$", "\n".join(code), re.MULTILINE):
-            if f"(`jaxdist {name}`) | not yet |" in text:
-                continue
             assert name in commands, f"{path}: jaxdist {name}"
             own = re.split(r"\S+\.py\b| -m ", arguments)[0]  # what follows the script is the script's
             assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", own)) <= commands[name], f"{path}: jaxdist {name}{own}"
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_snippets_parse(code: str):
-    ast.parse(code)
+@pytest.mark.parametrize("path", [path for path, found in BLOCKS.items() if found])
+def test_python_blocks_parse_and_say_why_they_are_not_run(path: str):
+    for block in BLOCKS[path]:
+        ast.parse(block.code)
+        if block.runs and block.program:  # else a reader who starts several processes gets an error
+            assert "jaxdist.init(" in block.code, f"{path}:{block.line}: no jaxdist.init()"
+        reason = re.match(r"# not run(.*)", block.code)
+        assert reason is None or re.fullmatch(r": \w.*", reason[1]), f"{path}:{block.line}: say why: # not run: REASON"
 
 
 @pytest.mark.slow
-def test_the_program_runs(tmp_path: Path):
-    programs = [code for (code,) in (p.values for p in SNIPPETS) if str(code).startswith("# runs\n")]
-    assert programs
+def test_all_other_python_blocks_run(tmp_path: Path):
+    pages = [path for path, found in BLOCKS.items() if any(block.runs for block in found)]
+    command = [sys.executable, str(Path(run_docs.__file__)), *(str(ROOT / path) for path in pages)]
     flags = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
-    for i, code in enumerate(programs):
-        script = tmp_path / f"program{i}.py"
-        script.write_text(str(code))
-        done = subprocess.run(
-            [sys.executable, str(script)], env=jobs.environment({"XLA_FLAGS": flags}),
-            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search(r"^loss \d", done.stdout, re.MULTILINE)
+    env = jobs.environment({"XLA_FLAGS": flags, "JAX_ENABLE_X64": None})
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^RAN (.*)$", done.stdout, re.MULTILINE) == [Path(path).name for path in pages]
+    losses = [float(loss) for loss in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) >= 9  # of the programs
+    assert all(loss < 2 for loss in losses)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import jaxdist
-from jaxdist.cli import app
 from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV
 
 ROOT = Path(__file__).parents[1]
@@ -47,13 +45,33 @@ def test_commands_name_files_that_exist():
     named = set(re.findall(r"\b(?:examples|tests|jaxdist)/[\w/]+\.py\b", README))
     assert named, "the README names no file"
     assert [name for name in named if not (ROOT / name).is_file()] == []
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_python_blocks_parse():
-    for block in blocks("python"):
-        compile(block, "README.md", "exec")
+def test_it_is_two_screens():
+    shown = [line for line in README.splitlines() if not re.match(r"\[[^\]]+\]: ", line)]
+    assert len(shown) <= 120
+
+
+def test_its_numbers_are_those_that_were_measured():
+    """The ratios of docs/performance.md, which the benchmarks write."""
+    models = {
+        "MLP, 10M parameters": "MLP-10M", "MLP, 0.4M": "MLP-0.4M", "MLP, 100 layers": "MLP-deep", "LeNet": "LeNet",
+        "GPT, 10M": "GPT-10M",
+    }  # fmt: skip
+    ratios = [
+        "jaxdist mpi 0 / torch DDP", "jaxdist mpi 1 / torch ZeRO", "jaxdist mpi 3 / torch FSDP2",
+        "jaxdist mpi 0 / gloo flat", "jaxdist mpi 0 / (1 rank: jaxdist + raw allreduce)",
+    ]  # fmt: skip
+    page = (ROOT / "docs" / "performance.md").read_text()
+    head = page[: page.index(f"| {ratios[0]} |")].rpartition("|  |")[2].splitlines()[0]
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    for name, model in models.items():
+        (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", README, re.MULTILINE)
+        measured = []
+        for ratio in ratios:
+            (cells,) = re.findall(rf"^\| {re.escape(ratio)} \| (.*) \|$", page, re.MULTILINE)
+            measured.append(cells.split(" | ")[columns.index(model)].split()[0])
+        assert row.split(" | ") == measured, name
 
 
 def test_the_two_commands_are_one_line_each():
@@ -63,26 +81,30 @@ def test_the_two_commands_are_one_line_each():
 
 
 def test_the_export_line_is_what_jaxdist_run_sets():
-    (line,) = re.findall(r"^export (.*)$", README, re.MULTILINE)
-    exported = dict(word.split("=", 1) for word in shlex.split(line))
+    page = (ROOT / "docs" / "launching.md").read_text()
+    section = page[page.index("\n## Open MPI\n") : page.index("\n## MPICH")]
+    lines = re.findall(r"^export (.*)$", section, re.MULTILINE)
+    exported = dict(word.split("=", 1) for line in lines for word in shlex.split(line, comments=True))
     run_sets = {**ROOT_ENV, **OVERSUBSCRIBE_ENV}
-    assert exported.items() <= run_sets.items()
+    assert exported == run_sets
 
 
-def test_yes_means_it_is_there_and_not_yet_that_it_is_not():
-    rows = re.findall(r"^\| (.*) \| (yes|not yet) \|$", README, re.MULTILINE)
-    assert rows
-    commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    for text, state in rows:
-        for name in re.findall(r"`jaxdist\.(\w+)`", text):
-            assert hasattr(jaxdist, name) == (state == "yes"), f"jaxdist.{name}: {state}"
-        for name in re.findall(r"`jaxdist (\w+)`", text):
-            assert (name in commands) == (state == "yes"), f"jaxdist {name}: {state}"
-
-
-@pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "jaxdist/py.typed"])
+@pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "jaxdist/py.typed"])
 def test_the_files_of_a_project_are_there(name: str):
     assert (ROOT / name).exists()
+
+
+def test_the_source_distribution_has_all_that_the_tests_read():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    assert {"jaxdist", "examples", "tests", "docs", "benchmarks", "mkdocs.yml"} <= set(settings["include"])
+    assert [name for name in settings["include"] if not (ROOT / name).exists()] == []
+
+
+def test_the_citation_is_of_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {project['version']}" in citation.splitlines()
+    assert f"license: {project['license']}" in citation.splitlines()
 
 
 def test_every_extra_that_is_quoted_exists():

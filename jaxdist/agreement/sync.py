@@ -20,7 +20,7 @@ from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 
 _ADVICE = (
-    "Something changed it on some ranks outside of a decorated step (code under `if rank == ...`, a file that is not "
+    "Something changed it on some ranks outside a decorated step (code under `if rank == ...`, a file that is not "
     "the same everywhere, the order of a set, another seed), or one of the machines computes or stores wrongly"
 )
 
@@ -51,7 +51,7 @@ def check_sync(tree: Any) -> None:
     """
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
-            "check_sync compares values and needs them: call it between steps, not inside of one that jax traces (or "
+            "check_sync compares values and needs them: call it between steps, not inside one that jax traces (or "
             "say jaxdist.data_parallel(check_every=...))"
         )
     compare(get_context(), tree, "check_sync", "check_sync: tree")

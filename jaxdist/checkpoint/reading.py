@@ -91,7 +91,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
             if not passed:
                 raise
             all_of_them = "; ".join(f"step {s.step}: {text}" for s, text in passed)
-            raise CheckpointError(f"{error} that is whole: {all_of_them}") from None
+            raise CheckpointError(f"{error} that is complete: {all_of_them}") from None
         if ctx.is_root:
             for damaged, text in passed:
                 ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
@@ -154,7 +154,7 @@ def _elsewhere(root: Path, damaged: Saved | None) -> str:
     if not others:
         return "There is no other step"
     return (
-        f"Other steps there: {others}; restore one with restore(path, like, step=...), or the newest whole one with "
+        f"Other steps: {others}; restore one with restore(path, like, step=...), or the newest complete one with "
         "restore(path, like, fallback=True)"
     )
 
@@ -293,12 +293,12 @@ def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[s
     leaf = leaves[name]
     if is_key(x):
         if leaf.key is None:
-            raise CheckpointError(f"{of} is no PRNG key, as it is in `like`")
+            raise CheckpointError(f"{of} is not a PRNG key, but it is one in `like`")
         if (kind := jax.random.key(0, impl=leaf.key).dtype) != x.dtype:
             raise CheckpointError(f"{of} is a PRNG key {kind}, in `like` {x.dtype}")
         x = jax.eval_shape(jax.random.key_data, x)
     elif leaf.key is not None:
-        raise CheckpointError(f"{of} is a PRNG key, in `like` it is not")
+        raise CheckpointError(f"{of} is a PRNG key, but it is not one in `like`")
     if isinstance(x, str) != (leaf.dtype == "str"):
         raise CheckpointError(f"{of} and of `like`: one is a string, the other is not")
     if isinstance(x, str):
@@ -332,9 +332,12 @@ def _placed(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
         own = x.array.sharding
         return Padded(jax.make_array_from_callback(padded.shape, own, lambda i: padded[i]), x.layout)
     if is_key(x):
-        keys = jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.key)
-        own = x.sharding if isinstance(getattr(x, "sharding", None), NamedSharding) else None
-        return keys if own is None else jax.device_put(keys, own)
+        own = getattr(x, "sharding", None)
+        if isinstance(own, NamedSharding):  # not device_put: it refuses a mesh of several processes
+            data = jax.make_array_from_callback(value.shape, own, lambda index: value[index])
+        else:
+            data = jnp.asarray(value)
+        return jax.random.wrap_key_data(data, impl=leaf.key)
     if isinstance(x, (np.ndarray, np.generic)):
         return value if isinstance(x, np.ndarray) else x.dtype.type(value)
     return jnp.asarray(value, x.dtype)

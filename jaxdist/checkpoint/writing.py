@@ -154,7 +154,9 @@ def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: 
                 return ValueError(f"leaf {'.'.join(name)} can't be saved: {x} does not fit into 64 bits")
             continue
         if not hasattr(x, "dtype") or not hasattr(x, "shape") or x.dtype == object:
-            return TypeError(f"leaf {'.'.join(name)} can't be saved: {type(x).__name__} is no array, number or string")
+            return TypeError(
+                f"leaf {'.'.join(name)} can't be saved: {type(x).__name__} is not an array, number or string"
+            )
         if hasattr(x, "is_deleted") and x.is_deleted():
             return ValueError(f"leaf {'.'.join(name)} was donated to a step: save what the step has returned")
     joined = [".".join(name) for name in names]

@@ -264,7 +264,7 @@ def _start(
     arguments: Sequence[str],
     show: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Runs a job for each communicator; without `must` those that can't be had are left out."""
+    """Runs a job for each communicator; without `must` those that are not available are left out."""
     results = []
     with tempfile.TemporaryDirectory(prefix="jaxdist-bench-") as folder:
         for name in communicators:

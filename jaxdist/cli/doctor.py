@@ -1,7 +1,8 @@
-"""What is missing or unfit on this machine, each with the command that mends it."""
+"""What is missing or unfit on this machine, each with the command that fixes it."""
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -18,12 +19,12 @@ _SHM_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was looked at, whether it is well, what was seen, what mends it."""
+    """One check: what was looked at, whether it is well, what was seen, what fixes it."""
 
     name: str
     ok: bool
     seen: str
-    mend: str = ""
+    fix: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -83,15 +84,16 @@ def _mpi() -> Iterator[Finding]:
 
 def _mpi4jax(library: str) -> Finding:
     if importlib.util.find_spec("mpi4jax") is None:
-        return Finding("mpi4jax", False, "not installed: communicator mpi is not to be had", site.install())
+        return Finding("mpi4jax", False, "not installed: communicator mpi is not available", site.install())
     # Its compiled part may have been built against another MPI or JAX; ask in another process.
     done = python_probe("import mpi4jax")
     if done is None or done.returncode != 0:
         lines = done.stderr.strip().splitlines() if done else ["no answer within two minutes"]
+        errors = [line for line in lines if re.match(r"\w+Error: ", line)]  # what follows it is advice, of many lines
         return Finding(
             "mpi4jax",
             False,
-            f"installed, but does not import: {lines[-1] if lines else 'it says nothing'}",
+            f"installed, but does not import: {([*lines, *errors] or ['it says nothing'])[-1]}",
             site.rebuild_mpi4jax(library),
         )
     return Finding("mpi4jax", True, _version("mpi4jax"))

@@ -102,13 +102,13 @@ def _print_ranks(console: Console, job: dict[str, Any], ranks: list[dict[str, An
 def _print_versions(console: Console, found: dict[str, str]) -> None:
     table = Table("software", "version")
     for name, version in found.items():
-        table.add_row(name, escape(version) if version else "[dim]not there[/dim]")
+        table.add_row(name, escape(version) if version else "[dim]not installed[/dim]")
     console.print(table)
 
 
 def _print_findings(console: Console, all_findings: list[Finding]) -> None:
     for finding in all_findings:
-        mark = "[green]ok [/green]" if finding.ok else "[red]mend[/red]"
+        mark = "[green]ok[/green] " if finding.ok else "[red]fix[/red]"
         console.print(f"{mark} {finding.name}: {escape(finding.seen)}", soft_wrap=True)
         if not finding.ok:
-            console.print(f"      {escape(finding.mend)}", soft_wrap=True, style="bold")
+            console.print(f"      {escape(finding.fix)}", soft_wrap=True, style="bold")

@@ -81,7 +81,7 @@ def self_test(
     wrong += [f"{f.name}: {f.seen}" for f in found if f.name == "GPU" and os.environ.get("JAX_PLATFORMS") != "cpu"]
     for finding in found:
         console.print(f"[yellow]note[/yellow] {finding.name}: {escape(finding.seen)}", soft_wrap=True)
-        console.print(f"     {escape(finding.mend)}", soft_wrap=True, style="bold")
+        console.print(f"     {escape(finding.fix)}", soft_wrap=True, style="bold")
     for problem in wrong:
         console.print(f"[red]wrong[/red] {escape(problem)}", soft_wrap=True)
     verdict = "[red]Something is wrong.[/red]" if wrong else "[green]All is well.[/green]"
@@ -153,7 +153,7 @@ def _alike(ctx: Any, hosts: Sequence[str]) -> Iterator[Finding]:
     first = ctx.rank == hosts.index(socket.gethostname())
     mine = versions() if first else {}
     wanted = ("python", "jaxdist", "jax", "jaxlib", "optax", "numpy", "mpi4jax")
-    notes = [(f.name, f.seen, f.mend) for f in findings() if not f.ok] if first and not ctx.is_root else []
+    notes = [(f.name, f.seen, f.fix) for f in findings() if not f.ok] if first and not ctx.is_root else []
     said = ctx.control.exchange(_TAG, ({name: mine.get(name, "") for name in wanted}, notes))
     root, _ = said[ctx.root_rank]
     theirs = {host: said[hosts.index(host)] for host in dict.fromkeys(hosts)}
@@ -210,7 +210,7 @@ def _parity(ctx: Any, level: Any) -> Finding:
     apart = jax.tree.map(lambda a, b: float(np.max(np.abs(np.asarray(a) - b)) / (1 + np.max(np.abs(b)))), got, want)
     most = max(ctx.control.exchange(_TAG, max(jax.tree.leaves(apart))), key=lambda x: (x != x, x))  # NaN is the most
     ok = most <= _TOLERANCE
-    seen = f"{_STEPS} steps as of jax.jit on one device: {most:.1e} apart" + ("" if ok else f", expected {_TOLERANCE}")
+    seen = f"{_STEPS} steps, {most:.1e} away from jax.jit on one device" + ("" if ok else f", expected {_TOLERANCE}")
     return Finding(f"step, ZeRO level {level}", ok, seen, _REPORT)
 
 
@@ -232,7 +232,7 @@ def _print(ctx: Any, rows: Sequence[Finding]) -> None:
     for column in ("", "check", "seen"):
         table.add_column(column)
     for row in rows:
-        seen = row.seen if row.ok else f"{row.seen}: {row.mend}"
+        seen = row.seen if row.ok else f"{row.seen}: {row.fix}"
         table.add_row("[green]ok[/green]" if row.ok else "[red]wrong[/red]", escape(row.name), escape(seen))
     console.print(table)
 

@@ -152,7 +152,7 @@ def _array(kind: str, structure: Any, i: int, leaf: Any) -> Any:
                 return leaf
             raise _bad_leaf(
                 kind, structure, i,
-                "is traced: outside of a decorated step a collective runs at once, not inside jax.jit, jax.vmap or "
+                "is traced: outside a decorated step a collective runs at once, not inside jax.jit, jax.vmap or "
                 "the like (nor, unless it is linear, jax.grad). Call it from plain Python, or in a function that "
                 "jaxdist.data_parallel decorates",
             )  # fmt: skip

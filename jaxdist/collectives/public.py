@@ -62,7 +62,7 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
       TypeError: not an array, or the op does not exist for its dtype (min and max of complex numbers).
       ControlError: a rank did not come within the timeout of `jaxdist.init`; says which.
 
-    Differentiable for sum and avg, by `jax.grad` outside of `jax.jit`: of the sum of all ranks' results.
+    Differentiable for sum and avg, by `jax.grad` outside `jax.jit`: of the sum of all ranks' results.
 
     Example:
       >>> import jaxdist
@@ -398,7 +398,7 @@ def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
     if inside_step() and not on_device():
         raise StepError(
             f"jaxdist.{kind} inside a step, which is what one device does with the whole batch: sums and means over "
-            "the batch need no collective. Code for each device belongs into jaxdist.per_device"
+            "the batch need no collective. Code for each device belongs in jaxdist.per_device"
         )
     if on_device():
         from jaxdist.collectives import in_step

@@ -22,7 +22,7 @@ _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def choose(env: Mapping[str, str] | None = None) -> str:
     """The connector that fits how this process was started.
 
-    An MPI's launcher comes before Slurm: inside of an allocation it starts its daemons with srun, so that the step's
+    An MPI's launcher comes before Slurm: inside an allocation it starts its daemons with srun, so that the step's
     variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
 
     Args:

@@ -39,7 +39,7 @@ class Launched(NamedTuple):
 def by_mpi(env: Mapping[str, str]) -> Launched | None:
     """The MPI launcher that started this process, if one did.
 
-    srun gives every program PMI variables too (`--mpi=pmi2`), and mpirun inside of an allocation starts its daemons
+    srun gives every program PMI variables too (`--mpi=pmi2`), and mpirun inside an allocation starts its daemons
     with srun, so that ranks inherit the variables of a step. They are srun's own where both say the same.
 
     Args:

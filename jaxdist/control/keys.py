@@ -16,7 +16,7 @@ OPEN = "none"  # JAXDIST_SECRET=none: no secret, on purpose
 _BYTES = 32
 _SET = (
     "set JAXDIST_SECRET to the same random string on every rank (`export JAXDIST_SECRET=$(openssl rand -hex 32)` "
-    f"before they are started), or to {OPEN!r} to let in whoever reaches the port"
+    f"before they are started), or to {OPEN!r} to let in anyone who reaches the port"
 )
 
 
@@ -91,9 +91,9 @@ def _of_this_user(host: str) -> bytes:
     except (OSError, RuntimeError) as error:  # a RuntimeError: nobody knows where the home is
         reason = str(error)
     else:
-        reason = f"{path} was made and is not there"
-    raise ValueError(f"ranks on other hosts are to come to {host}, and there is no secret to know them by: {_SET}. "
-                     f"(Kept in the home directory it could not be: {reason})")  # fmt: skip
+        reason = f"{path} was written and has disappeared"
+    raise ValueError(f"ranks on other hosts are to come to {host}, and no secret to recognise them by: {_SET}. "
+                     f"(It could not be kept in the home directory: {reason})")  # fmt: skip
 
 
 def _write(path: Path) -> None:

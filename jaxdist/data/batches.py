@@ -196,8 +196,8 @@ def open_source(source: Any) -> tuple[Any, int]:
         source = Arrays(source)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
-            f"a loader needs a source with __len__ and __getitem__, and {type(source).__name__} has not both: a stream "
-            "can't be shuffled as a whole, nor be shared out among ranks exactly"
+            f"a loader needs a source with __len__ and __getitem__, and {type(source).__name__} does not have both: "
+            "a stream can be neither shuffled nor split exactly between ranks"
         )
     return source, len(source)
 

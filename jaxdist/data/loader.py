@@ -277,7 +277,7 @@ class Loader:
                     what = "a data set of length" if name == "length" else name
                     raise ValueError(
                         f"the state is of {what} {given[name]}, and this loader's is {mine[name]}: the order of its "
-                        "examples would be another. Make the loader as it was, or begin anew with set_epoch"
+                        "examples would be another. Make the loader as it was, or start over with set_epoch"
                     )
             if given["epoch"] < 0 or not 0 <= given["position"] <= given["length"]:
                 raise ValueError(f"not the state of a loader: {state!r}")

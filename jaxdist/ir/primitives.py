@@ -160,13 +160,13 @@ mlir.register_lowering(
 def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
     if jax.process_count() > 1:
         raise RuntimeError(
-            f"step {name!r} was called inside of a function that jax compiles by itself (jax.jit, lax.scan): there it "
+            f"step {name!r} was called inside a function that jax compiles by itself (jax.jit, lax.scan): there it "
             f"is the plain step, and each of the {jax.process_count()} processes would train by itself. Call it "
             "directly, or decorate the outer function instead"
         )
     if jax.device_count() > 1:
         warnings.warn(
-            f"step {name!r} was called inside of a function that jax compiles by itself (jax.jit, lax.scan): there it "
+            f"step {name!r} was called inside a function that jax compiles by itself (jax.jit, lax.scan): there it "
             f"is the plain step, and runs on one of {jax.device_count()} devices. Decorate the outer function instead",
             stacklevel=2,
         )

@@ -75,7 +75,7 @@ def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str
                 raise
             raise StepError(
                 "the step uses lax.pcast, which types values of jax.shard_map: a step is what one device does with the "
-                "whole batch. Leave it out, or put such code into jaxdist.per_device"
+                "whole batch. Leave it out, or put such code in jaxdist.per_device"
             ) from error
         except NameError as error:
             found = re.search(r"unbound axis name:? ([^\s.]+)", str(error))
@@ -127,7 +127,7 @@ def _axes(eqn: JaxprEqn) -> set[Any]:
 
 
 def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
-    """Whether a collective over one of the axes is in it, outside of a `shard_map`."""
+    """Whether a collective over one of the axes is in it, outside a `shard_map`."""
     return any(_names(eqn, names) for eqn in jaxpr.eqns)
 
 
@@ -180,5 +180,5 @@ class Alone(Interpreter):
     def _beyond(self, eqn: JaxprEqn, what: str) -> StepError:
         return StepError(
             f"{eqn.primitive.name} at {compat.user_line(eqn)} names {what}, but inside a step the axis has size one, "
-            "as on one device. Code for each device belongs into jaxdist.per_device"
+            "as on one device. Code for each device belongs in jaxdist.per_device"
         )

@@ -172,7 +172,7 @@ def _alone(size: int) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        # Keeps strangers on this machine out of the job's control channel.
+        # Keeps other users of this machine out of the job's control channel.
         "JAXDIST_SECRET": secrets.token_hex(16),
     }
 

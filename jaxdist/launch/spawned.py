@@ -85,7 +85,7 @@ def write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     except Exception as error:
         raise TypeError(
             f"jaxdist.spawn can't send {getattr(fn, '__qualname__', fn)!r}, or what it refers to, to the ranks: "
-            f"{error}. Make such things inside of the function"
+            f"{error}. Make such things inside the function"
         ) from error
     with (folder / _TASK).open("wb") as file:
         pickle.dump((_settings(), _cells()), file)

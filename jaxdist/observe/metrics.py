@@ -84,7 +84,7 @@ class RunLog:
         step = int(step)
         for name, value in metrics.items():
             if name in _OWN:
-                raise ValueError(f"metric {name!r}: the log has an entry of this name of its own; choose another")
+                raise ValueError(f"metric {name!r}: the log itself has an entry of this name; choose another")
             if math.prod(np.shape(value)) != 1:
                 raise ValueError(f"metric {name!r} of step {step} has shape {np.shape(value)}; expected a scalar")
         if self._last is not None and step < self._last:
@@ -299,7 +299,7 @@ def _lines(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
             line = json.loads(text)
             int(line["step"])
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{file}, line {number} is no line of jaxdist.run_log: {text.strip()[:60]!r}") from None
+            raise ValueError(f"{file}, line {number} is not a line of jaxdist.run_log: {text.strip()[:60]!r}") from None
         yield line, text
 
 

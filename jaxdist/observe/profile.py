@@ -57,7 +57,7 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
     wait for the work under way on this process's devices. Run the step once before, or its compilation is in the trace.
 
     What is counted: on each thread (CPU) or stream (GPU) the time in operations of compiled programs, and of these in
-    collectives, where the wait for a slower rank is part of the collective. Collectives outside of a step that go
+    collectives, where the wait for a slower rank is part of the collective. Collectives outside a step that go
     through MPI are no compiled programs, so they are not counted.
 
     Args:

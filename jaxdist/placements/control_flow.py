@@ -414,7 +414,7 @@ def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:
 def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     """On the root, once, with whole values."""
     if any("Ordered" in type(effect).__name__ for effect in node.eqn.effects):
-        raise refuse(node, "ordered=True can't be had on several devices: JAX orders effects on one only")
+        raise refuse(node, "ordered=True is not possible on several devices: JAX orders effects on one device only")
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         lax.cond(emitter.index == 0, lambda xs: [emitter.bind(node, xs), ()][1], lambda xs: (), tuple(args))

@@ -200,7 +200,7 @@ class Walk:
         """How an operation runs, given how its operands come."""
         ins = [self.at[i] for i in node.ins]
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
-            raise refuse(node, f"its effect ({unknown[0]}) can't be had on several devices")
+            raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         if any(isinstance(p, Partial) for p in ins) and (plan := linear(self, node, ins)):
             return plan
         marked = self.infer.marked(self.block)

@@ -150,8 +150,8 @@ class Padded:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if not self.is_fully_addressable:
             raise ValueError(
-                f"an array of shape {self.shape} lies in shards on several processes: make whole arrays of the state "
-                "with jaxdist.unshard(state), on every rank together"
+                f"an array of shape {self.shape} is in shards on several processes: gather the state with "
+                "jaxdist.unshard(state), called by every rank"
             )
         return np.asarray(self.layout.trimmed(np.asarray(self.array)), dtype)
 

@@ -72,7 +72,7 @@ class Placed:
       at: by value: its placement.
       outs: in which form it returns its outputs.
       given: how they come.
-      own: what changes its form, outside of loops and branches.
+      own: what changes its form, outside loops and branches.
       summed: inputs that came as summands and were added up inside.
       whole: every device computes all of it, in place of messages (`jaxdist.placements.small`).
     """

@@ -236,7 +236,7 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
 
 @special("jaxdist_plain", "reshard", "sharding_constraint", "mesh_cast", "device_put", "pvary")
 def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
-    """The value itself: a decorated step inside of another one, and what only says where a value is."""
+    """The value itself: a decorated step inside another one, and what only says where a value is."""
     gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
     return Plan([form(p) for p in gives], gives, lambda emitter, node, xs: xs)
 

@@ -195,7 +195,7 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
     an argument's place, and one block of temporaries. XLA gives one figure for that block. The step is compiled once
     more for another batch, and what grows with the batch is listed as activations; the rest as gradients and
     temporaries, where buffers of messages and gathered parameters are too. What NCCL, the driver and the kernels' code
-    take is outside of the memory that JAX takes for itself, three quarters of a GPU unless
+    take is outside the memory that JAX takes for itself, three quarters of a GPU unless
     ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise; "fits" is about that memory.
 
     A collective counts as overlapped if a kernel on more than scalars runs between its start and its end. Its time is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 import math
 import os
 import secrets
@@ -29,6 +30,7 @@ from jaxdist.control.watchdog import Watchdog
 from jaxdist.mesh import AXIS
 from jaxdist.runtime import commlog, coordinator, devices, executables, farewell, gloo, transfer
 
+_log = logging.getLogger("jaxdist")
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
 _PATIENCE = 60  # seconds that JAX gets longer, for our own message
@@ -257,7 +259,7 @@ def _refuse_workers() -> None:
     while frame is not None:
         if frame.f_globals.get("__name__") == "__mp_main__":
             raise RuntimeError(
-                "jaxdist.init was called in a data worker, which imports the script anew and would join the job a "
+                "jaxdist.init was called in a data worker, which imports the script again and would join the job a "
                 'second time: put what the script does into a function, called under `if __name__ == "__main__":`'
             )
         frame = frame.f_back
@@ -347,6 +349,8 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
     names = {name for _, name, *_ in said}
     ctx.communicator = "mpi" if names == {"mpi"} else "xla"
+    if errors and ctx.is_root and ctx.connector.name == "mpi":  # right, but slower than what the launcher suggests
+        _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
     local_ids = [devices.choose_gpu(hosts, ctx.rank)] if mine.platform == "gpu" else None
     over_gloo = mine.platform == "cpu" and not compat.backend_started()
     if over_gloo:

@@ -141,7 +141,7 @@ class Executables:
             _unlock(lock)
 
     def _loaded(self, entry: Path, program: Lowered, handles: Sequence[int]) -> Any:
-        """What a rank has compiled; None: it can't be had."""
+        """What a rank has compiled; None: it is not available."""
         try:
             found = entry.read_bytes()
             return program.load(put_in(found, handles)) if found != _ALONE else None

@@ -121,7 +121,7 @@ def data_parallel(
 
     Raises:
       ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
-      StepError: (when first called) an operation that can't be had on several devices, or a result of which can't be
+      StepError: (when first called) an operation that is not possible on several devices, or a result of which can't be
         told which argument's next value it is.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.

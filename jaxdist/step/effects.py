@@ -44,8 +44,8 @@ def refuse(step: Callable[..., Any], names: Sequence[str], given: Any, args: Seq
     for name, value in _outside(step):
         if (where := _holds_tracer(value, _DEPTH)) is not None:
             raise StepError(
-                f"the step keeps a result in {name}{where}, outside of itself: there it is no number, but what JAX "
-                "traces the step with. Return it (as an aux value, say), and keep it after the call"
+                f"the step keeps a result in {name}{where}, outside of itself: there it is not a number, but a "
+                "tracer of JAX. Return it, for example as an aux value, and keep it after the call"
             )
 
 

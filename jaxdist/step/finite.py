@@ -38,7 +38,7 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
     Costs a pass over the arrays and one small message a step; each call of the step waits for its end, and does not
     donate its state, so that the one given is still there after the error.
 
-    In a step it must be called at the top level, not inside of a function given to ``jax.grad``, ``jax.lax.scan``,
+    In a step it must be called at the top level, not inside a function given to ``jax.grad``, ``jax.lax.scan``,
     ``jax.lax.cond``, ``jax.jit`` and their like: return the arrays from there, and check them outside.
 
     Args:
@@ -49,9 +49,9 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
       `tree` as it is.
 
     Raises:
-      FloatingPointError: (from the call of the step, on every rank; outside of a step at once, on this one) there is
-        one. Outside of a decorated step values that jax traces pass.
-      StepError: called inside of such a function.
+      FloatingPointError: (from the call of the step, on every rank; outside a step at once, on this one) there is
+        one. Outside a decorated step values that jax traces pass.
+      StepError: called inside such a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist
@@ -93,7 +93,7 @@ class Findings:
         """Count the NaN and infinite entries of each floating array."""
         if get_opaque_trace_state() != self._level:
             raise StepError(
-                f"jaxdist.check_finite(..., {name!r}) is called inside of a function that jax.grad, scan, cond, jit or "
+                f"jaxdist.check_finite(..., {name!r}) is called inside a function that jax.grad, scan, cond, jit or "
                 "the like traces for itself, and what it counts can't leave that. Return the arrays from there "
                 "(has_aux=True, or as outputs of the loop), and check them in the step itself"
             )

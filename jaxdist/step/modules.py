@@ -92,8 +92,8 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
     if graph != parts[0].graph:
         raise StepError(
             "the step changes what its nnx objects are made of, not only their values: a variable, or an attribute "
-            "that is no array, is another one after it. Make all variables (those of sow and of metrics too) before "
-            "the first step, and set attributes (model.train(), model.eval()) outside of it"
+            "that is not an array, has changed. Create all variables (also those of sow and of metrics) before the "
+            "first step, and set attributes (model.train(), model.eval()) outside it"
         )
     return result, tuple(Part(_of(state, k), p.graph, k) for k, p in enumerate(parts))
 

@@ -77,7 +77,7 @@ class Placement:
             return None
         return (
             f"is in shards over {own.mesh.size} devices, and this step runs on {self.mesh.size} others. Restore the "
-            "state from a checkpoint, or make it whole with jaxdist.unshard where it was made"
+            "state from a checkpoint, or gather it with jaxdist.unshard where it was made"
         )
 
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:

@@ -183,7 +183,7 @@ class Signer:
             if isinstance(n, int) and not -len(args) <= n < len(args):
                 raise TypeError(
                     f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._said)} names one "
-                    "that is not there: pass the batch, or batch_argnums=() if the step has none"
+                    "that was not passed: pass the batch, or batch_argnums=() if the step has none"
                 )
         paths = jax.tree_util.tree_leaves_with_path(args)
         names = [f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]

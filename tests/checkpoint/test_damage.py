@@ -60,7 +60,7 @@ def test_a_bit_of_the_data(path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"leaf model\.w of checkpoint .*/20 is damaged: it has other bits") as e:
         jaxdist.restore(path, STATE)
     assert str(file) in str(e.value)
-    assert "Other steps there: [10]" in str(e.value)
+    assert "Other steps: [10]" in str(e.value)
     assert jaxdist.restore(path, STATE, step=10)["model"]["n"].tolist() == [10] * 4
 
 
@@ -136,7 +136,7 @@ def test_a_restart_goes_on_by_itself(path: Path, monkeypatch: pytest.MonkeyPatch
 def test_none_is_whole(path: Path) -> None:
     for step in ("10", "20"):
         flip(data_file(path / step), 40_000)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* that is whole: step 20: leaf .*; step 10: leaf"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* that is complete: step 20: leaf .*; step 10: leaf"):
         jaxdist.restore(path, STATE, fallback=True)
 
 

@@ -196,7 +196,7 @@ def test_what_killed_writers_left_is_passed_over_and_removed(tmp_path: Path) -> 
         ({"n": "1"}, r"model\.n .*string"),
         ({"key": np.zeros(2, np.uint32)}, r"model\.key .* is a PRNG key"),
         ({"key": jax.random.key(0, impl="rbg")}, r"model\.key .*key<fry>.*key<rbg>"),
-        ({"w": jax.random.key(0)}, r"model\.w .* is no PRNG key"),
+        ({"w": jax.random.key(0)}, r"model\.w .* is not a PRNG key"),
         ({"w": None}, r"has a leaf model\.w that `like` has not"),
         ({"none": np.zeros((0, 2))}, r"model\.none .*\(0, 3\), in `like` \(0, 2\)"),
     ],

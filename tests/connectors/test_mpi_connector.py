@@ -70,8 +70,10 @@ def test_mpich_from_debian(tmp_path):
         job.start([launcher, "-np", "2", sys.executable, "-c", _SCRIPT, *args], env)
         return job.finish(90)[0]
 
-    # mpi4jax is compiled for Open MPI, so what is chosen for the arrays is xla
-    assert _lines(run([], env)) == [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
+    # mpi4jax is compiled for Open MPI, so what is chosen for the arrays is xla, and the root says why
+    plain = run([], env)
+    assert _lines(plain) == [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
+    assert plain.stderr.count("arrays move over gloo, not over MPI: mpi4jax was compiled for Open MPI") == 1
     # The same as Intel MPI's mpirun in an sbatch script leaves it: SLURM_PROCID is 0 on every rank.
     allocation = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost",
                   "I_MPI_MPIRUN": "mpirun", "I_MPI_HYDRA_BOOTSTRAP": "slurm"}  # fmt: skip

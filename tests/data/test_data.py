@@ -414,7 +414,7 @@ class Endless:
         ((np.ones(3), np.float32(1)), {}, r"source\[1\] is a float32: expected an array"),
         (np.array(1.0), {}, "source is a scalar"),
         (Endless(), {}, "a stream can't be shuffled"),
-        (iter([1]), {}, "list_iterator has not both"),
+        (iter([1]), {}, "list_iterator does not have both"),
     ],
 )
 def test_bad_input(source: Any, settings_: dict[str, Any], message: str) -> None:

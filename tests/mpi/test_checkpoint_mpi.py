@@ -35,6 +35,18 @@ else:
         print("TOLD", error, flush=True)
 """
 
+KEYS = """
+import sys
+import jax, jaxdist, numpy as np
+jaxdist.init()
+step = jaxdist.data_parallel(lambda key, x: (jax.random.split(key)[0], x.sum()))
+key, _ = step(jax.random.key(1), np.ones(2))
+jaxdist.save(sys.argv[1], {"key": key}, 1)
+got = jaxdist.restore(sys.argv[1], {"key": key})["key"]
+same = np.array_equal(*map(jax.random.key_data, (got, key)))
+print("SAME", got.sharding == key.sharding, same, step(got, np.ones(2))[1])
+"""
+
 SCRIPT = str(Path(__file__).parents[1] / "support" / "training.py")
 
 
@@ -53,6 +65,11 @@ def train(ranks: int, communicator: str, path: Path, steps: int, level: int, *mo
     args = [SCRIPT, str(path), str(steps), str(level), *more]
     env = {"JAXDIST_COMMUNICATOR": communicator}
     return jobs.mpirun(ranks, args, env=env, timeout=120)
+
+
+def test_a_key_that_a_step_returned_is_restored_onto_its_mesh(tmp_path: Path) -> None:
+    results = jobs.spawn_env(2, ["-c", KEYS, str(tmp_path / "run")])
+    assert [r.stdout for r in results] == ["SAME True True 4.0\n"] * 2, results[0].output + results[1].output
 
 
 @pytest.mark.mpi

@@ -202,7 +202,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="step 2 was logged after step 3"):
             log(2, loss=1.0)
     (tmp_path / FILE).write_text("not JSON\n")
-    with pytest.raises(ValueError, match=r"line 1 is no line of jaxdist.run_log: 'not JSON'"):
+    with pytest.raises(ValueError, match=r"line 1 is not a line of jaxdist.run_log: 'not JSON'"):
         read_metrics(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"there is no metrics.jsonl"):
         read_metrics(tmp_path / "nowhere")

@@ -113,7 +113,7 @@ def test_inside_of_inner_traces_it_says_what_to_do(inner: str) -> None:
         }[inner]()
         return w, jnp.sum(out) + jnp.mean(x)
 
-    with pytest.raises(jaxdist.StepError, match=r"check_finite\(\.\.\., 'v'\) is called inside of a function"):
+    with pytest.raises(jaxdist.StepError, match=r"check_finite\(\.\.\., 'v'\) is called inside a function"):
         step(jnp.ones(3), X)
 
 

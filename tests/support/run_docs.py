@@ -1,0 +1,71 @@
+"""Run the Python code of the documentation: ``python tests/support/run_docs.py PAGE.md ...``, which writes into this folder.
+
+A block that imports jaxdist is a program. All other blocks of a page are pieces of one program, which begins with
+``docs_setup.py``. A block whose first line is ``# not run: REASON`` is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"# not run: \S")
+
+
+class Block(NamedTuple):
+    """A block of Python in a page.
+
+    Attributes:
+      line: where it begins, from 1.
+      code: without the indentation of the page.
+    """
+
+    line: int
+    code: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is run at all."""
+        return not NOT_RUN.match(self.code)
+
+    @property
+    def program(self) -> bool:
+        """Whether it stands alone."""
+        return re.search(r"^(import .*\bjaxdist|from jaxdist)", self.code, re.MULTILINE) is not None
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The blocks of Python in a page."""
+    for found in FENCE.finditer(text):
+        if found[2] == "python":
+            yield Block(text[: found.start()].count("\n") + 2, textwrap.dedent(found[3]))
+
+
+def run(page: Path) -> None:
+    """All blocks of a page."""
+    pieces: dict[str, Any] | None = None
+    for block in blocks(page.read_text()):
+        if not block.runs:
+            continue
+        if not block.program and pieces is None:
+            pieces = runpy.run_path(str(Path(__file__).with_name("docs_setup.py"))) | {"__name__": "__main__"}
+        # The lines of a traceback are the page's. `__main__`: `jaxdist.spawn` sends what is defined there by value.
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        exec(code, {"__name__": "__main__"} if block.program else pieces)
+
+
+if __name__ == "__main__":
+    pages = [Path(name).resolve() for name in sys.argv[1:]]
+    for page in pages:
+        Path(page.stem).mkdir(exist_ok=True)  # one for all ranks, if there are several
+        os.chdir(page.stem)
+        run(page)
+        os.chdir("..")
+        print("RAN", page.name, flush=True)
