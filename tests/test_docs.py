@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jobs
 import pytest
 import run_docs
 from quick import XLA_FLAGS

@@ -1,4 +1,4 @@
-"""Run the Python code of the documentation: ``python tests/support/run_docs.py PAGE.md ...``, which writes into this folder.
+"""Run the Python code of the documentation: ``python run_docs.py PAGE.md ...``, which writes into this folder.
 
 A block that imports jaxdist is a program. All other blocks of a page are pieces of one program, which begins with
 ``docs_setup.py``. A block whose first line is ``# not run: REASON`` is left out.
