@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -194,8 +195,8 @@ def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, boo
     return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def here(entry: Any, expected: Path, old: dict[str, Any], runs: bool) -> dict[str, Any]:
-    """An entry on the virtual devices of this process, if `runs`; its reference is kept in the file `expected`."""
+def here(entry: Any, expected: Path, old: dict[str, Any], wanted: re.Pattern[str]) -> dict[str, Any]:
+    """An entry on the virtual devices of this process; its reference is kept in the file `expected`."""
     from published.source import COMMITS, MissingSourceError
 
     repository, commit = COMMITS[entry.path.partition("/")[0]]
@@ -213,16 +214,11 @@ def here(entry: Any, expected: Path, old: dict[str, Any], runs: bool) -> dict[st
     expected.write_bytes(pickle.dumps(tuple(known)))
     result["steps"], result["leaves"] = len(reference), len(reference[-1])
     result["itself"] = max(known.itself.values())
-    if not runs:
-        return result
-    result["runs"] = {k: v for k, v in result["runs"].items() if "ranks" in k}
-    for devices in DEVICES:
-        result["runs"][name(devices)] = attempt(
-            entry, known, lambda devices=devices: train(entry, decorator(entry, devices))
-        )
-    for level in LEVELS if levels else ():
-        both = lambda level=level: train(entry, decorator(entry, max(DEVICES)), level)
-        result["runs"][name(max(DEVICES), level)] = attempt(entry, known, both)
+    result["runs"] = {k: v for k, v in result["runs"].items() if not wanted.search(k)}
+    for devices, level in [(n, 0) for n in DEVICES] + [(max(DEVICES), level) for level in LEVELS if levels]:
+        if wanted.search(name(devices, level)):
+            run = lambda devices=devices, level=level: train(entry, decorator(entry, devices), level)
+            result["runs"][name(devices, level)] = attempt(entry, known, run)
     return result
 
 
@@ -352,7 +348,9 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--markdown", type=Path, help="page to write")
     parser.add_argument("--list", action="store_true", help="the repositories and commits, and nothing else")
-    parser.add_argument("--only", choices=("devices", "ranks"), help="one half of the runs; the other stays as it was")
+    parser.add_argument(
+        "--only", default="", help="runs whose names this pattern finds ('ranks'); others stay as they were"
+    )
     parser.add_argument("-v", action="store_true", help="tracebacks")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv if argv is None else list(argv))
@@ -383,7 +381,7 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
         return
     import published
 
-    entries = published.load_all()
+    entries, wanted = published.load_all(), re.compile(args.only)
     chosen = [
         n for n, e in entries.items() if not args.names or n in args.names or e.path.partition("/")[0] in args.names
     ]
@@ -394,7 +392,7 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
             for n in names:
                 start, file = time.monotonic(), Path(folder, f"{n}.pickle")
                 try:
-                    result = here(entries[n], file, found["results"].get(n, {}), args.only != "ranks")
+                    result = here(entries[n], file, found["results"].get(n, {}), wanted)
                 except Exception as error:
                     if args.v:
                         traceback.print_exc()
@@ -408,7 +406,7 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
                 )
             save(args.results, found, entries)
             names = [n for n in names if Path(folder, f"{n}.pickle").exists()]
-            for communicator in () if args.only == "devices" else COMMUNICATORS:
+            for communicator in (c for c in COMMUNICATORS if wanted.search(f"2 ranks, {c}")):
                 for n, run in on_ranks(names, Path(folder), communicator).items():
                     found["results"][n]["runs"][f"2 ranks, {communicator}"] = run
                     print(f"{n:32} {communicator} {short(run)}", flush=True)
