@@ -102,7 +102,7 @@ def numbers(tree: Any) -> dict[str, Any]:
     whole = jaxdist.unshard([x for _, x in found])
     out = {}
     for (path, _), x in zip(found, whole, strict=True):
-        keys = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        keys = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
         out[path] = np.asarray(jax.random.key_data(x) if keys else x)
     return out
 
@@ -140,7 +140,7 @@ def nudged(decorate: Callable[[Any], Any], bits: int) -> Callable[[Any], Any]:
 
 
 def train(
-    entry: Any, decorate: Callable[[Any], Any], level: int = 0, rank: int = 0, size: int = 1
+    entry: Any, decorate: Callable[[Any], Any], level: Any = 0, rank: int = 0, size: int = 1
 ) -> tuple[Numbers, bool]:
     """What an entry's loop yields, and whether it has an optax transformation."""
     import jax
@@ -328,10 +328,10 @@ transformation is wrapped in `jaxdist.zero` for the levels. {len(good)} of {len(
 need `batch_argnums` in a job of several processes. Nothing is copied: benchmarks/compatibility.py reads their files
 from checkouts of {len(sources)} repositories, and gives them small models and data.
 
-Each trains for three steps on 1, 2 and 4 devices at level 0, on 4 at the levels of ZeRO, and on two processes over both
+Each trains for three steps on so many devices, on the most of them at the levels of ZeRO, and on two processes over the
 communicators. *Difference* is the largest of all results and states after each step, relative to the largest value of
-the array, between any of these and the step's own decorator on one device. Where float32 or a true value of zero is the
-reason for it, one device is as far from itself when its floats are changed in the last digit.
+the array, between any of these runs and the step's own decorator on one device. Where float32 or a true value of zero
+is the reason for it, one device is as far from itself when its floats are changed in the last digit.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
@@ -399,12 +399,12 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
                     print(f"{n:32} FAILS ON ONE DEVICE {type(error).__name__}: {str(error)[:200]}", flush=True)
                     continue
                 found["results"][n] = result
+                save(args.results, found, entries)
                 runs = {k: short(v) for k, v in result["runs"].items()}
                 print(
                     f"{n:32} itself {number(result.get('itself', 0.0))} {runs} [{time.monotonic() - start:.0f} s]",
                     flush=True,
                 )
-            save(args.results, found, entries)
             names = [n for n in names if Path(folder, f"{n}.pickle").exists()]
             for communicator in (c for c in COMMUNICATORS if wanted.search(f"2 ranks, {c}")):
                 for n, run in on_ranks(names, Path(folder), communicator).items():
