@@ -295,8 +295,10 @@ def number(x: float) -> str:
 def line(result: dict[str, Any]) -> str:
     """A row of the table."""
     runs = result["runs"]
-    devices = [run.split()[0] for run in runs if "device" in run and "level" not in run]
-    levels = ["0", *(run[-1] for run in runs if "level" in run)]
+    devices = sorted({run.split()[0] for run in runs if "device" in run})
+    levels = ["0"] * any("device" in run and "level" not in run for run in runs) + [
+        run[-1] for run in runs if "level" in run
+    ]
     ranks = [run.rpartition(" ")[2] for run in runs if "ranks" in run]
     errors = sorted({f"{where}: {run['error']}" for where, run in runs.items() if "error" in run})
     notes = [result["reason"]] if result["reason"] else []
@@ -331,7 +333,8 @@ from checkouts of {len(sources)} repositories, and gives them small models and d
 Each trains for three steps on so many devices, on the most of them at the levels of ZeRO, and on two processes over the
 communicators. *Difference* is the largest of all results and states after each step, relative to the largest value of
 the array, between any of these runs and the step's own decorator on one device. Where float32 or a true value of zero
-is the reason for it, one device is as far from itself when its floats are changed in the last digit.
+is the reason for it, one device is as far from itself when its floats are changed in the last digit. What is not in a
+cell was not run.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
