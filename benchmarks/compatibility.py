@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,8 @@ def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
             x, y = a.astype(float), b.astype(float)
             same = (x == y) | (np.isnan(x) & np.isnan(y))
             scale = max(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0.0), FLOOR)
-            apart = np.where(same, 0, np.abs(x - np.where(same, x, y)) / scale)
+            with np.errstate(invalid="ignore"):  # of infinite ones
+                apart = np.where(same, 0, np.abs(x - y) / scale)
             apart = np.where(np.isnan(apart), np.inf, apart).max(initial=0.0)
             worst[path] = max(worst.get(path, 0.0), float(apart))
     return worst
@@ -101,7 +103,7 @@ def numbers(tree: Any) -> dict[str, Any]:
     whole = jaxdist.unshard([x for _, x in found])
     out = {}
     for (path, _), x in zip(found, whole, strict=True):
-        keys = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        keys = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
         out[path] = np.asarray(jax.random.key_data(x) if keys else x)
     return out
 
@@ -139,7 +141,7 @@ def nudged(decorate: Callable[[Any], Any], bits: int) -> Callable[[Any], Any]:
 
 
 def train(
-    entry: Any, decorate: Callable[[Any], Any], level: int = 0, rank: int = 0, size: int = 1
+    entry: Any, decorate: Callable[[Any], Any], level: Any = 0, rank: int = 0, size: int = 1
 ) -> tuple[Numbers, bool]:
     """What an entry's loop yields, and whether it has an optax transformation."""
     import jax
@@ -194,8 +196,8 @@ def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, boo
     return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def here(entry: Any, expected: Path, old: dict[str, Any], runs: bool) -> dict[str, Any]:
-    """An entry on the virtual devices of this process, if `runs`; its reference is kept in the file `expected`."""
+def here(entry: Any, expected: Path, old: dict[str, Any], wanted: re.Pattern[str]) -> dict[str, Any]:
+    """An entry on the virtual devices of this process; its reference is kept in the file `expected`."""
     from published.source import COMMITS, MissingSourceError
 
     repository, commit = COMMITS[entry.path.partition("/")[0]]
@@ -213,16 +215,11 @@ def here(entry: Any, expected: Path, old: dict[str, Any], runs: bool) -> dict[st
     expected.write_bytes(pickle.dumps(tuple(known)))
     result["steps"], result["leaves"] = len(reference), len(reference[-1])
     result["itself"] = max(known.itself.values())
-    if not runs:
-        return result
-    result["runs"] = {k: v for k, v in result["runs"].items() if "ranks" in k}
-    for devices in DEVICES:
-        result["runs"][name(devices)] = attempt(
-            entry, known, lambda devices=devices: train(entry, decorator(entry, devices))
-        )
-    for level in LEVELS if levels else ():
-        both = lambda level=level: train(entry, decorator(entry, max(DEVICES)), level)
-        result["runs"][name(max(DEVICES), level)] = attempt(entry, known, both)
+    result["runs"] = {k: v for k, v in result["runs"].items() if not wanted.search(k)}
+    for devices, level in [(n, 0) for n in DEVICES] + [(max(DEVICES), level) for level in LEVELS if levels]:
+        if wanted.search(name(devices, level)):
+            run = lambda devices=devices, level=level: train(entry, decorator(entry, devices), level)
+            result["runs"][name(devices, level)] = attempt(entry, known, run)
     return result
 
 
@@ -299,8 +296,10 @@ def number(x: float) -> str:
 def line(result: dict[str, Any]) -> str:
     """A row of the table."""
     runs = result["runs"]
-    devices = [run.split()[0] for run in runs if "device" in run and "level" not in run]
-    levels = ["0", *(run[-1] for run in runs if "level" in run)]
+    devices = sorted({run.split()[0] for run in runs if "device" in run})
+    levels = ["0"] * any("device" in run and "level" not in run for run in runs) + [
+        run[-1] for run in runs if "level" in run
+    ]
     ranks = [run.rpartition(" ")[2] for run in runs if "ranks" in run]
     errors = sorted({f"{where}: {run['error']}" for where, run in runs.items() if "error" in run})
     notes = [result["reason"]] if result["reason"] else []
@@ -332,10 +331,11 @@ transformation is wrapped in `jaxdist.zero` for the levels. {len(good)} of {len(
 need `batch_argnums` in a job of several processes. Nothing is copied: benchmarks/compatibility.py reads their files
 from checkouts of {len(sources)} repositories, and gives them small models and data.
 
-Each trains for three steps on 1, 2 and 4 devices at level 0, on 4 at the levels of ZeRO, and on two processes over both
+Each trains for three steps on so many devices, on the most of them at the levels of ZeRO, and on two processes over the
 communicators. *Difference* is the largest of all results and states after each step, relative to the largest value of
-the array, between any of these and the step's own decorator on one device. Where float32 or a true value of zero is the
-reason for it, one device is as far from itself when its floats are changed in the last digit.
+the array, between any of these runs and the step's own decorator on one device. Where float32 or a true value of zero
+is the reason for it, one device is as far from itself when its floats are changed in the last digit. What is not in a
+cell was not run.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
@@ -352,7 +352,9 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--markdown", type=Path, help="page to write")
     parser.add_argument("--list", action="store_true", help="the repositories and commits, and nothing else")
-    parser.add_argument("--only", choices=("devices", "ranks"), help="one half of the runs; the other stays as it was")
+    parser.add_argument(
+        "--only", default="", help="runs whose names this pattern finds ('ranks'); others stay as they were"
+    )
     parser.add_argument("-v", action="store_true", help="tracebacks")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv if argv is None else list(argv))
@@ -383,7 +385,7 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
         return
     import published
 
-    entries = published.load_all()
+    entries, wanted = published.load_all(), re.compile(args.only)
     chosen = [
         n for n, e in entries.items() if not args.names or n in args.names or e.path.partition("/")[0] in args.names
     ]
@@ -394,21 +396,21 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
             for n in names:
                 start, file = time.monotonic(), Path(folder, f"{n}.pickle")
                 try:
-                    result = here(entries[n], file, found["results"].get(n, {}), args.only != "ranks")
+                    result = here(entries[n], file, found["results"].get(n, {}), wanted)
                 except Exception as error:
                     if args.v:
                         traceback.print_exc()
                     print(f"{n:32} FAILS ON ONE DEVICE {type(error).__name__}: {str(error)[:200]}", flush=True)
                     continue
                 found["results"][n] = result
+                save(args.results, found, entries)
                 runs = {k: short(v) for k, v in result["runs"].items()}
                 print(
                     f"{n:32} itself {number(result.get('itself', 0.0))} {runs} [{time.monotonic() - start:.0f} s]",
                     flush=True,
                 )
-            save(args.results, found, entries)
             names = [n for n in names if Path(folder, f"{n}.pickle").exists()]
-            for communicator in () if args.only == "devices" else COMMUNICATORS:
+            for communicator in (c for c in COMMUNICATORS if wanted.search(f"2 ranks, {c}")):
                 for n, run in on_ranks(names, Path(folder), communicator).items():
                     found["results"][n]["runs"][f"2 ranks, {communicator}"] = run
                     print(f"{n:32} {communicator} {short(run)}", flush=True)

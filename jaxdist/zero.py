@@ -81,7 +81,7 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
         if level:
             _check(inner, updates, state, params, extra)
         updates, state = inner.update(
-            _marked(updates, "gradient", level),
+            updates if _of_each_example(updates, params) else _marked(updates, "gradient", level),
             _marked(state, "state", level),
             _marked(params, "parameter", level),
             **extra,
@@ -183,7 +183,7 @@ def _check(
     if params is None:
         return
     alike = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
-    if alike and (problem := _difference(updates, params)):
+    if alike and not _of_each_example(updates, params) and (problem := _difference(updates, params)):
         raise ValueError(f"the gradients are not those of the parameters: {problem}")
     # An update may leave a state of another structure than the first one has (`optax.monitor`).
     first = lambda _, params: tx.init(params)
@@ -201,6 +201,12 @@ def _check(
         f"the optimizer's state was not made for these parameters: {problems[0]}. Make a new one with tx.init(params), "
         "or restore both from one checkpoint"
     )
+
+
+def _of_each_example(updates: Any, params: Any) -> bool:
+    """Whether gradients have one more axis than the parameters: of the examples, which are split already."""
+    pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=False))
+    return bool(pairs) and all(jnp.ndim(u) and jnp.shape(u)[1:] == jnp.shape(p) for u, p in pairs)
 
 
 def _difference(tree: Any, expected: Any) -> str | None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import parity
 import pytest
 import quick
@@ -401,6 +402,30 @@ def test_parameters_other_than_those_at_init() -> None:
         step(other, tx.init(PARAMS), BATCH)
     with pytest.raises(ValueError, match=r"\['v'\].* has shape \(5, 8\), expected \(9, 8\)"):
         step({**PARAMS, "w": jnp.ones((6, 9)), "v": jnp.ones((9, 8))}, tx.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_gradients_of_each_example(level: Any) -> None:
+    """`dpsgd` is given those: it clips and adds them up itself."""
+
+    def step_with(tx: Any) -> Any:
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            grads = jax.vmap(jax.grad(loss_fn), (None, 0))(params, x[:, None])
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, None
+
+        return step
+
+    tx = optax.contrib.dpsgd(0.1, 0.01, 1.3, 0, momentum=0.9)
+    expected, _ = run(jax.jit(step_with(tx)), state_of(tx))
+    found, _ = run(jaxdist.data_parallel(step_with(jaxdist.zero(tx, level)), mesh=mesh(4)), state_of(tx))
+    drop = lambda state: [x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    assert gap(drop(expected), drop(found)) < 1e-12
+    of_sgd = lambda state: isinstance(state, optax.TraceState)
+    (trace,) = [state.trace for state in jax.tree.leaves(found[1], is_leaf=of_sgd) if of_sgd(state)]
+    slices = {"w": 10, "v": 10, "s": 1}
+    assert jax.tree.map(held, trace) == slices
+    assert jax.tree.map(held, found[0]) == (slices if level == 3 else {k: x.size for k, x in PARAMS.items()})
 
 
 def without_parameters(tx: Any, apply: Any = optax.apply_updates) -> Any:

@@ -28,7 +28,8 @@ def train(run: Run, accumulate: int, internal: bool) -> Iterator[Any]:
     params = float64(model.init(jax.random.PRNGKey(0), jnp.ones((1, 8), jnp.int32))["params"])
     tx = run.zero(m.optimizer.get_optimizer(config.opt))
     state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    state = state.replace(step=state.opt_state.gradient_step)
+    accumulated: Any = state.opt_state
+    state = state.replace(step=accumulated.gradient_step)
     loss_fn = m.loss_lib.get_default_loss_fn
     step = run.decorate(partial(m._train_step, c=config, get_loss_fn=loss_fn, mesh=None))
     for batch in texts(13, 8):

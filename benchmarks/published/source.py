@@ -48,7 +48,7 @@ class MissingSourceError(Exception):
 
 
 class _StandIn(types.ModuleType):
-    __path__ = ()
+    __path__ = []  # noqa: RUF012 (of a package)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":

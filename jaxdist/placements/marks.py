@@ -125,7 +125,7 @@ def _node(
                 return nothing
         return [update] * len(node.outs)
     if name == "convert_element_type":
-        return [args[0] and _From(args[0].index, exact=False)]
+        return [_From(args[0].index, exact=False) if isinstance(args[0], _From) else args[0]]
     if name == "optimization_barrier":
         return args
     if name == "scan":

@@ -533,6 +533,5 @@ NO_TRANSFORMATIONS = {
     "value_and_grad_from_state", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule", "schedule_free_eval_params",
 }  # fmt: skip
-# They take the gradient of each example, which no other device knows: there is nothing to keep in shards. Outside of
-# `jaxdist.zero` a step can average what they make of them, each device with a key of its own.
+# They take the gradient of each example: see tests/test_zero.py.
 PER_EXAMPLE = {"differentially_private_aggregate", "dpsgd"}
