@@ -7,11 +7,12 @@
 *load* makes so many all-reduces and as many reduce-scatters, of other numbers each time, and compares every element.
 *train* goes through cycles of training steps and eager collectives, and now and then a save in the background, which is
 read again and compared bit by bit: in each of the first cycles, and then not in every one (tensorstore 0.1.86 loses
-some 10 KiB an array and save in `Spec.to_json`). After each cycle it notes each rank's resident memory, descriptors and
-threads; of the memory not what the allocator keeps for later: each of tensorstore's threads, which come and go, fills a
-pool of its own, +70 MiB in the first hour. The first third is left out (caches fill); through the rest, in 20 blocks, a
-line is fitted. What it rises by in that time is **flat** if its 95% interval ends below the limit (1% of the memory;
-one descriptor; one thread), **grows** if it begins above the limit, and else **not known**: run for longer. With
+some 10 KiB an array and save in `Spec.to_json`). After each cycle it notes what each rank has allocated with malloc,
+how many objects of Python it has, its descriptors and threads. (Not its resident memory, which is told beside: the
+pools of malloc, one for each of tensorstore's threads, which come and go, grow by up to 70 MiB in the first hour while
+what they hold does not.) The first third is left out (caches fill); through the rest, in 20 blocks, a line is fitted. What it
+rises by in that time is **flat** if its 95% interval ends below the limit (1% of the memory, and of the objects; one
+descriptor; one thread), **grows** if it begins above the limit, and else **not known**: run for longer. With
 --checkpoints a later run goes on where this one was. The exit code is 1 if anything was wrong or grows.
 """
 
@@ -36,7 +37,7 @@ import report
 
 BLOCKS = 20
 STUDENT = 2.101  # of 95% and BLOCKS - 2 degrees of freedom
-WATCHED = ("memory, MiB", "descriptors", "threads")
+WATCHED = ("allocated, MiB", "objects of Python, thousands", "descriptors", "threads")
 
 
 class Trend(NamedTuple):
@@ -90,18 +91,41 @@ def trend(seconds: Sequence[float], values: Sequence[float], limit: float) -> Tr
 
 def limit_of(watched: str, values: Sequence[float]) -> float:
     """A growth that is none."""
-    return 0.01 * statistics.median(values) if watched.startswith("memory") else 1.0
+    return 0.01 * statistics.median(values) if watched.startswith(("allocated", "objects")) else 1.0
+
+
+class _Malloc(ctypes.Structure):
+    """glibc's `struct mallinfo2`: sizes of all its pools together, in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keep",
+        )
+    )
 
 
 def sample() -> list[float]:
-    """Of this process: what `WATCHED` says."""
+    """Of this process: what `WATCHED` says, and its resident memory in MiB."""
     gc.collect()  # what is garbage already is no leak
-    with contextlib.suppress(AttributeError):  # and what glibc keeps of it for later neither: it has a pool a thread
-        ctypes.CDLL(None).malloc_trim(0)
+    of = ctypes.CDLL(None).mallinfo2
+    of.restype = _Malloc
+    found = of()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return [
-        pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        (found.uordblks + found.hblkhd) / 2**20,
+        sys.getallocatedblocks() / 1000,
         *(len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")),
+        pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
     ]
 
 
@@ -216,7 +240,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             samples.extend([elapsed, *sample()])
             if ctx.is_root and cycle % 100 == 0:
                 print(
-                    f"{elapsed / 60:.1f} minutes, {cycle} cycles: {[round(v) for v in samples[-3:]]}",
+                    f"{elapsed / 60:.1f} minutes, {cycle} cycles: {[round(v) for v in samples[-5:]]}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -275,7 +299,8 @@ def markdown(found: dict[str, Any]) -> str:
         for rank, name, t in fits if t is not None
     ]  # fmt: skip
     head = ["rank", "what", "after the first third", "growth from there", "an hour", ""]
-    return f"{said}\n\n{report.table(head, rows)}"
+    resident = [f"{samples[len(samples) // 3][-1]:.0f} to {samples[-1][-1]:.0f}" for samples in found["samples"]]
+    return f"{said}\n\n{report.table(head, rows)}\n\nResident memory of each rank, MiB: {', '.join(resident)}."
 
 
 def main() -> None:

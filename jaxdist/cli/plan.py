@@ -13,7 +13,7 @@ import typer
 from jaxdist.cli.bench import check_plot
 
 if TYPE_CHECKING:
-    from jaxdist.planning.plan import Plan
+    from jaxdist.planning.report import Plan
 
 
 def plan(

@@ -20,10 +20,10 @@ import numpy as np
 from jaxdist import compat
 from jaxdist.collectives.call import Call, Group, gathered_shape, positive, split
 from jaxdist.collectives.numerics import Reduction, reduction
+from jaxdist.collectives.pieces import as_bytes, bounds_of, pieces_of, rounds_of
 from jaxdist.collectives.pool import Pool
 from jaxdist.control.channel import ControlError
 
-_MESSAGE = 1 << 30  # bytes of one message at most
 _SEGMENT = 1 << 18  # bytes received at once to be added up: they stay in a core's cache
 _PART = 1 << 19  # bytes a rank adds up, from which on an exchange of parts is faster than MPI's all-reduce
 _GATHERED = 1 << 20  # bytes that a rank may gather to reduce what MPI can't
@@ -158,13 +158,13 @@ class MpiWire:
             comm.Allreduce(x, out, op=self._op(call.op))
         elif x.nbytes * group.n <= _GATHERED:
             everyones = self._pool.take((group.n, *x.shape), x.dtype)
-            comm.Allgather(_bytes(x), _bytes(everyones))
+            comm.Allgather(as_bytes(x), as_bytes(everyones))
             how.finish(how.ufunc.reduce(everyones.astype(how.sums_in, copy=False), axis=0), group.n, out)
         else:
-            bounds = _bounds(x.size, group.n)
+            bounds = bounds_of(x.size, group.n)
             flat = out.reshape(-1)
             self._reduce_parts(x.reshape(-1), bounds, how, flat[slice(*bounds[group.me])], comm, group)
-            for to, source in _rounds(group):
+            for to, source in rounds_of(group):
                 self._move(comm, [(flat[slice(*bounds[group.me])], to)], [(flat[slice(*bounds[source])], source)])
         return out
 
@@ -177,7 +177,7 @@ class MpiWire:
         if how.native and x.nbytes < _PART * group.n:
             comm.Reduce(x, out, op=self._op(call.op), root=call.root)
             return out
-        bounds = _bounds(x.size, group.n)
+        bounds = bounds_of(x.size, group.n)
         lo, hi = bounds[group.me]
         part = self._pool.take((hi - lo,), how.out) if out is None else out.reshape(-1)[lo:hi]
         self._reduce_parts(x.reshape(-1), bounds, how, part, comm, group)
@@ -193,7 +193,7 @@ class MpiWire:
         parts = self._parts(x, positive(call.axis, x.ndim), group.n)
         out = self._pool.take(parts.shape[1:], how.out)
         if out.size:
-            bounds = _bounds(x.size, group.n)
+            bounds = bounds_of(x.size, group.n)
             self._reduce_parts(parts.reshape(-1), bounds, how, out.reshape(-1), comm, group)
         return out
 
@@ -204,10 +204,10 @@ class MpiWire:
             return out
         parts, store = self._received(out, axis, group.n)
         if x.nbytes <= _SMALL:
-            comm.Allgather(_bytes(x), _bytes(parts))
+            comm.Allgather(as_bytes(x), as_bytes(parts))
         else:
             np.copyto(parts[group.me], x.reshape(parts.shape[1:]))
-            for to, source in _rounds(group):
+            for to, source in rounds_of(group):
                 self._move(comm, [(x, to)], [(parts[source], source)])
         store()
         return out
@@ -220,7 +220,7 @@ class MpiWire:
             return out
         parts, store = self._received(out, axis, group.n)
         np.copyto(parts[group.me], sent[group.me])
-        for to, source in _rounds(group):
+        for to, source in rounds_of(group):
             self._move(comm, [(sent[to], to)], [(parts[source], source)])
         store()
         return out
@@ -228,7 +228,7 @@ class MpiWire:
     def _broadcast(self, call: Call, x: np.ndarray, comm: Any, group: Group) -> np.ndarray | None:
         here = group.me == call.root
         out = None if here else self._pool.take(x.shape, x.dtype)
-        for piece in _pieces(_bytes(x if out is None else out)):
+        for piece in pieces_of(as_bytes(x if out is None else out)):
             comm.Bcast(piece, root=call.root)
         return out
 
@@ -297,13 +297,13 @@ class MpiWire:
         scratch = self._pool.take((2, min(step, max(1, hi - lo))), x.dtype)
         ends = [(i, min(i + step, hi - lo)) for i in range(0, hi - lo, step)]
         so_far = x[lo:hi]
-        for to, source in _rounds(group):
+        for to, source in rounds_of(group):
 
             def receive(k: int, source: int = source) -> Any:
                 start, end = ends[k]
-                return comm.Irecv(_bytes(scratch[k % 2, : end - start]), source)
+                return comm.Irecv(as_bytes(scratch[k % 2, : end - start]), source)
 
-            sends = [comm.Isend(_bytes(x[i : min(i + step, bounds[to][1])]), to) for i in range(*bounds[to], step)]
+            sends = [comm.Isend(as_bytes(x[i : min(i + step, bounds[to][1])]), to) for i in range(*bounds[to], step)]
             coming = receive(0) if ends else None
             for k, (start, end) in enumerate(ends):
                 assert coming is not None
@@ -323,8 +323,8 @@ class MpiWire:
         self, comm: Any, sends: Sequence[tuple[np.ndarray, int]], recvs: Sequence[tuple[np.ndarray, int]]
     ) -> None:
         """Contiguous arrays to and from positions of `comm`, all at once."""
-        requests = [comm.Irecv(piece, source) for x, source in recvs for piece in _pieces(_bytes(x))]
-        requests += [comm.Isend(piece, to) for x, to in sends for piece in _pieces(_bytes(x))]
+        requests = [comm.Irecv(piece, source) for x, source in recvs for piece in pieces_of(as_bytes(x))]
+        requests += [comm.Isend(piece, to) for x, to in sends for piece in pieces_of(as_bytes(x))]
         self._mpi.Request.Waitall(requests)
 
     # --- between two
@@ -337,7 +337,7 @@ class MpiWire:
             atexit.register(self._finish_sends)  # runs before the context says goodbye
         head = np.frombuffer(pickle.dumps((header, [x.nbytes for x in leaves])), np.uint8)
         requests = [self._pairs.Isend(head, to, _TAG)]
-        requests += [self._pairs.Isend(piece, to, _TAG + 1) for x in leaves for piece in _pieces(_bytes(x))]
+        requests += [self._pairs.Isend(piece, to, _TAG + 1) for x in leaves for piece in pieces_of(as_bytes(x))]
         self._sent.append((requests, (head, leaves), to))
 
     def recv(self, source: int, what: str, accept: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]) -> list[jax.Array]:
@@ -369,7 +369,7 @@ class MpiWire:
         return [compat.adopt(out) for out in outs]
 
     def _receive(self, out: np.ndarray, source: int) -> None:
-        for piece in _pieces(_bytes(out)):
+        for piece in pieces_of(as_bytes(out)):
             self._pairs.Recv(piece, source, _TAG + 1)
 
     def _finish_sends(self) -> None:
@@ -387,23 +387,3 @@ class MpiWire:
 
 def _never_received(rank: int, who: str) -> None:
     raise ControlError(f"rank {rank}: {who} did not receive what was sent to it (jaxdist.send)")
-
-
-def _bytes(x: np.ndarray) -> np.ndarray:
-    """The memory of a contiguous array: MPI need not know its dtype."""
-    return x.reshape(-1).view(np.uint8)
-
-
-def _pieces(raw: np.ndarray) -> list[np.ndarray]:
-    return [raw[i : i + _MESSAGE] for i in range(0, raw.size, _MESSAGE)]
-
-
-def _bounds(size: int, n: int) -> list[tuple[int, int]]:
-    """Start and end of each of `n` parts of a flat array: equal ones, but for the last."""
-    part = -(-size // n)
-    return [(min(i * part, size), min((i + 1) * part, size)) for i in range(n)]
-
-
-def _rounds(group: Group) -> list[tuple[int, int]]:
-    """(to whom, from whom) in each round of an exchange of all with all: nobody is anyone's target twice."""
-    return [((group.me + i) % group.n, (group.me - i) % group.n) for i in range(1, group.n)]

@@ -6,13 +6,13 @@
 | `block` | a step as a flat list of operations |
 | `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
 | `infer`, `plan` | the walk that settles the placement of each value, and what it settles |
-| `summands`, `shapes`, `own_rows`, `random_bits`, `control_flow` | what it knows of such operations |
+| `summands`, `shapes`, `own_rows`, `random_bits`, `loops`, `control_flow` | what it knows of such operations |
 | `marks` | what `jaxdist.zero` asks for |
 | `emit`, `run` | the program of one device, once |
 | `small` | steps that are computed whole, in place of messages |
 | `wires` | which summands may travel compressed |
-| `buckets` | which collectives travel together |
+| `buckets`, `bucket_order` | which collectives travel together, and when |
 | `report` | what moves, and what every device repeats |
 """
 
-from jaxdist.placements import control_flow, own_rows, random_bits, shapes  # noqa: F401  (they enter their rules)
+from jaxdist.placements import control_flow, loops, own_rows, random_bits, shapes  # noqa: F401  (they enter their rules)

@@ -14,29 +14,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jaxdist.ir.interpreter import contains, has_effect, live, subjaxprs, with_bodies
+from jaxdist.ir.interpreter import contains, live, subjaxprs, with_bodies
 from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import AXIS
+from jaxdist.placements.bucket_order import FUSED, Bucket, given, schedule
 
-# What may stand between what makes a tensor and its collective without making that later.
-_CHEAP = {
-    "mul", "div", "neg", "convert_element_type", "reshape", "squeeze", "transpose", "broadcast_in_dim", "copy",
-}  # fmt: skip
 _FORM = {"reshape", "squeeze", "transpose", "copy"}
 _MANY = 8
 """Pieces of a bucket for which `_pieces_of_one_kernel` pays."""
-_FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
 
 class Fuse:
@@ -62,7 +56,7 @@ class Fuse:
         """
         jaxpr = closed.jaxpr
         producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        pace = _Pace(self.ahead, None if self.barriers or not nested else _given(jaxpr))
+        pace = _Pace(self.ahead, None if self.barriers or not nested else given(jaxpr))
         result = None  # of those gathered because they are results, the latest: one after another, in less memory
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
         constants: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -87,7 +81,7 @@ class Fuse:
 
     def _within(self, eqn: JaxprEqn) -> JaxprEqn:
         """An equation with the collectives of its bodies in buckets."""
-        if not any(contains(sub, _FUSED) for sub in subjaxprs(eqn)):
+        if not any(contains(sub, FUSED) for sub in subjaxprs(eqn)):
             return eqn
         return eqn.replace(params=with_bodies(eqn, functools.partial(self, nested=True)))
 
@@ -236,178 +230,3 @@ _TOGETHER = {
     reduce_shard_p: _scattered_together,
     gather_shards_p: _gathered_together,
 }
-
-
-@dataclass
-class _Collective:
-    """One collective of a jaxpr.
-
-    Attributes:
-      at: its position.
-      level: how many collectives it follows from, in the longest chain.
-      ready: the position of the equation that makes its operand, but for cheap ones after it.
-      needed: that of the first one that takes its result.
-    """
-
-    at: int
-    level: int
-    ready: int
-    needed: int
-    eqn: JaxprEqn
-
-    @property
-    def gathers(self) -> bool:
-        return self.eqn.primitive is gather_shards_p
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        aval: Any = self.eqn.invars[0].aval
-        params = {k: v for k, v in self.eqn.params.items() if k not in ("dim", "size")}
-        return self.eqn.primitive, aval.dtype, tuple(sorted(params.items()))
-
-    @property
-    def bytes(self) -> int:
-        aval: Any = self.eqn.outvars[0].aval if self.gathers else self.eqn.invars[0].aval
-        return aval.size * jnp.dtype(self.eqn.params.get("wire") or aval.dtype).itemsize
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return self.level, self.needed if self.gathers else self.ready, self.at
-
-
-def _given(jaxpr: Jaxpr) -> Any:
-    """An input of a body that is computed just before it: one of its own floats, and no shard."""
-    shards = {eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive is gather_shards_p}
-    for v in reversed(jaxpr.invars):  # cotangents come last
-        aval: Any = v.aval
-        if v not in shards and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size:
-            return v
-    return None
-
-
-@dataclass
-class Bucket:
-    """Collectives that travel together.
-
-    Attributes:
-      eqns: one or more of one kind.
-      bytes: of all of them.
-      use: of gathered arrays, the first equation that takes one; None: they are results.
-    """
-
-    eqns: list[JaxprEqn]
-    bytes: int
-    use: JaxprEqn | None = None
-
-    @property
-    def gathers(self) -> bool:
-        return self.eqns[0].primitive is gather_shards_p
-
-
-def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[JaxprEqn | Bucket]:
-    """The equations in an order to evaluate them in, with the collectives in buckets.
-
-    Args:
-      eqns: of a jaxpr, in order.
-      bucket_bytes: of a full bucket.
-      ahead: how many bytes may be gathered before they are used; of results, before they are complete, four times that.
-    """
-    producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    needs = [{producer[v] for v in e.invars if not isinstance(v, Literal) and v in producer} for e in eqns]
-    needed = [len(eqns)] * len(eqns)
-    for i in reversed(range(len(eqns))):
-        for j in needs[i]:
-            needed[j] = min(needed[j], i)
-    last: int | None = None
-    for i, eqn in enumerate(eqns):  # effects keep their order
-        if has_effect(eqn):
-            needs[i] |= set() if last is None else {last}
-            last = i
-    collectives: list[_Collective] = []
-    levels, ready = [0] * len(eqns), [0] * len(eqns)
-    for i, eqn in enumerate(eqns):
-        level = max((levels[j] for j in needs[i]), default=0)
-        made = max((ready[j] for j in needs[i]), default=-1)
-        fusible = eqn.primitive in _FUSED and eqn.params["axes"] == (AXIS,)
-        if fusible:
-            collectives.append(_Collective(i, level, made, needed[i], eqn))
-        levels[i] = level + fusible
-        ready[i] = made if eqn.primitive.name in _CHEAP else i
-
-    def limit(c: _Collective) -> int:
-        if not c.gathers:
-            return bucket_bytes
-        return min(bucket_bytes, ahead if c.needed < len(eqns) else 4 * ahead)
-
-    # Each bucket of reductions as soon as the backward pass has made its last member; everything else when it is
-    # needed, a bucket of gathers with the first of its members.
-    buckets = _buckets(collectives, limit)
-    gathers = {c.at: bucket for bucket in buckets for c in bucket if c.gathers}
-    done: set[int] = set()
-    out: list[JaxprEqn | Bucket] = []
-
-    def place(i: int) -> float:
-        if i in gathers:
-            return gathers[i][0].needed - 0.5
-        return i
-
-    def append(bucket: Sequence[_Collective]) -> None:
-        first = min(c.needed for c in bucket)
-        use = eqns[first] if bucket[0].gathers and first < len(eqns) else None
-        out.append(Bucket([c.eqn for c in bucket], sum(c.bytes for c in bucket), use))
-        done.update(c.at for c in bucket)
-
-    def emit(targets: Sequence[int]) -> None:
-        """Append what the targets need, in order, but not the targets."""
-        missing, todo = set(), [j for t in targets for j in needs[t]]
-        while todo:
-            j = todo.pop()
-            if j in done or j in missing:
-                continue
-            together = [c.at for c in gathers.get(j, ())] or [j]
-            missing.update(together)
-            todo.extend(k for i in together for k in needs[i])
-        for j in sorted(missing, key=place):
-            if j in done:
-                continue
-            if j in gathers:
-                emit([c.at for c in gathers[j]])  # a cheap operation on a shard may stand later than the first use
-                append(gathers[j])
-            else:
-                out.append(eqns[j])
-                done.add(j)
-
-    for bucket in buckets:
-        if not bucket[0].gathers:
-            emit([c.at for c in bucket])
-            append(bucket)
-    for i in range(len(eqns)):
-        if i not in done and i not in gathers:
-            emit([i])
-            out.append(eqns[i])
-            done.add(i)
-    for i, bucket in gathers.items():
-        if i not in done:
-            emit([c.at for c in bucket])
-            append(bucket)
-    return out
-
-
-def _buckets(collectives: Sequence[_Collective], limit: Callable[[_Collective], int]) -> list[list[_Collective]]:
-    open_: dict[Any, list[_Collective]] = defaultdict(list)
-    size: dict[Any, int] = defaultdict(int)
-    closed: list[list[_Collective]] = []
-    for c in sorted(collectives, key=lambda c: c.order):
-        key = (c.level, c.kind)
-        if c.bytes >= limit(c) or not c.bytes:
-            closed.append([c])
-            continue
-        late = c.gathers and open_[key] and c.ready >= open_[key][0].needed
-        if size[key] + c.bytes > limit(c) or late:
-            if open_[key]:
-                closed.append(open_.pop(key))
-            size[key] = 0
-        open_[key].append(c)
-        size[key] += c.bytes
-    closed.extend(bucket for bucket in open_.values() if bucket)
-    return sorted(closed, key=lambda bucket: bucket[-1].order)

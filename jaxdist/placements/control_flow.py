@@ -6,304 +6,38 @@ A loop that only adds to a carry carries summands, and adds them up once, after 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, primitives
+from jax.extend.core import ClosedJaxpr, primitives
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import INLINED, Interpreter, has_effect, retrace
+from jaxdist.ir.interpreter import INLINED, Interpreter, retrace
 from jaxdist.mesh import AXIS
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.infer import Infer, Walk, refuse, settled, special
-from jaxdist.placements.plan import Placed, Plan, nbytes
-from jaxdist.placements.report import work
+from jaxdist.placements.block import Node
+from jaxdist.placements.infer import Walk, refuse, settled, special
+from jaxdist.placements.loops import inside, join
+from jaxdist.placements.plan import Plan
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
-    PARTIAL,
     REPLICATED,
-    Form,
     Partial,
     Placement,
     Replicated,
     Split,
     form,
-    is_wide,
     tile,
 )
-
-_SMALL = 1 << 16
-"""Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages."""
-
-_LITTLE = 1 << 20
-"""FLOPs that take less than a message."""
-
-_ADDS = {"add", "add_any", "sub", "convert_element_type", "select_n", "scan", "while", "cond", "checkpoint", "remat",
-         "remat2"}  # fmt: skip
-_MOST_ROUNDS = 12
-
-
-def _inside(p: Placement) -> Placement:
-    """As a body is given it."""
-    if isinstance(p, Partial):
-        return REPLICATED
-    return replace(p, whole=False, asked=False) if isinstance(p, Split) else settled(p)
-
-
-def _join(a: Placement, b: Placement) -> Placement:
-    """A placement in which both can be held, the less of them said the better."""
-    if a == b:
-        return a
-    if isinstance(a, Split):
-        if isinstance(b, Split) and a.stored and not b.stored:
-            return replace(a, stored=False) if form(a) == form(b) else replace(b, whole=False, asked=False)
-        return a
-    if isinstance(b, Split):
-        return replace(b, whole=False, asked=False)
-    if isinstance(a, Partial) and isinstance(b, Partial):
-        return Partial(a.gradient and b.gradient)
-    return REPLICATED
-
-
-class _Carries:
-    """What a loop carries, on its way to a fixpoint."""
-
-    def __init__(self, infer: Infer, block: Block, init: Sequence[Placement], first: int):
-        self.infer, self.block, self.first = infer, block, first
-        inner = block.inputs[first : first + len(init)]
-        consumers = {i: node.name for node in block.nodes for i in node.ins}
-        self.fixed: set[int] = set()
-        self.at: list[Placement] = []
-        for p, i in zip(init, inner, strict=True):
-            added = block.uses[i] == 1 and consumers.get(i) in _ADDS and is_wide(block.avals[i].dtype)
-            # A sum that starts from something else than zero is no gradient: parameters, say.
-            start = Partial(is_zero(p) or (isinstance(p, Partial) and p.gradient), made=False)
-            self.at.append(start if added and not isinstance(p, Split) else _inside(p))
-
-    @property
-    def loose(self) -> frozenset[int]:
-        return frozenset(k for k, p in enumerate(self.at) if isinstance(p, Partial))
-
-    def update(self, placed: Placed, skip: frozenset[int] = frozenset()) -> bool:
-        """Take what a turn makes of them into account; whether something changed."""
-        new = []
-        for k, a in enumerate(self.at):
-            b = placed.given[k]
-            if isinstance(a, Partial):
-                bad = self.first + k in placed.summed or k in skip
-                if bad or not isinstance(b, Partial) or not b.made:
-                    self.fixed.add(k)
-                    new.append(_inside(b) if isinstance(b, Split) else REPLICATED)
-                else:
-                    new.append(Partial(b.gradient, made=False))
-            else:
-                new.append(_join(a, _inside(b)))
-        changed = new != self.at
-        self.at = new
-        return changed
-
-    def settle(self, place: Callable[[Sequence[Placement], frozenset[int]], Placed],
-               watch: Callable[[Sequence[Placement]], frozenset[int]] = lambda _: frozenset()) -> Placed:  # fmt: skip
-        """Place the body until what goes in comes out."""
-        for _ in range(_MOST_ROUNDS):
-            placed = place(self.at, self.loose)
-            if not self.update(placed, watch(self.at)):
-                return placed
-        self.at = [p if isinstance(p, Split) else REPLICATED for p in self.at]
-        return place(self.at, frozenset())
-
-    @property
-    def given(self) -> list[Placement]:
-        """What comes out of the loop."""
-        return [Partial(p.gradient) if isinstance(p, Partial) else p for p in self.at]
-
-
-@special("scan")
-def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
-    infer, params = walk.infer, node.eqn.params
-    first, count = compat.scan_split(params)
-    rest = first + count
-    block = infer.block(params["jaxpr"], node.backward)
-    over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
-    if over_batch and (plan := _own_turns(walk, node, ins, block, first, rest)):
-        return plan
-    consts = [_inside(p) for p in ins[:first]]
-    xs = [_unscanned(infer, _inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
-
-    def place(
-        xs: Sequence[Placement], carries: Sequence[Placement], loose: frozenset[int], wants: Any = None
-    ) -> Placed:
-        inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
-        return infer.place(block, [*consts, *carries, *inner], wants, loose)
-
-    def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], _Carries, Placed]:
-        carries = _Carries(infer, block, ins[first:rest], first)
-        return xs, carries, carries.settle(functools.partial(place, xs))
-
-    xs, carries, placed = settle(xs)
-    if over_batch and placed.communicates and sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:]) <= _SMALL:
-        # Little work, a turn after the other: to gather the batch once may be less than a message in each turn.
-        whole = settle([p if isinstance(p, Split) and p.stored else REPLICATED for p in xs])
-        if not whole[-1].communicates and work(whole[-1]) <= _LITTLE:
-            xs, carries, placed = whole
-    wants: list[Form | None] = [form(p) for p in carries.at]
-    gives: list[Placement] = carries.given
-    marked = infer.marked(walk.block)
-    for k, o in enumerate(node.outs[count:], count):
-        p = placed.given[k]
-        if isinstance(p, Partial) and nbytes(walk.block.avals[o]) > _SMALL:
-            dim, shape = marked.get(o), walk.block.avals[o].shape
-            p = tile(dim - 1, shape[dim], infer.devices, stored=True) if dim else REPLICATED
-        p = settled(p)
-        wants.append(form(p))
-        outer = replace(p, dim=p.dim + 1, whole=False, asked=False) if isinstance(p, Split) else p
-        gives.append(Replicated() if isinstance(outer, Replicated) else outer)
-    placed = place(xs, carries.at, carries.loose, wants)
-
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        return emitter.bind(node, args, {**params, "jaxpr": emitter.body(placed)})
-
-    takes = [form(p) for p in (*consts, *carries.at, *xs)]
-    return Plan(takes, gives, run, bodies=[placed])
-
-
-def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
-    """What a loop takes slices of is split along another dimension than the one it runs over."""
-    if not isinstance(p, Split) or p.dim:
-        return p
-    dims = range(1, len(aval.shape))
-    even = [d for d in dims if aval.shape[d] % infer.devices == 0 and aval.shape[d]]
-    if not even:
-        even = [d for d in dims if aval.shape[d] >= infer.devices]
-    return tile(even[0], aval.shape[even[0]], infer.devices, p.stored) if even else REPLICATED
-
-
-def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int) -> Plan | None:
-    """A loop over the batch whose turns have nothing to do with each other but that they are added up."""
-    if any(has_effect(n.eqn) or n.name in ("jaxdist_shard", "shard_map") for n in block.nodes):
-        return None
-    carried = list(zip(block.inputs[first:rest], block.outputs, strict=False))
-    for i, o in carried:
-        n = block.makers.get(o)
-        if n is None or n.name not in ("add", "add_any") or i not in n.ins or n.ins[0] == n.ins[1]:
-            return None
-        if block.uses[i] != 1 or block.uses[o] != 1 or not is_wide(block.avals[i].dtype):
-            return None
-    split = next(p for p in ins[rest:] if isinstance(p, Split) and p.dim == 0 and not p.stored)
-    if split.outer > 1 and carried and split.is_padded(walk.n):
-        return None
-    to = form(split)
-    params, count = node.eqn.params, rest - first
-    body = jaxpr_as_fun(params["jaxpr"])
-
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        consts, carry, xs = args[:first], args[first:rest], args[rest:]
-        padded = split.is_padded(emitter.n)
-        counts = emitter.real(replace(split, dim=0), 1) if padded and carry else None
-
-        def turn(carry: Any, xs: Any) -> Any:
-            xs, real = xs
-            outs = body(*consts, *[c.astype(a.dtype) for c, a in zip(carry, narrow, strict=True)], *xs)
-            new = [o.astype(c.dtype) for o, c in zip(outs[:count], carry, strict=True)]
-            if real is not None:
-                new = [jnp.where(real, a, b) for a, b in zip(new, carry, strict=True)]
-            return tuple(new), tuple(outs[count:])
-
-        narrow = [block.avals[i] for i in block.inputs[first:rest]]
-        settings = {k: params[k] for k in ("reverse", "unroll")}
-        carry, ys = lax.scan(turn, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
-        return [*carry, *ys]
-
-    takes: list[Form] = [REPLICATED] * first + [PARTIAL] * count + [to] * (len(ins) - rest)
-    gives: list[Placement] = [Partial(node.backward)] * count
-    gives += [replace(split, whole=False)] * (len(node.outs) - count)
-    return Plan(takes, gives, run)
-
-
-@special("while")
-def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
-    infer, params = walk.infer, node.eqn.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    first = n_cond + n_body
-    cond = infer.block(params["cond_jaxpr"], node.backward)
-    body = infer.block(params["body_jaxpr"], node.backward)
-    asked, consts = [_inside(p) for p in ins[:n_cond]], [_inside(p) for p in ins[n_cond:first]]
-    if cond.avals[cond.outputs[0]].shape:
-        return _batched_while(walk, node, ins, asked, consts, cond, body)
-    carries = _Carries(infer, body, ins[first:], n_body)
-
-    def again(carry: Sequence[Placement]) -> Placed:
-        return infer.place(cond, [*asked, *carry], [REPLICATED])
-
-    def needed(carry: Sequence[Placement]) -> frozenset[int]:
-        return frozenset(i - n_cond for i in again(carry).summed)
-
-    carries.settle(lambda carry, loose: infer.place(body, [*consts, *carry], None, loose), needed)
-    wants = [form(p) for p in carries.at]
-    placed = infer.place(body, [*consts, *carries.at], wants, carries.loose)
-    more = again(carries.at)
-
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        new = {"cond_jaxpr": emitter.body(more), "body_jaxpr": emitter.body(placed)}
-        return emitter.bind(node, args, {**params, **new})
-
-    takes = [form(p) for p in (*asked, *consts, *carries.at)]
-    return Plan(takes, carries.given, run, bodies=[more, placed])
-
-
-def _batched_while(
-    walk: Walk,
-    node: Node,
-    ins: Sequence[Placement],
-    asked: Sequence[Placement],
-    consts: Sequence[Placement],
-    cond: Block,
-    body: Block,
-) -> Plan:
-    """``vmap`` of a loop: it runs until the last example is done, and those that are done stay as they are.
-
-    If nothing is exchanged in its turns each device stops with the last of its own examples.
-    """
-    infer, params = walk.infer, node.eqn.params
-    rank, avals = len(cond.avals[cond.outputs[0]].shape), [walk.block.avals[o] for o in node.outs]
-    splits = [p for p in (*asked, *consts, *ins) if isinstance(p, Split) and p.dim < rank]
-    carried: list[Placement] = [REPLICATED] * len(avals)
-    plans: list[tuple[Placed, Placed]] = []
-    for split in splits[:1]:
-        to = form(split)
-        if all(a.shape[split.dim] == split.outer * split.size for a in avals):
-            more = infer.place(cond, [*asked, *[to] * len(avals)], [to])
-            placed = infer.place(body, [*consts, *[to] * len(avals)], [to] * len(avals))
-            if _is_local(infer, more) and _is_local(infer, placed):
-                plans, carried = [(more, placed)], [replace(split, whole=False)] * len(avals)
-    if not plans:
-        asked, consts = [REPLICATED] * len(asked), [REPLICATED] * len(consts)
-        more = infer.place(cond, [*asked, *carried], [REPLICATED])
-        plans = [(more, infer.place(body, [*consts, *carried], [REPLICATED] * len(avals)))]
-    more, placed = plans[0]
-
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        new = {"cond_jaxpr": emitter.body(more), "body_jaxpr": emitter.body(placed)}
-        return emitter.bind(node, args, {**params, **new})
-
-    return Plan([form(p) for p in (*asked, *consts, *carried)], carried, run)
-
-
-def _is_local(infer: Infer, placed: Placed) -> bool:
-    """Whether a device runs a block without the others."""
-    outs = zip(placed.block.outputs, placed.given, placed.outs, strict=True)
-    return not placed.communicates and not any(infer.move(p, to, placed.block.avals[i])[0] for i, p, to in outs)
 
 
 @special("cond")
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer, branches = walk.infer, node.eqn.params["branches"]
-    given = [p if isinstance(p, Partial) else _inside(p) for p in ins[1:]]
+    given = [p if isinstance(p, Partial) else inside(p) for p in ins[1:]]
     blocks = [infer.block(b, node.backward) for b in branches]
     placed = [infer.place(b, given) for b in blocks]
     summed = {i for one in placed for i in one.summed}
@@ -316,8 +50,8 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         some = [p for p in outs if not is_zero(p)] or [REPLICATED]
         joined: Placement = some[0]
         for p in some[1:]:
-            joined = _join(joined, p)
-        gives.append(_inside(joined) if not isinstance(joined, Partial) else joined)
+            joined = join(joined, p)
+        gives.append(inside(joined) if not isinstance(joined, Partial) else joined)
     wants = [form(p) for p in gives]
     placed = [infer.place(b, given, wants) for b in blocks]
 
@@ -332,7 +66,7 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
 def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer = walk.infer
     block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
-    given = [p if isinstance(p, Partial) else _inside(p) for p in ins]
+    given = [p if isinstance(p, Partial) else inside(p) for p in ins]
     placed = infer.place(block, given)
     gives = [Replicated() if isinstance(s := settled(p), Replicated) else s for p in placed.given]
     gives = [replace(p, whole=False) if isinstance(p, Split) else p for p in gives]

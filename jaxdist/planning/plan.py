@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import io
-import json
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -15,172 +11,16 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from rich.console import Console
-from rich.table import Table
 
 from jaxdist import compat
 from jaxdist.mesh import AXIS
 from jaxdist.planning import schedule
-from jaxdist.planning.memory import readable
+from jaxdist.planning.report import LevelPlan, Plan, Traffic, fraction, total_of
 from jaxdist.planning.topology import Topology
 from jaxdist.step.decorated import DataParallel
 from jaxdist.step.forecast import Ahead, Held
 
 LEVELS = (0, 1, 2, 3)
-_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_MOST = 0.95
-"""Of a device's memory: the rest is taken by the driver, NCCL and the kernels themselves."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The collectives of one kind in one step.
-
-    Attributes:
-      kind: all-reduce, reduce-scatter, all-gather, …
-      count: how many a device takes part in.
-      bytes: of the whole arrays, all of them together.
-      sent: bytes that a device sends, if the library takes rings.
-      seconds: that they take one after another, at the full speed of the links: a lower bound.
-      overlapped: the share of the bytes sent during which the schedule has something to compute; None: not known.
-    """
-
-    kind: str
-    count: int
-    bytes: int
-    sent: int
-    seconds: float
-    overlapped: float | None
-
-
-@dataclass(frozen=True)
-class LevelPlan:
-    """A step at one ZeRO level.
-
-    Attributes:
-      level: 0 to 3; None: as the step is written.
-      own: whether it is the one the step is written with.
-      bytes: on one device, by kind; together they are the peak.
-      peak: bytes on one device, by XLA's own account.
-      fits: in what JAX takes of the device's memory.
-      traffic: one row for each kind of collective.
-      collectives: each one, as compiled.
-      compile_seconds: that it took to trace and compile.
-    """
-
-    level: int | None
-    own: bool
-    bytes: dict[str, int]
-    peak: int
-    fits: bool
-    traffic: tuple[Traffic, ...]
-    collectives: tuple[schedule.Collective, ...]
-    compile_seconds: float
-
-    @property
-    def total(self) -> Traffic:
-        """Of all collectives."""
-        return _sum("all", self.traffic)
-
-    @property
-    def name(self) -> str:
-        """For a person."""
-        return "as written" if self.level is None else f"level {self.level}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a step takes; prints as tables.
-
-    Attributes:
-      step: its name.
-      topology: for which it was compiled.
-      compiled_for: ``"cuda"``: by the compiler for these GPUs; ``"cpu"``: for as many virtual CPU devices.
-      memory: bytes of a device that JAX takes.
-      levels: the step at each ZeRO level asked for.
-      notes: what is not as it could be.
-    """
-
-    step: str
-    topology: Topology
-    compiled_for: str
-    memory: int
-    levels: tuple[LevelPlan, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def own(self) -> LevelPlan:
-        """The step as it is written."""
-        return next(one for one in self.levels if one.own)
-
-    def to_json(self) -> str:
-        """All figures (bytes, seconds, shares between 0 and 1) as a JSON object."""
-        kind = dataclasses.asdict(self.topology.kind)
-        del kind["target"]
-        levels = [
-            {
-                "level": one.level, "own": one.own, "bytes": one.bytes, "peak": one.peak, "fits": one.fits,
-                "traffic": [dataclasses.asdict(row) for row in (*one.traffic, one.total)],
-                "compile_seconds": one.compile_seconds,
-            }
-            for one in self.levels
-        ]  # fmt: skip
-        topology = {"hosts": self.topology.hosts, "per_host": self.topology.per_host, "kind": kind}
-        return json.dumps(
-            {
-                "step": self.step, "topology": topology, "compiled_for": self.compiled_for, "memory": self.memory,
-                "levels": levels, "notes": self.notes,
-            },
-            indent=2,
-        )  # fmt: skip
-
-    def __str__(self) -> str:
-        kind = self.topology.kind
-        out = io.StringIO()
-        console = Console(file=out, width=120, markup=False, highlight=False)
-        console.print(f"step {self.step!r} on {self.topology}: {self.topology.devices} devices ({kind.model})")
-        console.print(self._bytes())
-        console.print(self._traffic())
-        share = "" if kind.name == "cpu" else f" of {readable(kind.memory)} ({_FRACTION}={_fraction():g})"
-        console.print(f"memory: JAX takes {readable(self.memory)}{share}")
-        console.print(f"links: {self.topology.links}; times are for these speeds and nothing else on the way")
-        for note in self.notes:
-            console.print(f"note: {note}")
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-    def _bytes(self) -> Table:
-        table = Table(title="bytes on one device")
-        table.add_column("")
-        for one in self.levels:
-            table.add_column(one.name + " (this step)" * (one.own and one.level is not None), justify="right")
-        for kind in dict.fromkeys(kind for one in self.levels for kind in one.bytes):
-            sizes = (one.bytes.get(kind) for one in self.levels)
-            table.add_row(kind, *("" if size is None else readable(size) for size in sizes))
-        table.add_section()
-        table.add_row("peak", *(readable(one.peak) for one in self.levels))
-        table.add_row("fits", *(self._fits(one) for one in self.levels))
-        return table
-
-    def _fits(self, one: LevelPlan) -> str:
-        if one.fits or self.topology.kind.name == "cpu":
-            return "yes" if one.fits else "no"
-        needed = one.peak / self.topology.kind.memory
-        return f"with {needed:.2f} of the memory" if needed <= _MOST else "no"
-
-    def _traffic(self) -> Table:
-        table = Table(title="collectives in one step, of one device")
-        table.add_column("")
-        table.add_column("collective")
-        for name in ("count", "whole arrays", "sent", "time", "overlapped"):
-            table.add_column(name, justify="right")
-        for one in self.levels:
-            table.add_section()
-            rows = (*one.traffic, one.total) if len(one.traffic) > 1 else one.traffic or (one.total,)
-            for i, row in enumerate(rows):
-                share = "" if row.overlapped is None else f"{row.overlapped:.0%}"
-                cells = (str(row.count), readable(row.bytes), readable(row.sent), _time(row.seconds), share)
-                table.add_row(one.name if i == 0 else "", row.kind, *cells)
-        return table
 
 
 def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels: Sequence[int] = LEVELS) -> Plan:
@@ -262,7 +102,7 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
     compiled = _Compiled.of(ahead, mesh.size, time.monotonic() - began)
     activations, problem = _activations(step, mesh, args, compiled)
     notes.extend([problem] if problem else [])
-    memory = int(topology.kind.memory * (1 if topology.kind.name == "cpu" else _fraction()))
+    memory = int(topology.kind.memory * (1 if topology.kind.name == "cpu" else fraction()))
     found = []
     for level in sorted({*levels, own}, key=lambda level: -1 if level is None else level):
         one = compiled
@@ -274,15 +114,6 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
         notes.append(f"{', '.join(large)}: XLA orders what does not fit so as to save memory, not to overlap anything")
     name = getattr(step, "__name__", "step")
     return Plan(name, topology, compiled_for, memory, tuple(found), tuple(notes))
-
-
-def _fraction() -> float:
-    """Of a GPU's memory that JAX's allocator may take."""
-    value = os.environ.get(_FRACTION) or 0.75
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{_FRACTION}={value!r}: expected a number, such as 0.75") from None
 
 
 def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
@@ -369,7 +200,7 @@ def _level(
     for c in one.collectives:
         if c.devices > 1:
             rows.setdefault(c.kind, []).append(_traffic(c, topology, compiled_for == "cuda"))
-    traffic = tuple(_sum(kind, several) for kind, several in rows.items())
+    traffic = tuple(total_of(kind, several) for kind, several in rows.items())
     return LevelPlan(level, own, kept, one.peak, one.peak <= memory, traffic, one.collectives, one.seconds)
 
 
@@ -386,17 +217,3 @@ def _traffic(c: schedule.Collective, topology: Topology, scheduled: bool) -> Tra
     speed, latency = topology.speed(c.groups)
     seconds = c.sent / speed + c.times * latency
     return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, float(c.overlapped) if scheduled else None)
-
-
-def _sum(kind: str, rows: Sequence[Traffic]) -> Traffic:
-    sent = sum(row.sent for row in rows)
-    known = all(row.overlapped is not None for row in rows)
-    share = sum(row.sent * (row.overlapped or 0) for row in rows) / sent if sent and known else None
-    return Traffic(
-        kind, sum(row.count for row in rows), sum(row.bytes for row in rows), sent,
-        sum(row.seconds for row in rows), share,
-    )  # fmt: skip
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

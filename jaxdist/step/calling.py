@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from jaxdist.step.program import Static
+from jaxdist.step.signature import Static
 
 
 class Calling:

@@ -13,8 +13,10 @@ from jaxdist.compat import trace_settings
 from jaxdist.placements.layouts import Layout
 from jaxdist.step import debugging
 from jaxdist.step.placement import Placement, abstract
-from jaxdist.step.program import Program, Signature, StepJaxpr, Traced, jaxpr_of, traced
+from jaxdist.step.program import Program
 from jaxdist.step.settings import COMPRESSIONS, Settings
+from jaxdist.step.signature import Signature
+from jaxdist.step.tracing import StepJaxpr, Traced, jaxpr_of, traced
 
 
 class Compiled:

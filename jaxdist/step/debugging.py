@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.runtime.context import Context
 from jaxdist.step.placement import ELSEWHERE, Placement
-from jaxdist.step.program import Signature, constants_back
+from jaxdist.step.signature import Signature, constants_back
 
 
 class Settings(NamedTuple):

@@ -33,9 +33,11 @@ from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Ahead, ahead
 from jaxdist.step.latest import Latest, expected, types
 from jaxdist.step.placement import ELSEWHERE, Placement
-from jaxdist.step.program import OtherTypesError, Signature, is_array, run
+from jaxdist.step.program import OtherTypesError
 from jaxdist.step.settings import Settings
+from jaxdist.step.signature import Signature, is_array
 from jaxdist.step.signing import Signer
+from jaxdist.step.tracing import run
 from jaxdist.tracebacks import api_boundary
 
 A = ParamSpec("A")

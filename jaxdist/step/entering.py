@@ -13,7 +13,8 @@ import numpy as np
 from jaxdist.agreement.calls import Agreement, StepCall, list_ranks
 from jaxdist.runtime.context import Context
 from jaxdist.step.placement import ELSEWHERE, Part, Placement, checksum
-from jaxdist.step.program import Program, Signature
+from jaxdist.step.program import Program
+from jaxdist.step.signature import Signature
 
 _log = logging.getLogger("jaxdist")
 

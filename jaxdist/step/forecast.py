@@ -15,8 +15,9 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose, sharding
 from jaxdist.step.compiled import Compiled
 from jaxdist.step.placement import abstract, batch_problem, in_shards
-from jaxdist.step.program import Signature, jaxpr_of, traced
 from jaxdist.step.settings import Settings
+from jaxdist.step.signature import Signature
+from jaxdist.step.tracing import jaxpr_of, traced
 
 
 class Held(NamedTuple):

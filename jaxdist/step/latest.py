@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxdist.compat import sharding_of
 from jaxdist.step.placement import Placement
-from jaxdist.step.program import Program, is_array, picker
+from jaxdist.step.program import Program
+from jaxdist.step.signature import is_array, picker
 
 NEITHER = object()
 """In place of how a leaf is kept: one of the batch, or a constant."""

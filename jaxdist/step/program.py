@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -18,236 +14,20 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.interpreter import Interpreter
-from jaxdist.ir.trace import stepping, trace
 from jaxdist.ir.wire import transfers
 from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
-from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, Padded, choose, layout, sharding
-from jaxdist.placements.marks import Marks, marks
+from jaxdist.placements.layouts import Layout, Padded, layout, sharding
 from jaxdist.placements.plan import Placed
 from jaxdist.placements.small import at_once
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
-from jaxdist.step import effects, finite, modules
-from jaxdist.step.matching import flows, match
+from jaxdist.step.signature import Signature, constants_back, has_constants, picker
+from jaxdist.step.tracing import Traced
 
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Static:
-    """A leaf that is no array (an activation function in a module, a string): constant of the program."""
-
-    value: Any
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is data, as opposed to a constant of the program."""
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)) or hasattr(leaf, "__array__")
-
-
-@dataclass(frozen=True, eq=False)
-class Signature:
-    """The structure of a call: what a compiled program is specific to, besides shapes and dtypes.
-
-    Attributes:
-      tree: of the tuple of all arguments; a leaf that is no array is a `Static` node of it.
-      is_batch: for each leaf, whether it belongs to the batch.
-      names: how messages call each leaf.
-      parameters: how they call each argument.
-      keywords: names of the last arguments, which go by keyword.
-      numbers: positions, among all leaves of the arguments, of Python numbers that are constants of the program.
-    """
-
-    tree: Any
-    is_batch: tuple[bool, ...]
-    names: tuple[str, ...]
-    parameters: tuple[str, ...]
-    keywords: tuple[str, ...] = ()
-    numbers: frozenset[int] = frozenset()
-
-    def data(self, leaves: Sequence[Any]) -> list[Any]:
-        """Of all leaves of the arguments those that are data, as opposed to constants of the program."""
-        return [x for i, x in enumerate(leaves) if is_array(x) and i not in self.numbers]
-
-    def with_batch(self, positions: Collection[int]) -> Signature:
-        """The same with these leaves as the batch."""
-        return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
-
-    @functools.cached_property
-    def state(self) -> tuple[int, ...]:
-        """Positions of the state's leaves."""
-        return tuple(i for i, b in enumerate(self.is_batch) if not b)
-
-    @functools.cached_property
-    def batch(self) -> tuple[int, ...]:
-        """Positions of the batch's leaves."""
-        return tuple(i for i, b in enumerate(self.is_batch) if b)
-
-    @functools.cached_property
-    def arguments(self) -> list[tuple[Any, list[int], str]]:
-        """Of each argument: its structure, the positions of its leaves, its name."""
-        out, start = [], 0
-        for child, name in zip(self.tree.children(), self.parameters, strict=True):
-            out.append((child, list(range(start, start + child.num_leaves)), name))
-            start += child.num_leaves
-        return out
-
-    @functools.cached_property
-    def pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        """The state's of all leaves."""
-        return picker(self.state)
-
-
-def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that takes the items at these positions from a sequence, fast."""
-    if len(positions) > 1:
-        return operator.itemgetter(*positions)
-    return lambda items: [items[i] for i in positions]
-
-
-class StepJaxpr(NamedTuple):
-    """A step as a jaxpr.
-
-    Attributes:
-      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
-      tree: of the result.
-      checked: what the findings are about (see `jaxdist.step.finite`).
-    """
-
-    jaxpr: ClosedJaxpr
-    tree: Any
-    checked: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """A step as a jaxpr, at logical shapes.
-
-    Attributes:
-      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
-      tree: of the result.
-      checked: what the findings are about (see `jaxdist.step.finite`).
-      infer: places it.
-      marks: of `jaxdist.zero`.
-      layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
-      sources: for each output the argument whose next value it is, or None.
-    """
-
-    jaxpr: ClosedJaxpr
-    tree: Any
-    checked: tuple[str, ...]
-    infer: Infer
-    marks: Marks
-    layouts: tuple[Layout | None, ...]
-    sources: tuple[int | None, ...]
-
-    def result(self) -> Any:
-        """Shapes and types of the step's result."""
-        types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
-        return constants_back(jax.tree.unflatten(self.tree, types[: self.tree.num_leaves]))
-
-
-def traced(step: StepJaxpr, signature: Signature, avals: Sequence[Any], mesh: Mesh, level: int | None = None) -> Traced:
-    """What placements are settled from.
-
-    Args:
-      step: as a jaxpr.
-      signature: structure of its arguments.
-      avals: their types; the batch's with all examples.
-      mesh: one axis, ``"data"``.
-      level: of ZeRO, in place of those that the step says.
-    """
-    closed, tree, checked = step
-    shapes = [a.shape for a in avals]
-    dims: dict[tuple[int, ...], int | None] = {}
-
-    def chosen(shape: tuple[int, ...]) -> int | None:
-        if shape not in dims:
-            how = choose(shape, mesh.size)
-            dims[shape] = how.dim if how else None
-        return dims[shape]
-
-    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu")
-    block = infer.block(closed)
-    found = marks(infer, block, level)
-    layouts = found.layouts(shapes, mesh.size)
-    dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
-    follows = flows(infer, block)
-    batch = set(signature.batch)
-    arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
-    sources = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
-    sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    return Traced(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
-
-
-def jaxpr_of(
-    step: Callable[..., Any],
-    signature: Signature,
-    avals: Sequence[Any],
-    mesh: Mesh,
-    axis_name: str = AXIS,
-    check_finite: bool = False,
-) -> StepJaxpr:
-    """Trace a step.
-
-    Args:
-      step: written for one device.
-      signature: structure of its arguments.
-      avals: their types; the batch's with all examples.
-      mesh: one axis, ``"data"``.
-      axis_name: what the step calls the axis.
-      check_finite: whether the result is looked at.
-
-    Raises:
-      StepError: it changes things outside.
-    """
-    trees: list[tuple[Any, tuple[str, ...]]] = []
-
-    def flat(*args: Any) -> list[Any]:
-        args = constants_back(args)
-        given = jax.tree.flatten_with_path(args)
-        with stepping(mesh), finite.collecting() as found:
-            result = run(step, args, signature.keywords)
-            if check_finite:
-                found.look_at(result, "result")
-        effects.refuse(step, signature.parameters, given, args, result)
-        constant = (bool, int, float, complex) if signature.numbers else ()
-        result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
-        outs, tree = jax.tree.flatten(result)
-        trees.append((tree, tuple(found.names)))
-        return [*outs, found.everywhere()] if found.names else outs
-
-    with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
-        functools.update_wrapper(flat, step, updated=())
-    try:
-        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name)
-    except Exception as error:
-        error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
-        raise
-    return StepJaxpr(closed, *trees[-1])
-
-
-def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
-    """Positions of the arguments' leaves of which a leaf of the result is the next value, as far as types and what
-    follows from what tell."""
-    closed, tree, _ = step
-    infer = Infer(1, lambda shape: None, None, True)
-    follows = flows(infer, infer.block(closed))[: tree.num_leaves]
-    outs = [(a.shape, carry) for a, (_, carry) in zip(closed.out_avals, follows, strict=False)]
-    return {i for i, a in enumerate(avals) if any(shape == a.shape and carry >> i & 1 for shape, carry in outs)}
-
-
-def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
-    """Call a step with arguments as of its `Signature`."""
-    if any(type(x) is modules.Part for x in args):
-        return modules.run(step, args, keywords)
-    places = len(args) - len(keywords)
-    return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
 
 
 class Program:
@@ -295,7 +75,7 @@ class Program:
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._communicator, self._on_traced = communicator, on_traced
-        self._has_constants = _has_constants(step.tree)
+        self._has_constants = has_constants(step.tree)
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
         returned = {i for i in step.sources if i is not None}
@@ -431,20 +211,6 @@ def _stays(p: Split, devices: int) -> bool:
     if p.stored:
         return p.asked and p.outer == 1 and p.chunk == -(-p.size // devices)
     return p.outer == 1 and not p.is_padded(devices) and not p.whole
-
-
-def constants_back(tree: Any) -> Any:
-    """`tree` with what its `Static` nodes hold in their place."""
-    return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
-
-
-def _is_static(leaf: Any) -> bool:
-    return isinstance(leaf, Static)
-
-
-def _has_constants(tree: Any) -> bool:
-    marked = jax.tree.unflatten(tree, [0] * tree.num_leaves)
-    return any(map(_is_static, jax.tree.leaves(marked, is_leaf=_is_static)))
 
 
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:

@@ -16,8 +16,9 @@ from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.compiled import Compiled
 from jaxdist.step.placement import Placement, abstract, checksum
-from jaxdist.step.program import Signature, Static, carried, is_array
 from jaxdist.step.settings import Settings
+from jaxdist.step.signature import Signature, Static, is_array
+from jaxdist.step.tracing import carried
 
 _NUMBERS = (bool, int, float, complex)
 _log = logging.getLogger("jaxdist")

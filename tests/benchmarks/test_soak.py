@@ -67,5 +67,5 @@ def test_what_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:
         "loss": 0.5,
     }
     said = soak.markdown({**found, "samples": samples})
-    assert "| 1 | memory, MiB | 500 | +199.00 ± 0.00 | +3600.0 ± 0.0 | grows |" in said
+    assert "| 1 | allocated, MiB | 500 | +199.00 ± 0.00 | +3600.0 ± 0.0 | grows |" in said
     assert said.count("| flat |") == 4

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxdist
-from jaxdist.step import program, signing
+from jaxdist.step import signature, signing
 from jaxdist.step.batch import AmbiguousError, Argument, length, which
 
 RNG = np.random.default_rng(0)
@@ -155,14 +155,14 @@ def test_an_error_of_the_step_is_not_hidden() -> None:
 
 def test_describing_a_call_takes_time_in_proportion_to_its_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    first = program.is_array
+    first = signature.is_array
 
     def counted(x: Any) -> bool:
         nonlocal looks
         looks += 1
         return first(x)
 
-    for module in (program, signing):
+    for module in (signature, signing):
         monkeypatch.setattr(module, "is_array", counted)
 
     def looks_at(leaves: int) -> int:

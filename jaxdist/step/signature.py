@@ -1,0 +1,99 @@
+"""What a call of a step is made of: its structure, and which leaves are data, state and batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A leaf that is no array (an activation function in a module, a string): constant of the program."""
+
+    value: Any
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is data, as opposed to a constant of the program."""
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)) or hasattr(leaf, "__array__")
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """The structure of a call: what a compiled program is specific to, besides shapes and dtypes.
+
+    Attributes:
+      tree: of the tuple of all arguments; a leaf that is no array is a `Static` node of it.
+      is_batch: for each leaf, whether it belongs to the batch.
+      names: how messages call each leaf.
+      parameters: how they call each argument.
+      keywords: names of the last arguments, which go by keyword.
+      numbers: positions, among all leaves of the arguments, of Python numbers that are constants of the program.
+    """
+
+    tree: Any
+    is_batch: tuple[bool, ...]
+    names: tuple[str, ...]
+    parameters: tuple[str, ...]
+    keywords: tuple[str, ...] = ()
+    numbers: frozenset[int] = frozenset()
+
+    def data(self, leaves: Sequence[Any]) -> list[Any]:
+        """Of all leaves of the arguments those that are data, as opposed to constants of the program."""
+        return [x for i, x in enumerate(leaves) if is_array(x) and i not in self.numbers]
+
+    def with_batch(self, positions: Collection[int]) -> Signature:
+        """The same with these leaves as the batch."""
+        return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
+
+    @functools.cached_property
+    def state(self) -> tuple[int, ...]:
+        """Positions of the state's leaves."""
+        return tuple(i for i, b in enumerate(self.is_batch) if not b)
+
+    @functools.cached_property
+    def batch(self) -> tuple[int, ...]:
+        """Positions of the batch's leaves."""
+        return tuple(i for i, b in enumerate(self.is_batch) if b)
+
+    @functools.cached_property
+    def arguments(self) -> list[tuple[Any, list[int], str]]:
+        """Of each argument: its structure, the positions of its leaves, its name."""
+        out, start = [], 0
+        for child, name in zip(self.tree.children(), self.parameters, strict=True):
+            out.append((child, list(range(start, start + child.num_leaves)), name))
+            start += child.num_leaves
+        return out
+
+    @functools.cached_property
+    def pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """The state's of all leaves."""
+        return picker(self.state)
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes the items at these positions from a sequence, fast."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda items: [items[i] for i in positions]
+
+
+def constants_back(tree: Any) -> Any:
+    """`tree` with what its `Static` nodes hold in their place."""
+    return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
+
+
+def _is_static(leaf: Any) -> bool:
+    return isinstance(leaf, Static)
+
+
+def has_constants(tree: Any) -> bool:
+    marked = jax.tree.unflatten(tree, [0] * tree.num_leaves)
+    return any(map(_is_static, jax.tree.leaves(marked, is_leaf=_is_static)))

@@ -1,0 +1,162 @@
+"""A step, traced for the types of its arguments: as a jaxpr, and what was found out about it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
+
+from jaxdist.ir.trace import stepping, trace
+from jaxdist.mesh import AXIS
+from jaxdist.placements.infer import Infer
+from jaxdist.placements.layouts import Layout, choose
+from jaxdist.placements.marks import Marks, marks
+from jaxdist.step import effects, finite, modules
+from jaxdist.step.matching import flows, match
+from jaxdist.step.signature import Signature, Static, constants_back, is_array
+
+
+class StepJaxpr(NamedTuple):
+    """A step as a jaxpr.
+
+    Attributes:
+      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
+      tree: of the result.
+      checked: what the findings are about (see `jaxdist.step.finite`).
+    """
+
+    jaxpr: ClosedJaxpr
+    tree: Any
+    checked: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A step as a jaxpr, at logical shapes.
+
+    Attributes:
+      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
+      tree: of the result.
+      checked: what the findings are about (see `jaxdist.step.finite`).
+      infer: places it.
+      marks: of `jaxdist.zero`.
+      layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
+      sources: for each output the argument whose next value it is, or None.
+    """
+
+    jaxpr: ClosedJaxpr
+    tree: Any
+    checked: tuple[str, ...]
+    infer: Infer
+    marks: Marks
+    layouts: tuple[Layout | None, ...]
+    sources: tuple[int | None, ...]
+
+    def result(self) -> Any:
+        """Shapes and types of the step's result."""
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
+        return constants_back(jax.tree.unflatten(self.tree, types[: self.tree.num_leaves]))
+
+
+def traced(step: StepJaxpr, signature: Signature, avals: Sequence[Any], mesh: Mesh, level: int | None = None) -> Traced:
+    """What placements are settled from.
+
+    Args:
+      step: as a jaxpr.
+      signature: structure of its arguments.
+      avals: their types; the batch's with all examples.
+      mesh: one axis, ``"data"``.
+      level: of ZeRO, in place of those that the step says.
+    """
+    closed, tree, checked = step
+    shapes = [a.shape for a in avals]
+    dims: dict[tuple[int, ...], int | None] = {}
+
+    def chosen(shape: tuple[int, ...]) -> int | None:
+        if shape not in dims:
+            how = choose(shape, mesh.size)
+            dims[shape] = how.dim if how else None
+        return dims[shape]
+
+    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu")
+    block = infer.block(closed)
+    found = marks(infer, block, level)
+    layouts = found.layouts(shapes, mesh.size)
+    dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
+    follows = flows(infer, block)
+    batch = set(signature.batch)
+    arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
+    sources = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
+    sources += [None] * (len(closed.out_avals) - tree.num_leaves)
+    return Traced(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
+
+
+def jaxpr_of(
+    step: Callable[..., Any],
+    signature: Signature,
+    avals: Sequence[Any],
+    mesh: Mesh,
+    axis_name: str = AXIS,
+    check_finite: bool = False,
+) -> StepJaxpr:
+    """Trace a step.
+
+    Args:
+      step: written for one device.
+      signature: structure of its arguments.
+      avals: their types; the batch's with all examples.
+      mesh: one axis, ``"data"``.
+      axis_name: what the step calls the axis.
+      check_finite: whether the result is looked at.
+
+    Raises:
+      StepError: it changes things outside.
+    """
+    trees: list[tuple[Any, tuple[str, ...]]] = []
+
+    def flat(*args: Any) -> list[Any]:
+        args = constants_back(args)
+        given = jax.tree.flatten_with_path(args)
+        with stepping(mesh), finite.collecting() as found:
+            result = run(step, args, signature.keywords)
+            if check_finite:
+                found.look_at(result, "result")
+        effects.refuse(step, signature.parameters, given, args, result)
+        constant = (bool, int, float, complex) if signature.numbers else ()
+        result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
+        outs, tree = jax.tree.flatten(result)
+        trees.append((tree, tuple(found.names)))
+        return [*outs, found.everywhere()] if found.names else outs
+
+    with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
+        functools.update_wrapper(flat, step, updated=())
+    try:
+        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name)
+    except Exception as error:
+        error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
+        raise
+    return StepJaxpr(closed, *trees[-1])
+
+
+def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
+    """Positions of the arguments' leaves of which a leaf of the result is the next value, as far as types and what
+    follows from what tell."""
+    closed, tree, _ = step
+    infer = Infer(1, lambda shape: None, None, True)
+    follows = flows(infer, infer.block(closed))[: tree.num_leaves]
+    outs = [(a.shape, carry) for a, (_, carry) in zip(closed.out_avals, follows, strict=False)]
+    return {i for i, a in enumerate(avals) if any(shape == a.shape and carry >> i & 1 for shape, carry in outs)}
+
+
+def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
+    """Call a step with arguments as of its `Signature`."""
+    if any(type(x) is modules.Part for x in args):
+        return modules.run(step, args, keywords)
+    places = len(args) - len(keywords)
+    return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
