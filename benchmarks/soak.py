@@ -5,15 +5,15 @@
     jaxdist run -n 32 benchmarks/soak.py train --cycles 1
 
 *load* makes so many all-reduces and as many reduce-scatters, of other numbers each time, and compares every element.
-*train* goes through cycles of training steps and eager collectives, and now and then a save in the background, which is
-read again and compared bit by bit: in each of the first cycles, and then not in every one (tensorstore 0.1.86 loses
+*train* goes through cycles of training steps and eager collectives, and now and then a save in the background, which
+is read again and compared bit by bit: in each of the first cycles, and then not in every one (tensorstore 0.1.86 loses
 some 10 KiB an array and save in `Spec.to_json`). After each cycle it notes what each rank has allocated with malloc,
 how many objects of Python it has, its descriptors and threads. (Not its resident memory, which is told beside: the
 pools of malloc, one for each of tensorstore's threads, which come and go, grow by up to 70 MiB in the first hour while
-what they hold does not.) The first third is left out (caches fill); through the rest, in 20 blocks, a line is fitted. What it
-rises by in that time is **flat** if its 95% interval ends below the limit (1% of the memory, and of the objects; one
-descriptor; one thread), **grows** if it begins above the limit, and else **not known**: run for longer. With
---checkpoints a later run goes on where this one was. The exit code is 1 if anything was wrong or grows.
+what they hold does not.) The first third is left out (caches fill); through the rest, in 20 blocks, a line is fitted.
+What it rises by in that time is **flat** if its 95% interval ends below the limit (1% of the memory, and of the
+objects; one descriptor; one thread), **grows** if it begins above the limit, and else **not known**: run for longer.
+With --checkpoints a later run goes on where this one was. The exit code is 1 if anything was wrong or grows.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Malloc(ctypes.Structure):
             "fsmblks",
             "uordblks",
             "fordblks",
-            "keep",
+            "top",
         )
     )
 

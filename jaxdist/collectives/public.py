@@ -383,12 +383,6 @@ def recv(like: Any, src: int) -> Any:
     return jax.tree.unflatten(tree, ctx.only(Eager).recv(mine, structs, source))
 
 
-# --- a call, from its arguments to its results
-
-
-# --- between two
-
-
 def _to_send(x: Any, wire: Any) -> Prepared:
     structure, arrays = flat("send", x)
     mine = describe("send", structure, types_of(arrays))
@@ -398,6 +392,3 @@ def _to_send(x: Any, wire: Any) -> Prepared:
 
 
 _to_self: deque[tuple[Any, list[Any]]] = deque()
-
-
-# --- gradients

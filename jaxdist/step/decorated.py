@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
@@ -23,12 +22,12 @@ from jaxdist.ir.fingerprint import constants
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.placements import report
-from jaxdist.placements.layouts import Padded
 from jaxdist.placements.plan import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step import debugging, finite, modules
 from jaxdist.step.compiled import Compiled
+from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Ahead, ahead
 from jaxdist.step.latest import Latest, expected, types
@@ -147,7 +146,7 @@ class DataParallel(Generic[A, R]):
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
             self._agreed.clear()  # the next call finds out whether it failed on every rank
-            self._name_deleted(args, keywords, error)
+            name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
         self._agreement.returned(self._name, result)
         if self._log is not None:
@@ -162,19 +161,6 @@ class DataParallel(Generic[A, R]):
             sync.compare(self._context, result, f"check of {self._name} call {call}",
                          f"step {self._name!r}, call {call}: result")  # fmt: skip
         return result
-
-    def _name_deleted(self, args: tuple[Any, ...], keywords: tuple[str, ...], error: BaseException) -> None:
-        """XLA's error for an array whose memory another call has taken says neither which nor why."""
-        leaves = jax.tree_util.tree_leaves_with_path(args)
-        gone = [path for path, x in leaves if isinstance(x, (jax.Array, Padded)) and x.is_deleted()]
-        about = isinstance(error, (RuntimeError, ValueError)) and ("deleted" in str(error) or "donated" in str(error))
-        if not gone or not about:
-            return
-        name = self._settings.calling.of(len(args), keywords)[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
-        raise RuntimeError(
-            f"step {self._name!r}: {name} was deleted: an earlier call of a step, which returned its next value, took "
-            "its memory. Go on with what that call returned, or decorate with donate=False"
-        ) from error
 
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step; but it must not be compiled as it is in a job of several devices."""
@@ -344,7 +330,7 @@ class DataParallel(Generic[A, R]):
         if any(map(_is_deleted, state)):
             raise RuntimeError("Array has been deleted")
         if program.donates and len(set(map(id, state))) < len(state):
-            state = _without_aliases(state)
+            state = without_aliases(state)
         return program, state, self._placement.batch_argument(batch, program.batch)
 
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
@@ -387,17 +373,6 @@ class Method(Generic[R]):
 
 class _ModulesError(Exception):
     """There are objects of nnx among the arguments."""
-
-
-def _without_aliases(state: list[Any]) -> list[Any]:
-    """Donating one buffer twice is an error: the second reference (an average that starts as the weights) is copied."""
-    seen: set[int] = set()
-    out = []
-    for x in state:
-        twin = isinstance(x, jax.Array) and id(x) in seen
-        seen.add(id(x))
-        out.append(jnp.copy(x) if twin else x)
-    return out
 
 
 def decorated_with(settings: Settings) -> DataParallel:

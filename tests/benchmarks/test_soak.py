@@ -55,7 +55,7 @@ def test_what_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     assert soak.trend(seconds, warm, 4.0).growth == pytest.approx(0)
     assert soak.trend(seconds[:50], warm[:50], 4.0) is None
 
-    samples = [[[t, 400 + t, 30.0, 40.0] for t in seconds]] * 2
+    samples = [[[t, 400 + t, 900.0, 30.0, 40.0, 500 + t] for t in seconds]] * 2
     found = {
         "cycles": 300,
         "saves": 5,
@@ -68,4 +68,5 @@ def test_what_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     said = soak.markdown({**found, "samples": samples})
     assert "| 1 | allocated, MiB | 500 | +199.00 ± 0.00 | +3600.0 ± 0.0 | grows |" in said
-    assert said.count("| flat |") == 4
+    assert said.count("| flat |") == 6
+    assert said.endswith("Resident memory of each rank, MiB: 600 to 799, 600 to 799.")
