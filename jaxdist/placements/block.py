@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
@@ -137,3 +140,27 @@ def _called(eqn: JaxprEqn, ins: Sequence[int]) -> tuple[ClosedJaxpr | None, Sequ
     if isinstance(body, Jaxpr):
         body = ClosedJaxpr(body, ())
     return body, ins
+
+
+def number(value: Any) -> Any:
+    """The number that a constant is, if it is one."""
+    try:
+        if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+            return np.asarray(value)[()]
+    except TypeError:
+        pass
+    return None
+
+
+def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
+    """Values that lead to some outputs by additions only."""
+    found = {block.outputs[k] for k in outputs}
+    for node in reversed(block.nodes):
+        if node.name in ("add", "add_any", "sub", "neg", "convert_element_type") and node.outs[0] in found:
+            found.update(i for i in node.ins if block.uses[i] == 1)
+    return frozenset(found)
+
+
+# --- what leads to a mark
+
+_PASSES = rules.ELEMENTWISE

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
 from jaxdist.placements import rules
-from jaxdist.placements.block import Block, Node, flatten
+from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.plan import Move, Placed, Plan, nbytes
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
@@ -150,12 +149,12 @@ class Walk:
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placed = Placed(block, tuple(map(form, ins)))
         self.at: list[Any] = [None] * len(block.avals)
-        self.loose = _added(block, loose)
+        self.loose = added(block, loose)
         self.next = {i: node for node in block.nodes for i in node.ins}
         self.inputs = {i: k for k, i in enumerate(block.inputs)}
         summed: set[int] = set()
         for i, value in block.known.items():
-            self.at[i] = Replicated(_const(value))
+            self.at[i] = Replicated(number(value))
         for i, placement in zip(block.inputs, ins, strict=True):
             self.at[i] = self._settled(i, placement)
             if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
@@ -351,30 +350,6 @@ class Walk:
 _KEEPS_DIMS = {"slice", "dynamic_slice", "pad", "concatenate", "gather", "split", "dynamic_update_slice", "rev", "sort"}
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
-
-
-def _const(value: Any) -> Any:
-    """The number that a constant is, if it is one."""
-    try:
-        if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
-            return np.asarray(value)[()]
-    except TypeError:
-        pass
-    return None
-
-
-def _added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
-    """Values that lead to some outputs by additions only."""
-    found = {block.outputs[k] for k in outputs}
-    for node in reversed(block.nodes):
-        if node.name in ("add", "add_any", "sub", "neg", "convert_element_type") and node.outs[0] in found:
-            found.update(i for i in node.ins if block.uses[i] == 1)
-    return frozenset(found)
-
-
-# --- what leads to a mark
-
-_PASSES = rules.ELEMENTWISE
 
 
 def _marked(infer: Infer, block: Block) -> dict[int, int]:
