@@ -159,8 +159,3 @@ def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
         if node.name in ("add", "add_any", "sub", "neg", "convert_element_type") and node.outs[0] in found:
             found.update(i for i in node.ins if block.uses[i] == 1)
     return frozenset(found)
-
-
-# --- what leads to a mark
-
-_PASSES = rules.ELEMENTWISE

@@ -371,7 +371,7 @@ def _marked(infer: Infer, block: Block) -> dict[int, int]:
             before = reshaped(tile(dim, new[dim], infer.devices), new, old)
             if before is not None and infer.is_plain(before, block.avals[node.ins[0]]):
                 found.setdefault(node.ins[0], before.dim)
-        elif node.name in _PASSES:
+        elif node.name in rules.ELEMENTWISE:
             shape = block.avals[node.outs[0]].shape
             for i in node.ins:
                 if block.avals[i].shape == shape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import logging
 import math
@@ -12,7 +11,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -28,7 +26,7 @@ from jaxdist.control.keys import Key, is_loopback
 from jaxdist.control.sequence import Sequence
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.mesh import AXIS
-from jaxdist.runtime import commlog, coordinator, devices, executables, farewell, gloo, transfer
+from jaxdist.runtime import commlog, communicator_of, coordinator, devices, executables, farewell, gloo, transfer
 
 _log = logging.getLogger("jaxdist")
 COMMUNICATORS = ("auto", "xla", "mpi")
@@ -321,7 +319,7 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
     if ctx.size == 1:
         ctx.devices = list(jax.local_devices())
         ctx.num_devices = len(ctx.devices)
-        ctx.communicator = _alone(wanted, ctx)
+        ctx.communicator = communicator_of.alone(wanted, ctx.num_devices)
         ctx.mesh = _mesh(ctx.devices)
         return
     if compat.backend_started() and not compat.distributed_client_started():
@@ -339,7 +337,7 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         gpus,
         devices.wanted_platform(platforms, gpus),
     )
-    chosen = _communicator(ctx, wanted, mine.platform)
+    chosen = communicator_of.several(ctx.size, ctx.connector.name, wanted, mine.platform)
     said = ctx.control.exchange("init", (mine, *chosen, executables.offer(ctx.local_rank)), timeout)
     hosts = [h for h, *_ in said]
     _agree(ctx, hosts)
@@ -427,79 +425,6 @@ def _reachable_ip(ctx: Context) -> str:
     ip = members[ctx.rank].ip
     # A rank beside the root talked to it over loopback: others reach both at the root's address.
     return members[0].ip if is_loopback(ip) else ip
-
-
-def _alone(wanted: str, ctx: Context) -> str:
-    if wanted != "mpi":
-        return "xla"
-    if ctx.num_devices > 1:
-        raise ValueError(
-            f"communicator 'mpi' moves arrays between processes, and this is one process with "
-            f"{ctx.num_devices} devices: use communicator 'xla', or start with "
-            f"mpirun -np {ctx.num_devices}"
-        )
-    problem = _mpi_problem(1)
-    if problem:
-        raise (ImportError if "Install" in problem else ValueError)(f"communicator 'mpi': {problem}")
-    return "mpi"
-
-
-def _communicator(ctx: Context, wanted: str, platform: str) -> tuple[str, str]:
-    """(name, why "mpi" can't be) as this rank sees it; never raises, so that all ranks compare."""
-    if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
-        return "xla", ""
-    if wanted == "auto":
-        # Only where an MPI launcher is: elsewhere MPI_Init may abort the process.
-        pmi = any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK"))
-        if ctx.connector.name != "mpi" and not (ctx.connector.name == "slurm" and pmi):
-            return "xla", ""
-    problem = _mpi_problem(ctx.size)
-    return ("xla", problem) if problem else ("mpi", "")
-
-
-def _mpi_problem(size: int) -> str:
-    """Why communicator "mpi" can't work here, or ""."""
-    from jaxdist.connectors import site
-    from jaxdist.connectors.mpi import load
-
-    for module in ("mpi4py", "mpi4jax"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed. Install: {site.install()}"
-    try:
-        mpi = load()
-    except ImportError as error:
-        return str(error)
-    if mpi.COMM_WORLD.size != size:
-        return (
-            f"MPI's world has {mpi.COMM_WORLD.size} processes, the job has {size}: start the "
-            f"script with `mpirun -np {size}` (or srun --mpi=...), or use communicator 'xla'"
-        )
-    built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
-    if built and built != loaded:
-        rebuild = site.rebuild_mpi4jax(site.loaded() or "")
-        return (
-            f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
-            f"communicator 'xla', or rebuild it with the mpicc of that MPI: {rebuild}"
-        )
-    return ""
-
-
-def _mpi_family(mpi: Any) -> str:
-    return "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
-
-
-def _mpi4jax_built_for() -> str | None:
-    """Read off the library name that its extension is linked to; loading it could crash."""
-    spec = importlib.util.find_spec("mpi4jax")
-    assert spec is not None
-    assert spec.origin is not None
-    for library in sorted(Path(spec.origin).parent.rglob("*cpu*.so")):
-        content = library.read_bytes()
-        if b"libmpi.so.40" in content:
-            return "Open MPI"
-        if b"libmpi.so.12" in content or b"libmpich.so.12" in content:
-            return "MPICH"
-    return None
 
 
 __all__ = ["Context", "ControlError", "get_context", "init"]

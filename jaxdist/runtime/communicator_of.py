@@ -1,0 +1,100 @@
+"""Which communicator a job has: "xla", or "mpi" where MPI and mpi4jax are there and fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+
+def alone(wanted: str, devices: int) -> str:
+    """That of a process alone.
+
+    Args:
+      wanted: "auto", "xla" or "mpi".
+      devices: of this process.
+
+    Raises:
+      ValueError: it can't be had, or (ImportError) is not installed.
+    """
+    if wanted != "mpi":
+        return "xla"
+    if devices > 1:
+        raise ValueError(
+            f"communicator 'mpi' moves arrays between processes, and this is one process with "
+            f"{devices} devices: use communicator 'xla', or start with "
+            f"mpirun -np {devices}"
+        )
+    problem = _mpi_problem(1)
+    if problem:
+        raise (ImportError if "Install" in problem else ValueError)(f"communicator 'mpi': {problem}")
+    return "mpi"
+
+
+def several(size: int, connector: str, wanted: str, platform: str) -> tuple[str, str]:
+    """That of several processes; never raises, so that all ranks compare.
+
+    Args:
+      size: number of processes.
+      connector: how they found each other.
+      wanted: "auto", "xla" or "mpi".
+      platform: of the devices.
+
+    Returns:
+      Its name as this rank sees it, and why "mpi" can't be, or "".
+    """
+    if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
+        return "xla", ""
+    if wanted == "auto":
+        # Only where an MPI launcher is: elsewhere MPI_Init may abort the process.
+        pmi = any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK"))
+        if connector != "mpi" and not (connector == "slurm" and pmi):
+            return "xla", ""
+    problem = _mpi_problem(size)
+    return ("xla", problem) if problem else ("mpi", "")
+
+
+def _mpi_problem(size: int) -> str:
+    """Why communicator "mpi" can't work here, or ""."""
+    from jaxdist.connectors import site
+    from jaxdist.connectors.mpi import load
+
+    for module in ("mpi4py", "mpi4jax"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed. Install: {site.install()}"
+    try:
+        mpi = load()
+    except ImportError as error:
+        return str(error)
+    if mpi.COMM_WORLD.size != size:
+        return (
+            f"MPI's world has {mpi.COMM_WORLD.size} processes, the job has {size}: start the "
+            f"script with `mpirun -np {size}` (or srun --mpi=...), or use communicator 'xla'"
+        )
+    built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
+    if built and built != loaded:
+        rebuild = site.rebuild_mpi4jax(site.loaded() or "")
+        return (
+            f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
+            f"communicator 'xla', or rebuild it with the mpicc of that MPI: {rebuild}"
+        )
+    return ""
+
+
+def _mpi_family(mpi: Any) -> str:
+    return "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
+
+
+def _mpi4jax_built_for() -> str | None:
+    """Read off the library name that its extension is linked to; loading it could crash."""
+    spec = importlib.util.find_spec("mpi4jax")
+    assert spec is not None
+    assert spec.origin is not None
+    for library in sorted(Path(spec.origin).parent.rglob("*cpu*.so")):
+        content = library.read_bytes()
+        if b"libmpi.so.40" in content:
+            return "Open MPI"
+        if b"libmpi.so.12" in content or b"libmpich.so.12" in content:
+            return "MPICH"
+    return None
