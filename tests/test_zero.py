@@ -483,5 +483,8 @@ def test_what_is_in_shards_over_other_devices_as_a_batch(devices: int) -> None:
     whole = -1.0 - jnp.arange(60.0).reshape(6, 10)
     kept = jaxdist.shard(whole)  # over eight: two rows of padding
     assert isinstance(kept, Padded)
+    for use in (lambda x: x * 2, lambda x: 2 - x, lambda x: x[0], lambda x: x @ x, float, len):
+        with pytest.raises(TypeError, match=r"is kept in shards .*jaxdist\.unshard"):
+            use(kept)
     step = lambda batch: (batch.max(0), 2 * batch, jnp.sort(batch, 0)[-1])
     parity.compare(jax.tree.map(jaxdist.unshard, parity.decorated(step, devices)(kept)), jax.jit(step)(whole))

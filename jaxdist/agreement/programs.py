@@ -121,9 +121,9 @@ class Programs:
         n = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
         if pairs[n][0].startswith(_HOLDS):
             self._control.fail(
-                f"{where}the ranks run the same operations on other numbers: what the step closes over, a number or an "
-                f"array, is not the same on rank {me} and rank {rank}. Pass what differs as part of the batch, or make "
-                "it the same everywhere (a seed that depends on the rank?)"
+                f"{where}the ranks run the same collectives on other numbers: what the step closes over, a number or "
+                f"an array, is not the same on rank {me} and rank {rank}. Pass what differs as part of the batch, or "
+                "make it the same everywhere (a seed that depends on the rank? an `if rank == ...` in the step?)"
             )
             return
         self._control.fail(

@@ -51,6 +51,8 @@ def _eagerly(kind: str, tree: Any, arguments: dict[str, Any], backward: bool = F
 
     def prepare(wire: Any) -> Prepared:
         structure, given[:] = flat(kind, tree)
+        if not backward and arguments.get("op") in ("sum", "prod"):
+            _refuse_what_is_summed(kind, given)
         call, description = (_backward_plan if backward else _plan)(kind, arguments, ctx.size, structure, given)
         return Prepared(call, description, [wire.load(x) for x in given])
 
@@ -63,6 +65,16 @@ def _eagerly(kind: str, tree: Any, arguments: dict[str, Any], backward: bool = F
     if outs is None:
         outs = [_alone(call, x) for x in given]
     return jax.tree.unflatten(structure, [own(x) if out is None else out for x, out in zip(given, outs, strict=True)])
+
+
+def _refuse_what_is_summed(kind: str, arrays: Sequence[Any]) -> None:
+    """What a decorated step returns is of the whole batch already: the commonest slip of who comes from DDP."""
+    if any(isinstance(x, jax.Array) and x.is_fully_replicated and not x.is_fully_addressable for x in arrays):
+        raise ValueError(
+            f"jaxdist.{kind} of an array that every process has complete, as a decorated step returns it: it is of the "
+            "whole batch already, and a sum over the ranks would count it once for each. Leave the call out (or pass "
+            "np.asarray(x), if that sum is what you want)"
+        )
 
 
 def _plan(

@@ -161,7 +161,7 @@ class Hub:
         left = ", ".join(self.root.who(r) for r in sorted(self.left))
         return (
             f"{left} has already left. {self.where()} Every rank must make the same jaxdist calls: "
-            "did it run fewer steps or end early?"
+            "did it run fewer steps, end early, or is this call under a condition such as `if rank == 0`?"
         )
 
     def where(self) -> str:

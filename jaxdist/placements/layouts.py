@@ -144,6 +144,16 @@ class Padded:
         self.array.block_until_ready()
         return self
 
+    def _not_an_array(self, *_: Any) -> Any:
+        raise TypeError(
+            f"an array of shape {self.shape} is kept in shards (jaxdist.zero, level 3, or jaxdist.shard) and has no "
+            "arithmetic outside decorated functions: jaxdist.unshard(tree), called by every rank, makes it complete"
+        )
+
+    __getitem__ = __iter__ = __len__ = __float__ = __int__ = __bool__ = _not_an_array
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _not_an_array
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _not_an_array
+
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(np.asarray(self))
 

@@ -65,16 +65,18 @@ class Entering:
                 if (others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own])
             }  # fmt: skip
         for i in sorted(read & differs.keys()):
+            advice = "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums"
+            if jax.numpy.issubdtype(program.types[i][1], jax.dtypes.prng_key):
+                advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(
                 f"step {self._name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
-                f"{list_ranks(differs[i])}, and the step does not return it. If each rank has its own part of it, it "
-                "belongs to the batch: name its argument in batch_argnums"
+                f"{list_ranks(differs[i])}, and the step does not return it. {advice}"
             )
         differ = [i for i in elsewhere if i in differs]
         if differ and context.is_root:
             also = f" (and {len(differ) - 1} other leaves)" if len(differ) > 1 else ""
             _log.warning(
-                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all go on with that of rank 0",
+                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all continue with that of rank 0",
                 self._name, names[differ[0]], also, list_ranks(differs[differ[0]]),
             )  # fmt: skip
 

@@ -64,7 +64,8 @@ def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
 
     at = [i for i, x in enumerate(args) if found(x)]
     objects = [args[i] for i in at]
-    graph, state = nnx.split(objects)
+    with nnx.update_context("jaxdist"):  # takes the cache that nnx.cached_partial offers, which insists on it
+        graph, state = nnx.split(objects)
     out = list(args)
     for k, i in enumerate(at):
         out[i] = Part(_of(state, k), graph if k == 0 else None, k)

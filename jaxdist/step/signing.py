@@ -113,7 +113,7 @@ class Signer:
             self._told = True
             if context.is_root:
                 _log.warning(
-                    "step %r: all %d ranks come with the same batch, so each example counts %d times. Give each rank "
+                    "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
                     "its own part: jaxdist.loader does, or take x[rank::size]",
                     self._name, context.size, context.size,
                 )  # fmt: skip

@@ -89,6 +89,8 @@ def arguments() -> None:
     enqueue = jaxdist.data_parallel(lambda w, queue, x: (loss_of(w, x), queue.sum()), donate=False)
     alike("a queue", enqueue(W, queue, X[ctx.rank]), (loss_of(W, whole(X)), queue.sum()))
     later = jnp.full((5, 3), float(ctx.rank))
+    drawn = jaxdist.data_parallel(lambda key, x: x + jax.random.normal(key, x.shape))
+    refused("a key of each rank", lambda: drawn(jax.random.key(ctx.rank), X[ctx.rank]), "Use one key on all ranks")
     refused("a queue that differs later", lambda: enqueue(W, later, X[ctx.rank]), "queue is not the same on rank 0")
     only = jaxdist.data_parallel(lambda x: x - 0.1 * x.mean(0), donate=False)
     refused("one argument", lambda: only(X[ctx.rank]), "batch_argnums='x'")
@@ -104,7 +106,7 @@ def forgotten_split() -> None:
     step = jaxdist.data_parallel(lambda w, x: w - jax.grad(loss_of)(w, x), donate=False)
     step(W, X[0])
     if ctx.is_root:
-        assert any("come with the same batch" in text for text in said), said
+        assert any("pass the same batch" in text for text in said), said
     print("OK a forgotten split", flush=True)
 
 

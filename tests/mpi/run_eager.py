@@ -111,6 +111,9 @@ def acceptance() -> None:
     same(jaxdist.allgather([R, R + 0.5, bool(R)]), [np.arange(N), np.arange(N) + 0.5, np.arange(N) > 0])
     replicated = jax.device_put(1.0)
     same(jaxdist.allreduce((replicated, [], None, {})), (np.asarray(float(N)), [], None, {}))
+    loss = jaxdist.data_parallel(lambda x: x.mean())(np.ones(2))
+    fails(lambda: jaxdist.allreduce({"loss": loss}), ValueError, "is of the whole batch already")
+    same(jaxdist.allreduce({"loss": loss}, "avg"), {"loss": whole(1)})
     jaxdist.barrier()
 
 

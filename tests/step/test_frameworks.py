@@ -52,6 +52,21 @@ class Tied(nnx.Module):
 
 
 @program(nnx.jit)
+def nnx_cached_partial(decorate: Any) -> Any:
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), **F64)
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    @decorate
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x)[:, 0] - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    cached = nnx.cached_partial(step, model, optimizer)
+    return [cached(X, Y) for _ in range(STEPS)], nnx.state(model)
+
+
+@program(nnx.jit)
 def shared_variables(decorate: Any) -> Any:
     model = Tied()
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
