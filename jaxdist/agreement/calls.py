@@ -30,14 +30,21 @@ class StepCall:
     Attributes:
       step: its name.
       batch: names and types of the leaves.
+      constants: names and values of the arguments' constants.
     """
 
     step: str
     batch: tuple[tuple[str, str], ...] = ()
+    constants: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name} {kind}" for name, kind in self.batch[:4])
-        return f"step {self.step!r}" + (f" with a batch of {shown}" if shown else "")
+        text = f"step {self.step!r}" + (f" with a batch of {shown}" if shown else "")
+        if self.constants:  # what differs has to be seen here
+            values = ", ".join(f"{name}={value}" for name, value in self.constants)
+            digest = hashlib.sha256(values.encode()).hexdigest()[:8]
+            text += f" and {values}" if len(values) < 200 else f" and constants (digest {digest})"
+        return text
 
 
 @dataclass(frozen=True)
@@ -185,9 +192,11 @@ def explain(everyone: Sequence[Description]) -> str:
             by_type.setdefault(table.get(name) or _other_role(table, name), []).append(rank)
         if len(by_type) > 1:
             values = "; ".join(f"{kind} on rank {list_ranks(ranks)}" for kind, ranks in by_type.items())
-            return (
-                f"the ranks call step {step!r} with different arguments: {name} is {values}. Build the same model on "
-                "every rank, and pass batches of the same shape (drop or pad the tail of the data)."
+            return f"the ranks call step {step!r} with different arguments: {name} is {values}. " + (
+                "What is no array must be the same on every rank."
+                if name.startswith("constant ")
+                else "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail "
+                "of the data)."
             )
     return f"the ranks call step {step!r} with the same leaves in a different order"
 

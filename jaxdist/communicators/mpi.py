@@ -210,7 +210,11 @@ class MpiLowering(Interpreter):
     # --- rules for JAX's collectives
 
     def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
-        return self._all_reduce(self._comm(eqn), x, op)
+        own = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))  # of vmap
+        if own:
+            x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](x, own).astype(x.dtype)
+        named = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
+        return self._all_reduce(self._comm(eqn, named), x, op) if named else x
 
     def _all_gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         comm = self._comm(eqn)
@@ -254,9 +258,9 @@ class MpiLowering(Interpreter):
         # dropped from the program, and the rank that this one sends to would wait for ever.
         return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
-    def _comm(self, eqn: JaxprEqn) -> Any:
+    def _comm(self, eqn: JaxprEqn, axes: Any = None) -> Any:
         """The communicator of an equation's groups, made by its members when they first lower one such."""
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", AXIS))
+        axes = axes or eqn.params.get("axes", eqn.params.get("axis_name", AXIS))
         axes = axes if isinstance(axes, (tuple, list)) else (axes,)
         if tuple(axes) != (AXIS,):
             self._unsupported(self, eqn)

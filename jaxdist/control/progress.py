@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 
@@ -72,10 +72,15 @@ class Progress:
 
 def _an_array(tree: Any) -> jax.Array | None:
     """Some array of a step's result, a small one if there is one; cheap if the result ends in one."""
-    last = tree
+    last: Any = tree
     while isinstance(last, (tuple, list, dict)) and last:
         last = next(reversed(last.values())) if isinstance(last, dict) else last[-1]
-    if isinstance(last, jax.Array) and last.size <= _SMALL:
+    if _can_be_asked(last) and last.size <= _SMALL:
         return last
-    arrays = list(islice((x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), 16))  # not all: it takes time
+    arrays = list(islice((x for x in jax.tree.leaves(tree) if _can_be_asked(x)), 16))  # not all: it takes time
     return next((x for x in arrays if x.size <= _SMALL), arrays[0] if arrays else None)
+
+
+def _can_be_asked(x: Any) -> TypeGuard[jax.Array]:
+    """Whether it is an array that knows when it is ready: one of random keys does not."""
+    return isinstance(x, jax.Array) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)

@@ -157,6 +157,19 @@ mlir.register_lowering(
 )
 
 
+def _plain_impl(x: Any, *, name: str) -> Any:
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"step {name!r} was called under jax.grad, jax.vmap or the like: there it is the plain step, and each of "
+            f"the {jax.process_count()} processes would get the result of its own part of the batch. Take the gradient "
+            "inside a decorated function"
+        )
+    return x
+
+
+plain_p.def_impl(_plain_impl)
+
+
 def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
     if jax.process_count() > 1:
         raise RuntimeError(

@@ -227,7 +227,7 @@ class DataParallel(Generic[A, R]):
         leaves, tree = jax.tree.flatten(args)
         tree = (tree, keywords) if keywords else tree
         numbers = self._numbers.get(tree, ())
-        values = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
+        values = tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
         signature = self._signatures.get((tree, values)) or self._signer.describe(args, keywords)
         return signature, signature.data(leaves)
 
@@ -274,7 +274,7 @@ class DataParallel(Generic[A, R]):
             strangers = latest.strangers(leaves, self._placement)
             numbers = self._numbers.get(tree, ())
             constants = [i for i in strangers if not is_array(leaves[i]) or i in numbers]
-            values = tuple((i, leaves[i]) for i in constants)
+            values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
             fresh = False
             if latest.program is None or latest.constants != values:
                 latest = None
@@ -284,7 +284,7 @@ class DataParallel(Generic[A, R]):
                     if signature.numbers:
                         self._numbers[tree] = signature.numbers
                         constants = [i for i, x in enumerate(leaves) if not is_array(x) or i in signature.numbers]
-                        values = tuple((i, leaves[i]) for i in constants)
+                        values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
             else:
                 signature = latest.signature
         except _ModulesError:

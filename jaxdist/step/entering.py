@@ -82,13 +82,13 @@ class Entering:
 
     def kind_of_call(self, signature: Signature, batch: Sequence[Any]) -> StepCall:
         names = [signature.names[i] for i in signature.batch]
-        return StepCall(self._name, tuple(zip(names, map(_type_of, batch), strict=True)))
+        return StepCall(self._name, tuple(zip(names, map(_type_of, batch), strict=True)), signature.constants)
 
     def agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any]) -> StepCall:
         """Compare what this rank comes with and what the others do."""
         names = [signature.names[i] for i in signature.batch]
         problem = self._placement.batch_problem(names, batch)
-        entries: list[tuple[str, str]] = []
+        entries = [(f"constant {name}", value) for name, value in signature.constants]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             kind = _type_of(x)
             if is_batch:

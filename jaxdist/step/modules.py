@@ -113,7 +113,11 @@ def _of(state: Any, position: int) -> Any:
     return state.get(position, {})
 
 
+def _is_empty(state: Any) -> bool:
+    return isinstance(state, dict) and not state  # that of a variable is an array
+
+
 def _joined(states: Sequence[Any]) -> Any:
     from flax import nnx
 
-    return nnx.State({k: state for k, state in enumerate(states) if state != {}})
+    return nnx.State({k: state for k, state in enumerate(states) if not _is_empty(state)})

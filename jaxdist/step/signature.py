@@ -13,11 +13,20 @@ import jax
 
 
 @jax.tree_util.register_static
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Static:
     """A leaf that is no array (an activation function in a module, a string): constant of the program."""
 
     value: Any
+
+    def __eq__(self, other: object) -> bool:
+        # As for jax.jit: 1, 1.0 and True are not the same to a step.
+        if not isinstance(other, Static) or type(self.value) is not type(other.value):
+            return False
+        return bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
 
 
 def is_array(leaf: Any) -> bool:
@@ -52,6 +61,17 @@ class Signature:
     def with_batch(self, positions: Collection[int]) -> Signature:
         """The same with these leaves as the batch."""
         return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
+
+    @functools.cached_property
+    def constants(self) -> tuple[tuple[str, str], ...]:
+        """Name and value of each constant among the arguments, as texts that are the same on ranks where they are."""
+        marked = jax.tree.unflatten(self.tree, [0] * self.tree.num_leaves)
+        found = jax.tree_util.tree_leaves_with_path(marked, is_leaf=_is_static)
+        return tuple(
+            (self.parameters[path[0].idx] + jax.tree_util.keystr(path[1:]), _in_words(x.value))
+            for path, x in found
+            if _is_static(x)
+        )
 
     @functools.cached_property
     def state(self) -> tuple[int, ...]:
@@ -97,3 +117,12 @@ def _is_static(leaf: Any) -> bool:
 def has_constants(tree: Any) -> bool:
     marked = jax.tree.unflatten(tree, [0] * tree.num_leaves)
     return any(map(_is_static, jax.tree.leaves(marked, is_leaf=_is_static)))
+
+
+def _in_words(value: Any) -> str:
+    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} ({', '.join(map(_in_words, value))})"
+    # Of most other things the text has an address in it, which is another on each rank.
+    return getattr(value, "__qualname__", type(value).__qualname__)

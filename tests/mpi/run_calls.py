@@ -44,7 +44,7 @@ def refused(name: str, call: Any, words: str) -> None:
     said = ""
     try:
         call()
-    except (ValueError, TypeError, FloatingPointError) as error:
+    except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:
         said = str(error)
     assert words in said, (name, said)
     print(f"REFUSED {name}", flush=True)
@@ -77,6 +77,9 @@ def arguments() -> None:
     alike("keywords", step(W, lr=0.5, x=X[ctx.rank]), W - 0.5 * jax.grad(loss_of)(W, whole(X)))
     power = jaxdist.data_parallel(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n", donate=False)
     alike("static", [power(W, X[ctx.rank], n) for n in (2, 4)], [jnp.mean((whole(X) @ W) ** n) for n in (2, 4)])
+    centred = jax.vmap(lambda x: x - jax.lax.pmean(x, "rows") * jax.lax.pmax(x, "rows"), axis_name="rows")
+    alike("axes of vmap", jaxdist.data_parallel(lambda w, x: (centred(x) @ w).mean(), donate=False)(W, X[ctx.rank]),
+          (centred(whole(X)) @ W).mean())  # fmt: skip
     own = jnp.asarray(np.random.default_rng(ctx.rank).normal(size=3))  # the root's seed is 0
     first = jnp.asarray(np.random.default_rng(0).normal(size=3))
     step = jaxdist.data_parallel(lambda w, x: w - jax.grad(loss_of)(w, x), donate=False)
@@ -89,6 +92,11 @@ def arguments() -> None:
     enqueue = jaxdist.data_parallel(lambda w, queue, x: (loss_of(w, x), queue.sum()), donate=False)
     alike("a queue", enqueue(W, queue, X[ctx.rank]), (loss_of(W, whole(X)), queue.sum()))
     later = jnp.full((5, 3), float(ctx.rank))
+    refused(
+        "a static value of each rank", lambda: power(W, X[ctx.rank], 2 + 2 * (ctx.rank == 1)), "constant n is int 2 on"
+    )
+    within = jax.grad(lambda w: jaxdist.data_parallel(loss_of)(w, X[ctx.rank]))
+    refused("the gradient of a step", lambda: within(W), "inside a decorated function")
     drawn = jaxdist.data_parallel(lambda key, x: x + jax.random.normal(key, x.shape))
     refused("a key of each rank", lambda: drawn(jax.random.key(ctx.rank), X[ctx.rank]), "Use one key on all ranks")
     refused("a queue that differs later", lambda: enqueue(W, later, X[ctx.rank]), "queue is not the same on rank 0")

@@ -179,3 +179,14 @@ def test_disabled_it_is_the_plain_step() -> None:
     step = jaxdist.data_parallel(sgd, enabled=False)
     same(step(W, x=X), sgd(W, X))
     assert "all-reduce" not in str(step.lower(W, X).compile().as_text())
+
+
+@pytest.mark.parametrize("decorate", [jax.jit, jaxdist.data_parallel])
+def test_one_and_true_are_other_constants(decorate: Any) -> None:
+    step = decorate(lambda x, k: x.sum() + (100 if isinstance(k, float) else k), static_argnums=1)
+    assert [float(step(jnp.ones(8), k)) for k in (1, 1.0, True, 1)] == [9, 108, 9, 9]
+
+
+def test_one_and_true_are_other_numbers_where_a_step_needs_them() -> None:
+    step = jaxdist.data_parallel(lambda x, k: x.sum() + (100 if isinstance(k, float) and k > 0 else k if k > 0 else 0))
+    assert [float(step(jnp.ones(8), k)) for k in (1, 1.0, True, 1)] == [9, 108, 9, 9]

@@ -52,6 +52,18 @@ class Tied(nnx.Module):
 
 
 @program(nnx.jit)
+def nnx_variables_as_arguments(decorate: Any) -> Any:
+    weight, other = nnx.Param(jnp.arange(3.0)), nnx.Param(jnp.ones(3))
+
+    @decorate
+    def step(weight: Any, other: Any, x: Any) -> Any:
+        weight[...] = weight[...] + x.sum(0) * other[...]
+        return x @ weight[...]
+
+    return [step(weight, other, X) for _ in range(STEPS)], weight[...], other[...]
+
+
+@program(nnx.jit)
 def nnx_cached_partial(decorate: Any) -> Any:
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), **F64)
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
