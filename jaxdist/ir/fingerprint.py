@@ -50,7 +50,10 @@ def constants(closed_jaxpr: ClosedJaxpr) -> str:
     """
     found = 0
     for value in _values(closed_jaxpr):
-        raw = jax.random.key_data(value) if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key) else value
+        raw = value
+        if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+            with jax.ensure_compile_time_eval():  # the program that holds it is being traced
+                raw = jax.random.key_data(value)
         if isinstance(raw, jax.Array) and not raw.is_fully_addressable:
             raise ValueError(
                 f"the step closes over an array of shape {raw.shape} that is spread over several processes: pass it as "
