@@ -34,7 +34,10 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(module, name)
         path = module.__name__
         if path.endswith(f".{name}"):  # jaxdist.plan is the function, jaxdist.plan.Plan a class of its module
-            vars(value).update((k, v) for k, v in vars(module).items() if getattr(v, "__module__", "") == path)
+            beside = path.rpartition(".")[0] + "." if path.count(".") > 1 else path  # of its layer
+            vars(value).update(
+                (k, v) for k, v in vars(module).items() if getattr(v, "__module__", "").startswith(beside)
+            )
         return value
     if name == "__version__":
         return importlib.metadata.version(__name__)

@@ -26,8 +26,8 @@ def example_diff() -> str:
     )
     changed = difflib.unified_diff(single, many, n=0, lineterm="")
     kept = [line for line in changed if line[1:].strip() and not line.startswith(("---", "+++"))]
-    # "jaxdist. -3 +3 jaxdist." only says where; one "..." does.
-    text = "\n".join("..." if line.startswith("jaxdist.") else line for line in kept)
+    # "@@ -3 +3 @@" only says where; one "..." does.
+    text = "\n".join("..." if line.startswith("@@") else line for line in kept)
     return text.removeprefix("...\n").removesuffix("\n...") + "\n"
 
 

@@ -37,7 +37,7 @@ def imagenet(run: Run, **flags: Any) -> Iterator[Any]:
     m = load("haiku", "examples.imagenet.train")
     for name, value in flags.items():
         setattr(m.FLAGS, name, value)
-    m.FLAGS.train_device_batch_size = BATCH
+    m.FLAGS.train_device_batch_size = 4 * BATCH // jax.device_count()  # their learning rate asks for the product
     library = types.SimpleNamespace(**{k: v for k, v in vars(hk).items() if not k.startswith("__")})
     small = {"blocks_per_group": (1, 1, 0, 0), "channels_per_group": (8,) * 4, "use_projection": (True,) * 4}
     resnet = lambda classes, **rest: hk.nets.ResNet(num_classes=classes, bottleneck=False, **small, **rest)

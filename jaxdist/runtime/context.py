@@ -88,7 +88,16 @@ class Context:
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: Callable[[Context], T]) -> T:
-        """The one object of this kind in the job, made when it is first asked for."""
+        """The one object of this kind in the job, made when it is first asked for.
+
+        Args:
+          kind: makes one, of the context.
+
+        Example:
+          >>> import jaxdist
+          >>> jaxdist.init().only(id) == jaxdist.init().only(id)
+          True
+        """
         if kind not in self._parts:
             self._parts[kind] = kind(self)
         return self._parts[kind]

@@ -87,9 +87,7 @@ def test_an_exchange_waits_for_who_is_slow_and_then_names_who_is_not() -> None:
     assert "others are busy in a step" in said[0]
     for error in got:
         assert isinstance(error, ControlError)
-        assert re.search(
-            r"timed out on rank 0 .* rank 2 \(.*\) is at \S*test_control.py:\d+ in everywhere\.", str(error)
-        )
+        assert re.search(r"timed out on rank 0 .* rank 2 \(.*\) is at \S*channels.py:\d+ in everywhere\.", str(error))
 
 
 def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
