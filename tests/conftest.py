@@ -11,6 +11,8 @@ os.environ.setdefault("JAX_ENABLE_X64", "1")
 # mix. Tests that want it so say so.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+from started import jaxdist, launcher, mpirun_there, wait_gone  # noqa: F401 (fixtures of several folders)
+
 from jaxdist.placements import small
 
 # Arrays are small here, and yet the tests are about what moves between devices; placements/test_small.py is not.

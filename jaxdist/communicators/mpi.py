@@ -210,10 +210,11 @@ class MpiLowering(Interpreter):
     # --- rules for JAX's collectives
 
     def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
-        own = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))  # of vmap
+        axes = _axes(eqn)
+        own = tuple(axis for axis in axes if isinstance(axis, int))  # of vmap
         if own:
             x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](x, own).astype(x.dtype)
-        named = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
+        named = tuple(axis for axis in axes if not isinstance(axis, int))
         return self._all_reduce(self._comm(eqn, named), x, op) if named else x
 
     def _all_gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
@@ -258,11 +259,9 @@ class MpiLowering(Interpreter):
         # dropped from the program, and the rank that this one sends to would wait for ever.
         return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
-    def _comm(self, eqn: JaxprEqn, axes: Any = None) -> Any:
+    def _comm(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Any:
         """The communicator of an equation's groups, made by its members when they first lower one such."""
-        axes = axes or eqn.params.get("axes", eqn.params.get("axis_name", AXIS))
-        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-        if tuple(axes) != (AXIS,):
+        if (axes or _axes(eqn)) != (AXIS,):
             self._unsupported(self, eqn)
         groups = eqn.params.get("groups", eqn.params.get("axis_index_groups"))
         if groups is None:
@@ -382,6 +381,12 @@ class MpiLowering(Interpreter):
 def _pieces(x: Any) -> list[Any]:
     """`x` along its last dimension, in messages that MPI can count."""
     return [x[..., i : i + MOST] for i in range(0, x.shape[-1], MOST)]
+
+
+def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """Over which axes a collective is: names, and numbers of the operand's own, which vmap put there."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", AXIS))
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def _merge(x: Any, dim: int) -> Any:

@@ -26,7 +26,7 @@ import importlib.util, socket, sys
 if importlib.util.find_spec("jaxdist") is None: sys.exit("no jaxdist in this Python")
 s = socket.socket(); s.bind(("", 0)); print("port", s.getsockname()[1])
 """
-_AGENT = "import sys; from jaxdist.cli.agent import main; sys.exit(main())"
+_AGENT = "import sys; from jaxdist.launch.agent import main; sys.exit(main())"
 
 # What a program sees of this shell on every host. CUDA_VISIBLE_DEVICES and the like are each host's own.
 _FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "NPROC", "PJRT_NPROC")

@@ -96,7 +96,9 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
             f"the step uses jaxdist.zero at several levels, {sorted(ahead.levels)}: each in turn for all of it"
         )
     if 3 in levels and not ahead.knows_parameters and own != 3:
-        notes.append("no level 3: it needs tx.update(grads, opt_state, params)")
+        notes.append(
+            "no level 3: the updates are added to no argument of the step; tx.update(grads, opt_state, params) tells which it is"
+        )
         levels = [level for level in levels if level != 3]
 
     compiled = _Compiled.of(ahead, mesh.size, time.monotonic() - began)

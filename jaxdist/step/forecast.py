@@ -41,7 +41,7 @@ class Ahead:
     Attributes:
       lowered: as of ``jax.jit(step).lower``.
       levels: of the uses of `jaxdist.zero` in the step, as it was written.
-      knows_parameters: whether `jaxdist.zero` is told which arguments are the parameters.
+      knows_parameters: whether it is known which arguments are the parameters.
       arguments: of the step.
     """
 

@@ -36,7 +36,7 @@ def test_cycles_of_training_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert (first["from"], second["from"], second["wrong"]) == (0, 2, 0)
     assert second["loss"] < first["loss"]
     assert [len(samples) for samples in second["samples"]] == [2, 2]
-    assert all(memory > 50 and descriptors > 3 for of in second["samples"] for _, memory, descriptors, _ in of)
+    assert all(memory > 50 and descriptors > 3 for of in second["samples"] for _, memory, descriptors, *_ in of)
 
 
 def test_what_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:

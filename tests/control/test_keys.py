@@ -60,7 +60,7 @@ def test_none_is_a_key_that_everybody_has_if_one_says_so(home, monkeypatch):
 
 
 def test_ranks_that_make_the_secret_at_the_same_time_have_the_same(home):
-    code = "from jaxdist.keys import job_key; print(job_key('node1', 'x').secret.hex())"
+    code = "from jaxdist.control.keys import job_key; print(job_key('node1', 'x').secret.hex())"
     ranks = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert len({rank.communicate(timeout=60)[0] for rank in ranks}) == 1
 

@@ -413,7 +413,7 @@ class Endless:
         ({"x": [1, 2, 3]}, {}, r"source\['x'\]\[0\] is a int: expected an array"),
         ((np.ones(3), np.float32(1)), {}, r"source\[1\] is a float32: expected an array"),
         (np.array(1.0), {}, "source is a scalar"),
-        (Endless(), {}, "a stream can't be shuffled"),
+        (Endless(), {}, "a stream can be neither shuffled nor split"),
         (iter([1]), {}, "list_iterator does not have both"),
     ],
 )

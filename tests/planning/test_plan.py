@@ -172,8 +172,7 @@ def test_what_zero_is_not_told() -> None:
 
     @jaxdist.data_parallel
     def step(params: Any, opt_state: Any, x: Any) -> Any:
-        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state)
-        return optax.apply_updates(params, updates), opt_state
+        return tx.update(jax.grad(loss_fn)(params, x), opt_state)
 
     found = jaxdist.plan(step, *abstract(tx), topology="4xcpu", levels=(1, 3))
     assert [one.level for one in found.levels] == [1]

@@ -99,11 +99,8 @@ class _Ranks:
     def __init__(self, folder: Path, timeout: float = 60.0):
         self.said: list[str] = []
         self.compiled: list[str] = []
-        control = SimpleNamespace(who="rank {}".format, say=self.said.append)
-        self.ranks = [
-            Executables(SimpleNamespace(rank=rank, timeout=timeout, control=control), folder)  # type: ignore[arg-type]
-            for rank in range(3)
-        ]
+        controls = [SimpleNamespace(rank=rank, who="rank {}".format, say=self.said.append) for rank in range(3)]
+        self.ranks = [Executables(control, timeout, folder) for control in controls]  # type: ignore[arg-type]
 
     def __call__(self, rank: int, program: Lowered) -> Any:
         return self.ranks[rank](self.compile, program)
@@ -197,7 +194,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from jaxdist.runtime.executables import Executables
 entry = Path(sys.argv[1])
-one = Executables(SimpleNamespace(rank=0, timeout=60.0), entry.parent)
+one = Executables(SimpleNamespace(rank=0), 60.0, entry.parent)
 assert one._turn(entry, None) is not None
 print("holds", flush=True)
 time.sleep(100)
@@ -253,7 +250,7 @@ def _shared(offers: Sequence[executables.Offer], monkeypatch: pytest.MonkeyPatch
     found: list[Any] = []
     monkeypatch.setattr(executables.compat, "on_compile", lambda *args: found.append(args))
     monkeypatch.setattr(executables.compat, "same_cache_key_on_all_ranks", lambda processor: None)
-    executables.share(SimpleNamespace(rank=0), offers)  # type: ignore[arg-type]
+    executables.share(SimpleNamespace(rank=0), 60.0, offers)  # type: ignore[arg-type]
     return bool(found)
 
 

@@ -1,4 +1,4 @@
-"""How the CLI's tests start `jaxdist` and look for what it left behind."""
+"""Start the command `jaxdist` from a test, and look for what it left behind."""
 
 import os
 import subprocess
