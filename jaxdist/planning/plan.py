@@ -97,7 +97,7 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
         )
     if 3 in levels and not ahead.knows_parameters and own != 3:
         notes.append(
-            "no level 3: the updates are added to no argument of the step; tx.update(grads, opt_state, params) tells which it is"
+            "no level 3: no argument of the step has the updates added; tell which: tx.update(grads, opt_state, params)"
         )
         levels = [level for level in levels if level != 3]
 
