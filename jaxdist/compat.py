@@ -210,6 +210,11 @@ def with_weak_type(x: Any, weak_type: bool) -> Any:
     return _lax._convert_element_type(x, x.dtype, weak_type=weak_type) if weak_type else x
 
 
+def is_pmapped(function: Any) -> bool:
+    """Whether `jax.pmap` made it (what it returns is a plain function, of jax._src.pmap)."""
+    return getattr(function, "__globals__", {}).get("__name__") == "jax._src.pmap"
+
+
 # --- compilation
 
 

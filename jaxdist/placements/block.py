@@ -145,7 +145,8 @@ def _called(eqn: JaxprEqn, ins: Sequence[int]) -> tuple[ClosedJaxpr | None, Sequ
 def number(value: Any) -> Any:
     """The number that a constant is, if it is one."""
     try:
-        if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+        dtype = jnp.result_type(value)
+        if np.ndim(value) == 0 and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended):
             return np.asarray(value)[()]
     except TypeError:
         pass

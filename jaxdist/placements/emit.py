@@ -245,7 +245,14 @@ class Emitter:
         Args:
           types: of what it holds of the inputs.
         """
-        return jax.make_jaxpr(lambda *xs: self.run(xs), axis_env=[(AXIS, self.n)])(*types)
+
+        def run(*xs: Any) -> list[Any]:
+            try:
+                return self.run(xs)
+            finally:  # `jax.checking_leaks` looks for tracers that outlive their trace
+                self._forms.clear()
+
+        return jax.make_jaxpr(run, axis_env=[(AXIS, self.n)])(*types)
 
 
 _FORMS = {"transpose", "squeeze", "reshape", "copy", "copy_p"}

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from jax.sharding import Mesh
 
+from jaxdist.compat import is_pmapped
 from jaxdist.mesh import AXIS
 from jaxdist.step.calling import Calling
 from jaxdist.step.decorated import DataParallel, decorated_with
 from jaxdist.step.settings import COMPRESSIONS, Batch, Compression, Settings
 
-A = ParamSpec("A")
 R = TypeVar("R")
 
 
 @overload
 def data_parallel(
-    step: Callable[A, R],
+    step: Callable[..., R],
     *,
     batch_argnums: Batch | Sequence[Batch] | None = ...,
     static_argnums: int | Sequence[int] = ...,
@@ -32,7 +32,7 @@ def data_parallel(
     compress: Compression | None = ...,
     enabled: bool = ...,
     mesh: Mesh | None = ...,
-) -> DataParallel[A, R]: ...
+) -> DataParallel[R]: ...
 @overload
 def data_parallel(
     *,
@@ -48,7 +48,7 @@ def data_parallel(
     compress: Compression | None = ...,
     enabled: bool = ...,
     mesh: Mesh | None = ...,
-) -> Callable[[Callable[A, R]], DataParallel[A, R]]: ...
+) -> Callable[[Callable[..., R]], DataParallel[R]]: ...
 def data_parallel(
     step: Callable[..., Any] | None = None,
     *,
@@ -154,6 +154,12 @@ def data_parallel(
     def decorate(step: Callable[..., Any]) -> Any:
         if not callable(step):
             raise TypeError(f"data_parallel decorates a function, not {step!r}")
+        if is_pmapped(step):
+            raise TypeError(
+                f"data_parallel takes a step for one device, and {getattr(step, '__name__', step)!r} is jax.pmap's: "
+                "decorate with jaxdist.data_parallel in place of jax.pmap; lax.pmean and the like stay (axis_name= as "
+                "there), and arguments lose the axis of devices"
+            )
         calling = Calling(step, _several(static_argnums), _several(static_argnames))
         batch = None if batch_argnums is None else _several(batch_argnums)
         given_up = donate and (donate_argnums is None or calling.named(_several(donate_argnums)))

@@ -49,7 +49,8 @@ def op_by_op(
       placement: on the step's mesh.
       context: the job.
     """
-    with jax.disable_jit(False):
+    # What the arguments hold is not made here: JAX's check would name the copy.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         state = [leaves[i] for i in signature.state]
         mine = [leaves[i] for i in signature.batch]
         if context.size > 1:
@@ -68,9 +69,20 @@ def op_by_op(
         for at, xs in ((signature.state, state), (signature.batch, mine)):
             for i, x in zip(at, xs, strict=True):
                 whole[i] = x
-        args = jax.tree.unflatten(signature.tree, [_local(x) for x in whole])
-    with jax.disable_jit():
-        return plain(*constants_back(args))
+        whole = [_local(x) for x in whole]
+        args = jax.tree.unflatten(signature.tree, whole)
+    try:
+        with jax.disable_jit():
+            return plain(*constants_back(args))
+    except FloatingPointError as error:
+        for name, x in zip(signature.names, whole, strict=True):
+            if _is_floating(x) and not np.isfinite(x).all():
+                error.add_note(f"NaN or infinity is in the argument {name} already")
+        raise
+
+
+def _is_floating(x: Any) -> bool:
+    return jax.numpy.issubdtype(jax.dtypes.result_type(x), jax.numpy.inexact)
 
 
 def _whole(x: Any) -> Any:

@@ -7,10 +7,11 @@ import itertools
 import logging
 import operator
 import sys
-from collections.abc import Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
@@ -25,7 +26,7 @@ from jaxdist.placements import report
 from jaxdist.placements.plan import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
-from jaxdist.step import debugging, finite, modules
+from jaxdist.step import debugging, finite, modules, stages
 from jaxdist.step.compiled import Compiled
 from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
@@ -39,7 +40,6 @@ from jaxdist.step.signing import Signer
 from jaxdist.step.tracing import run
 from jaxdist.tracebacks import api_boundary
 
-A = ParamSpec("A")
 R = TypeVar("R")
 
 _log = logging.getLogger("jaxdist")
@@ -47,7 +47,7 @@ _names: dict[str, itertools.count[int]] = {}
 _is_deleted = operator.methodcaller("is_deleted")
 
 
-class DataParallel(Generic[A, R]):
+class DataParallel(Generic[R]):
     """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
 
     def __init__(self, settings: Settings):
@@ -77,7 +77,7 @@ class DataParallel(Generic[A, R]):
         return self if instance is None else Method(self, instance)
 
     @api_boundary
-    def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,17 +170,17 @@ class DataParallel(Generic[A, R]):
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)
 
     @api_boundary
-    def lower(self, *args: A.args, **kwargs: A.kwargs) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> stages.Lowered:
         """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled. Nothing is sent."""
-        return self._ahead("lower", args, kwargs)
+        return self._ahead("lower", args, kwargs, stages.Lowered)
 
     @api_boundary
-    def trace(self, *args: A.args, **kwargs: A.kwargs) -> jax.stages.Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
         """As ``jax.jit(step).trace``: of the program for all devices. Nothing is sent."""
-        return self._ahead("trace", args, kwargs)
+        return self._ahead("trace", args, kwargs, stages.Traced)
 
     @api_boundary
-    def eval_shape(self, *args: A.args, **kwargs: A.kwargs) -> Any:
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
         self._bind_context()
         arranged, keywords = self._arguments(args, kwargs)
@@ -193,7 +193,7 @@ class DataParallel(Generic[A, R]):
             self._compiled.clear()
         self._latest.clear()
 
-    def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
         if not self._settings.enabled:
             step, axis = self._settings.step, self._settings.axis_name
             plain = jax.jit(lambda *xs, **more: with_axis(functools.partial(step, **more), axis, xs))
@@ -206,9 +206,17 @@ class DataParallel(Generic[A, R]):
             raise ValueError(problem)
         program = self._compiled.program(signature, leaves)
         state = [self._placement.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
-        return program.ahead(what, state, [
+        ahead = program.ahead(what, state, [
             self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
         ])  # fmt: skip
+        return stage(ahead, stages.For(program, self._types, self._types(args, kwargs), self._call))
+
+    def _types(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Structure and types of a call's arguments; constants as they are."""
+        args, keywords = self._arguments(args, kwargs)
+        leaves, tree = jax.tree.flatten(args)
+        of = lambda x: (np.shape(x), jax.dtypes.result_type(x)) if is_array(x) else x
+        return tree, keywords, tuple(map(of, leaves))
 
     def placed(self, *args: Any, **kwargs: Any) -> Placed | None:
         """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
@@ -289,9 +297,13 @@ class DataParallel(Generic[A, R]):
                 signature = latest.signature
         except _ModulesError:
             raise
-        except Exception as error:
+        except Exception:
+            try:
+                self._signer.check_constants(args, keywords)  # a clearer one
+            except TypeError as clearer:
+                error = clearer
             self._entering.tell(error)
-            raise
+            raise error from None
         if constants:
             gone = set(constants)
             moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))
@@ -360,7 +372,7 @@ class DataParallel(Generic[A, R]):
 class Method(Generic[R]):
     """A decorated step of a class, of one of its objects."""
 
-    def __init__(self, step: DataParallel[Any, R], instance: Any):
+    def __init__(self, step: DataParallel[R], instance: Any):
         self.step, self.instance = step, instance
         functools.update_wrapper(self, step)
 

@@ -49,6 +49,7 @@ class Program:
     Attributes:
       checked: what the findings are about; nothing: there are none.
       padded: where the state's leaves are arrays with padding.
+      executable: compiled ahead of the first call; None: `jax.jit` does it.
       batch: how the leaves of the batch are split.
     """
 
@@ -76,6 +77,7 @@ class Program:
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = has_constants(step.tree)
+        self.executable: jax.stages.Compiled | None = None
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
         returned = {i for i in step.sources if i is not None}
@@ -112,7 +114,14 @@ class Program:
         Returns:
           The step's result, and the findings of `jaxdist.step.finite` (None: it has none).
         """
-        outs, found = self._jitted(list(self._pick[0](state)), list(self._pick[1](state)), batch), None
+        args = list(self._pick[0](state)), list(self._pick[1](state)), batch
+        if self.executable is None:
+            outs, found = self._jitted(*args), None
+        else:
+            try:
+                outs, found = self.executable(*args), None
+            except (TypeError, ValueError):  # of other types, or kept otherwise
+                outs, found = self._jitted(*args), None
         if self.checked:
             *outs, found = outs
         for i, how in self._padded_outputs:

@@ -62,6 +62,11 @@ class Signature:
         """The same with these leaves as the batch."""
         return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
 
+    @property
+    def key(self) -> Any:
+        """The same for the same signature; (it is not compared by it itself, which would take time at each call)."""
+        return self.tree, self.is_batch, self.names, self.parameters, self.keywords, self.numbers
+
     @functools.cached_property
     def constants(self) -> tuple[tuple[str, str], ...]:
         """Name and value of each constant among the arguments, as texts that are the same on ranks where they are."""

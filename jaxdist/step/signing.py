@@ -43,6 +43,7 @@ class Signer:
     ):
         self._name, self._calling, self._said = name, settings.calling, settings.batch
         self._placement, self._compiled = placement, compiled
+        self._made: dict[Any, Signature] = {}
         self._told = False  # that all ranks have come with the same batch
 
     def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
@@ -72,8 +73,8 @@ class Signer:
                 break
             except TypeError:  # of a tracer that is used as a number
                 continue
-            return tried
-        return signature
+            return self._one(tried)
+        return self._one(signature)
 
     def settle(
         self, signature: Signature, args: tuple[Any, ...], call: int, context: Context
@@ -108,7 +109,7 @@ class Signer:
                 batch.Argument(name, n, n is not None and any(i in differs and (k or mine[i] is not None) for i in at))
                 for k, ((_, at, name), n) in enumerate(zip(signature.arguments, lengths, strict=True))
             ]
-            signature = self._read(signature, arguments, leaves)
+            signature = self._one(self._read(signature, arguments, leaves))
         if signature.batch and not any(i in differs for i in signature.batch) and not self._told:
             self._told = True
             if context.is_root:
@@ -118,6 +119,10 @@ class Signer:
                     self._name, context.size, context.size,
                 )  # fmt: skip
         return signature, differs
+
+    def _one(self, signature: Signature) -> Signature:
+        """The same object for the same signature: programs are kept by it."""
+        return self._made.setdefault(signature.key, signature)
 
     def _sign(self, args: tuple[Any, ...], keywords: tuple[str, ...], numbers: frozenset[int]) -> Signature:
         leaves, tree = jax.tree.flatten(args)
@@ -133,6 +138,24 @@ class Signer:
             return signature.with_batch(self._chosen(signature))
         arguments = [batch.Argument(name, self._length(leaves, at)) for _, at, name in signature.arguments]
         return self._read(signature, arguments, leaves)
+
+    def check_constants(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> None:
+        """Nothing, if each leaf that is no array can be a constant of the program.
+
+        Raises:
+          TypeError: one that is not comparable, so that it can't be told whether another call's is the same.
+        """
+        parameters = self._calling.of(len(args), keywords)
+        for path, x in jax.tree_util.tree_leaves_with_path(args):
+            try:
+                is_array(x) or hash(x)
+            except TypeError:
+                raise TypeError(
+                    f"step {self._name!r}: argument {parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])} is of "
+                    f"type {type(x).__qualname__}, neither an array nor hashable. If it holds arrays, register the "
+                    "class (jax.tree_util.register_dataclass); if it is a constant, make it hashable (a frozen "
+                    "dataclass, say) or close over it"
+                ) from None
 
     def _read(self, signature: Signature, arguments: Sequence[batch.Argument], leaves: Sequence[Any]) -> Signature:
         def with_batch(reading: Sequence[int]) -> Signature:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxdist
 
@@ -159,6 +161,45 @@ def test_ahead_of_time() -> None:
     assert jax.eval_shape(step, W, X)[0].shape == (3,)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_is_compiled_ahead_takes_the_steps_arguments(donate: bool) -> None:
+    traced = []
+
+    @jaxdist.data_parallel(donate=donate)
+    def step(w: Any, x: Any, lr: float = 0.1) -> Any:
+        traced.append(1)
+        return sgd(w, x, lr)
+
+    for lowered in (step.lower(W, X, lr=0.5), step.trace(W, X, lr=0.5).lower()):
+        compiled = lowered.compile()
+        assert compiled.cost_analysis()
+        w, twin = W, W
+        for _ in range(3):
+            (w, loss), (twin, expected) = compiled(w, X, lr=0.5), jax.jit(sgd)(twin, X, lr=0.5)
+            same((w, loss), (twin, expected))
+    same(step(W, X, lr=0.5), sgd(W, X, lr=0.5))
+    assert len(traced) == 1
+    with pytest.raises(TypeError, match=r"compiled for arguments .*\(16, 3\).*called with .*\(8, 3\)"):
+        compiled(W, X[:8], lr=0.5)
+    same(step(W, X[:8], lr=0.5), sgd(W, X[:8], lr=0.5))
+    same(compiled(jax.device_put(W, jax.devices()[3]), X, lr=0.5), sgd(W, X, lr=0.5))
+
+
+def test_of_an_object_of_nnx_ahead() -> None:
+    models = [nnx.Linear(3, 1, rngs=nnx.Rngs(0)) for _ in range(2)]
+
+    def step(model: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+        return loss
+
+    decorated = jaxdist.data_parallel(step)
+    compiled = decorated.lower(models[0], X).compile()
+    for _ in range(3):
+        same(compiled(models[0], X), nnx.jit(step)(models[1], X))
+    same(nnx.state(models[0]), nnx.state(models[1]))
+
+
 def test_clear_cache() -> None:
     traced = []
 
@@ -190,3 +231,41 @@ def test_one_and_true_are_other_constants(decorate: Any) -> None:
 def test_one_and_true_are_other_numbers_where_a_step_needs_them() -> None:
     step = jaxdist.data_parallel(lambda x, k: x.sum() + (100 if isinstance(k, float) and k > 0 else k if k > 0 else 0))
     assert [float(step(jnp.ones(8), k)) for k in (1, 1.0, True, 1)] == [9, 108, 9, 9]
+
+
+@dataclasses.dataclass
+class _Config:
+    width: int = 3
+
+
+@pytest.mark.parametrize("config", [_Config(), {"a": [1, _Config()]}])
+def test_an_argument_that_can_be_neither_data_nor_constant_is_named(config: Any) -> None:
+    with pytest.raises(TypeError, match=r"argument config.* is of type _Config, neither an array nor hashable"):
+        jaxdist.data_parallel(lambda w, config, x: w + x.mean(0))(W, config, X)
+
+
+def test_pmap_under_the_decorator_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"'sgd' is jax\.pmap's: decorate with jaxdist\.data_parallel in place"):
+        jaxdist.data_parallel(jax.pmap(sgd, axis_name="batch"))
+
+
+def test_no_tracer_outlives_its_trace() -> None:
+    with jax.checking_leaks():
+        same(jaxdist.data_parallel(sgd)(W, X), sgd(W, X))
+
+
+def test_gradients_of_integers() -> None:
+    def step(w: Any, x: Any) -> Any:
+        of = lambda n, w: (n * (x @ w) ** 2).mean()
+        return jax.grad(of, argnums=(0, 1), allow_int=True)(jnp.arange(len(x)), w)
+
+    (got, w), (expected, twin) = jaxdist.data_parallel(step)(W, X), jax.jit(step)(W, X)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    same(w, twin)
+
+
+def test_nan_that_an_argument_has_already() -> None:
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        jaxdist.data_parallel(sgd)(W, np.full_like(X, np.nan))
+    assert "NaN or infinity is in the argument x already" in caught.value.__notes__
+    assert "stage" not in str(caught.value)

@@ -1,0 +1,70 @@
+"""What a step's `trace` and `lower` return: JAX's stages, but what they compile takes the step's own arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.step.program import Program
+
+
+class For(NamedTuple):
+    """The call that a program is made for ahead of time.
+
+    Attributes:
+      program: for its arguments.
+      arguments: structure and types of a call's arguments.
+      here: of this call's.
+      call: runs the step.
+    """
+
+    program: Program
+    arguments: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    here: Any
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Stage:
+    def __init__(self, stage: Any, of: For):
+        self._stage, self._of = stage, of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def __repr__(self) -> str:
+        return repr(self._stage)
+
+
+class Traced(_Stage):
+    """As `jax.stages.Traced`."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """As `jax.stages.Traced.lower`."""
+        return Lowered(self._stage.lower(*args, **kwargs), self._of)
+
+
+class Lowered(_Stage):
+    """As `jax.stages.Lowered`."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """As `jax.stages.Lowered.compile`. A later call of the step with such arguments runs what was compiled."""
+        compiled: jax.stages.Compiled = self._stage.compile(*args, **kwargs)
+        self._of.program.executable = compiled
+        return Compiled(compiled, self._of)
+
+
+class Compiled(_Stage):
+    """As `jax.stages.Compiled`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, for arguments of the types that it was compiled for.
+
+        Raises:
+          TypeError: they have others.
+        """
+        given = self._of.arguments(args, kwargs)
+        if given != self._of.here:
+            raise TypeError(f"compiled for arguments {self._of.here}, called with {given}: call the step itself")
+        return self._of.call(args, kwargs)
