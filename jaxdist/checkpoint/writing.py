@@ -75,7 +75,7 @@ def save(
 
     Raises:
       CheckpointError: on every rank: it could not be written (by which rank, and why), or an earlier one could not
-        that was written in the background; or another job saves into the directory.
+        that was written in the background; or another job saves into the directory; or the ranks' states differ.
       FileExistsError: there is a checkpoint of this step.
       TypeError: a leaf that can't be saved.
 
@@ -100,7 +100,8 @@ def save(
     if problem is None and ctx.is_root:
         problem = _make_ready(ctx, final, overwrite)
     shapes = [(n, kind(x)) for n, x in zip(names, leaves, strict=True)] if problem is None else []
-    mine = (str(final), zlib.crc32(repr(shapes).encode()), problem, secrets.token_hex(8))
+    own = _own(names, leaves) if problem is None and ctx.size > 1 else {}
+    mine = (str(final), zlib.crc32(repr(shapes).encode()), problem, secrets.token_hex(8), own)
     said = ctx.control.exchange("save", mine, ctx.timeout)
     raise_first(ctx, [s[2] for s in said])
     for what, values in (("directories or steps", [s[0] for s in said]), ("states", [s[1] for s in said])):
@@ -108,6 +109,14 @@ def save(
             odd = next(r for r, v in enumerate(values) if v != values[0])
             shown = f": {values[0]} on rank 0, {values[odd]} on rank {odd}" if what != "states" else ""
             raise CheckpointError(f"rank {ctx.rank}: the ranks save different {what}{shown}")
+    for leaf, value in said[0][4].items():
+        if odd := [rank for rank, s in enumerate(said) if s[4].get(leaf) != value]:
+            raise CheckpointError(
+                f"rank {ctx.rank}: leaf {leaf} lies on each rank by itself, and on {ctx.control.who(odd[0])} it is "
+                "not as on rank 0, whose value alone would be saved. Did each rank train by itself, with a step that "
+                "is not decorated with jaxdist.data_parallel? What is each rank's own (a key, say) can be made from "
+                "ctx.rank after restore"
+            )
 
     parts = _parts(ctx, names, leaves, copy=not wait)
     name = f"save/{said[0][3]}"
@@ -164,6 +173,16 @@ def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: 
         if a == b:
             return ValueError(f"two leaves would both be named {a} on disk: keep dots out of one of the keys")
     return None
+
+
+def _own(names: list[tuple[str, ...]], leaves: list[Any]) -> dict[str, int]:
+    """Checksums of the arrays that each rank has for itself, not as a part of one of all ranks."""
+    found = {}
+    for name, x in zip(names, leaves, strict=True):
+        if isinstance(x, (np.ndarray, jax.Array)) and (isinstance(x, np.ndarray) or x.is_fully_addressable):
+            value = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+            found[".".join(name)] = checksum(value, (0,) * value.ndim)
+    return found
 
 
 class _Part(NamedTuple):

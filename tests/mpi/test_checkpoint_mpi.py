@@ -220,7 +220,7 @@ def test_damage_is_told_on_every_rank_or_passed_over(tmp_path: Path) -> None:
 
 BAD = """
 import sys
-import jaxdist, numpy as np
+import jax, jaxdist, numpy as np
 ctx = jaxdist.init()
 path = sys.argv[1]
 
@@ -235,6 +235,7 @@ def told(what, *args, **kwargs):
 told(jaxdist.restore, path, {"w": 0})
 told(jaxdist.save, path + str(ctx.rank), {"w": 0}, 1)
 told(jaxdist.save, path, {"w": np.zeros(2 + ctx.rank)}, 1)
+told(jaxdist.save, path, {"v": np.ones(3), "w": jax.device_put(np.full(3, ctx.rank), jax.local_devices()[0])}, 1)
 told(jaxdist.save, path, {"w": 0 if ctx.rank == 0 else len}, 1)
 told(jaxdist.save, "/proc/none", {"w": 0}, 1)
 jaxdist.save(path, {"w": np.zeros(3)}, 1)
@@ -254,10 +255,11 @@ def test_bad_calls_are_told_on_every_rank(tmp_path: Path) -> None:
         r"FileNotFoundError rank 0: there is no checkpoint in",
         r"CheckpointError rank \d: the ranks save different directories or steps: .*run0/1 on rank 0, .*run1/1 on",
         r"CheckpointError rank \d: the ranks save different states",
+        r"CheckpointError rank \d: leaf w lies on each rank by itself, and on rank 1 \(.*Did each rank train by itself",
         r"TypeError rank 1: leaf w can't be saved",
         r"CheckpointError rank 0: can't write into /proc/none",
         r"CheckpointError rank 1: leaf w .* has shape \(3,\), in `like` \(4,\)",
         r"FileExistsError rank 0: there is a checkpoint of this step",
     ):
         assert sum(bool(re.match(pattern, line)) for line in told) == 2, (pattern, done.output)
-    assert len(told) == 14, done.output
+    assert len(told) == 16, done.output
