@@ -197,7 +197,7 @@ def threefry(key_a: Any, key_b: Any, high: Any, low: Any) -> Sequence[Any]:
     return threefry2x32_p.bind(key_a, key_b, high, low)
 
 
-def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan equation (0.12 keeps them in a FlatTree)."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

@@ -26,6 +26,7 @@ from jax.interpreters import mlir
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
+from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, retrace
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
 from jaxdist.mesh import AXIS
@@ -304,8 +305,7 @@ class MpiLowering(Interpreter):
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """Control flow with collectives inside: the order enters the body and comes out again."""
         rule = {
-            "scan": self._scan, "while": self._while, "cond": self._cond, "checkpoint": self._checkpoint,
-            "remat": self._checkpoint, "remat2": self._checkpoint,
+            "scan": self._scan, "while": self._while, "cond": self._cond, **dict.fromkeys(CHECKPOINT, self._checkpoint),
         }.get(eqn.primitive.name)  # fmt: skip
         if rule is None:
             raise NotImplementedError(
@@ -316,37 +316,29 @@ class MpiLowering(Interpreter):
         return outs
 
     def _scan(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
-        n_consts, n_carry = compat.scan_split(eqn.params)
-        consts, carry, xs = (
-            args[:n_consts],
-            args[n_consts : n_consts + n_carry],
-            args[n_consts + n_carry :],
-        )
+        scan = Scan.of(eqn.params)
+        consts, carry, xs = scan.split(args)
 
         def body(carry: Any, xs: Any) -> Any:
-            order, outs = self._inner(carry[0], eqn.params["jaxpr"], *consts, *carry[1:], *xs)
-            return (order, *outs[:n_carry]), tuple(outs[n_carry:])
+            order, outs = self._inner(carry[0], scan.body, *consts, *carry[1:], *xs)
+            return (order, *outs[: scan.carries]), tuple(outs[scan.carries :])
 
         settings = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
         (order, *carry), ys = lax.scan(body, (order, *carry), tuple(xs), **settings)
         return order, [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
-        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        cond_consts, body_consts, init = (
-            args[:n_cond],
-            args[n_cond : n_cond + n_body],
-            args[n_cond + n_body :],
-        )
+        loop = While.of(eqn.params)
+        cond_consts, body_consts, init = loop.split(args)
 
         # The condition may hold a collective as well, so it is evaluated in the body.
         def again(order: Any, carry: Sequence[Any]) -> tuple[Any, Any]:
-            order, (more,) = self._inner(order, eqn.params["cond_jaxpr"], *cond_consts, *carry)
+            order, (more,) = self._inner(order, loop.cond, *cond_consts, *carry)
             return order, more
 
         def body(state: Any) -> Any:
             order, _, *carry = state
-            order, carry = self._inner(order, eqn.params["body_jaxpr"], *body_consts, *carry)
+            order, carry = self._inner(order, loop.body, *body_consts, *carry)
             return (*again(order, carry), *carry)
 
         order, _, *carry = lax.while_loop(lambda s: s[1], body, (*again(order, init), *init))
@@ -362,8 +354,8 @@ class MpiLowering(Interpreter):
 
             return run
 
-        branches = [branch(closed) for closed in eqn.params["branches"]]
-        order, *outs = lax.switch(which.astype(jnp.int32), branches, order, *operands)
+        every = [branch(closed) for closed in branches(eqn.params)]
+        order, *outs = lax.switch(which.astype(jnp.int32), every, order, *operands)
         return order, outs
 
     def _checkpoint(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:

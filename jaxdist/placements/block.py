@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
 from jaxdist.ir.interpreter import INLINED, has_effect
+from jaxdist.ir.operations import ADDITION
 
 
 @dataclass(eq=False)
@@ -157,6 +158,6 @@ def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
     """Values that lead to some outputs by additions only."""
     found = {block.outputs[k] for k in outputs}
     for node in reversed(block.nodes):
-        if node.name in ("add", "add_any", "sub", "neg", "convert_element_type") and node.outs[0] in found:
+        if node.name in ADDITION | {"sub", "neg", "convert_element_type"} and node.outs[0] in found:
             found.update(i for i in node.ins if block.uses[i] == 1)
     return frozenset(found)

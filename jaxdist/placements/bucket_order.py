@@ -11,13 +11,10 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxdist.ir.interpreter import has_effect
+from jaxdist.ir.operations import CHEAP
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import AXIS
 
-# What may stand between what makes a tensor and its collective without making that later.
-_CHEAP = {
-    "mul", "div", "neg", "convert_element_type", "reshape", "squeeze", "transpose", "broadcast_in_dim", "copy",
-}  # fmt: skip
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
 
@@ -115,7 +112,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
         if fusible:
             collectives.append(_Collective(i, level, made, needed[i], eqn))
         levels[i] = level + fusible
-        ready[i] = made if eqn.primitive.name in _CHEAP else i
+        ready[i] = made if eqn.primitive.name in CHEAP else i
 
     def limit(c: _Collective) -> int:
         if not c.gathers:

@@ -24,11 +24,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxdist.ir.interpreter import contains, live, subjaxprs, with_bodies
+from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import AXIS
 from jaxdist.placements.bucket_order import FUSED, Bucket, given, schedule
 
-_FORM = {"reshape", "squeeze", "transpose", "copy"}
 _MANY = 8
 """Pieces of a bucket for which `_pieces_of_one_kernel` pays."""
 
@@ -155,7 +155,9 @@ def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
 
     XLA folds a reshape into the product that takes it, and then drops it from the barrier as a value without use.
     """
-    while v in producers and producers[v].primitive.name in _FORM and not isinstance(producers[v].invars[0], Literal):
+    while (
+        v in producers and producers[v].primitive.name in SHAPE_ONLY and not isinstance(producers[v].invars[0], Literal)
+    ):
         before = producers[v].invars[0]
         if before not in producers or producers[before].primitive is gather_shards_p:
             break

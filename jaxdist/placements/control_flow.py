@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, primitives
 
 from jaxdist import compat
+from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, branches
 from jaxdist.ir.interpreter import INLINED, Interpreter, retrace
 from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
@@ -36,9 +37,9 @@ from jaxdist.placements.values import (
 
 @special("cond")
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
-    infer, branches = walk.infer, node.eqn.params["branches"]
+    infer = walk.infer
     given = [p if isinstance(p, Partial) else inside(p) for p in ins[1:]]
-    blocks = [infer.block(b, node.backward) for b in branches]
+    blocks = [infer.block(b, node.backward) for b in branches(node.eqn.params)]
     placed = [infer.place(b, given) for b in blocks]
     summed = {i for one in placed for i in one.summed}
     if summed:  # a summand that some branch adds up, and others may not need
@@ -62,7 +63,7 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     return Plan([REPLICATED, *map(form, given)], gives, run, bodies=placed)
 
 
-@special("checkpoint", "remat", "remat2")
+@special(*CHECKPOINT)
 def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer = walk.infer
     block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
@@ -105,7 +106,7 @@ def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     return Plan(takes, gives, run, exchanges=True)
 
 
-_TYPED = {*INLINED, "scan", "while", "cond", "checkpoint", "remat", "remat2"}  # whose bodies are; a kernel's is not
+_TYPED = {*INLINED, *CONTROL_FLOW}  # whose bodies are; a kernel's is not
 
 
 class _Untyped(Interpreter):

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
+from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
@@ -65,7 +66,7 @@ class Emitter:
             operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, plan.takes, strict=True)]
             assert plan.run is not None
             outs = plan.run(self, node, operands)
-            if node.name in _FORMS:
+            if node.name in SHAPE_ONLY:
                 self._formed[node.outs[0]] = node
             for i, placement, x in zip(node.outs, plan.gives, outs, strict=True):
                 whole = isinstance(placement, Split) and placement.whole
@@ -255,7 +256,6 @@ class Emitter:
         return jax.make_jaxpr(run, axis_env=[(AXIS, self.n)])(*types)
 
 
-_FORMS = {"transpose", "squeeze", "reshape", "copy", "copy_p"}
 _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitwise_or}
 
 

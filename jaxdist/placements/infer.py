@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
+from jaxdist.ir.operations import DEFERRABLE, ELEMENTWISE, SAME_RANK
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
@@ -38,10 +39,6 @@ from jaxdist.placements.values import (
     reshaped,
     tile,
 )
-
-# Cheap to compute where all they take is deferred: what they make is deferred too.
-_CHEAP = rules.ELEMENTWISE - {"optimization_barrier", "reshard", "device_put", "random_fold_in", "random_gamma_grad",
-                              "threefry2x32"}  # fmt: skip
 
 
 class Infer:
@@ -223,7 +220,7 @@ class Walk:
     def alike(self, node: Node, ins: Sequence[Placement]) -> Plan:
         """Of operands that every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
-        if aval is not None and aval.ndim and node.name in _CHEAP:
+        if aval is not None and aval.ndim and node.name in DEFERRABLE:
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
                 const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
@@ -253,11 +250,11 @@ class Walk:
             dims = [d for d in range(len(shape)) if shape[d] == own[p.dim]]
             if node.name == "reshape":
                 dims += related(own, shape, p.dim)
-            elif node.name in _KEEPS_DIMS and len(shape) > p.dim:
+            elif node.name in SAME_RANK and len(shape) > p.dim:
                 dims.append(p.dim)
             dims = [d for d in dims if shape[d] >= self.n]
             # One of k parts of a batch: its examples are in the dimension after that of the parts.
-            if not dims and node.name in _KEEPS_DIMS and p.dim + 1 < len(shape) and shape[p.dim + 1] >= self.n:
+            if not dims and node.name in SAME_RANK and p.dim + 1 < len(shape) and shape[p.dim + 1] >= self.n:
                 dims = [p.dim + 1]
             if dims:
                 return next((d for d in dims if shape[d] % self.n == 0), dims[0])
@@ -346,8 +343,6 @@ class Walk:
         return Plan(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
 
 
-# Their results have the operand's dimensions, some longer or shorter.
-_KEEPS_DIMS = {"slice", "dynamic_slice", "pad", "concatenate", "gather", "split", "dynamic_update_slice", "rev", "sort"}
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
 
@@ -371,7 +366,7 @@ def _marked(infer: Infer, block: Block) -> dict[int, int]:
             before = reshaped(tile(dim, new[dim], infer.devices), new, old)
             if before is not None and infer.is_plain(before, block.avals[node.ins[0]]):
                 found.setdefault(node.ins[0], before.dim)
-        elif node.name in rules.ELEMENTWISE:
+        elif node.name in ELEMENTWISE:
             shape = block.avals[node.outs[0]].shape
             for i in node.ins:
                 if block.avals[i].shape == shape:

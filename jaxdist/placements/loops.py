@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxdist import compat
+from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While
 from jaxdist.ir.interpreter import has_effect
+from jaxdist.ir.operations import ADDITION
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, settled, special
 from jaxdist.placements.plan import Placed, Plan, nbytes
@@ -35,8 +36,7 @@ _SMALL = 1 << 16
 """Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages."""
 _LITTLE = 1 << 20
 """FLOPs that take less than a message."""
-_ADDS = {"add", "add_any", "sub", "convert_element_type", "select_n", "scan", "while", "cond", "checkpoint", "remat",
-         "remat2"}  # fmt: skip
+_ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
 
 
@@ -118,9 +118,9 @@ class _Carries:
 @special("scan")
 def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer, params = walk.infer, node.eqn.params
-    first, count = compat.scan_split(params)
-    rest = first + count
-    block = infer.block(params["jaxpr"], node.backward)
+    scan = Scan.of(params)
+    first, count, rest = scan.consts, scan.carries, scan.consts + scan.carries
+    block = infer.block(scan.body, node.backward)
     over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
     if over_batch and (plan := _own_turns(walk, node, ins, block, first, rest)):
         return plan
@@ -182,7 +182,7 @@ def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, f
     carried = list(zip(block.inputs[first:rest], block.outputs, strict=False))
     for i, o in carried:
         n = block.makers.get(o)
-        if n is None or n.name not in ("add", "add_any") or i not in n.ins or n.ins[0] == n.ins[1]:
+        if n is None or n.name not in ADDITION or i not in n.ins or n.ins[0] == n.ins[1]:
             return None
         if block.uses[i] != 1 or block.uses[o] != 1 or not is_wide(block.avals[i].dtype):
             return None
@@ -220,20 +220,19 @@ def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, f
 @special("while")
 def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
     infer, params = walk.infer, node.eqn.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    first = n_cond + n_body
-    cond = infer.block(params["cond_jaxpr"], node.backward)
-    body = infer.block(params["body_jaxpr"], node.backward)
-    asked, consts = [inside(p) for p in ins[:n_cond]], [inside(p) for p in ins[n_cond:first]]
+    loop = While.of(params)
+    cond, body = infer.block(loop.cond, node.backward), infer.block(loop.body, node.backward)
+    *given, initial = loop.split(ins)
+    asked, consts = ([inside(p) for p in ps] for ps in given)
     if cond.avals[cond.outputs[0]].shape:
         return _batched_while(walk, node, ins, asked, consts, cond, body)
-    carries = _Carries(infer, body, ins[first:], n_body)
+    carries = _Carries(infer, body, initial, loop.body_consts)
 
     def again(carry: Sequence[Placement]) -> Placed:
         return infer.place(cond, [*asked, *carry], [REPLICATED])
 
     def needed(carry: Sequence[Placement]) -> frozenset[int]:
-        return frozenset(i - n_cond for i in again(carry).summed)
+        return frozenset(i - loop.cond_consts for i in again(carry).summed)
 
     carries.settle(lambda carry, loose: infer.place(body, [*consts, *carry], None, loose), needed)
     wants = [form(p) for p in carries.at]

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxdist import compat
+from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches, checkpointed
+from jaxdist.ir.operations import ELEMENTWISE, SAME
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose
-from jaxdist.placements.rules import ELEMENTWISE
 
-_SAME = {"pvary", "copy", "copy_p", "jaxdist_shard", "reshard", "sharding_constraint", "device_put", "jaxdist_plain"}
 _KEPT = {"state": 1, "parameter": 3, "asked": 0}
 
 
@@ -113,7 +112,7 @@ def _node(
                 found.roles.setdefault(args[0].index, role)
             if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "asked"):
                 found.sharded.add(args[0].index)
-    if name in _SAME:
+    if name in SAME:
         return args[: len(node.outs)]
     update = next((a for a in args if isinstance(a, _Update)), None)
     if update is not None and name in ELEMENTWISE:
@@ -129,22 +128,21 @@ def _node(
     if name == "optimization_barrier":
         return args
     if name == "scan":
-        consts, carries = compat.scan_split(params)
-        xs = args[consts + carries :]
+        scan = Scan.of(params)
+        consts, carry, xs = scan.split(args)
         found.sliced |= {a.index for a in xs if isinstance(a, _From)}
-        body = infer.block(params["jaxpr"], node.backward)
-        outs = _follow(infer, body, [*args[: consts + carries], *[None] * len(xs)], found, level)
-        kept = [o if o == a else None for o, a in zip(outs, args[consts:], strict=False)]
-        return kept[:carries] + nothing[carries:]
+        body = infer.block(scan.body, node.backward)
+        outs = _follow(infer, body, [*consts, *carry, *[None] * len(xs)], found, level)
+        return [o if o == a else None for o, a in zip(outs, carry, strict=False)] + nothing[scan.carries :]
     if name == "while":
-        body = infer.block(params["body_jaxpr"], node.backward)
-        outs = _follow(infer, body, args[params["cond_nconsts"] :], found, level)
-        first = params["cond_nconsts"] + params["body_nconsts"]
-        return [o if o == a else None for o, a in zip(outs, args[first:], strict=True)]
+        loop = While.of(params)
+        _, consts, carry = loop.split(args)
+        outs = _follow(infer, infer.block(loop.body, node.backward), [*consts, *carry], found, level)
+        return [o if o == a else None for o, a in zip(outs, carry, strict=True)]
     if name == "cond":
-        bodies = [infer.block(b, node.backward) for b in params["branches"]]
-        branches = [_follow(infer, b, args[1:], found, level) for b in bodies]
-        return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*branches, strict=True)]
-    if name in ("checkpoint", "remat", "remat2"):
-        return _follow(infer, infer.block(compat.closed(params["jaxpr"]), node.backward), args, found, level)
+        bodies = [infer.block(b, node.backward) for b in branches(params)]
+        every = [_follow(infer, b, args[1:], found, level) for b in bodies]
+        return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
+    if name in CHECKPOINT:
+        return _follow(infer, infer.block(checkpointed(params), node.backward), args, found, level)
     return nothing

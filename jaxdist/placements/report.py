@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxdist import compat
+from jaxdist.ir.control_flow import Scan
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.plan import Move, Placed, Plan
@@ -200,8 +200,8 @@ def _inside(node: Node, body: Placed, at: Sequence[Rows]) -> list[Rows] | None:
     n = len(body.block.inputs)
     outer = [at[i] for i in node.ins]
     if node.name == "scan":
-        consts, carries = compat.scan_split(node.eqn.params)
-        return [*outer[: consts + carries], *(frozenset(d - 1 for d in r if d) for r in outer[consts + carries :])]
+        consts, carry, xs = Scan.of(node.eqn.params).split(outer)
+        return [*consts, *carry, *(frozenset(d - 1 for d in r if d) for r in xs)]
     return outer[len(outer) - n :] if n <= len(outer) and node.name != "while" else None
 
 

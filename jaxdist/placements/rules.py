@@ -1,7 +1,8 @@
 """The table of rules: what each primitive of JAX does to the dimensions of its operands.
 
 Three kinds: `FACTORS` describe an operation by its loops (see `jaxdist.placements.describe`), which is all that most
-need; `ELEMENTWISE` are those whose operands and results have the same dimensions; what has no rule is computed whole.
+need; of those in `jaxdist.ir.operations.ELEMENTWISE` operands and results have the same dimensions; what has no rule is
+computed whole.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxdist.ir.operations import ELEMENTWISE
 from jaxdist.placements.describe import Dims, Factors, along
 from jaxdist.placements.values import Split
 
@@ -18,19 +20,6 @@ Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
 """``rule(params, shapes of the operands, shapes of the results)``; None: the operation is computed whole."""
 
 LETTERS = string.ascii_letters
-
-ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
-    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to",
-    "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not",
-    "optimization_barrier", "or", "polygamma", "population_count", "pow", "random_fold_in", "random_gamma_grad",
-    "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
-    "tan", "tanh", "threefry2x32", "xor", "zeta", "name", "pvary", "reshard",
-    "sharding_constraint", "mesh_cast", "device_put", "random_clone",
-}  # fmt: skip
 
 
 def factors(name: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:

@@ -12,13 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist.ir.operations import ADDITION, LINEAR
 from jaxdist.placements.block import Node
 from jaxdist.placements.plan import Plan
 from jaxdist.placements.run import run_wide
 from jaxdist.placements.values import PARTIAL, REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split
-
-_SHAPES = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "rev", "expand_dims",
-           "dynamic_slice"}  # fmt: skip
 
 
 def _goes_on(walk: Any, node: Node) -> bool:
@@ -26,9 +24,9 @@ def _goes_on(walk: Any, node: Node) -> bool:
     following = walk.next.get(node.outs[0])
     return (
         node.backward
-        and node.name in ("add", "add_any")
+        and node.name in ADDITION
         and following is not None
-        and following.name in ("add", "add_any")
+        and following.name in ADDITION
         and walk.block.uses[node.outs[0]] == 1
     )
 
@@ -45,13 +43,11 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
     gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
     takes: list[Form] = [PARTIAL if s else REPLICATED for s in partial]
     ok = False
-    if name in _SHAPES:
+    if name in LINEAR:
         ok = out.size <= size
     elif name == "convert_element_type":
         a, b = avals[0].dtype, out.dtype
         ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
-    elif name in ("neg", "copy", "copy_p"):
-        ok = True
     elif name in ("add", "sub", "add_any", "concatenate", "dynamic_update_slice", "select_n"):
         first = 1 if name == "select_n" else 0
         last = 2 if name == "dynamic_update_slice" else len(ins)

@@ -297,13 +297,12 @@ class DataParallel(Generic[R]):
                 signature = latest.signature
         except _ModulesError:
             raise
-        except Exception:
-            try:
-                self._signer.check_constants(args, keywords)  # a clearer one
-            except TypeError as clearer:
-                error = clearer
-            self._entering.tell(error)
-            raise error from None
+        except Exception as error:
+            clearer = self._signer.bad_constant(args, keywords)
+            self._entering.tell(clearer or error)
+            if clearer is None:
+                raise
+            raise clearer from None
         if constants:
             gone = set(constants)
             moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))

@@ -14,13 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist import compat
 from jaxdist.errors import StepError
+from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches, checkpointed
+from jaxdist.ir.operations import CARRIES
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
-
-_CARRY = {"add", "add_any", "sub", "copy", "copy_p", "convert_element_type", "neg", "clamp", "max", "min",
-          "jaxdist_shard", "optimization_barrier", "stop_gradient", "reduce_precision", "jaxdist_plain"}  # fmt: skip
 
 Flow = tuple[int, int]
 """Of a value: the inputs on which it depends, and those that it carries, as sets of bits."""
@@ -54,7 +52,7 @@ def _carried(infer: Infer, block: Block, node: Node, args: list[Flow], scalars: 
     if name == "optimization_barrier":
         return [carry for _, carry in args]
     shapes = [block.avals[i].shape for i in node.ins]
-    if name in _CARRY or name == "select_n":
+    if name in CARRIES or name == "select_n":
         shape, out = block.avals[node.outs[0]].shape, 0
         for k, (_, carry) in enumerate(args):
             if shapes[k] == shape and not (name == "select_n" and k == 0):
@@ -69,20 +67,21 @@ def _carried(infer: Infer, block: Block, node: Node, args: list[Flow], scalars: 
 
         return [(a if factor(1) else 0) | (b if name == "mul" and factor(0) else 0)]
     if name == "scan":
-        consts, carries = compat.scan_split(params)
-        return _loop(infer, infer.block(params["jaxpr"], node.backward), args, consts, carries) + nothing[carries:]
+        scan = Scan.of(params)
+        body = infer.block(scan.body, node.backward)
+        return _loop(infer, body, args, scan.consts, scan.carries) + nothing[scan.carries :]
     if name == "while":
-        first = params["cond_nconsts"]
-        body = infer.block(params["body_jaxpr"], node.backward)
-        return _loop(infer, body, args[first:], params["body_nconsts"], len(node.outs))
+        loop = While.of(params)
+        body = infer.block(loop.body, node.backward)
+        return _loop(infer, body, args[loop.cond_consts :], loop.body_consts, len(node.outs))
     if name == "cond":
-        every = [_flow(infer, infer.block(b, node.backward), args[1:]) for b in params["branches"]]
+        every = [_flow(infer, infer.block(b, node.backward), args[1:]) for b in branches(params)]
         out = list(nothing)
         for branch in every:
             out = [a | carry for a, (_, carry) in zip(out, branch, strict=True)]
         return out
-    if name in ("checkpoint", "remat", "remat2"):
-        body = infer.block(compat.closed(params["jaxpr"]), node.backward)
+    if name in CHECKPOINT:
+        body = infer.block(checkpointed(params), node.backward)
         return [carry for _, carry in _flow(infer, body, args)]
     return nothing
 

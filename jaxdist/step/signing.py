@@ -139,23 +139,20 @@ class Signer:
         arguments = [batch.Argument(name, self._length(leaves, at)) for _, at, name in signature.arguments]
         return self._read(signature, arguments, leaves)
 
-    def check_constants(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> None:
-        """Nothing, if each leaf that is no array can be a constant of the program.
-
-        Raises:
-          TypeError: one that is not comparable, so that it can't be told whether another call's is the same.
-        """
+    def bad_constant(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> TypeError | None:
+        """The error of a leaf that is no array and can't be a constant of the program, if there is one."""
         parameters = self._calling.of(len(args), keywords)
         for path, x in jax.tree_util.tree_leaves_with_path(args):
             try:
                 is_array(x) or hash(x)
             except TypeError:
-                raise TypeError(
+                return TypeError(
                     f"step {self._name!r}: argument {parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])} is of "
                     f"type {type(x).__qualname__}, neither an array nor hashable. If it holds arrays, register the "
                     "class (jax.tree_util.register_dataclass); if it is a constant, make it hashable (a frozen "
                     "dataclass, say) or close over it"
-                ) from None
+                )
+        return None
 
     def _read(self, signature: Signature, arguments: Sequence[batch.Argument], leaves: Sequence[Any]) -> Signature:
         def with_batch(reading: Sequence[int]) -> Signature:
