@@ -52,7 +52,7 @@ def _eagerly(kind: str, tree: Any, arguments: dict[str, Any], backward: bool = F
     def prepare(wire: Any) -> Prepared:
         structure, given[:] = flat(kind, tree)
         if not backward and arguments.get("op") in ("sum", "prod"):
-            _refuse_what_is_summed(kind, given)
+            _refuse_what_is_summed(kind, jax.tree.leaves(tree))
         call, description = (_backward_plan if backward else _plan)(kind, arguments, ctx.size, structure, given)
         return Prepared(call, description, [wire.load(x) for x in given])
 

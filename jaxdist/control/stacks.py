@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import re
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -52,5 +53,8 @@ def _main_thread() -> list[traceback.FrameSummary]:
         file.seek(0)
         text = file.read().decode(errors="replace")
     own = re.search(rf"^.*hread 0x0*{threading.main_thread().ident:x} .*\n((?:  .*\n)*)", text, re.MULTILINE)
+    if own is None and threading.main_thread().is_alive():  # of a hundred threads at most, and this one comes last
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return list(traceback.extract_stack(frame))[::-1] if frame else []
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
     return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]

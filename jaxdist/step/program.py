@@ -78,6 +78,8 @@ class Program:
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = has_constants(step.tree)
         self.executable: jax.stages.Compiled | None = None
+        self._traced: tuple[ClosedJaxpr, Placed | None] | None = None
+        self._before = self._traced  # what was traced ahead of the first call, in which nobody would be told of it
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
         returned = {i for i in step.sources if i is not None}
@@ -114,6 +116,9 @@ class Program:
         Returns:
           The step's result, and the findings of `jaxdist.step.finite` (None: it has none).
         """
+        if self._before is not None:
+            (closed, placed), self._before = self._before, None
+            self._tell(closed, placed)
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
         if self.executable is None:
             outs, found = self._jitted(*args), None
@@ -131,7 +136,16 @@ class Program:
 
     def ahead(self, what: str, state: Sequence[Any], batch: Sequence[Any]) -> Any:
         """As ``jax.jit(f).lower``, or another of its methods."""
-        return getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+        known = self._traced
+        ahead = getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+        if known is None:
+            self._before = self._traced
+        return ahead
+
+    def _tell(self, closed: ClosedJaxpr, placed: Placed | None) -> None:
+        self._traced = closed, placed
+        if self._on_traced is not None:
+            self._on_traced(closed, placed)
 
     def place(self, fused: Callable[[Placed], ClosedJaxpr] | None = None) -> tuple[Placed, list[Placement]]:
         """Settle the placements of the step; also: how its arguments come.
@@ -188,15 +202,13 @@ class Program:
             raise OtherTypesError
         weak = [aval.weak_type for aval in step.jaxpr.out_avals]
         if mesh.size == 1:
-            if self._on_traced is not None:
-                self._on_traced(step.jaxpr, None)
+            self._tell(step.jaxpr, None)
             outs = Interpreter({}).run(step.jaxpr, *args)
             return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
         closed = fused(placed)
-        if self._on_traced is not None:
-            self._on_traced(closed, placed)
+        self._tell(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
         outs = jax.shard_map(

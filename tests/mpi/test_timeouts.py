@@ -48,7 +48,7 @@ def test_every_rank_prints_its_stack() -> None:
     for rank, result in enumerate(results):
         assert result.returncode != 0
         assert re.search(rf"\[jaxdist rank {rank}\] {WAITED}{WHERE}", result.stderr), result.output
-        at = "in stuck_in_the_loader\n" if rank == 1 else "/jaxdist/step/data_parallel.py"
+        at = "in stuck_in_the_loader\n" if rank == 1 else "/jaxdist/step/decorated.py"
         assert at in stack(rank, result.stderr), result.output
 
 
