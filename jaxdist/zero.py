@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from typing import Any, Literal
 
 import jax
@@ -14,9 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
 from jaxdist.placements.layouts import Padded
+from jaxdist.runtime.context import started
 from jaxdist.step.data_parallel import data_parallel
 
 Level = Literal[0, 1, 2, 3]
+
+_log = logging.getLogger("jaxdist")
+_said = False
 
 
 def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTransformationExtraArgs:
@@ -77,6 +82,7 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not inside_step():
+            _say_that_it_is_outside()
             return inner.update(updates, state, params, **extra)
         if level:
             _check(inner, updates, state, params, extra)
@@ -91,6 +97,19 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _say_that_it_is_outside() -> None:
+    """Once: each rank trains by itself, on its own part of the data, and nothing else would tell."""
+    global _said
+    ctx = started()
+    if ctx is not None and ctx.size > 1 and not _said:
+        _said = True
+        if ctx.is_root:
+            _log.warning(
+                "jaxdist.zero's update was called outside a step that jaxdist.data_parallel decorates: nothing is "
+                "added up over the ranks, and each of the %d trains by itself", ctx.size,
+            )  # fmt: skip
 
 
 def shard(tree: Any) -> Any:

@@ -86,7 +86,11 @@ def _function(what: str) -> Any:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
+        ours, sys.argv = sys.argv, [name]  # the script may read its own
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.argv = ours
     else:
         sys.path.insert(0, str(Path.cwd()))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,10 @@ def choose(env: Mapping[str, str] | None = None) -> str:
     if launched is not None:
         return _mpi_or_complain(launched)
     step = slurm.step(env)
+    if step is None and (tasks := slurm.tasks(env)) > 1:
+        logging.getLogger("jaxdist").warning(
+            "Slurm has given this job %d tasks, but this process was started without srun or mpirun: it is alone", tasks
+        )
     return "slurm" if step is not None and step[1] > 1 else "local"
 
 

@@ -91,7 +91,7 @@ def how_to_load(program: Path | None) -> str:
     # mpi4py's module wants a library of the name that all others give MPICH's.
     return (
         f"mkdir -p ~/.mpich && ln -sf {library} ~/.mpich/libmpi.so.12 && "
-        "export LD_LIBRARY_PATH=~/.mpich:$LD_LIBRARY_PATH MPI4PY_LIBMPI=libmpi.so.12"
+        "export LD_LIBRARY_PATH=~/.mpich${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} MPI4PY_LIBMPI=libmpi.so.12"
     )
 
 

@@ -58,6 +58,11 @@ def step(env: Mapping[str, str]) -> tuple[int, int] | None:
     return read_int(env, "SLURM_PROCID"), _size(env)
 
 
+def tasks(env: Mapping[str, str]) -> int:
+    """Of the job's allocation; 0: there is none, or it does not say."""
+    return int(env["SLURM_NTASKS"]) if "SLURM_JOB_ID" in env and env.get("SLURM_NTASKS", "").isdigit() else 0
+
+
 def connect(timeout: float = 300.0, env: Mapping[str, str] | None = None) -> TcpConnector:
     """The connector of a Slurm step.
 

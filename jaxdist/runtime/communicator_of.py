@@ -72,6 +72,11 @@ def _mpi_problem(size: int) -> str:
             f"MPI's world has {mpi.COMM_WORLD.size} processes, the job has {size}: start the "
             f"script with `mpirun -np {size}` (or srun --mpi=...), or use communicator 'xla'"
         )
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:  # XLA's threads call it while the script may
+        return (
+            "MPI was initialised to be called by one thread at a time: leave mpi4py.rc.threads and "
+            "mpi4py.rc.thread_level as they are (\"multiple\"), or use communicator 'xla'"
+        )
     built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
     if built and built != loaded:
         rebuild = site.rebuild_mpi4jax(site.loaded() or "")

@@ -239,6 +239,11 @@ def current() -> Context | None:
     return _context
 
 
+def started() -> Context | None:
+    """The context, if there is one already."""
+    return _context
+
+
 def get_context() -> Context:
     """The context that `init` made; made with defaults on first need.
 

@@ -45,6 +45,11 @@ def install(control: Control, watchdog: Watchdog, script: failfast.Exit, timeout
         failfast.end_if_exiting(control, script.code)
         if failures and not control.ending:
             failfast.fail_at_exit(control, f"a function that runs at exit failed: {failures[0]}")
+        if control.rank == 0 and not control.ending and not control.position():
+            control.say(
+                f"the {control.size} ranks have called no decorated step and no collective of jaxdist: each has worked "
+                "by itself. Is the step decorated with jaxdist.data_parallel?"
+            )
         control.hold()  # the main thread ends this process
         control.close()
         _wait_for_all(control, watchdog, timeout)

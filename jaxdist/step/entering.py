@@ -65,7 +65,10 @@ class Entering:
                 if (others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own])
             }  # fmt: skip
         for i in sorted(read & differs.keys()):
-            advice = "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums"
+            advice = (
+                "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
+                "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel"
+            )
             if jax.numpy.issubdtype(program.types[i][1], jax.dtypes.prng_key):
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(

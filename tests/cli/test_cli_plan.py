@@ -81,3 +81,9 @@ def test_what_is_refused(args: list[str], said: str, tmp_path: Path, monkeypatch
     code, text = plan(*args)
     assert code == 2
     assert said in text
+
+
+def test_a_script_reads_its_own_arguments(jaxdist, tmp_path: Path):
+    (tmp_path / "script.py").write_text("import argparse; argparse.ArgumentParser().parse_args()\n" + SCRIPT)
+    done = jaxdist("plan", "script.py:make", "--topology=2xcpu", "--json")
+    assert done.returncode == 0, done.stderr

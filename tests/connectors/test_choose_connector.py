@@ -132,3 +132,12 @@ def test_an_object_of_the_users_own():
 def test_local_position_counts_by_host():
     hosts = ["a", "b", "a", "b", "b"]
     assert [local_position(hosts, r) for r in range(5)] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+
+
+def test_a_job_of_several_tasks_that_was_started_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert connectors.choose(BATCH) == "local"
+    assert "Slurm has given this job 4 tasks, but this process was started without srun or mpirun" in caplog.text
+    caplog.clear()
+    assert connectors.choose(BATCH | {"SLURM_NTASKS": "1"}) == "local"
+    assert connectors.choose(SRUN) == "slurm"
+    assert not caplog.text
