@@ -52,7 +52,7 @@ def test_debians_mpich_wants_another_name(tmp_path: Path) -> None:
         ["bash", "-c", f"{command} && {ask}"], env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
         capture_output=True, text=True, timeout=30, check=True,
     ).stdout  # fmt: skip
-    assert said.splitlines() == [str(library), f"{tmp_path}/.mpich: libmpi.so.12"]
+    assert said.splitlines() == [str(library), f"{tmp_path}/.mpich libmpi.so.12"]
 
 
 def test_never_the_wheel_beside_an_mpi_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
