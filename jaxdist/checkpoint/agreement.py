@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist import compat
 from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context
 
@@ -27,7 +25,7 @@ def together(
       ctx: of the job.
       what: is waited for; for a line about it.
       name: of this one among all, the same on every rank.
-      work: each rank's part; what it returns goes to the root (small, as JSON).
+      work: each rank's part; what it returns, small, goes to the root.
       conclude: the root's, with what each rank returned; not called where a rank has failed.
       failed: how the message about a failure begins.
 
@@ -35,22 +33,20 @@ def together(
       CheckpointError: on every rank: a rank's part, or the root's, raised an error.
     """
     mine, cause = _attempt(ctx, work)
-    key = f"jaxdist/{name}"
     if ctx.is_root:
         verdict = f"{failed}: rank 0 was interrupted"
         try:
-            said = [mine, *(json.loads(_await(ctx, f"{key}/{r}", what, r)) for r in range(1, ctx.size))]
+            said = [mine, *(_await(ctx, name, what, r) for r in range(1, ctx.size))]
             errors = [error for error, _ in said if error]
             if not errors:
                 (error, _), cause = _attempt(ctx, lambda: conclude([value for _, value in said]))
                 errors = [error] if error else []
             verdict = f"{failed}: {'; '.join(errors[:4])}" if errors else ""
         finally:
-            if ctx.size > 1:
-                compat.key_value_store().key_value_set(f"{key}/verdict", json.dumps(verdict))
+            ctx.control.mail.put(name, verdict)
     else:
-        compat.key_value_store().key_value_set(f"{key}/{ctx.rank}", json.dumps(mine))
-        verdict = json.loads(_await(ctx, f"{key}/verdict", what, 0))
+        ctx.control.mail.put(name, mine, to=0)
+        verdict = _await(ctx, name, what, 0)
     if cause is not None and not isinstance(cause, Exception):
         raise cause  # Ctrl-C
     if verdict:
@@ -64,25 +60,19 @@ def _attempt(ctx: Context, work: Callable[[], Any]) -> tuple[tuple[str, Any], Ba
         return (f"rank {ctx.rank} ({socket.gethostname()}): {type(error).__name__}: {brief(error)}", None), error
 
 
-def _await(ctx: Context, key: str, what: str, rank: int) -> str:
-    """What a rank says; not by the control channel, in which the training may be waiting meanwhile."""
-    store, start = compat.key_value_store(), time.monotonic()
-    told = ctx.timeout
+def _await(ctx: Context, name: str, what: str, rank: int) -> Any:
+    """What a rank says; not in an exchange, in which the training may be waiting meanwhile."""
+    start, told = time.monotonic(), ctx.timeout
     while True:
         try:
-            return store.blocking_key_value_get(key, int(min(_SLICE, ctx.timeout) * 1000))
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" not in str(error) or ctx.control.ending:
-                raise CheckpointError(f"rank {ctx.rank}: {what} was left, for the job ends: {brief(error)}") from None
+            return ctx.control.mail.take(name, rank, min(_SLICE, ctx.timeout))
+        except TimeoutError:
+            if ctx.control.ending:
+                raise CheckpointError(f"rank {ctx.rank}: {what} was left, for the job ends") from None
         waited = time.monotonic() - start
         if waited >= told:
             ctx.control.say(f"{what} has waited for {waited:.0f} s for {ctx.control.who(rank)}, which is still writing")
             told *= 2
-
-
-def forget(name: str) -> None:
-    """What the ranks said under a name: all have heard it."""
-    compat.key_value_store().key_value_delete(f"jaxdist/{name}")  # and what is below it
 
 
 def brief(error: BaseException) -> str:

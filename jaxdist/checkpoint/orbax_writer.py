@@ -46,10 +46,13 @@ def _epath(path: Path) -> Any:
 def _show_one_error() -> None:
     """When a write fails (a full disk), that is raised; all else that orbax and tensorstore print is about the same.
 
-    Orbax logs the traceback in each of its threads, and closes its event loop, which tensorstore then can't tell of
-    the end of each other write: a traceback for every array.
+    Orbax logs the traceback in each of its threads, leaves the tasks of the other writes that failed to asyncio, and
+    closes its event loop, which tensorstore then can't tell of the end of each other write: a traceback for every array.
     """
     logging.getLogger("absl").addFilter(lambda line: "_SignalingThread.run() raised" not in line.getMessage())
+    logging.getLogger("asyncio").addFilter(
+        lambda line: not ("never retrieved" in (text := line.getMessage()) and "write_fragment" in text)
+    )
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.checkpoint import history, lock, orbax_writer, record
-from jaxdist.checkpoint.agreement import forget, raise_first, together
+from jaxdist.checkpoint.agreement import raise_first, together
 from jaxdist.checkpoint.background import Saving, at_exit, await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import (
@@ -39,8 +39,6 @@ from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
-
-_last: str = ""  # the name under which the ranks agreed on the save before
 
 
 def save(
@@ -127,7 +125,6 @@ def save(
         _publish(temporary, final, {part.name: part.leaf(sums) for part in parts}, keep)
 
     def write() -> None:
-        _forget_last(ctx, name)
         failed = f"checkpoint {final} was not written, earlier ones are as they were"
         try:
             together(ctx, f"checkpoint {final}", name, lambda: _write(ctx, temporary / ITEM, parts), conclude, failed)
@@ -140,14 +137,6 @@ def save(
     saving = Saving(int(step))
     saving._run(write, background=not wait)
     return saving
-
-
-def _forget_last(ctx: Context, name: str) -> None:
-    """The ranks' agreement on the save before: all have heard it, or they would not be in this one."""
-    global _last
-    if ctx.is_root and ctx.size > 1 and _last:
-        forget(_last)
-    _last = name
 
 
 def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: Any) -> Exception | None:

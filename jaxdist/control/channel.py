@@ -18,6 +18,7 @@ from jaxdist.control import rendezvous
 from jaxdist.control.handshake import Member
 from jaxdist.control.hub import PRINT_SECONDS, Entry, Hub, lost, receive_cast, send_cast
 from jaxdist.control.keys import Key, job_key
+from jaxdist.control.mailbox import TAG, Mailbox
 from jaxdist.control.stacks import main_thread_stack
 
 _STACK_SECONDS = 2.0  # to print a stack
@@ -55,6 +56,7 @@ class Control:
       on_bye: hook (rank, its position), called likewise.
       listeners: {tag: hook (rank, value)} for what others `post`; called likewise. "gone" hears of a rank whose
         connection has ended: rank 0 of each, the others of rank 0's end in order.
+      mail: what ranks leave for one another, from any thread.
       whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
         known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
 
@@ -85,7 +87,8 @@ class Control:
         self.position: Callable[[], int] = lambda: 0
         self.on_enter: Callable[[int, int, str], None] | None = None
         self.on_bye: Callable[[int, int], None] | None = None
-        self.listeners: dict[str, Callable[[int, Any], None]] = {}
+        self.mail = Mailbox(self.post)
+        self.listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
         self.whereabouts: Callable[[list[int]], str | None] | None = None
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()

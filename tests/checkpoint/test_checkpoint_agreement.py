@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from types import SimpleNamespace
@@ -9,27 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxdist import CheckpointError, compat
+from jaxdist import CheckpointError
 from jaxdist.checkpoint.agreement import together
-
-
-class Store:
-    """As that of jax.distributed."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.news = threading.Condition()
-
-    def key_value_set(self, key: str, value: str) -> None:
-        with self.news:
-            self.values[key] = value
-            self.news.notify_all()
-
-    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
-        with self.news:
-            if not self.news.wait_for(lambda: key in self.values, milliseconds / 1000):
-                raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-            return self.values[key]
+from jaxdist.control.mailbox import Mailbox
 
 
 class Ranks:
@@ -42,8 +25,16 @@ class Ranks:
         self.ending = False
         self.size, self.timeout = size, timeout
 
+        self.mail = [Mailbox(functools.partial(self.post, rank)) for rank in range(size)]
+
+    def post(self, rank: int, _: str, value: Any, to: int | None) -> None:
+        for r in [to] if to is not None else [r for r in range(self.size) if r != rank]:
+            self.mail[r].arrived(rank, value)
+
     def context(self, rank: int) -> Any:
-        control = SimpleNamespace(ending=self.ending, say=self.said.append, who=lambda r: f"rank {r}")
+        control = SimpleNamespace(
+            ending=self.ending, say=self.said.append, who=lambda r: f"rank {r}", mail=self.mail[rank]
+        )
         return SimpleNamespace(rank=rank, size=self.size, is_root=rank == 0, timeout=self.timeout, control=control)
 
     def run(self, work: Any, conclude: Any = None) -> list[BaseException | None]:
@@ -60,13 +51,6 @@ class Ranks:
             thread.join(60)
         assert not any(t.is_alive() for t in threads)
         return self.errors
-
-
-@pytest.fixture(autouse=True)
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    found = Store()
-    monkeypatch.setattr(compat, "key_value_store", lambda: found)
-    return found
 
 
 def fails(on: int, error: BaseException) -> Any:
@@ -108,16 +92,13 @@ def test_ctrl_c_on_one() -> None:
     assert "KeyboardInterrupt" in str(errors[0])
 
 
-def test_ctrl_c_while_the_root_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    get = store.blocking_key_value_get
+def test_ctrl_c_while_the_root_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
 
-    def interrupted(key: str, milliseconds: int) -> str:
-        if not key.endswith("verdict"):
-            raise KeyboardInterrupt
-        return get(key, milliseconds)
-
-    monkeypatch.setattr(store, "blocking_key_value_get", interrupted)
-    errors = Ranks(2).run(lambda rank: rank)
+    ranks = Ranks(2)
+    monkeypatch.setattr(ranks.mail[0], "take", interrupted)
+    errors = ranks.run(lambda rank: rank)
     assert isinstance(errors[0], KeyboardInterrupt)
     assert "failed: rank 0 was interrupted" in str(errors[1])
 
