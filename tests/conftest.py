@@ -11,9 +11,21 @@ os.environ.setdefault("JAX_ENABLE_X64", "1")
 # mix. Tests that want it so say so.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+import sys
+from collections.abc import Iterator
+
+import pytest
 from started import jaxdist, launcher, mpirun_there, wait_gone  # noqa: F401 (fixtures of several folders)
 
 from jaxdist.placements import small
 
 # Arrays are small here, and yet the tests are about what moves between devices; placements/test_small.py is not.
 small.limits = small.Limits(fewer=10**9)
+
+
+@pytest.fixture(autouse=True)
+def no_locks_left() -> Iterator[None]:
+    """Each has a thread, and a process shows where its main thread is among a hundred at most."""
+    yield
+    if lock := sys.modules.get("jaxdist.checkpoint.lock"):
+        lock.release_all()

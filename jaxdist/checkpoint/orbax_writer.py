@@ -47,12 +47,10 @@ def _show_one_error() -> None:
     """When a write fails (a full disk), that is raised; all else that orbax and tensorstore print is about the same.
 
     Orbax logs the traceback in each of its threads, leaves the tasks of the other writes that failed to asyncio, and
-    closes its event loop, which tensorstore then can't tell of the end of each other write: a traceback for every array.
+    closes its event loop, which tensorstore then can't tell of the end of each other write: a traceback an array.
     """
     logging.getLogger("absl").addFilter(lambda line: "_SignalingThread.run() raised" not in line.getMessage())
-    logging.getLogger("asyncio").addFilter(
-        lambda line: not ("never retrieved" in (text := line.getMessage()) and "write_fragment" in text)
-    )
+    logging.getLogger("asyncio").addFilter(lambda line: not _is_left_by_orbax(line))
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -64,3 +62,10 @@ def _show_one_error() -> None:
         before(unraisable)
 
     sys.unraisablehook = hook
+
+
+def _is_left_by_orbax(line: logging.LogRecord) -> bool:
+    """Whether asyncio tells of a task's error that nobody has asked for, and the task was one of orbax's."""
+    if "never retrieved" not in line.getMessage() or not line.exc_info or line.exc_info[2] is None:
+        return False
+    return any("orbax" in Path(frame.filename).parts for frame in traceback.extract_tb(line.exc_info[2]))

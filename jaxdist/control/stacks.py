@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import re
-import sys
 import sysconfig
 import tempfile
 import threading
@@ -43,7 +42,7 @@ def main_thread_stack() -> str:
 
 
 def _main_thread() -> list[traceback.FrameSummary]:
-    """Its frames, the innermost first.
+    """Its frames, the innermost first; none at its end, and where there are more than a hundred threads.
 
     From faulthandler: to walk the frames of a thread that runs meanwhile, as ``sys._current_frames`` offers, ends in a
     segmentation fault now and then (seen with Python 3.11.7).
@@ -53,8 +52,5 @@ def _main_thread() -> list[traceback.FrameSummary]:
         file.seek(0)
         text = file.read().decode(errors="replace")
     own = re.search(rf"^.*hread 0x0*{threading.main_thread().ident:x} .*\n((?:  .*\n)*)", text, re.MULTILINE)
-    if own is None and threading.main_thread().is_alive():  # of a hundred threads at most, and this one comes last
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        return list(traceback.extract_stack(frame))[::-1] if frame else []
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
     return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]

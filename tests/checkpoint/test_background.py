@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import pytest
 
 import jaxdist
 from jaxdist import CheckpointError
+from jaxdist.checkpoint import orbax_writer
 
 FULL = """
 import sys, jaxdist, numpy as np
@@ -99,3 +101,16 @@ def test_the_next_call_raises_it(call: str, tmp_path: Path, monkeypatch: pytest.
             calls[call]()
     assert jaxdist.latest_step(tmp_path) == 1  # told once
     calls["save"]()
+
+
+def test_what_orbax_leaves_to_asyncio_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    orbax_writer._show_one_error()
+    logger = logging.getLogger("asyncio")
+    code = compile("raise OSError('full')", "/site-packages/orbax/checkpoint/serialization.py", "exec")
+    for what in (code, "raise OSError('of the script')"):
+        try:
+            exec(what)
+        except OSError as error:
+            logger.error("Task exception was never retrieved\nfuture: <Task>", exc_info=error)
+    assert "of the script" in caplog.text
+    assert "full" not in caplog.text

@@ -21,19 +21,6 @@ def test_from_another_thread() -> None:
     assert stack.index("test_from_another_thread") < stack.index("in join")
 
 
-def test_among_many_threads() -> None:
-    stop = threading.Event()
-    many = [threading.Thread(target=stop.wait) for _ in range(120)]
-    for thread in many:
-        thread.start()
-    try:
-        test_from_another_thread()
-    finally:
-        stop.set()
-        for thread in many:
-            thread.join()
-
-
 _BUSY = """
 import faulthandler, sys, threading
 from jaxdist.control.stacks import main_thread_line
