@@ -15,13 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
 from jaxdist.placements.layouts import Padded
-from jaxdist.runtime.context import started
+from jaxdist.runtime.context import Context, started
 from jaxdist.step.data_parallel import data_parallel
 
 Level = Literal[0, 1, 2, 3]
 
 _log = logging.getLogger("jaxdist")
-_said = False
 
 
 def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTransformationExtraArgs:
@@ -82,7 +81,7 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not inside_step():
-            _say_that_it_is_outside()
+            _say_that_it_is_outside(started())
             return inner.update(updates, state, params, **extra)
         if level:
             _check(inner, updates, state, params, extra)
@@ -99,17 +98,14 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _say_that_it_is_outside() -> None:
+@functools.cache
+def _say_that_it_is_outside(ctx: Context | None) -> None:
     """Once: each rank trains by itself, on its own part of the data, and nothing else would tell."""
-    global _said
-    ctx = started()
-    if ctx is not None and ctx.size > 1 and not _said:
-        _said = True
-        if ctx.is_root:
-            _log.warning(
-                "jaxdist.zero's update was called outside a step that jaxdist.data_parallel decorates: nothing is "
-                "added up over the ranks, and each of the %d trains by itself", ctx.size,
-            )  # fmt: skip
+    if ctx is not None and ctx.size > 1 and ctx.is_root:
+        _log.warning(
+            "jaxdist.zero's update was called outside a step that jaxdist.data_parallel decorates: nothing is added "
+            "up over the ranks, and each of the %d trains by itself", ctx.size,
+        )  # fmt: skip
 
 
 def shard(tree: Any) -> Any:
