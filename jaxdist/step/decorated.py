@@ -209,7 +209,8 @@ class DataParallel(Generic[R]):
         ahead = program.ahead(what, state, [
             self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
         ])  # fmt: skip
-        return stage(ahead, stages.For(program, self._types, self._types(args, kwargs), self._call))
+        complete = functools.partial(self._settings.calling.with_static, of=(args, kwargs))
+        return stage(ahead, stages.For(program, complete, self._types, self._types(args, kwargs), self._call))
 
     def _types(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Structure and types of a call's arguments; constants as they are."""

@@ -15,12 +15,14 @@ class For(NamedTuple):
 
     Attributes:
       program: for its arguments.
+      complete: a call's arguments, with the static ones.
       arguments: structure and types of a call's arguments.
       here: of this call's.
       call: runs the step.
     """
 
     program: Program
+    complete: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     arguments: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     here: Any
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -59,11 +61,12 @@ class Compiled(_Stage):
     """As `jax.stages.Compiled`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The step, for arguments of the types that it was compiled for.
+        """The step, for arguments of the types that it was compiled for; without the static ones, as JAX's.
 
         Raises:
           TypeError: they have others.
         """
+        args, kwargs = self._of.complete(args, kwargs)
         given = self._of.arguments(args, kwargs)
         if given != self._of.here:
             raise TypeError(f"compiled for arguments {self._of.here}, called with {given}: call the step itself")

@@ -185,6 +185,18 @@ def test_what_is_compiled_ahead_takes_the_steps_arguments(donate: bool) -> None:
     same(compiled(jax.device_put(W, jax.devices()[3]), X, lr=0.5), sgd(W, X, lr=0.5))
 
 
+def test_static_arguments_are_not_passed_to_what_is_compiled_ahead() -> None:
+    def step(n: int, w: Any, x: Any, *, scale: float = 1.0, shift: int = 0) -> Any:
+        return n * w * scale + x.mean(0) + shift
+
+    options: Any = {"static_argnums": 0, "static_argnames": "shift"}
+    for decorate in (jax.jit, jaxdist.data_parallel):
+        compiled = decorate(step, **options).lower(3, W, X, scale=0.5, shift=2).compile()
+        same(compiled(W, X, scale=0.5), step(3, W, X, scale=0.5, shift=2))
+        with pytest.raises(TypeError):
+            compiled(W, scale=0.5)
+
+
 def test_of_an_object_of_nnx_ahead() -> None:
     models = [nnx.Linear(3, 1, rngs=nnx.Rngs(0)) for _ in range(2)]
 
