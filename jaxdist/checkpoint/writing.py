@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, lock, orbax_writer, record
-from jaxdist.checkpoint.agreement import raise_first, together
+from jaxdist.checkpoint.agreement import together
 from jaxdist.checkpoint.background import Saving, at_exit, await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import (
@@ -39,6 +40,8 @@ from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
+
+_WHERE, _KINDS = "the checkpoint", "the checksum of the names, shapes and dtypes of its leaves"
 
 
 def save(
@@ -92,40 +95,31 @@ def save(
     """
     ctx = get_context()
     await_pending()
-    names, leaves = named(state)
     final = absolute(path) / str(step)
-    problem = _bad_call(names, leaves, step, keep)
-    if problem is None and ctx.is_root:
-        problem = _make_ready(ctx, final, overwrite)
-    shapes = [(n, kind(x)) for n, x in zip(names, leaves, strict=True)] if problem is None else []
-    own = _own(names, leaves) if problem is None and ctx.size > 1 else {}
-    mine = (str(final), zlib.crc32(repr(shapes).encode()), problem, secrets.token_hex(8), own)
-    said = ctx.control.exchange("save", mine, ctx.timeout)
-    raise_first(ctx, [s[2] for s in said])
-    for what, values in (("directories or steps", [s[0] for s in said]), ("states", [s[1] for s in said])):
-        if len(set(values)) > 1:
-            odd = next(r for r, v in enumerate(values) if v != values[0])
-            shown = f": {values[0]} on rank 0, {values[odd]} on rank {odd}" if what != "states" else ""
-            raise CheckpointError(f"rank {ctx.rank}: the ranks save different {what}{shown}")
-    for leaf, value in said[0][4].items():
-        if odd := [rank for rank, s in enumerate(said) if s[4].get(leaf) != value]:
-            raise CheckpointError(
-                f"rank {ctx.rank}: leaf {leaf} lies on each rank by itself, and on {ctx.control.who(odd[0])} it is "
-                "not as on rank 0, whose value alone would be saved. Did each rank train by itself, with a step that "
-                "is not decorated with jaxdist.data_parallel? What is each rank's own (a key, say) can be made from "
-                "ctx.rank after restore"
-            )
 
+    def prepare() -> Part[tuple[list[tuple[str, ...]], list[Any]]]:
+        names, leaves = named(state)
+        _check_call(names, leaves, step, keep)
+        if ctx.is_root:
+            _make_ready(ctx, final, overwrite)
+        kinds = repr([(n, kind(x)) for n, x in zip(names, leaves, strict=True)])
+        entries = [(_WHERE, str(final)), (_KINDS, f"{zlib.crc32(kinds.encode()):08x}")]
+        own = _own(names, leaves) if ctx.size > 1 else {}
+        entries += [(f"leaf {name}, which each rank has by itself,", f"{value:x}") for name, value in own.items()]
+        return Part((names, leaves), tuple(entries), secrets.token_hex(8))
+
+    errors = CheckpointError, FileExistsError, ValueError, TypeError
+    (names, leaves), tokens = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
     parts = _parts(ctx, names, leaves, copy=not wait)
-    name = f"save/{said[0][3]}"
+    name = f"save/{tokens[0]}"
     # Of its own: what a killed job has left is in nobody's way.
-    temporary = final.with_name(f"{step}.{said[0][3]}{UNFINISHED}")
+    temporary = final.with_name(f"{step}.{tokens[0]}{UNFINISHED}")
 
     def conclude(sums: list[Any]) -> None:
         _publish(temporary, final, {part.name: part.leaf(sums) for part in parts}, keep)
 
     def write() -> None:
-        failed = f"checkpoint {final} was not written, earlier ones are as they were"
+        failed = f"checkpoint {final} was not written (earlier ones are as they were)"
         try:
             together(ctx, f"checkpoint {final}", name, lambda: _write(ctx, temporary / ITEM, parts), conclude, failed)
         except BaseException:
@@ -139,29 +133,39 @@ def save(
     return saving
 
 
-def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: Any) -> Exception | None:
+def _advice(entry: str) -> str:
+    if entry == _WHERE:
+        return "Save the same step into the same directory on every rank"
+    if entry == _KINDS:
+        return "Save a state of the same names, shapes and dtypes on every rank"
+    return (
+        "Its value on rank 0 alone would be saved. Did each rank train by itself, with a step that is not decorated "
+        "with jaxdist.data_parallel? What is each rank's own (a key, say) can be made from ctx.rank after restore"
+    )
+
+
+def _check_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
-        return ValueError(f"save(step={step!r}): a checkpoint is named by an integer, 0 or more")
+        raise ValueError(f"save(step={step!r}): a checkpoint is named by an integer, 0 or more")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        return ValueError(f"save(keep={keep!r}): a number of checkpoints, 1 or more, or None for all")
+        raise ValueError(f"save(keep={keep!r}): a number of checkpoints, 1 or more, or None for all")
     if not leaves:
-        return ValueError("the state has no leaves: there is nothing to save")
+        raise ValueError("the state has no leaves: there is nothing to save")
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str) or type(x) in PYTHON:
             if type(x) is int and not -(2**63) <= x < 2**63:
-                return ValueError(f"leaf {'.'.join(name)} can't be saved: {x} does not fit into 64 bits")
+                raise ValueError(f"leaf {'.'.join(name)} can't be saved: {x} does not fit into 64 bits")
             continue
         if not hasattr(x, "dtype") or not hasattr(x, "shape") or x.dtype == object:
-            return TypeError(
+            raise TypeError(
                 f"leaf {'.'.join(name)} can't be saved: {type(x).__name__} is not an array, number or string"
             )
         if hasattr(x, "is_deleted") and x.is_deleted():
-            return ValueError(f"leaf {'.'.join(name)} was donated to a step: save what the step has returned")
+            raise ValueError(f"leaf {'.'.join(name)} was donated to a step: save what the step has returned")
     joined = [".".join(name) for name in names]
     for a, b in itertools.pairwise(sorted(joined)):
         if a == b:
-            return ValueError(f"two leaves would both be named {a} on disk: keep dots out of one of the keys")
-    return None
+            raise ValueError(f"two leaves would both be named {a} on disk: keep dots out of one of the keys")
 
 
 def _own(names: list[tuple[str, ...]], leaves: list[Any]) -> dict[str, int]:
@@ -253,7 +257,7 @@ def _write(ctx: Context, directory: Path, parts: list[_Part]) -> dict[str, int]:
     return {".".join(part.name): part.share(ctx.is_root) for part in mine}
 
 
-def _make_ready(ctx: Context, final: Path, overwrite: bool) -> Exception | None:
+def _make_ready(ctx: Context, final: Path, overwrite: bool) -> None:
     """The root's: a directory that is this job's to write into."""
     path = final.parent
     try:
@@ -263,16 +267,13 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> Exception | None:
             if (whole := checkpoint_of(path, found.step)).name != str(found.step):
                 whole.rename(path / str(found.step))
         history.set_aside(path, saved(path))
-        if final.exists() and not overwrite:
-            return FileExistsError(
-                f"there is a checkpoint of this step, {final}: restore it, save into another directory, or replace it "
-                "with overwrite=True"
-            )
-    except CheckpointError as error:
-        return error
     except OSError as error:
-        return CheckpointError(f"can't write into {path}: {error.strerror or error}")
-    return None
+        raise CheckpointError(f"can't write into {path}: {error.strerror or error}") from error
+    if final.exists() and not overwrite:
+        raise FileExistsError(
+            f"there is a checkpoint of this step, {final}: restore it, save into another directory, or replace it "
+            "with overwrite=True"
+        )
 
 
 def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], Leaf], keep: int | None) -> None:

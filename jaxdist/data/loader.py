@@ -5,19 +5,20 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.collectives.public import allgather
 from jaxdist.data.batches import MOST, Plan, Reader, close, fingerprint, known, open_source, placer, stream
-from jaxdist.runtime.context import get_context
+from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
 Tail = Literal["drop", "pad", "keep"]
 State = dict[str, int | bool]
+_ERRORS = ValueError, TypeError, OSError
 
 
 def loader(
@@ -81,18 +82,7 @@ def loader(
     """
     ctx = get_context()
     settings = {"workers": workers, "threads": threads, "prefetch": prefetch}
-    job = _Job(ctx.rank, ctx.size, lambda tag, mine: ctx.control.exchange(tag, mine, ctx.timeout), ctx)
-    return Loader(job, source, batch_size, shuffle, seed, tail, transform, on_devices, **settings)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What a loader knows of the others: `exchange` gathers a value of each rank."""
-
-    rank: int
-    size: int
-    exchange: Callable[[str, Any], list[Any]]
-    context: Any = None
+    return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, on_devices, **settings)
 
 
 class Loader:
@@ -109,7 +99,7 @@ class Loader:
 
     def __init__(
         self,
-        job: _Job,
+        context: Context,
         source: Any,
         batch_size: int,
         shuffle: bool,
@@ -121,7 +111,7 @@ class Loader:
         threads: int = 1,
         prefetch: int = 0,
     ):
-        self._job, self._transform = job, transform
+        self._context, self._transform = context, transform
         self._source: Any
         self._plan: Plan
         self._workers, self._threads, self._prefetch = workers, threads, prefetch
@@ -143,18 +133,19 @@ class Loader:
             if tail not in ("drop", "pad", "keep"):
                 raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
             self._source, length = open_source(source)
-            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * job.size
+            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * context.size
             if not 0 < length <= MOST:
                 raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
             if tail == "drop" and length < whole:
                 raise ValueError(
                     f"the data set has {length} examples, fewer than one batch of all ranks ({batch_size} on each of "
-                    f"{job.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size "
-                    "or tail='keep'"
+                    f"{context.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller "
+                    "batch_size or tail='keep'"
                 )
-            self._plan = Plan(length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            at = context.rank, context.size
+            self._plan = Plan(length, size, *at, bool(shuffle), seed_, tail == "pad", tail == "keep")
             if on_devices:
-                self._place = placer(job.context, self._plan)
+                self._place = placer(context, self._plan)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
                 "the checksum of the first and last example": fingerprint(self._source),
@@ -326,26 +317,13 @@ class Loader:
 
     def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `check` returns, if it does so on every rank and returns the same; else an error on every rank."""
-        try:
-            mine, problem = check(), None
-        except Exception as error:
-            mine, problem = {}, error
-        everyone = self._job.exchange(what, (mine, problem and f"{type(problem).__name__}: {problem}"))
-        if problem:
-            raise problem
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs:
-                raise ValueError(f"{what}, on rank {rank}: {theirs}")
-        for name in mine:
-            ranks: dict[Any, list[int]] = {}
-            for rank, (theirs, _) in enumerate(everyone):
-                ranks.setdefault(theirs[name], []).append(rank)
-            if len(ranks) > 1:
-                values = "; ".join(f"{v!r} on rank {', '.join(map(str, r))}" for v, r in ranks.items())
-                raise ValueError(
-                    f"{what}: {name} is {values}. Give the same data set (all of it) and settings on every rank"
-                )
-        return mine
+
+        def part() -> Part[dict[str, Any]]:
+            mine = check()
+            return Part(mine, tuple((name, repr(value)) for name, value in mine.items()))
+
+        advice = "Give the same data set (all of it) and settings on every rank"
+        return on_every_rank(self._context, what, part, raises=_ERRORS, advice=lambda _: advice)[0]
 
 
 def gather_for_metrics(tree: Any, weight: Any) -> Any:

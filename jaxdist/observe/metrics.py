@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.runtime.context import Context, get_context
 
 FILE = "metrics.jsonl"
@@ -205,10 +206,13 @@ def run_log(
       [1.0, 0.5]
     """
     ctx, folder = get_context(), Path(path)
-    problem = _problem(folder, tensorboard) if ctx.is_root else None
-    problem = ctx.control.exchange("jaxdist.run_log", problem, ctx.timeout)[ctx.root_rank]
-    if problem is not None:
-        raise problem
+
+    def prepare() -> Part[None]:
+        if ctx.is_root:
+            _make_ready(folder, tensorboard)
+        return Part(None)
+
+    on_every_rank(ctx, "run_log", prepare, raises=(OSError, ImportError))
     per_step = {"examples": examples_per_step, "tokens": tokens_per_step}
     log = RunLog(folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard)
     try:
@@ -219,17 +223,17 @@ def run_log(
     log._close(failed=False)
 
 
-def _problem(folder: Path, tensorboard: bool) -> Exception | None:
-    """Why the root could not write there."""
+def _make_ready(folder: Path, tensorboard: bool) -> None:
+    """The root has to be able to write there."""
     if tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        return ImportError(_GET_TENSORBOARD)
+        raise ImportError(_GET_TENSORBOARD)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("a"):
             pass
     except OSError as error:
-        return type(error)(error.errno, f"jaxdist.run_log: the root can't write there: {error.strerror}", str(folder))
-    return None
+        why = f"metrics can't be written there: {error.strerror}"
+        raise type(error)(error.errno, why, str(folder)) from error
 
 
 def _ready(entry: _Entry) -> bool:

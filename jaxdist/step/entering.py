@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.agreement.calls import Agreement, StepCall, list_ranks
+from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.runtime.context import Context
 from jaxdist.step.placement import ELSEWHERE, Part, Placement, checksum
 from jaxdist.step.program import Program
@@ -56,14 +57,11 @@ class Entering:
         if context.size == 1 or (differs is None and not read):
             return
         if differs is None:
+            tag = f"read-only state of step {self._name}, call {call}"
             mine = {i: checksum(leaves[i]) for i in sorted(read)}
-            everyone = context.control.exchange(
-                f"read-only state of step {self._name}, call {call}", mine, context.timeout
-            )
-            differs = {
-                i: others for i, own in everyone[0].items()
-                if (others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own])
-            }  # fmt: skip
+            everyone = context.control.exchange(tag, mine, context.timeout)
+            values = {i: [theirs.get(i) for theirs in everyone] for i in everyone[0]}
+            differs = {i: others for i, each in values.items() if (others := unlike_the_root(each))}
         for i in sorted(read & differs.keys()):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
@@ -93,13 +91,12 @@ class Entering:
         problem = self._placement.batch_problem(names, batch)
         entries = [(f"constant {name}", value) for name, value in signature.constants]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
-            kind = _type_of(x)
             if is_batch:
-                entries.append((f"batch leaf {name}", kind))
+                entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))
                 continue
             how = self._placement.layout(x)
-            where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
-            entries.append((f"state leaf {name}", kind + where))
+            where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dim}"
+            entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
             if not problem and (stranger := self._placement.stranger(x)):
                 problem = f"state leaf {name} {stranger}"
         what = self.kind_of_call(signature, batch)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxdist.agreement.description import unlike_the_root
 from jaxdist.errors import StepError
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
@@ -100,8 +101,8 @@ class Signer:
         mine = [_value(x, self._placement) for x in leaves]
         everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
         differs = {}
-        for i, value in enumerate(everyone[0]):
-            if others := [rank for rank, theirs in enumerate(everyone) if value is None or theirs[i] != value]:
+        for i, values in enumerate(zip(*everyone, strict=True)):
+            if others := list(range(context.size)) if values[0] is None else unlike_the_root(values):
                 differs[i] = others
         lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
         if self._said is None:
