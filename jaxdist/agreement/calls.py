@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.programs import Programs
-from jaxdist.control.progress import Call, Progress
+from jaxdist.control.progress import Progress
 from jaxdist.runtime.context import Context
 
 _OUTCOME = "the outcome of the call before"
@@ -63,7 +62,7 @@ class Agreement:
         self.sequence = context.sequence
         if context.size > 1:
             self.programs = Programs(self.control, self.steps)
-            context.watchdog.on_stuck = functools.partial(self.programs.compare, stuck=True)
+            context.watchdog.when_stuck(functools.partial(self.programs.compare, stuck=True))
 
     def enter(self, step: str) -> int:
         """Called first in each call of a step; returns the call's number, from 1.
@@ -94,10 +93,7 @@ class Agreement:
             self.sequence.correct(what)
 
     def _committed(self, call: int, what: StepCall) -> None:
-        progress = self.steps[what.step]
-        progress.committed = call
-        if self.context.size > 1:
-            progress.current, progress.failed = Call(call, time.monotonic()), ""
+        self.steps[what.step].commit(call, watched=self.context.size > 1)
 
     def traced(self, step: str, program: ClosedJaxpr, held: Callable[[], str]) -> None:
         """The program of a step was traced; if in a call of it, the ranks that trace it too compare what they have."""
@@ -114,10 +110,7 @@ class Agreement:
 
     def failed(self, step: str, call: int, error: BaseException) -> None:
         """A call raised an error; if it was committed to, the next one compares whether it did so on all ranks."""
-        progress = self.steps[step]
-        if progress.current is not None and progress.current.number == call:
-            progress.failed = type(error).__name__
-            progress.current.finish(None)
+        self.steps[step].fail(call, type(error).__name__)
 
     def check(self, what: StepCall, entries: tuple[tuple[str, str], ...] = (), problem: str | None = None) -> None:
         """Compare with every rank.

@@ -90,7 +90,7 @@ def load() -> Any:
             except OSError:
                 pass
     try:
-        with _told(open_mpi_settings(os.environ, len(os.sched_getaffinity(0)))):
+        with told(open_mpi_settings(os.environ, len(os.sched_getaffinity(0)))):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         said = " / ".join(str(error).splitlines()[:4])
@@ -172,11 +172,15 @@ def open_mpi_settings(env: Mapping[str, str], cores: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _told(settings: Mapping[str, str]) -> Iterator[None]:
-    """Settings in the environment, and out of it again: programs that the user starts from here don't inherit them."""
-    os.environ.update(settings)
+def told(settings: Mapping[str, str]) -> Iterator[None]:
+    """Settings in the environment, but for what the user has set there, and out of it again.
+
+    So programs that the user starts from here don't inherit them.
+    """
+    new = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(new)
     try:
         yield
     finally:
-        for name in settings:
+        for name in new:
             del os.environ[name]

@@ -56,7 +56,6 @@ class TcpConnector:
             raise ValueError(f"rank {rank} of size {size}: expected 0 <= rank < size")
         self.name, self.rank, self.size = name, rank, size
         self.control = Control(rank, size, addresses, timeout=timeout, key=key)
-        self.control.abort = None  # nothing beyond the control channel's own alarm
         given = self.control.exchange("local", (socket.gethostname(), local_rank, local_size), timeout)
         counted = local_position([host for host, _, _ in given], rank)
         self.local_rank = counted[0] if local_rank is None else local_rank

@@ -51,14 +51,8 @@ class Control:
       notices: {tag: {rank: value}} of exchanges that others have entered and that have not
         ended; `notices["bye"]` keeps the farewells.
       waiting: {rank: where it is} of the others in such an exchange.
-      position: hook: calls of steps and eager collectives that this rank has entered; tells the others where it is.
-      on_enter: hook (rank, its position, what it has entered), called on the watcher thread: it must not block.
-      on_bye: hook (rank, its position), called likewise.
-      listeners: {tag: hook (rank, value)} for what others `post`; called likewise. "gone" hears of a rank whose
-        connection has ended: rank 0 of each, the others of rank 0's end in order.
+      position: calls of steps and eager collectives that this rank has entered, as `where_is` was told to find out.
       mail: what ranks leave for one another, from any thread.
-      whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
-        known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
 
     Raises:
       TimeoutError: a rank did not come in time, or rank 0 was not reached.
@@ -85,11 +79,9 @@ class Control:
         self.notices: dict[str, dict[int, Any]] = {}
         self.waiting: dict[int, Entry] = {}
         self.position: Callable[[], int] = lambda: 0
-        self.on_enter: Callable[[int, int, str], None] | None = None
-        self.on_bye: Callable[[int, int], None] | None = None
         self.mail = Mailbox(self.post)
-        self.listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
-        self.whereabouts: Callable[[list[int]], str | None] | None = None
+        self._listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
+        self._whereabouts: Callable[[list[int]], str | None] | None = None
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
@@ -171,9 +163,9 @@ class Control:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=timeout)
             known = ""
-            if self.whereabouts is not None:
+            if self._whereabouts is not None:
                 here = self.notices.get(tag, {})
-                known = self.whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
+                known = self._whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
                 turns += 1
                 if known is not None:
                     known = f" {known}."
@@ -187,11 +179,38 @@ class Control:
             f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and {self.who(0)} does not answer"
         )
 
+    def listen(self, tag: str, hook: Callable[[int, Any], None]) -> None:
+        """Call a hook with what another rank posts, on the watcher thread: it must not block.
+
+        Args:
+          tag: of a `post`; or "enter": another rank waits in an exchange (the value: an `Entry`); "bye": one has said
+            goodbye (its position); "gone": the connection of one has ended (rank 0 hears of each, the others of rank
+            0's end in order).
+          hook: of the rank and the value; the only one of its tag.
+        """
+        self._listeners[tag] = hook
+
+    def where_is(
+        self,
+        *,
+        this: Callable[[], int] | None = None,
+        others: Callable[[list[int]], str | None] | None = None,
+    ) -> None:
+        """Whom to ask where ranks are.
+
+        Args:
+          this: calls of steps and eager collectives that this rank has entered; the others are told.
+          others: asked, when an exchange has waited for its time, about the ranks that did not come: what is known of
+            each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
+        """
+        self.position = this or self.position
+        self._whereabouts = others or self._whereabouts
+
     def post(self, tag: str, value: Any, to: int | None = None) -> None:
         """Tell one other rank, or all, something small; does not wait for them.
 
         Args:
-          tag: whose hook in their `listeners` hears it.
+          tag: who listens to it on theirs hears it.
           value: picklable.
           to: a rank; None: all others.
         """
@@ -343,15 +362,15 @@ class Control:
             _, tag, rank, value, entry = message
             self.notices.setdefault(tag, {})[rank] = value
             self.waiting[rank] = entry
-            self._call(self.on_enter, rank, *entry)
+            self._call(self._listeners.get("enter"), rank, entry)
         elif kind == "bye":
             _, rank, position = message
             self.notices.setdefault("bye", {})[rank] = position
-            self._call(self.on_bye, rank, position)
+            self._call(self._listeners.get("bye"), rank, position)
         elif kind == "all left":
             self._all_left.set()
         elif kind == "post":
-            self._call(self.listeners.get(message[1]), *message[2:])
+            self._call(self._listeners.get(message[1]), *message[2:])
         elif kind == "result":
             self.notices.pop(message[1], None)
             self.waiting.clear()

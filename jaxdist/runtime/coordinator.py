@@ -159,7 +159,8 @@ def _serve(control: Control, path: Path, timeout: float) -> Callable[[], None]:
             if of == rank:
                 stream.came.put(b"")  # the coordinator ends at once if nobody is connected
 
-    control.listeners |= {_TAG: came, "gone": gone}
+    control.listen(_TAG, came)
+    control.listen("gone", gone)
 
     def wait() -> None:  # the coordinator's last answers are still in this process's hands
         end = time.monotonic() + timeout
@@ -193,7 +194,8 @@ def _forward(control: Control, path: Path) -> Callable[[], None]:
             streams[number] = _Stream(lambda sock=sock: sock, send)
             streams[number].start()
 
-    control.listeners |= {_TAG: came, "gone": gone}
+    control.listen(_TAG, came)
+    control.listen("gone", gone)
     threading.Thread(target=accept, name="jaxdist-coordinator", daemon=True).start()
 
     def end() -> None:  # the client keeps its connection as long as the process, which may wait for the root in MPI

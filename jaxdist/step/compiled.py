@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +50,15 @@ class Compiled:
         self.traces: dict[Any, Traced] = {}
         self.programs: dict[Any, Program] = {}
         self.debugging: debugging.Settings | None = None
+
+    @contextlib.contextmanager
+    def under(self, settings: debugging.Settings) -> Iterator[None]:
+        """Make the programs of calls in here as these settings of JAX want them."""
+        self.debugging = settings
+        try:
+            yield
+        finally:
+            self.debugging = None
 
     def clear(self) -> None:
         """Forget them."""

@@ -91,14 +91,11 @@ class DataParallel(Generic[R]):
     def _debug(self, on: debugging.Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call under `jax.disable_jit`, or one that is to say where NaN come from: JAX would look in our code."""
         if not on.disable_jit:
-            with jax.debug_nans(False), jax.debug_infs(False):
-                self._compiled.debugging = on
+            with jax.debug_nans(False), jax.debug_infs(False), self._compiled.under(on):
                 try:
                     return self._dispatch(args, kwargs)
                 except FloatingPointError as error:
                     found = error
-                finally:
-                    self._compiled.debugging = None
             self._op_by_op(args, kwargs)  # the operation that makes the first one raises
             raise found
         return self._op_by_op(args, kwargs)

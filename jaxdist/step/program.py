@@ -49,7 +49,6 @@ class Program:
     Attributes:
       checked: what the findings are about; nothing: there are none.
       padded: where the state's leaves are arrays with padding.
-      executable: compiled ahead of the first call; None: `jax.jit` does it.
       batch: how the leaves of the batch are split.
     """
 
@@ -77,7 +76,7 @@ class Program:
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = has_constants(step.tree)
-        self.executable: jax.stages.Compiled | None = None
+        self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
         self._traced: tuple[ClosedJaxpr, Placed | None] | None = None
         self._before = self._traced  # what was traced ahead of the first call, in which nobody would be told of it
         self._avals = list(avals)
@@ -100,6 +99,10 @@ class Program:
             compiler_options=compiler_options(mesh) or None,
         )  # fmt: skip
 
+    def use(self, executable: jax.stages.Compiled) -> None:
+        """Run what was compiled ahead, where it fits."""
+        self._executable = executable
+
     @property
     def donates(self) -> bool:
         """Whether it may take the memory of some state."""
@@ -120,11 +123,11 @@ class Program:
             (closed, placed), self._before = self._before, None
             self._tell(closed, placed)
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
-        if self.executable is None:
+        if self._executable is None:
             outs, found = self._jitted(*args), None
         else:
             try:
-                outs, found = self.executable(*args), None
+                outs, found = self._executable(*args), None
             except (TypeError, ValueError):  # of other types, or kept otherwise
                 outs, found = self._jitted(*args), None
         if self.checked:

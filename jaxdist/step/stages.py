@@ -53,7 +53,7 @@ class Lowered(_Stage):
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """As `jax.stages.Lowered.compile`. A later call of the step with such arguments runs what was compiled."""
         compiled: jax.stages.Compiled = self._stage.compile(*args, **kwargs)
-        self._of.program.executable = compiled
+        self._of.program.use(compiled)
         return Compiled(compiled, self._of)
 
 

@@ -19,7 +19,7 @@ def advice(name: str) -> str:
     [
         (
             [ONE, TWO, ONE],
-            "the ranks call allreduce(op='sum') with different arguments: x[1] is int8[] on rank 0, 2; absent on rank 1.",
+            "the ranks call allreduce(op='sum') with different arguments: x[1] is int8[] on rank 0, 2; absent on",
         ),
         (
             [ONE, Description("barrier()")],

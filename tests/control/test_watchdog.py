@@ -65,7 +65,7 @@ def test_who_does_not_answer_is_named_and_rank_0_alone_if_it_is_silent(monkeypat
     controls = job(3)
     dogs = [Watchdog(c, 1e6) for c in controls[:2]]
     assert re.fullmatch(r"rank 2 \(.*\) does not answer: .*", dogs[0].whereabouts([2]) or "")
-    controls[0].listeners.clear()
+    controls[0]._listeners.clear()
     assert "rank 2" not in (dogs[1].whereabouts([0, 2]) or "")
 
 
@@ -100,7 +100,7 @@ def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
 
     controls[0].fail, controls[0].say = note(ended), note(said)  # for good: the threads outlive the test
     dogs = [Watchdog(c, 0.2) for c in controls]
-    dogs[0].on_stuck = stuck.set
+    dogs[0].when_stuck(stuck.set)
     dogs[1].steps["train"] = at(7, busy=False)
     dogs[0].steps["train"] = at(7, busy=True)
     assert said.wait(20)
@@ -153,7 +153,7 @@ def test_a_start_that_is_not_over_in_time_ends_the_job_and_names_who_does_not_an
         monkeypatch.setattr(control, "fail", failed.append)
     with dogs[1].over("something else"):
         pass
-    controls[2].listeners.clear()  # it is stopped
+    controls[2]._listeners.clear()  # it is stopped
     with dogs[0].over("the start"):
         until(lambda: failed)
     assert re.match(r"the start has taken longer than 0.1 s: .*rank 2 \(\S+, pid \d+\) does not answer", failed[0])
