@@ -53,15 +53,11 @@ def on_every_rank(
         one process what `part` raised.
       ControlError: some rank did not come within the timeout, or is in another call.
     """
-    mine, mistake, kind, problem = None, None, 0, ""
-    try:
-        mine = part()
-    except Exception as error:
-        if context.size == 1:
-            raise
-        mistake = error
-        known = [raises.index(k) for k in type(error).__mro__ if k in raises]
-        kind, problem = (known[0], str(error) or "failed") if known else (0, f"{type(error).__name__}: {error}")
+    if context.size == 1:
+        alone = part()
+        return alone.result, [alone.told]
+    mine, mistake = _attempt(part)
+    kind, problem = _told(mistake, raises) if mistake else (0, "")
     own = Description(call, mine.entries if mine else (), problem), kind, mine.told if mine else None
     said = context.control.exchange(call, own, None if patient else context.timeout)
     everyone = [description for description, _, _ in said]
@@ -73,3 +69,17 @@ def on_every_rank(
         raise raises[0](difference(everyone, advice))
     assert mine is not None
     return mine.result, [told for _, _, told in said]
+
+
+def _attempt(part: Callable[[], Part[R]]) -> tuple[Part[R] | None, Exception | None]:
+    # A function of its own: the error holds its frame, and with one that holds the error would be freed late.
+    try:
+        return part(), None
+    except Exception as error:
+        return None, error
+
+
+def _told(error: Exception, raises: tuple[type[Exception], ...]) -> tuple[int, str]:
+    """Which of these errors it is for all ranks, and with which words."""
+    known = [raises.index(kind) for kind in type(error).__mro__ if kind in raises]
+    return (known[0], str(error) or "failed") if known else (0, f"{type(error).__name__}: {error}")
