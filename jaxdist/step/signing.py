@@ -144,7 +144,8 @@ class Signer:
         parameters = self._calling.of(len(args), keywords)
         for path, x in jax.tree_util.tree_leaves_with_path(args):
             try:
-                is_array(x) or hash(x)
+                if not is_array(x):
+                    hash(x)
             except TypeError:
                 return TypeError(
                     f"step {self._name!r}: argument {parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])} is of "
