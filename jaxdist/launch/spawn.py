@@ -16,7 +16,7 @@ import jax
 
 from jaxdist import compat, connectors
 from jaxdist.runtime import devices
-from jaxdist.runtime.context import current
+from jaxdist.runtime.context import started
 
 if TYPE_CHECKING:
     from jaxdist.launch.spawned import Failure
@@ -118,7 +118,7 @@ def _check(n: int, only_rank: int | None) -> None:
         raise ValueError(f"spawn(fn, n={n!r}): expected a number of ranks, 1 or more")
     if only_rank is not None and only_rank not in range(n):
         raise ValueError(f"only_rank={only_rank} is not one of the {n} ranks")
-    context = current()
+    context = started()
     if (context is not None and context.size > 1) or connectors.choose() != "local":
         raise RuntimeError(
             "jaxdist.spawn starts a job, and this process is a rank of one already: call it in a process that no "
