@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Host(NamedTuple):
+class Resources(NamedTuple):
     """What one process sees of its host; exchanged before any backend starts."""
 
     host: str
@@ -75,7 +75,7 @@ def cuda_plugin() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in names)
 
 
-def choose_gpu(hosts: Sequence[Host], rank: int) -> int:
+def choose_gpu(hosts: Sequence[Resources], rank: int) -> int:
     """The index of the GPU that `rank` takes among those it sees: the first one still free.
 
     By UUID, so it is right both where every process sees all GPUs of the host and where the
@@ -92,7 +92,7 @@ def choose_gpu(hosts: Sequence[Host], rank: int) -> int:
       ValueError: more processes than GPUs on the host; both numbers and the fix.
 
     Example:
-      >>> h = Host("a", (0,), ("u0", "u1"), "gpu")
+      >>> h = Resources("a", (0,), ("u0", "u1"), "gpu")
       >>> choose_gpu([h, h], 1)
       1
     """
@@ -115,7 +115,7 @@ def choose_gpu(hosts: Sequence[Host], rank: int) -> int:
     raise AssertionError("rank is on its own host")
 
 
-def fair_threads(hosts: Sequence[Host], rank: int) -> int:
+def fair_threads(hosts: Sequence[Resources], rank: int) -> int:
     """Threads for `rank`: each core it may run on counts for 1 / (processes that may run there).
 
     Args:
@@ -126,7 +126,7 @@ def fair_threads(hosts: Sequence[Host], rank: int) -> int:
       At least 1.
 
     Example:
-      >>> free, bound = Host("a", (0, 1), (), "cpu"), Host("b", (1,), (), "cpu")
+      >>> free, bound = Resources("a", (0, 1), (), "cpu"), Resources("b", (1,), (), "cpu")
       >>> fair_threads([free, free, bound], 0), fair_threads([free, free, bound], 2)
       (1, 1)
     """

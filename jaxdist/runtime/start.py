@@ -65,7 +65,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         )
     platforms = compat.platforms_asked()
     gpus = devices.visible_gpus()
-    mine = devices.Host(
+    mine = devices.Resources(
         socket.gethostname(),
         tuple(sorted(os.sched_getaffinity(0))),
         gpus,
@@ -116,7 +116,7 @@ def _mesh(found: list[Any]) -> Mesh:
     return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _check_platforms(control: Control, hosts: list[devices.Host]) -> None:
+def _check_platforms(control: Control, hosts: list[devices.Resources]) -> None:
     platforms = {h.platform for h in hosts}
     if len(platforms) > 1:
         cpu = [control.who(r) for r, h in enumerate(hosts) if h.platform == "cpu"]
