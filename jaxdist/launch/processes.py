@@ -32,7 +32,7 @@ _SILENCE_S = 1.0
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # a progress bar's too, which begins its line anew
 
-# Becomes the program that it is told, after asking for a signal at its parent's death (PR_SET_PDEATHSIG, linux/prctl.h).
+# Becomes the program that it is told, after asking for a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
 # A program of its own, and no function between fork and exec: this process may have JAX's threads, and warns of forks.
 _BECOME = """
 import ctypes, os, signal, sys

@@ -73,8 +73,8 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     )
     chosen = communicator_of.several(size, connector.name, wanted, mine.platform)
     answers = control.exchange("init", (mine, *chosen, executables.offer(connector.local_rank)), timeout)
-    hosts = [h for h, *_ in answers]
-    _check_platforms(control, hosts)
+    resources = [h for h, *_ in answers]
+    _check_platforms(control, resources)
     errors = [(r, error) for r, (_, _, error, _) in enumerate(answers) if error]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
@@ -83,11 +83,11 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     communicator = "mpi" if names == {"mpi"} else "xla"
     if errors and rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
-    local_ids = [devices.choose_gpu(hosts, rank)] if mine.platform == "gpu" else None
+    local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
     over_gloo = mine.platform == "cpu" and not compat.backend_started()
     if over_gloo:
         compat.one_cpu_device()
-        compat.cpu_threads(devices.fair_threads(hosts, rank))
+        compat.cpu_threads(devices.fair_threads(resources, rank))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if not platforms:
             jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
@@ -116,10 +116,10 @@ def _mesh(found: list[Any]) -> Mesh:
     return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _check_platforms(control: Control, hosts: list[devices.Resources]) -> None:
-    platforms = {h.platform for h in hosts}
+def _check_platforms(control: Control, resources: list[devices.Resources]) -> None:
+    platforms = {h.platform for h in resources}
     if len(platforms) > 1:
-        cpu = [control.who(r) for r, h in enumerate(hosts) if h.platform == "cpu"]
+        cpu = [control.who(r) for r, h in enumerate(resources) if h.platform == "cpu"]
         raise ValueError(
             f"rank {control.rank}: some ranks would run on GPUs and some on CPUs ({', '.join(cpu)}): "
             "install jax[cuda12] and the driver everywhere, or set JAX_PLATFORMS=cpu everywhere"
