@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist.collectives.public import allgather
-from jaxdist.data.batches import MOST, Plan, Reader, close, fingerprint, known, open_source, placer, stream
+from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, placer, stream
 from jaxdist.runtime.context import get_context
 from jaxdist.zero import unshard
 
@@ -123,7 +123,7 @@ class Loader:
     ):
         self._job, self._transform = job, transform
         self._source: Any
-        self._plan: Plan
+        self._sampling: Sampling
         self._workers, self._threads, self._prefetch = workers, threads, prefetch
         self._place: Callable[[Any], Any] | None = None
         self._stream: list[Any] = []  # grain's iterator, if any; what it gives next is the batch at (epoch, position)
@@ -152,9 +152,11 @@ class Loader:
                     f"{job.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size "
                     "or tail='keep'"
                 )
-            self._plan = Plan(length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            self._sampling = Sampling(
+                length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad", tail == "keep"
+            )
             if on_devices:
-                self._place = placer(job.context, self._plan)
+                self._place = placer(job.context, self._sampling)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
                 "the checksum of the first and last example": fingerprint(self._source),
@@ -164,7 +166,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of a whole epoch, on every rank."""
-        return self._plan.steps(0)
+        return self._sampling.steps(0)
 
     @property
     def epoch(self) -> int:
@@ -187,7 +189,7 @@ class Loader:
                     "a second loader for a loop within a loop"
                 )
             batch = self._draw()
-            epoch, self._position = self._epoch, self._position + self._plan.whole
+            epoch, self._position = self._epoch, self._position + self._sampling.whole
             self._normalise()
             last = self._epoch > epoch
             self._begun = not last
@@ -242,8 +244,8 @@ class Loader:
           >>> batches.get_state()
           {'epoch': 0, 'position': 4, 'length': 10, 'seed': 0, 'shuffle': True}
         """
-        plan = self._plan
-        fixed: State = {"length": plan.length, "seed": plan.seed, "shuffle": plan.shuffle}
+        sampling = self._sampling
+        fixed: State = {"length": sampling.length, "seed": sampling.seed, "shuffle": sampling.shuffle}
         return {"epoch": self._epoch, "position": self._position} | fixed
 
     def set_state(self, state: State) -> None:
@@ -308,7 +310,7 @@ class Loader:
 
     def _normalise(self) -> None:
         """The end of an epoch is the start of the next: a position always has a batch."""
-        if not self._plan.steps(self._position):
+        if not self._sampling.steps(self._position):
             self._epoch, self._position = self._epoch + 1, 0
 
     def _draw(self) -> Any:
@@ -316,10 +318,10 @@ class Loader:
             return self._peeked.pop()
         try:
             if not self._stream:
-                read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
+                read = BatchReader(self._sampling, self._epoch, self._position, self._source, self._transform)
                 self._stream.append(stream(read, self._workers, self._threads, self._prefetch, self._place))
             batch = next(self._stream[0])
-            return batch if self._place else known(self._plan, batch)
+            return batch if self._place else known(self._sampling, batch)
         except BaseException:
             self.close()  # grain's iterator may have moved on
             raise
