@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, Sharding
 
 from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief, raise_first
-from jaxdist.checkpoint.arrays import Bounds, Reader
+from jaxdist.checkpoint.arrays import ArrayReader, Bounds
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, saved
 from jaxdist.checkpoint.leaves import PYTHON, is_key, named
-from jaxdist.checkpoint.record import DamagedError, Leaf, Record
+from jaxdist.checkpoint.record import DamagedError, LeafRecord, Record
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
@@ -172,7 +172,7 @@ class _Attempt(NamedTuple):
     state: Any = None
     problem: Exception | None = None
     shares: dict[tuple[str, ...], int] = {}  # noqa: RUF012
-    leaves: dict[tuple[str, ...], Leaf] = {}  # noqa: RUF012
+    leaves: dict[tuple[str, ...], LeafRecord] = {}  # noqa: RUF012
 
 
 def _attempt(ctx: Context, root: Path, wanted: Saved | None, step: int | None, like: Any) -> _Attempt:
@@ -225,7 +225,7 @@ def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...
 
 def _arrays(
     directory: Path,
-    leaves: dict[tuple[str, ...], Leaf],
+    leaves: dict[tuple[str, ...], LeafRecord],
     places: dict[tuple[str, ...], Any],
     shares: dict[tuple[str, ...], int],
 ) -> dict[tuple[str, ...], list[np.ndarray]]:
@@ -234,7 +234,7 @@ def _arrays(
     Raises:
       DamagedError: an array is not what was saved.
     """
-    reader = Reader(directory, ITEM)
+    reader = ArrayReader(directory, ITEM)
     opened = {name: reader.open(name) for name in leaves}
     reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
     for name, leaf in leaves.items():
@@ -253,12 +253,12 @@ def _arrays(
 
 
 def _check_shares(
-    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], Leaf], shares: list[dict[tuple[str, ...], int]]
+    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], LeafRecord], shares: list[dict[tuple[str, ...], int]]
 ) -> None:
     """Compare the checksums of arrays of which each rank has read a part."""
     for name in shares[0]:
         if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
-            reader = Reader(checkpoint_of(root, wanted.step), ITEM)
+            reader = ArrayReader(checkpoint_of(root, wanted.step), ITEM)
             raise reader.damaged(name, "has other bits than were saved")
 
 
@@ -284,7 +284,7 @@ def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:
+def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], LeafRecord]) -> None:
     label = ".".join(name)
     of = f"leaf {label} of checkpoint {where}"
     if name not in leaves:
@@ -323,7 +323,7 @@ def _assembled(place: NamedSharding, shape: tuple[int, ...], blocks: dict[Bounds
     return jax.make_array_from_callback(shape, place, lambda index: blocks[_bounds(index, shape)])
 
 
-def _placed(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
+def _placed(value: np.ndarray, x: Any, leaf: LeafRecord) -> Any:
     """A leaf as its counterpart is, off the mesh."""
     if type(x) in PYTHON:
         return type(x)(value.item())

@@ -34,7 +34,7 @@ from jaxdist.checkpoint.files import (
     too_many,
 )  # fmt: skip
 from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
-from jaxdist.checkpoint.record import Leaf
+from jaxdist.checkpoint.record import LeafRecord
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
@@ -187,7 +187,7 @@ class _Part(NamedTuple):
     name: tuple[str, ...]
     value: Any
     shards: bool
-    about: Leaf
+    about: LeafRecord
 
     def share(self, root: bool) -> int:
         """This rank's share in the checksum."""
@@ -195,7 +195,7 @@ class _Part(NamedTuple):
             return sum(_checksum(s.data, s.index) for s in self.value.addressable_shards if s.replica_id == 0) % MODULUS
         return checksum(self.value, (0,) * self.value.ndim) if root and isinstance(self.value, np.ndarray) else 0
 
-    def leaf(self, sums: Sequence[dict[str, int]]) -> Leaf:
+    def leaf(self, sums: Sequence[dict[str, int]]) -> LeafRecord:
         """For the record, with what each rank has summed up."""
         if self.about.dtype == "str":
             return self.about
@@ -212,7 +212,7 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
     x: Any
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str):
-            parts.append(_Part(name, x if ctx.is_root else None, False, Leaf((), "str", x)))
+            parts.append(_Part(name, x if ctx.is_root else None, False, LeafRecord((), "str", x)))
             continue
         key = str(jax.random.key_impl(x)) if is_key(x) else None
         if key is not None:
@@ -228,7 +228,7 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
             x = np.array(x if here else x.addressable_data(0), copy=copy or None)
         else:
             x = np.asarray(x) if type(x) in PYTHON else x
-        about = Leaf(tuple(x.shape), str(x.dtype), 0, key)
+        about = LeafRecord(tuple(x.shape), str(x.dtype), 0, key)
         parts.append(_Part(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
     return parts
 
@@ -275,7 +275,7 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> Exception | None:
     return None
 
 
-def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], Leaf], keep: int | None) -> None:
+def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], LeafRecord], keep: int | None) -> None:
     """The root's: all parts are there; give them the name that readers look for."""
     path = final.parent
     orbax_writer.finalize(temporary / ITEM)
