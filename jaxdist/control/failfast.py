@@ -27,7 +27,7 @@ _EVERYONE_SECONDS = 0.3  # within which Ctrl-C comes to all ranks, by their laun
 
 
 @dataclass
-class Exit:
+class ScriptExit:
     """The end of the script.
 
     Attributes:
@@ -68,7 +68,7 @@ def _place(trace: TracebackType | None) -> str:
     return ""
 
 
-def install(control: Control, script: Exit) -> None:
+def install(control: Control, script: ScriptExit) -> None:
     """End the whole job when this process meets an uncaught exception, in any thread.
 
     The original traceback is printed, every line marked with the rank; the other ranks print one
@@ -201,7 +201,7 @@ def fail_at_exit(control: Control, message: str) -> None:
     os._exit(1)
 
 
-def _watch_exit(script: Exit) -> None:
+def _watch_exit(script: ScriptExit) -> None:
     def note(code: Any) -> None:
         script.code = code
 

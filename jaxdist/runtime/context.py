@@ -73,7 +73,7 @@ class Context:
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank
-        self.exit = failfast.Exit()
+        self.exit = failfast.ScriptExit()
         self.communicator = "xla"
         self.rules: Rules | None = None
         self.devices: list[Any] = []

@@ -24,7 +24,7 @@ _OTHERS_SECONDS = 1.0  # for them to print why the job ends
 _PACKAGE = __name__.partition(".")[0]
 
 
-def install(control: Control, watchdog: Watchdog, script: failfast.Exit, timeout: float) -> None:
+def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, timeout: float) -> None:
     """Take part in the common end of the job, when this process's script ends.
 
     Called after ``import jax``, so that it happens before JAX's own shutdown.
