@@ -174,7 +174,7 @@ def _own(names: list[tuple[str, ...]], leaves: list[Any]) -> dict[str, int]:
     return found
 
 
-class _Part(NamedTuple):
+class _PendingLeaf(NamedTuple):
     """A leaf on its way to the disk.
 
     Attributes:
@@ -206,13 +206,13 @@ def _checksum(data: jax.Array, index: tuple[slice, ...]) -> int:
     return checksum(np.asarray(data), [s.start or 0 for s in index])
 
 
-def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_Part]:
+def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_PendingLeaf]:
     """What is to be written; copied, if the training goes on meanwhile."""
     parts = []
     x: Any
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str):
-            parts.append(_Part(name, x if ctx.is_root else None, False, LeafRecord((), "str", x)))
+            parts.append(_PendingLeaf(name, x if ctx.is_root else None, False, LeafRecord((), "str", x)))
             continue
         key = str(jax.random.key_impl(x)) if is_key(x) else None
         if key is not None:
@@ -229,7 +229,7 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
         else:
             x = np.asarray(x) if type(x) in PYTHON else x
         about = LeafRecord(tuple(x.shape), str(x.dtype), 0, key)
-        parts.append(_Part(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
+        parts.append(_PendingLeaf(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
     return parts
 
 
@@ -240,7 +240,7 @@ def _copied(x: jax.Array) -> jax.Array:
     )
 
 
-def _write(ctx: Context, directory: Path, parts: list[_Part]) -> dict[str, int]:
+def _write(ctx: Context, directory: Path, parts: list[_PendingLeaf]) -> dict[str, int]:
     """Write this rank's part; its shares in the checksums."""
     mine = [part for part in parts if part.value is not None]
     if ctx.is_root:
