@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdist.placements.layouts import Padded, layout
 from jaxdist.placements.values import tile
-from jaxdist.step.placement import Placement, part
+from jaxdist.step.placer import Placer, part
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order
@@ -152,19 +152,19 @@ def known(sampling: Sampling, read: Any) -> Any:
     return jax.tree.map(lambda x: part(x, left), batch) if left and sampling.size > 1 else batch
 
 
-def placer(context: Any, sampling: Sampling) -> Callable[[Any], Any]:
+def to_devices(context: Any, sampling: Sampling) -> Callable[[Any], Any]:
     """Puts this process's part of a batch on its devices, as part of a global array."""
     batch_size = sampling.batch_size
-    placement = Placement(context, context.mesh)
-    n = len(placement.local_devices)
-    if placement.processes > 1 and batch_size % n:
+    placer = Placer(context, context.mesh)
+    n = len(placer.local_devices)
+    if placer.processes > 1 and batch_size % n:
         raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
 
     def place(read: Any) -> Any:
         leaves, structure = jax.tree.flatten(known(sampling, read))
-        splits = [tile(0, getattr(x, "total", len(x) * placement.processes), placement.mesh.size) for x in leaves]
-        arrays = placement.place_batch(leaves, splits)
-        missing = [split.chunk * placement.mesh.size - split.size for split in splits]
+        splits = [tile(0, getattr(x, "total", len(x) * placer.processes), placer.mesh.size) for x in leaves]
+        arrays = placer.place_batch(leaves, splits)
+        missing = [split.chunk * placer.mesh.size - split.size for split in splits]
         return jax.tree.unflatten(
             structure, [Padded(x, layout(0, n)) if n else x for x, n in zip(arrays, missing, strict=True)]
         )

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist.collectives.public import allgather
-from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, placer, stream
+from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, stream, to_devices
 from jaxdist.runtime.context import get_context
 from jaxdist.zero import unshard
 
@@ -156,7 +156,7 @@ class Loader:
                 length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad", tail == "keep"
             )
             if on_devices:
-                self._place = placer(job.context, self._sampling)
+                self._place = to_devices(job.context, self._sampling)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
                 "the checksum of the first and last example": fingerprint(self._source),

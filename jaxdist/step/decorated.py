@@ -32,7 +32,7 @@ from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Ahead, ahead
 from jaxdist.step.latest import Latest, expected, types
-from jaxdist.step.placement import ELSEWHERE, Placement
+from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.program import OtherTypesError
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, is_array
@@ -117,7 +117,7 @@ class DataParallel(Generic[R]):
         plain = lambda *args: with_axis(
             lambda *xs: run(self._settings.step, xs, signature.keywords), self._settings.axis_name, args
         )
-        result = debugging.op_by_op(plain, signature, leaves, self._placement, self._context)
+        result = debugging.op_by_op(plain, signature, leaves, self._placer, self._context)
         return modules.update(objects, result) if objects else result
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,13 +201,13 @@ class DataParallel(Generic[R]):
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, kwargs))
         batch = [leaves[i] for i in signature.batch]
-        problem = self._placement.batch_problem([signature.names[i] for i in signature.batch], batch)
+        problem = self._placer.batch_problem([signature.names[i] for i in signature.batch], batch)
         if problem:
             raise ValueError(problem)
         program = self._compiled.program(signature, leaves)
-        state = [self._placement.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
+        state = [self._placer.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
         ahead = program.ahead(what, state, [
-            self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
+            self._placer.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
         ])  # fmt: skip
         complete = functools.partial(self._settings.calling.with_static, of=(args, kwargs))
         return stage(ahead, stages.For(program, complete, self._types, self._types(args, kwargs), self._call))
@@ -244,13 +244,13 @@ class DataParallel(Generic[R]):
         if self._context is None:
             context = self._context = get_context()
             mesh = self._mesh = self._settings.mesh or context.mesh
-            self._placement = Placement(context, mesh)
+            self._placer = Placer(context, mesh)
             self._compiled = Compiled(
-                self._settings, mesh, self._placement, context.rules or context.communicator, self._traced
+                self._settings, mesh, self._placer, context.rules or context.communicator, self._traced
             )
-            self._signer = Signer(self._name, self._settings, self._placement, self._compiled)
+            self._signer = Signer(self._name, self._settings, self._placer, self._compiled)
             self._agreement = context.only(Agreement)
-            self._entering = Entering(self._name, context, self._placement)
+            self._entering = Entering(self._name, context, self._placer)
             if context.is_root and commlog.asked("comm"):
                 on_cpu = mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, mesh.size, on_cpu)
@@ -280,7 +280,7 @@ class DataParallel(Generic[R]):
                 if not self._has_modules and modules.found(args):
                     raise _ModulesError
                 latest = Latest([None] * len(leaves))
-            strangers = latest.strangers(leaves, self._placement)
+            strangers = latest.strangers(leaves, self._placer)
             numbers = self._numbers.get(tree, ())
             constants = [i for i in strangers if not is_array(leaves[i]) or i in numbers]
             values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
@@ -318,7 +318,7 @@ class DataParallel(Generic[R]):
                 signature, differs = self._signer.settle(signature, args, call, self._context)
             self._signatures[tree, values] = signature
         batch = [leaves[i] for i in signature.batch]
-        known = (signature, trace_settings(), self._compiled.debugging, *map(self._placement.batch_key, batch))
+        known = (signature, trace_settings(), self._compiled.debugging, *map(self._placer.batch_key, batch))
         if key is not tree:
             known += key
         if latest is not None and latest.known != known:
@@ -343,10 +343,10 @@ class DataParallel(Generic[R]):
             raise RuntimeError("Array has been deleted")
         if program.donates and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
-        return program, state, self._placement.batch_argument(batch, program.batch)
+        return program, state, self._placer.batch_argument(batch, program.batch)
 
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
-        return any(self._placement.layout(leaves[i]) is ELSEWHERE for i in signature.state)
+        return any(self._placer.layout(leaves[i]) is ELSEWHERE for i in signature.state)
 
     def ahead(self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1) -> Ahead:
         """The step for other devices than this job's, which need not be here (see `jaxdist.step.forecast.ahead`)."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist.agreement.calls import Agreement, StepCall, list_ranks
 from jaxdist.runtime.context import Context
-from jaxdist.step.placement import ELSEWHERE, Part, Placement, checksum
+from jaxdist.step.placer import ELSEWHERE, Part, Placer, checksum
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature
 
@@ -25,20 +25,20 @@ class Entering:
     Args:
       name: of the step.
       context: the job.
-      placement: on the step's devices.
+      placer: onto the step's devices.
     """
 
-    def __init__(self, name: str, context: Context, placement: Placement):
-        self._name, self._context, self._placement = name, context, placement
+    def __init__(self, name: str, context: Context, placer: Placer):
+        self._name, self._context, self._placer = name, context, placer
         self._agreement = context.only(Agreement)
 
     def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
         """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""
-        elsewhere = [i for i in program.signature.state if self._placement.layout(leaves[i]) is not program.layouts[i]]
+        elsewhere = [i for i in program.signature.state if self._placer.layout(leaves[i]) is not program.layouts[i]]
         if not elsewhere:
             return
         self._compare(program, elsewhere, leaves, call, differs)
-        placed = self._placement.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
+        placed = self._placer.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x
 
@@ -90,17 +90,17 @@ class Entering:
     def agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any]) -> StepCall:
         """Compare what this rank comes with and what the others do."""
         names = [signature.names[i] for i in signature.batch]
-        problem = self._placement.batch_problem(names, batch)
+        problem = self._placer.batch_problem(names, batch)
         entries = [(f"constant {name}", value) for name, value in signature.constants]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             kind = _type_of(x)
             if is_batch:
                 entries.append((f"batch leaf {name}", kind))
                 continue
-            how = self._placement.layout(x)
+            how = self._placer.layout(x)
             where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
             entries.append((f"state leaf {name}", kind + where))
-            if not problem and (stranger := self._placement.stranger(x)):
+            if not problem and (stranger := self._placer.stranger(x)):
                 problem = f"state leaf {name} {stranger}"
         what = self.kind_of_call(signature, batch)
         self._agreement.check(what, tuple(entries), problem)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose, sharding
 from jaxdist.step.compiled import Compiled
-from jaxdist.step.placement import abstract, batch_problem, in_shards
+from jaxdist.step.placer import abstract, batch_problem, in_shards
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import jaxpr_of, traced

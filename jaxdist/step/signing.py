@@ -15,7 +15,7 @@ from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.compiled import Compiled
-from jaxdist.step.placement import Placement, abstract, checksum
+from jaxdist.step.placer import Placer, abstract, checksum
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, Static, is_array
 from jaxdist.step.tracing import carried
@@ -30,7 +30,7 @@ class Signer:
     Args:
       name: of the step, for messages.
       settings: of the step.
-      placement: on the devices of the step.
+      placer: onto the devices of the step.
       compiled: traces the step for a signature and the types of its leaves.
     """
 
@@ -38,11 +38,11 @@ class Signer:
         self,
         name: str,
         settings: Settings,
-        placement: Placement,
+        placer: Placer,
         compiled: Compiled,
     ):
         self._name, self._calling, self._said = name, settings.calling, settings.batch
-        self._placement, self._compiled = placement, compiled
+        self._placer, self._compiled = placer, compiled
         self._made: dict[Any, Signature] = {}
         self._told = False  # that all ranks have come with the same batch
 
@@ -97,7 +97,7 @@ class Signer:
         leaves = signature.data(jax.tree.leaves(args))
         if context.size == 1 or not leaves:
             return signature, {}
-        mine = [_value(x, self._placement) for x in leaves]
+        mine = [_value(x, self._placer) for x in leaves]
         everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
         differs = {}
         for i, value in enumerate(everyone[0]):
@@ -170,7 +170,7 @@ class Signer:
         def traces(reading: tuple[int, ...]) -> bool:
             tried = with_batch(reading)
             types = self._compiled.types(tried, leaves)
-            if self._placement.processes == 1:  # what is no batch can't be twice as long
+            if self._placer.processes == 1:  # what is no batch can't be twice as long
                 types = [
                     jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
                     for a, is_batch in zip(types, tried.is_batch, strict=True)
@@ -194,7 +194,7 @@ class Signer:
         if type(x) is Padded:
             return x.layout.dim != 0
         own = getattr(x, "sharding", None)
-        if getattr(own, "mesh", None) != self._placement.mesh:
+        if getattr(own, "mesh", None) != self._placer.mesh:
             return False
         spec = getattr(own, "spec", ())
         return not (spec and spec[0] in (AXIS, (AXIS,)))
@@ -249,8 +249,8 @@ def _is_in(name: str, of: str) -> bool:
     return name == of or name.startswith((of + "[", of + "."))
 
 
-def _value(x: Any, placement: Placement) -> int | None:
+def _value(x: Any, placer: Placer) -> int | None:
     """What is compared of a leaf: nothing of one that is on the mesh; None: it lies on several processes, in parts."""
     if type(x) is Padded or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return 0 if placement.layout(x) is None else None
+        return 0 if placer.layout(x) is None else None
     return checksum(x)

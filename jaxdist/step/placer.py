@@ -21,7 +21,7 @@ ELSEWHERE = object()
 """Of a leaf that is not on the mesh yet."""
 
 
-class Placement:
+class Placer:
     """Moves leaves onto the devices of one mesh.
 
     Args:
