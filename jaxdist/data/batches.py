@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdist.placements.layouts import Padded, layout
 from jaxdist.placements.values import tile
-from jaxdist.step.placer import Placer, part
+from jaxdist.step.placer import Placer, batch_part
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order
@@ -149,7 +149,7 @@ def known(sampling: Sampling, read: Any) -> Any:
     if not sampling.keep:
         return read
     batch, left = read
-    return jax.tree.map(lambda x: part(x, left), batch) if left and sampling.size > 1 else batch
+    return jax.tree.map(lambda x: batch_part(x, left), batch) if left and sampling.size > 1 else batch
 
 
 def to_devices(context: Any, sampling: Sampling) -> Callable[[Any], Any]:

@@ -185,7 +185,7 @@ class DataParallel(Generic[R]):
         self._bind_context()
         arranged, keywords = self._arguments(args, kwargs)
         result = self._compiled.traced(*self._signature(arranged, keywords)).result()
-        return result[0] if any(type(x) is modules.Part for x in arranged) else result
+        return result[0] if any(type(x) is modules.NnxArrays for x in arranged) else result
 
     def clear_cache(self) -> None:
         """As ``jax.jit(step).clear_cache``: forget what was traced and compiled."""

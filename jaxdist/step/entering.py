@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist.agreement.calls import Agreement, StepCall, list_ranks
 from jaxdist.runtime.context import Context
-from jaxdist.step.placer import ELSEWHERE, Part, Placer, checksum
+from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature
 
@@ -120,4 +120,4 @@ def _type_of(x: Any) -> str:
         jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
     )
     kind = f"{dtype}[{','.join(map(str, np.shape(x)))}]"
-    return kind + (f" of {x.total} in all" if isinstance(x, Part) else "")
+    return kind + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")

@@ -241,7 +241,7 @@ def in_shards(x: Any) -> bool:
     return type(x) is Padded or (isinstance(own, NamedSharding) and not own.is_fully_replicated)
 
 
-class Part(np.ndarray):
+class BatchPart(np.ndarray):
     """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
 
     Made by `jaxdist.loader`. What numpy makes of it is a plain array.
@@ -256,9 +256,9 @@ class Part(np.ndarray):
         pass
 
 
-def part(x: Any, total: int) -> Any:
-    """A `Part` of an array."""
-    out = np.asarray(x).view(Part)
+def batch_part(x: Any, total: int) -> Any:
+    """A `BatchPart` of an array."""
+    out = np.asarray(x).view(BatchPart)
     out.total = total
     return out
 

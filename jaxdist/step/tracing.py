@@ -156,7 +156,7 @@ def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
 
 def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
     """Call a step with arguments as of its `Signature`."""
-    if any(type(x) is modules.Part for x in args):
+    if any(type(x) is modules.NnxArrays for x in args):
         return modules.run(step, args, keywords)
     places = len(args) - len(keywords)
     return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
