@@ -48,7 +48,7 @@ class Compiled:
         self._jaxprs: dict[Any, StepJaxpr] = {}
         self.traces: dict[Any, Traced] = {}
         self.programs: dict[Any, Program] = {}
-        self.debugging: debugging.Settings | None = None
+        self.debugging: debugging.DebugSettings | None = None
 
     def clear(self) -> None:
         """Forget them."""

@@ -15,7 +15,7 @@ from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.signature import Signature, constants_back
 
 
-class Settings(NamedTuple):
+class DebugSettings(NamedTuple):
     """What of JAX's settings for debugging is on.
 
     Attributes:
@@ -29,12 +29,12 @@ class Settings(NamedTuple):
     infs: bool
 
 
-def settings() -> Settings | None:
+def settings() -> DebugSettings | None:
     """None: nothing."""
     config: Any = jax.config
     if not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs):
         return None
-    return Settings(config.jax_disable_jit, config.jax_debug_nans, config.jax_debug_infs)
+    return DebugSettings(config.jax_disable_jit, config.jax_debug_nans, config.jax_debug_infs)
 
 
 def op_by_op(

@@ -88,7 +88,7 @@ class DataParallel(Generic[R]):
             return self._debug(on, args, kwargs)
         return self._dispatch(args, kwargs)
 
-    def _debug(self, on: debugging.Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _debug(self, on: debugging.DebugSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call under `jax.disable_jit`, or one that is to say where NaN come from: JAX would look in our code."""
         if not on.disable_jit:
             with jax.debug_nans(False), jax.debug_infs(False):
