@@ -27,13 +27,13 @@ from jaxdist.placements.plan import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step import debugging, finite, modules, stages
-from jaxdist.step.compiled import Compiled
 from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Ahead, ahead
 from jaxdist.step.latest import Latest, expected, types
 from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.program import OtherTypesError
+from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, is_array
 from jaxdist.step.signing import Signer
@@ -92,13 +92,13 @@ class DataParallel(Generic[R]):
         """A call under `jax.disable_jit`, or one that is to say where NaN come from: JAX would look in our code."""
         if not on.disable_jit:
             with jax.debug_nans(False), jax.debug_infs(False):
-                self._compiled.debugging = on
+                self._cache.debugging = on
                 try:
                     return self._dispatch(args, kwargs)
                 except FloatingPointError as error:
                     found = error
                 finally:
-                    self._compiled.debugging = None
+                    self._cache.debugging = None
             self._op_by_op(args, kwargs)  # the operation that makes the first one raises
             raise found
         return self._op_by_op(args, kwargs)
@@ -153,7 +153,7 @@ class DataParallel(Generic[R]):
             self._log.called(call, program, [*state, *batch])
         if found is not None:
             assert self._mesh is not None
-            on = None if self._settings.check_finite else self._compiled.debugging
+            on = None if self._settings.check_finite else self._cache.debugging
             kinds = (on.nans, on.infs) if on else (True, True)
             finite.examine(program.checked, found, self._mesh, f"step {self._name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
@@ -184,13 +184,13 @@ class DataParallel(Generic[R]):
         """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
         self._bind_context()
         arranged, keywords = self._arguments(args, kwargs)
-        result = self._compiled.traced(*self._signature(arranged, keywords)).result()
+        result = self._cache.traced(*self._signature(arranged, keywords)).result()
         return result[0] if any(type(x) is modules.NnxArrays for x in arranged) else result
 
     def clear_cache(self) -> None:
         """As ``jax.jit(step).clear_cache``: forget what was traced and compiled."""
         if self._context is not None:
-            self._compiled.clear()
+            self._cache.clear()
         self._latest.clear()
 
     def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
@@ -204,7 +204,7 @@ class DataParallel(Generic[R]):
         problem = self._placer.batch_problem([signature.names[i] for i in signature.batch], batch)
         if problem:
             raise ValueError(problem)
-        program = self._compiled.program(signature, leaves)
+        program = self._cache.program(signature, leaves)
         state = [self._placer.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
         ahead = program.ahead(what, state, [
             self._placer.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
@@ -223,7 +223,7 @@ class DataParallel(Generic[R]):
         """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
         self._bind_context()
         assert self._mesh is not None
-        program = self._compiled.program(*self._signature(*self._arguments(args, kwargs)))
+        program = self._cache.program(*self._signature(*self._arguments(args, kwargs)))
         return program.place()[0] if self._mesh.size > 1 else None
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -245,10 +245,10 @@ class DataParallel(Generic[R]):
             context = self._context = get_context()
             mesh = self._mesh = self._settings.mesh or context.mesh
             self._placer = Placer(context, mesh)
-            self._compiled = Compiled(
+            self._cache = ProgramCache(
                 self._settings, mesh, self._placer, context.rules or context.communicator, self._traced
             )
-            self._signer = Signer(self._name, self._settings, self._placer, self._compiled)
+            self._signer = Signer(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
             self._entering = Entering(self._name, context, self._placer)
             if context.is_root and commlog.asked("comm"):
@@ -318,7 +318,7 @@ class DataParallel(Generic[R]):
                 signature, differs = self._signer.settle(signature, args, call, self._context)
             self._signatures[tree, values] = signature
         batch = [leaves[i] for i in signature.batch]
-        known = (signature, trace_settings(), self._compiled.debugging, *map(self._placer.batch_key, batch))
+        known = (signature, trace_settings(), self._cache.debugging, *map(self._placer.batch_key, batch))
         if key is not tree:
             known += key
         if latest is not None and latest.known != known:
@@ -332,7 +332,7 @@ class DataParallel(Generic[R]):
             what = self._agreed.setdefault(known, self._entering.agree(signature, leaves, batch))
             self._agreement.compared(call, what)
         if changed:
-            program = self._compiled.program(signature, leaves)
+            program = self._cache.program(signature, leaves)
             self._entering.place(program, leaves, call, differs)
             self._latest[key] = Latest(expected(program, constants), program, signature, values, known)
         assert program is not None
@@ -352,7 +352,7 @@ class DataParallel(Generic[R]):
         """The step for other devices than this job's, which need not be here (see `jaxdist.step.forecast.ahead`)."""
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
-        return ahead(self._settings, self._compiled, signature, leaves, mesh, level, scale)
+        return ahead(self._settings, self._cache, signature, leaves, mesh, level, scale)
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""

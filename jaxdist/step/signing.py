@@ -14,8 +14,8 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.compiled import Compiled
 from jaxdist.step.placer import Placer, abstract, checksum
+from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, Static, is_array
 from jaxdist.step.tracing import carried
@@ -31,7 +31,7 @@ class Signer:
       name: of the step, for messages.
       settings: of the step.
       placer: onto the devices of the step.
-      compiled: traces the step for a signature and the types of its leaves.
+      cache: traces the step for a signature and the types of its leaves.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Signer:
         name: str,
         settings: Settings,
         placer: Placer,
-        compiled: Compiled,
+        cache: ProgramCache,
     ):
         self._name, self._calling, self._said = name, settings.calling, settings.batch
-        self._placer, self._compiled = placer, compiled
+        self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
         self._told = False  # that all ranks have come with the same batch
 
@@ -68,7 +68,7 @@ class Signer:
         for types in [(), *constant] if constant else []:
             tried = self._sign(args, keywords, fixed | {i for i, x in enumerate(leaves) if type(x) in types})
             try:
-                self._compiled.jaxpr(tried, self._compiled.types(tried, tried.data(leaves)))
+                self._cache.jaxpr(tried, self._cache.types(tried, tried.data(leaves)))
             except StepError:
                 break
             except TypeError:  # of a tracer that is used as a number
@@ -162,21 +162,21 @@ class Signer:
         def returned() -> list[int]:
             types = [abstract(x) for x in leaves]
             try:
-                found = carried(self._compiled.jaxpr(signature, types), types)
+                found = carried(self._cache.jaxpr(signature, types), types)
             except Exception:  # it will come again when the step is traced as it is called
                 return []
             return [k for k, (_, at, _) in enumerate(signature.arguments) if at and found.issuperset(at)]
 
         def traces(reading: tuple[int, ...]) -> bool:
             tried = with_batch(reading)
-            types = self._compiled.types(tried, leaves)
+            types = self._cache.types(tried, leaves)
             if self._placer.processes == 1:  # what is no batch can't be twice as long
                 types = [
                     jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
                     for a, is_batch in zip(types, tried.is_batch, strict=True)
                 ]
             try:
-                self._compiled.jaxpr(tried, types)
+                self._cache.jaxpr(tried, types)
             except Exception:
                 return False
             return True

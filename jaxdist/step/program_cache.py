@@ -19,8 +19,8 @@ from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import StepJaxpr, Traced, jaxpr_of, traced
 
 
-class Compiled:
-    """Keeps them.
+class ProgramCache:
+    """Of one step.
 
     Args:
       settings: of the step.
