@@ -24,7 +24,7 @@ from jaxdist.placements.small import at_once
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
-from jaxdist.step.tracing import Traced
+from jaxdist.step.tracing import TracedStep
 
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
@@ -55,7 +55,7 @@ class Program:
 
     def __init__(
         self,
-        step: Traced,
+        step: TracedStep,
         signature: Signature,
         avals: Sequence[Any],
         layouts: Sequence[Layout | None],

@@ -16,7 +16,7 @@ from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
 from jaxdist.step.settings import COMPRESSIONS, Settings
 from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import StepJaxpr, Traced, jaxpr_of, traced
+from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
 
 class ProgramCache:
@@ -46,7 +46,7 @@ class ProgramCache:
         self._settings, self._mesh, self._placer = settings, mesh, placer
         self._communicator, self._on_traced = communicator, on_traced
         self._jaxprs: dict[Any, StepJaxpr] = {}
-        self.traces: dict[Any, Traced] = {}
+        self.traces: dict[Any, TracedStep] = {}
         self.programs: dict[Any, Program] = {}
         self.debugging: debugging.DebugSettings | None = None
 
@@ -86,7 +86,7 @@ class ProgramCache:
             self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, of.axis_name, check)
         return self._jaxprs[key]
 
-    def traced(self, signature: Signature, leaves: Sequence[Any]) -> Traced:
+    def traced(self, signature: Signature, leaves: Sequence[Any]) -> TracedStep:
         """The step as it is traced for a call of these leaves, and what was found out about it."""
         types = self.types(signature, leaves)
         step = self.jaxpr(signature, types)
@@ -97,7 +97,7 @@ class ProgramCache:
 
     def make(
         self,
-        trace: Traced,
+        trace: TracedStep,
         signature: Signature,
         avals: Sequence[Any],
         layouts: Sequence[Layout | None],

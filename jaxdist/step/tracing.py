@@ -37,7 +37,7 @@ class StepJaxpr(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedStep:
     """A step as a jaxpr, at logical shapes.
 
     Attributes:
@@ -64,7 +64,9 @@ class Traced:
         return constants_back(jax.tree.unflatten(self.tree, types[: self.tree.num_leaves]))
 
 
-def traced(step: StepJaxpr, signature: Signature, avals: Sequence[Any], mesh: Mesh, level: int | None = None) -> Traced:
+def traced(
+    step: StepJaxpr, signature: Signature, avals: Sequence[Any], mesh: Mesh, level: int | None = None
+) -> TracedStep:
     """What placements are settled from.
 
     Args:
@@ -94,7 +96,7 @@ def traced(step: StepJaxpr, signature: Signature, avals: Sequence[Any], mesh: Me
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    return Traced(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
+    return TracedStep(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
 
 
 def jaxpr_of(
