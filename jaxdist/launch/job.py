@@ -22,7 +22,7 @@ _LAST_WORDS = re.compile(
 )
 
 
-class Launcher(StrEnum):
+class LauncherName(StrEnum):
     """Who starts the ranks."""
 
     auto = "auto"
@@ -30,7 +30,7 @@ class Launcher(StrEnum):
     env = "env"
 
 
-class Connector(StrEnum):
+class ConnectorName(StrEnum):
     """How the ranks that `run` starts may find each other."""
 
     auto = "auto"
@@ -38,7 +38,7 @@ class Connector(StrEnum):
     env = "env://"
 
 
-class Communicator(StrEnum):
+class CommunicatorName(StrEnum):
     """How arrays move."""
 
     auto = "auto"
@@ -87,7 +87,7 @@ def launch(
         return run_job(commands, on_failure=on_failure)
 
 
-def choose(launcher: Launcher, connector: Connector, communicator: Communicator) -> Mpirun | None:
+def choose(launcher: LauncherName, connector: ConnectorName, communicator: CommunicatorName) -> Mpirun | None:
     """The mpirun to use, or None for processes of our own.
 
     Args:
@@ -98,23 +98,23 @@ def choose(launcher: Launcher, connector: Connector, communicator: Communicator)
     Raises:
         ValueError: these do not go together, or what is asked for is not there; says how to install it.
     """
-    needs_mpi = connector is Connector.mpi or communicator is Communicator.mpi
-    wants_env = launcher is Launcher.env or connector is Connector.env
-    if wants_env and (needs_mpi or launcher is Launcher.mpirun):
+    needs_mpi = connector is ConnectorName.mpi or communicator is CommunicatorName.mpi
+    wants_env = launcher is LauncherName.env or connector is ConnectorName.env
+    if wants_env and (needs_mpi or launcher is LauncherName.mpirun):
         raise ValueError(
             "--launcher env and --connector env:// start processes that know nothing of MPI: leave out "
             "--launcher mpirun, --connector mpi and --communicator mpi, or leave out env"
         )
     if wants_env:
         return None
-    must = needs_mpi or launcher is Launcher.mpirun
+    must = needs_mpi or launcher is LauncherName.mpirun
     mpirun = find_mpirun()
     if mpirun is None:
         if must:
             raise ValueError(f"no mpirun in this environment or on PATH: {site.install()}")
         return None
     if importlib.util.find_spec("mpi4py") is None:
-        if must and launcher is not Launcher.mpirun:
+        if must and launcher is not LauncherName.mpirun:
             raise ValueError(f"mpi4py is not installed: {site.install()}")
         return mpirun if must else None
     library = mpi_library()

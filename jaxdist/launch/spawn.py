@@ -85,12 +85,12 @@ def spawn(
     # Here, not above: a rank needs none of it, and cloudpickle takes its time.
     from jaxdist.launch import spawned
     from jaxdist.launch.advice import crowded
-    from jaxdist.launch.job import Communicator, Connector, Launcher, choose, launch
+    from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
     from jaxdist.launch.processes import Failed, say
 
     _check(n, only_rank)
-    launcher = Launcher.mpirun if communicator == "mpi" else Launcher.env
-    mpirun = choose(launcher, Connector.auto, Communicator(communicator))
+    launcher = LauncherName.mpirun if communicator == "mpi" else LauncherName.env
+    mpirun = choose(launcher, ConnectorName.auto, CommunicatorName(communicator))
     with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-", ignore_cleanup_errors=True) as folder:
         spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]
