@@ -20,7 +20,7 @@ from jaxdist.connectors import Connector
 from jaxdist.control import failfast, rendezvous
 from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.keys import Key
-from jaxdist.control.sequence import Sequence
+from jaxdist.control.sequence import CallSequence
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.runtime import commlog, farewell, start, transfer
 
@@ -69,7 +69,7 @@ class Context:
         self.control = control
         self.timeout = timeout
         self.watchdog = Watchdog(control, timeout)
-        self.sequence = Sequence(control)
+        self.sequence = CallSequence(control)
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank
