@@ -210,7 +210,7 @@ class DataParallel(Generic[R]):
             self._placer.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
         ])  # fmt: skip
         complete = functools.partial(self._settings.calling.with_static, of=(args, kwargs))
-        return stage(ahead, stages.For(program, complete, self._types, self._types(args, kwargs), self._call))
+        return stage(ahead, stages.AheadCall(program, complete, self._types, self._types(args, kwargs), self._call))
 
     def _types(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Structure and types of a call's arguments; constants as they are."""
