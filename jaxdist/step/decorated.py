@@ -31,6 +31,7 @@ from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Ahead, ahead
 from jaxdist.step.latest import Latest, expected, types
+from jaxdist.step.method import Method
 from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.program import OtherTypesError
 from jaxdist.step.program_cache import ProgramCache
@@ -63,17 +64,16 @@ class DataParallel(Generic[R]):
         self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
         self._numbers: dict[Any, frozenset[int]] = {}  # positions of Python numbers that are constants
         self._has_modules = False  # among the arguments of some call
-        self._told = False  # what is gathered
+        self._warned = False  # of what is gathered
         self._log: commlog.StepLog | None = None
 
     def __reduce__(self) -> Any:
         """What another process gets: the step of the same module, or (of a notebook) one that is decorated alike."""
         name = getattr(self, "__qualname__", "")
-        there = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
-        return name if there else (decorated_with, (self._settings,))
+        importable = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
+        return name if importable else (decorated_with, (self._settings,))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        # Decorated in a class body: the instance is the first state argument, as for a plain function.
         return self if instance is None else Method(self, instance)
 
     @api_boundary
@@ -280,9 +280,9 @@ class DataParallel(Generic[R]):
                 if not self._has_modules and modules.found(args):
                     raise _ModulesError
                 latest = Latest([None] * len(leaves))
-            strangers = latest.strangers(leaves, self._placer)
+            misplaced = latest.misplaced(leaves, self._placer)
             numbers = self._numbers.get(tree, ())
-            constants = [i for i in strangers if not is_array(leaves[i]) or i in numbers]
+            constants = [i for i in misplaced if not is_array(leaves[i]) or i in numbers]
             values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
             fresh = False
             if latest.program is None or latest.constants != values:
@@ -300,14 +300,14 @@ class DataParallel(Generic[R]):
             raise
         except Exception as error:
             clearer = self._signer.bad_constant(args, keywords)
-            self._entering.tell(clearer or error)
+            self._entering.report(clearer or error)
             if clearer is None:
                 raise
             raise clearer from None
         if constants:
             gone = set(constants)
             moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))
-            strangers = [moved[i] - 1 for i in strangers if i not in gone]
+            misplaced = [moved[i] - 1 for i in misplaced if i not in gone]
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
         differs: dict[int, list[int]] | None = None
@@ -324,7 +324,7 @@ class DataParallel(Generic[R]):
         if latest is not None and latest.known != known:
             latest = None
         program = latest and latest.program
-        changed = program is None or any(not signature.is_batch[i] for i in strangers)
+        changed = program is None or any(not signature.is_batch[i] for i in misplaced)
         what = self._agreed.get(known)
         if other_types:  # the others find the same, or that this rank traces a program which they don't
             self._agreement.corrected(self._agreed.setdefault(known, self._entering.kind_of_call(signature, batch)))
@@ -364,23 +364,9 @@ class DataParallel(Generic[R]):
             return
         if commlog.asked("placements"):
             commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")
-        elif not self._told and (text := report.warning(placed)):
-            self._told = True
+        elif not self._warned and (text := report.warning(placed)):
+            self._warned = True
             _log.warning("step %r: %s", self._name, text)
-
-
-class Method(Generic[R]):
-    """A decorated step of a class, of one of its objects."""
-
-    def __init__(self, step: DataParallel[R], instance: Any):
-        self.step, self.instance = step, instance
-        functools.update_wrapper(self, step)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
-        return self.step(self.instance, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(self.step, name), self.instance)
 
 
 class _ModulesError(Exception):

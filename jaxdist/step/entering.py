@@ -57,12 +57,10 @@ class Entering:
             return
         if differs is None:
             mine = {i: checksum(leaves[i]) for i in sorted(read)}
-            everyone = context.control.exchange(
-                f"read-only state of step {self._name}, call {call}", mine, context.timeout
-            )
+            sums = context.control.exchange(f"read-only state of step {self._name}, call {call}", mine, context.timeout)
             differs = {
-                i: others for i, own in everyone[0].items()
-                if (others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own])
+                i: others for i, own in sums[0].items()
+                if (others := [rank for rank, theirs in enumerate(sums) if theirs.get(i) != own])
             }  # fmt: skip
         for i in sorted(read & differs.keys()):
             advice = (
@@ -100,13 +98,13 @@ class Entering:
             how = self._placer.layout(x)
             where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
             entries.append((f"state leaf {name}", kind + where))
-            if not problem and (stranger := self._placer.stranger(x)):
-                problem = f"state leaf {name} {stranger}"
+            if not problem and (found := self._placer.state_problem(x)):
+                problem = f"state leaf {name} {found}"
         what = self.kind_of_call(signature, batch)
         self._agreement.check(what, tuple(entries), problem)
         return what
 
-    def tell(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
         if self._context.size > 1:
             text = f"{type(error).__name__}: {error}"

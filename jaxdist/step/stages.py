@@ -16,14 +16,14 @@ class AheadCall(NamedTuple):
     Attributes:
       program: for its arguments.
       complete: a call's arguments, with the static ones.
-      arguments: structure and types of a call's arguments.
+      types_of: structure and types of a call's arguments.
       types: those of this call.
       call: runs the step.
     """
 
     program: Program
     complete: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    arguments: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    types_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     types: Any
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
@@ -67,7 +67,7 @@ class Compiled(_Stage):
           TypeError: they have others.
         """
         args, kwargs = self._of.complete(args, kwargs)
-        given = self._of.arguments(args, kwargs)
+        given = self._of.types_of(args, kwargs)
         if given != self._of.types:
             raise TypeError(f"compiled for arguments {self._of.types}, called with {given}: call the step itself")
         return self._of.call(args, kwargs)
