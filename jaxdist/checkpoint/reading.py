@@ -75,12 +75,12 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
         wanted, fallback = ctx.control.exchange("restore", (wanted, fallback), ctx.timeout)[0]
         mine = _attempt(ctx, root, wanted, step, like)
         # Reading may take a while longer on one rank than on another: as long as they live.
-        said = ctx.control.exchange("restored", (mine.problem, mine.shares), None)
+        attempts = ctx.control.exchange("restored", (mine.problem, mine.shares), None)
         try:
-            raise_first(ctx, [None if isinstance(problem, DamagedError) else problem for problem, _ in said])
-            raise_first(ctx, [problem for problem, _ in said])
+            raise_first(ctx, [None if isinstance(problem, DamagedError) else problem for problem, _ in attempts])
+            raise_first(ctx, [problem for problem, _ in attempts])
             assert wanted is not None
-            _check_shares(root, wanted, mine.leaves, [shares for _, shares in said])
+            _check_shares(root, wanted, mine.leaves, [shares for _, shares in attempts])
         except DamagedError as error:
             if not fallback:
                 raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
@@ -120,8 +120,8 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    there = saved(absolute(path))
-    return there[-1].step if there else None
+    complete = saved(absolute(path))
+    return complete[-1].step if complete else None
 
 
 def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
@@ -145,8 +145,8 @@ def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
 
 def _choose(root: Path, step: int | None, passed: list[Saved]) -> Saved | None:
     """Which checkpoint to read; None: there is none."""
-    there = [s for s in saved(root) if s not in passed and step in (None, s.step)]
-    return there[-1] if there else None
+    complete = [s for s in saved(root) if s not in passed and step in (None, s.step)]
+    return complete[-1] if complete else None
 
 
 def _elsewhere(root: Path, damaged: Saved | None) -> str:
@@ -179,8 +179,8 @@ def _attempt(ctx: Context, root: Path, wanted: Saved | None, step: int | None, l
     if wanted is None:
         if step is None:
             return _Attempt(problem=FileNotFoundError(f"there is no checkpoint in {root}"))
-        there = ", ".join(str(s.step) for s in saved(root)) or "none"
-        return _Attempt(problem=FileNotFoundError(f"there is no checkpoint of step {step} in {root}; there: {there}"))
+        steps = ", ".join(str(s.step) for s in saved(root)) or "none"
+        return _Attempt(problem=FileNotFoundError(f"there is no checkpoint of step {step} in {root}; there: {steps}"))
     directory = checkpoint_of(root, wanted.step)
     try:
         if not directory.is_dir():
@@ -276,8 +276,8 @@ def _cut(place: Sharding | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, 
     first: dict[Bounds, Any] = {}
     for device, index in place.devices_indices_map(shape).items():
         first.setdefault(_bounds(index, shape), device)
-    here = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
-    return here, tuple(first[b] in place.addressable_devices for b in here), place.is_fully_addressable
+    local = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
+    return local, tuple(first[b] in place.addressable_devices for b in local), place.is_fully_addressable
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:

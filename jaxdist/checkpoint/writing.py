@@ -100,15 +100,15 @@ def save(
     shapes = [(n, kind(x)) for n, x in zip(names, leaves, strict=True)] if problem is None else []
     own = _own(names, leaves) if problem is None and ctx.size > 1 else {}
     mine = (str(final), zlib.crc32(repr(shapes).encode()), problem, secrets.token_hex(8), own)
-    said = ctx.control.exchange("save", mine, ctx.timeout)
-    raise_first(ctx, [s[2] for s in said])
-    for what, values in (("directories or steps", [s[0] for s in said]), ("states", [s[1] for s in said])):
+    offers = ctx.control.exchange("save", mine, ctx.timeout)
+    raise_first(ctx, [s[2] for s in offers])
+    for what, values in (("directories or steps", [s[0] for s in offers]), ("states", [s[1] for s in offers])):
         if len(set(values)) > 1:
             odd = next(r for r, v in enumerate(values) if v != values[0])
             shown = f": {values[0]} on rank 0, {values[odd]} on rank {odd}" if what != "states" else ""
             raise CheckpointError(f"rank {ctx.rank}: the ranks save different {what}{shown}")
-    for leaf, value in said[0][4].items():
-        if odd := [rank for rank, s in enumerate(said) if s[4].get(leaf) != value]:
+    for leaf, value in offers[0][4].items():
+        if odd := [rank for rank, s in enumerate(offers) if s[4].get(leaf) != value]:
             raise CheckpointError(
                 f"rank {ctx.rank}: leaf {leaf} lies on each rank by itself, and on {ctx.control.who(odd[0])} it is "
                 "not as on rank 0, whose value alone would be saved. Did each rank train by itself, with a step that "
@@ -117,9 +117,9 @@ def save(
             )
 
     parts = _parts(ctx, names, leaves, copy=not wait)
-    name = f"save/{said[0][3]}"
+    name = f"save/{offers[0][3]}"
     # Of its own: what a killed job has left is in nobody's way.
-    temporary = final.with_name(f"{step}.{said[0][3]}{UNFINISHED}")
+    temporary = final.with_name(f"{step}.{offers[0][3]}{UNFINISHED}")
 
     def conclude(sums: list[Any]) -> None:
         _publish(temporary, final, {part.name: part.leaf(sums) for part in parts}, keep)
@@ -219,13 +219,13 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
             x = jax.random.key_data(x)
         if type(x) is Padded:
             x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
-        here = not isinstance(x, jax.Array) or x.is_fully_addressable
+        whole = not isinstance(x, jax.Array) or x.is_fully_addressable
         shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
-        shards = shards and (ctx.size == 1 or not here) and x.size > 0
+        shards = shards and (ctx.size == 1 or not whole) and x.size > 0
         if shards:
             x = _copied(x) if copy else x
         elif ctx.is_root:
-            x = np.array(x if here else x.addressable_data(0), copy=copy or None)
+            x = np.array(x if whole else x.addressable_data(0), copy=copy or None)
         else:
             x = np.asarray(x) if type(x) in PYTHON else x
         about = LeafRecord(tuple(x.shape), str(x.dtype), 0, key)
@@ -279,8 +279,8 @@ def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], LeafRec
     """The root's: all parts are there; give them the name that readers look for."""
     path = final.parent
     orbax_writer.finalize(temporary / ITEM)
-    there = saved(path)
-    new = Saved(int(final.name), max((s.number or 0 for s in there), default=0) + 1, history.position(path))
+    complete = saved(path)
+    new = Saved(int(final.name), max((s.number or 0 for s in complete), default=0) + 1, history.position(path))
     record.write(temporary, new, leaves)
     sync_to_disk(temporary)
     lock.take(path, 0)  # still: this host may have been suspended for long

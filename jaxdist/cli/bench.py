@@ -93,14 +93,14 @@ def bench(
             raise ValueError(f"--seconds {seconds:g}: expected a positive number")
         if plot is not None:
             check_plot(plot)
-        here = report is not None or in_job()
-        if here and (ranks or launcher):
+        as_rank = report is not None or in_job()
+        if as_rank and (ranks or launcher):
             raise ValueError(
                 "-n and --launcher start ranks, and this process already is one of a job's: leave them out"
             )
-        if here and communicators is not None and len(wanted) > 1:
+        if as_rank and communicators is not None and len(wanted) > 1:
             raise ValueError("a job has one communicator: name one with --communicators, or run without a launcher")
-        _check_elements(names, nbytes, dtype, 1 if here else ranks or 2)
+        _check_elements(names, nbytes, dtype, 1 if as_rank else ranks or 2)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -108,7 +108,7 @@ def bench(
         if not as_json:
             _print_table(result)
 
-    if here:
+    if as_rank:
         results = _as_rank("auto" if communicators is None else wanted[0], names, nbytes, dtype, seconds)
         if report is not None:
             if results:

@@ -156,9 +156,9 @@ def _alike(ctx: Any, hosts: Sequence[str]) -> Iterator[Finding]:
     mine = versions() if first else {}
     wanted = ("python", "jaxdist", "jax", "jaxlib", "optax", "numpy", "mpi4jax")
     notes = [(f.name, f.seen, f.fix) for f in findings() if not f.ok] if first and not ctx.is_root else []
-    said = ctx.control.exchange(_TAG, ({name: mine.get(name, "") for name in wanted}, notes))
-    root, _ = said[ctx.root_rank]
-    theirs = {host: said[hosts.index(host)] for host in dict.fromkeys(hosts)}
+    reports = ctx.control.exchange(_TAG, ({name: mine.get(name, "") for name in wanted}, notes))
+    root, _ = reports[ctx.root_rank]
+    theirs = {host: reports[hosts.index(host)] for host in dict.fromkeys(hosts)}
     other = [
         f"{host} has {name} {software[name] or 'not at all'}, {hosts[ctx.root_rank]} {root[name] or 'not at all'}"
         for host, (software, _) in theirs.items()

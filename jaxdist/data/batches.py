@@ -193,8 +193,8 @@ class Arrays:
                 )
             lengths.setdefault(len(x), name)
         if len(lengths) != 1:
-            told = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
-            raise ValueError(f"the arrays of the data set have different numbers of examples: {told}")
+            found = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
+            raise ValueError(f"the arrays of the data set have different numbers of examples: {found}")
         self.tree, (self.length,) = jax.tree.map(np.asarray, tree), lengths
 
     def __len__(self) -> int:

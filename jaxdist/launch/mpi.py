@@ -183,8 +183,8 @@ def mpi_library() -> Library:
     if done is None:
         return Library(problem="mpi4py gave no answer within two minutes")
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return Library(problem=f"mpi4py loads no MPI library: {said[-1] if said else 'it says nothing'}")
+        lines = done.stderr.strip().splitlines()
+        return Library(problem=f"mpi4py loads no MPI library: {lines[-1] if lines else 'it says nothing'}")
     first, path = done.stdout.splitlines()[-2:]
     version = re.sub(r"\s+", " ", first.split(",")[0].strip()).rstrip("\x00")
     if "Open MPI" in version:

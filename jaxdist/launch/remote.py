@@ -148,8 +148,8 @@ def _probe(host: Host) -> int | str:
     last = done.stdout.strip().splitlines()[-1:]
     if done.returncode == 0 and last and last[0].startswith("port "):
         return int(last[0].removeprefix("port "))
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return said[-1].strip() if said else f"ssh ended with exit code {done.returncode}"
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return lines[-1].strip() if lines else f"ssh ended with exit code {done.returncode}"
 
 
 def _on(host: Host, command: list[str]) -> list[str]:
@@ -158,8 +158,8 @@ def _on(host: Host, command: list[str]) -> list[str]:
         return command
     path = os.environ.get("PYTHONPATH")
     settings = ["env", f"PYTHONPATH={path}"] if path else []
-    there = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*settings, *command])}"
-    return [*_SSH, host.name, there]
+    remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*settings, *command])}"
+    return [*_SSH, host.name, remote]
 
 
 def _address(root: Host, *, alone: bool) -> str:

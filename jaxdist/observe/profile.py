@@ -97,7 +97,7 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
     traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     shares = ctx.control.exchange("end of jaxdist.profile", share(traces[-1]), ctx.timeout)
     if ctx.is_root:
-        print(_said(shares, root), file=sys.stderr, flush=True)
+        print(_summary(shares, root), file=sys.stderr, flush=True)
 
 
 def _finish_dispatched() -> None:
@@ -169,7 +169,7 @@ def union(intervals: Iterable[_Interval]) -> float:
     return total
 
 
-def _said(shares: Sequence[Share], root: Path) -> str:
+def _summary(shares: Sequence[Share], root: Path) -> str:
     busy, collectives = sum(s.busy for s in shares), sum(s.collectives for s in shares)
     if not busy:
         return f"[jaxdist profile] no device ran anything; traces in {root}/rank*"

@@ -28,7 +28,7 @@ COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
 
 _context: Context | None = None
-_asked: tuple[Any, Any, int | None, int | None] | None = None
+_requested: tuple[Any, Any, int | None, int | None] | None = None
 _lock = threading.RLock()
 
 T = TypeVar("T")
@@ -196,12 +196,12 @@ def init(
       >>> ctx.rank, ctx.size
       (0, 1)
     """
-    global _context, _asked
-    asked = (connector, communicator, rank, size)
+    global _context, _requested
+    requested = (connector, communicator, rank, size)
     with _lock:
         if _context is not None:
-            assert _asked is not None
-            _check_same(_asked, asked)
+            assert _requested is not None
+            _check_same(_requested, requested)
             return _context
         if not isinstance(communicator, str):
             communicators.check(communicator)
@@ -225,7 +225,7 @@ def init(
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, ctx.exit, timeout)
-        _context, _asked = ctx, asked
+        _context, _requested = ctx, requested
         return ctx
 
 

@@ -41,10 +41,10 @@ class Signer:
         placer: Placer,
         cache: ProgramCache,
     ):
-        self._name, self._calling, self._said = name, settings.calling, settings.batch
+        self._name, self._calling, self._declared = name, settings.calling, settings.batch
         self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
-        self._told = False  # that all ranks have come with the same batch
+        self._warned = False  # that all ranks come with the same batch
 
     def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
         """The signature of a call, as far as this rank can tell by itself.
@@ -63,8 +63,8 @@ class Signer:
         fixed = _in_equinox(args)
         signature = self._sign(args, keywords, fixed)
         data = signature.data(leaves)
-        there = {type(data[i]) for i in signature.state}
-        constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in there]
+        kinds = {type(data[i]) for i in signature.state}
+        constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in kinds]
         for types in [(), *constant] if constant else []:
             tried = self._sign(args, keywords, fixed | {i for i, x in enumerate(leaves) if type(x) in types})
             try:
@@ -98,20 +98,20 @@ class Signer:
         if context.size == 1 or not leaves:
             return signature, {}
         mine = [_value(x, self._placer) for x in leaves]
-        everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
+        values = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
         differs = {}
-        for i, value in enumerate(everyone[0]):
-            if others := [rank for rank, theirs in enumerate(everyone) if value is None or theirs[i] != value]:
+        for i, value in enumerate(values[0]):
+            if others := [rank for rank, theirs in enumerate(values) if value is None or theirs[i] != value]:
                 differs[i] = others
         lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
-        if self._said is None:
+        if self._declared is None:
             arguments = [  # what lies on all processes may be of a loader, or the first argument's shards
                 batch.Argument(name, n, n is not None and any(i in differs and (k or mine[i] is not None) for i in at))
                 for k, ((_, at, name), n) in enumerate(zip(signature.arguments, lengths, strict=True))
             ]
             signature = self._one(self._read(signature, arguments, leaves))
-        if signature.batch and not any(i in differs for i in signature.batch) and not self._told:
-            self._told = True
+        if signature.batch and not any(i in differs for i in signature.batch) and not self._warned:
+            self._warned = True
             if context.is_root:
                 _log.warning(
                     "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
@@ -133,8 +133,8 @@ class Signer:
         names = tuple(parameters[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths)
         signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
         leaves = [x for _, x in paths]
-        if self._said is not None:
-            self._check_said(args, parameters)
+        if self._declared is not None:
+            self._check_declared(args, parameters)
             return signature.with_batch(self._chosen(signature))
         arguments = [batch.Argument(name, self._length(leaves, at)) for _, at, name in signature.arguments]
         return self._read(signature, arguments, leaves)
@@ -199,24 +199,24 @@ class Signer:
         spec = getattr(own, "spec", ())
         return not (spec and spec[0] in (AXIS, (AXIS,)))
 
-    def _check_said(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
-        assert self._said is not None
-        for n in self._said:
+    def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
+        assert self._declared is not None
+        for n in self._declared:
             if isinstance(n, int) and not -len(args) <= n < len(args):
                 raise TypeError(
-                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._said)} names one "
-                    "that was not passed: pass the batch, or batch_argnums=() if the step has none"
+                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._declared)} names "
+                    "one that was not passed: pass the batch, or batch_argnums=() if the step has none"
                 )
         paths = jax.tree_util.tree_leaves_with_path(args)
         names = [f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
-        whole = {n if isinstance(n, str) else parameters[n] for n in self._said}
+        whole = {n if isinstance(n, str) else parameters[n] for n in self._declared}
         for name, (_, leaf) in zip(names, paths, strict=True):
             if not is_array(leaf) and any(_is_in(name, of) for of in whole):
                 raise TypeError(
                     f"batch leaf {name} is {leaf!r}, not an array: what is not one entry an example belongs to "
                     "the state, or batch_argnums names the wrong argument"
                 )
-        for n in self._said:
+        for n in self._declared:
             if isinstance(n, str) and not any(_is_in(name, n) for name in [*names, *parameters]):
                 raise TypeError(
                     f"step {self._name!r} has no argument {n!r}, which batch_argnums names: there are "
@@ -224,8 +224,8 @@ class Signer:
                 )
 
     def _chosen(self, signature: Signature) -> list[int]:
-        assert self._said is not None
-        whole = {n if isinstance(n, str) else signature.parameters[n] for n in self._said}
+        assert self._declared is not None
+        whole = {n if isinstance(n, str) else signature.parameters[n] for n in self._declared}
         return [i for i, name in enumerate(signature.names) if any(_is_in(name, of) for of in whole)]
 
 
