@@ -19,7 +19,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.agreement.programs import Programs
-from jaxdist.control.progress import Call, Progress
+from jaxdist.control.progress import ActiveCall, Progress
 from jaxdist.runtime.context import Context
 
 
@@ -114,7 +114,7 @@ class Agreement:
         progress = self.steps[what.step]
         progress.committed = call
         if self.context.size > 1:
-            progress.current, progress.failed = Call(call, time.monotonic()), ""
+            progress.current, progress.failed = ActiveCall(call, time.monotonic()), ""
 
     def traced(self, step: str, program: ClosedJaxpr, held: Callable[[], str]) -> None:
         """The program of a step was traced; if in a call of it, the ranks that trace it too compare what they have."""

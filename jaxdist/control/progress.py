@@ -12,7 +12,7 @@ _SMALL = 1 << 16  # elements of an output that may be kept a little longer than 
 
 
 @dataclass(eq=False)
-class Call:
+class ActiveCall:
     """A call of a step that this rank has committed to.
 
     Attributes:
@@ -61,7 +61,7 @@ class Progress:
     """
 
     committed: int = 0
-    current: Call | None = None
+    current: ActiveCall | None = None
     failed: str = ""
 
     @property
