@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, Sharding
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief
-from jaxdist.checkpoint.arrays import Bounds, Reader
+from jaxdist.checkpoint.arrays import ArrayReader, Bounds
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, saved
 from jaxdist.checkpoint.leaves import PYTHON, is_key, named
-from jaxdist.checkpoint.record import DamagedError, Leaf, Record
+from jaxdist.checkpoint.record import DamagedError, LeafRecord, Record
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
@@ -119,8 +119,8 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    there = saved(absolute(path))
-    return there[-1].step if there else None
+    complete = saved(absolute(path))
+    return complete[-1].step if complete else None
 
 
 def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
@@ -158,7 +158,7 @@ def _elsewhere(root: Path, damaged: Saved | None) -> str:
     )
 
 
-_Leaves = dict[tuple[str, ...], Leaf]
+_Leaves = dict[tuple[str, ...], LeafRecord]
 
 
 def _read_own(ctx: Context, root: Path, wanted: Saved | None, step: int | None, like: Any) -> Part[tuple[Any, _Leaves]]:
@@ -217,7 +217,7 @@ def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...
 
 def _arrays(
     directory: Path,
-    leaves: dict[tuple[str, ...], Leaf],
+    leaves: dict[tuple[str, ...], LeafRecord],
     places: dict[tuple[str, ...], Any],
     shares: dict[tuple[str, ...], int],
 ) -> dict[tuple[str, ...], list[np.ndarray]]:
@@ -226,7 +226,7 @@ def _arrays(
     Raises:
       DamagedError: an array is not what was saved.
     """
-    reader = Reader(directory, ITEM)
+    reader = ArrayReader(directory, ITEM)
     opened = {name: reader.open(name) for name in leaves}
     reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
     for name, leaf in leaves.items():
@@ -245,12 +245,12 @@ def _arrays(
 
 
 def _check_shares(
-    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], Leaf], shares: list[dict[tuple[str, ...], int]]
+    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], LeafRecord], shares: list[dict[tuple[str, ...], int]]
 ) -> None:
     """Compare the checksums of arrays of which each rank has read a part."""
     for name in shares[0]:
         if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
-            reader = Reader(checkpoint_of(root, wanted.step), ITEM)
+            reader = ArrayReader(checkpoint_of(root, wanted.step), ITEM)
             raise reader.damaged(name, "has other bits than were saved")
 
 
@@ -268,15 +268,15 @@ def _cut(place: Sharding | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, 
     first: dict[Bounds, Any] = {}
     for device, index in place.devices_indices_map(shape).items():
         first.setdefault(_bounds(index, shape), device)
-    here = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
-    return here, tuple(first[b] in place.addressable_devices for b in here), place.is_fully_addressable
+    local = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
+    return local, tuple(first[b] in place.addressable_devices for b in local), place.is_fully_addressable
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:
+def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], LeafRecord]) -> None:
     label = ".".join(name)
     of = f"leaf {label} of checkpoint {where}"
     if name not in leaves:
@@ -315,7 +315,7 @@ def _assembled(place: NamedSharding, shape: tuple[int, ...], blocks: dict[Bounds
     return jax.make_array_from_callback(shape, place, lambda index: blocks[_bounds(index, shape)])
 
 
-def _placed(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
+def _placed(value: np.ndarray, x: Any, leaf: LeafRecord) -> Any:
     """A leaf as its counterpart is, off the mesh."""
     if type(x) in PYTHON:
         return type(x)(value.item())

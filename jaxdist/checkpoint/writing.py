@@ -35,7 +35,7 @@ from jaxdist.checkpoint.files import (
     too_many,
 )  # fmt: skip
 from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
-from jaxdist.checkpoint.record import Leaf
+from jaxdist.checkpoint.record import LeafRecord
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
@@ -178,7 +178,7 @@ def _own(names: list[tuple[str, ...]], leaves: list[Any]) -> dict[str, int]:
     return found
 
 
-class _Part(NamedTuple):
+class _PendingLeaf(NamedTuple):
     """A leaf on its way to the disk.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Part(NamedTuple):
     name: tuple[str, ...]
     value: Any
     shards: bool
-    about: Leaf
+    about: LeafRecord
 
     def share(self, root: bool) -> int:
         """This rank's share in the checksum."""
@@ -199,7 +199,7 @@ class _Part(NamedTuple):
             return sum(_checksum(s.data, s.index) for s in self.value.addressable_shards if s.replica_id == 0) % MODULUS
         return checksum(self.value, (0,) * self.value.ndim) if root and isinstance(self.value, np.ndarray) else 0
 
-    def leaf(self, sums: Sequence[dict[str, int]]) -> Leaf:
+    def leaf(self, sums: Sequence[dict[str, int]]) -> LeafRecord:
         """For the record, with what each rank has summed up."""
         if self.about.dtype == "str":
             return self.about
@@ -210,30 +210,30 @@ def _checksum(data: jax.Array, index: tuple[slice, ...]) -> int:
     return checksum(np.asarray(data), [s.start or 0 for s in index])
 
 
-def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_Part]:
+def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_PendingLeaf]:
     """What is to be written; copied, if the training goes on meanwhile."""
     parts = []
     x: Any
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str):
-            parts.append(_Part(name, x if ctx.is_root else None, False, Leaf((), "str", x)))
+            parts.append(_PendingLeaf(name, x if ctx.is_root else None, False, LeafRecord((), "str", x)))
             continue
         key = str(jax.random.key_impl(x)) if is_key(x) else None
         if key is not None:
             x = jax.random.key_data(x)
         if type(x) is Padded:
             x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
-        here = not isinstance(x, jax.Array) or x.is_fully_addressable
+        whole = not isinstance(x, jax.Array) or x.is_fully_addressable
         shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
-        shards = shards and (ctx.size == 1 or not here) and x.size > 0
+        shards = shards and (ctx.size == 1 or not whole) and x.size > 0
         if shards:
             x = _copied(x) if copy else x
         elif ctx.is_root:
-            x = np.array(x if here else x.addressable_data(0), copy=copy or None)
+            x = np.array(x if whole else x.addressable_data(0), copy=copy or None)
         else:
             x = np.asarray(x) if type(x) in PYTHON else x
-        about = Leaf(tuple(x.shape), str(x.dtype), 0, key)
-        parts.append(_Part(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
+        about = LeafRecord(tuple(x.shape), str(x.dtype), 0, key)
+        parts.append(_PendingLeaf(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
     return parts
 
 
@@ -244,7 +244,7 @@ def _copied(x: jax.Array) -> jax.Array:
     )
 
 
-def _write(ctx: Context, directory: Path, parts: list[_Part]) -> dict[str, int]:
+def _write(ctx: Context, directory: Path, parts: list[_PendingLeaf]) -> dict[str, int]:
     """Write this rank's part; its shares in the checksums."""
     mine = [part for part in parts if part.value is not None]
     if ctx.is_root:
@@ -276,12 +276,12 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> None:
         )
 
 
-def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], Leaf], keep: int | None) -> None:
+def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], LeafRecord], keep: int | None) -> None:
     """The root's: all parts are there; give them the name that readers look for."""
     path = final.parent
     orbax_writer.finalize(temporary / ITEM)
-    there = saved(path)
-    new = Saved(int(final.name), max((s.number or 0 for s in there), default=0) + 1, history.position(path))
+    complete = saved(path)
+    new = Saved(int(final.name), max((s.number or 0 for s in complete), default=0) + 1, history.position(path))
     record.write(temporary, new, leaves)
     sync_to_disk(temporary)
     lock.take(path, 0)  # still: this host may have been suspended for long

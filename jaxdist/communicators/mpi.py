@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.connectors.mpi import told
+from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, retrace
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
@@ -60,7 +60,7 @@ def _call_p(name: str) -> Primitive:
 @functools.cache
 def _mpi() -> Any:
     """mpi4py's MPI, with mpi4jax's FFI targets registered."""
-    with told({"MPI4JAX_NO_WARN_JAX_VERSION": "1"}):  # our tests say which versions work
+    with in_environment({"MPI4JAX_NO_WARN_JAX_VERSION": "1"}):  # our tests say which versions work
         import mpi4jax  # noqa: F401
         from mpi4py import MPI
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.connectors.base import environment, local_position, need, read_int
-from jaxdist.control.channel import Control, leave
+from jaxdist.control.channel import Control
 from jaxdist.control.keys import Key
+from jaxdist.control.process import leave
 
 _BY_HAND = (
     "Start each process with all of them, for example RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "

@@ -13,7 +13,7 @@ _SMALL = 1 << 16  # elements of an output that may be kept a little longer than 
 
 
 @dataclass(eq=False)
-class Call:
+class ActiveCall:
     """A call of a step that this rank has committed to.
 
     Attributes:
@@ -62,7 +62,7 @@ class Progress:
     """
 
     committed: int = 0
-    current: Call | None = None
+    current: ActiveCall | None = None
     failed: str = ""
 
     def commit(self, call: int, watched: bool) -> None:
@@ -74,7 +74,7 @@ class Progress:
         """
         self.committed = call
         if watched:
-            self.current, self.failed = Call(call, time.monotonic()), ""
+            self.current, self.failed = ActiveCall(call, time.monotonic()), ""
 
     def fail(self, call: int, error: str) -> None:
         """A call has ended with an error; it counts if it was committed to."""

@@ -19,7 +19,7 @@ _TURNS = 1024  # places where one kind of call followed another that are kept
 _NAMED = 64  # of the last calls, for messages
 
 
-class Sequence:
+class CallSequence:
     """The calls of this rank.
 
     Args:
@@ -30,7 +30,7 @@ class Sequence:
 
     Example:
       >>> from jaxdist.control.channel import Control
-      >>> calls = Sequence(Control(0, 1))
+      >>> calls = CallSequence(Control(0, 1))
       >>> calls.enter("train")
       False
       >>> calls.commit("train")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from jaxdist.control.channel import Control
-from jaxdist.control.progress import Call, Progress
+from jaxdist.control.progress import ActiveCall, Progress
 from jaxdist.control.stacks import main_thread_line, script_is_over
 
 _ASK, _TELL = "where are you", "I am here"
@@ -59,7 +59,7 @@ class Watchdog:
         self._reports: dict[int, _Report] = {}  # answers to it
         self._news = threading.Condition()
         self._asking = threading.Lock()
-        self._watched: dict[str, tuple[Call, float]] = {}  # an unfinished call of each step, and when to worry
+        self._watched: dict[str, tuple[ActiveCall, float]] = {}  # an unfinished call of each step, and when to worry
         control.listen(_ASK, lambda rank, number: control.post(_TELL, (number, self._report()), to=rank))
         control.listen(_TELL, self._note)
         control.where_is(others=self.whereabouts)
@@ -145,7 +145,7 @@ class Watchdog:
             for step, progress in list(self.steps.items()):
                 self._look_at(step, progress.current)
 
-    def _look_at(self, step: str, newest: Call | None) -> None:
+    def _look_at(self, step: str, newest: ActiveCall | None) -> None:
         if newest is None or newest.finished():  # so are all before it
             self._watched.pop(step, None)
             return

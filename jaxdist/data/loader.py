@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.collectives.public import allgather
-from jaxdist.data.batches import MOST, Plan, Reader, close, fingerprint, known, open_source, placer, stream
+from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, stream, to_devices
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
@@ -113,7 +113,7 @@ class Loader:
     ):
         self._context, self._transform = context, transform
         self._source: Any
-        self._plan: Plan
+        self._sampling: Sampling
         self._workers, self._threads, self._prefetch = workers, threads, prefetch
         self._place: Callable[[Any], Any] | None = None
         self._stream: list[Any] = []  # grain's iterator, if any; what it gives next is the batch at (epoch, position)
@@ -143,9 +143,9 @@ class Loader:
                     "batch_size or tail='keep'"
                 )
             at = context.rank, context.size
-            self._plan = Plan(length, size, *at, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            self._sampling = Sampling(length, size, *at, bool(shuffle), seed_, tail == "pad", tail == "keep")
             if on_devices:
-                self._place = placer(context, self._plan)
+                self._place = to_devices(context, self._sampling)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
                 "the checksum of the first and last example": fingerprint(self._source),
@@ -155,7 +155,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of a whole epoch, on every rank."""
-        return self._plan.steps(0)
+        return self._sampling.steps(0)
 
     @property
     def epoch(self) -> int:
@@ -178,7 +178,7 @@ class Loader:
                     "a second loader for a loop within a loop"
                 )
             batch = self._draw()
-            epoch, self._position = self._epoch, self._position + self._plan.whole
+            epoch, self._position = self._epoch, self._position + self._sampling.whole
             self._normalise()
             last = self._epoch > epoch
             self._begun = not last
@@ -233,8 +233,8 @@ class Loader:
           >>> batches.get_state()
           {'epoch': 0, 'position': 4, 'length': 10, 'seed': 0, 'shuffle': True}
         """
-        plan = self._plan
-        fixed: State = {"length": plan.length, "seed": plan.seed, "shuffle": plan.shuffle}
+        sampling = self._sampling
+        fixed: State = {"length": sampling.length, "seed": sampling.seed, "shuffle": sampling.shuffle}
         return {"epoch": self._epoch, "position": self._position} | fixed
 
     def set_state(self, state: State) -> None:
@@ -299,7 +299,7 @@ class Loader:
 
     def _normalise(self) -> None:
         """The end of an epoch is the start of the next: a position always has a batch."""
-        if not self._plan.steps(self._position):
+        if not self._sampling.steps(self._position):
             self._epoch, self._position = self._epoch + 1, 0
 
     def _draw(self) -> Any:
@@ -307,10 +307,10 @@ class Loader:
             return self._peeked.pop()
         try:
             if not self._stream:
-                read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
+                read = BatchReader(self._sampling, self._epoch, self._position, self._source, self._transform)
                 self._stream.append(stream(read, self._workers, self._threads, self._prefetch, self._place))
             batch = next(self._stream[0])
-            return batch if self._place else known(self._plan, batch)
+            return batch if self._place else known(self._sampling, batch)
         except BaseException:
             self.close()  # grain's iterator may have moved on
             raise

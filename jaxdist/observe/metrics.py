@@ -348,35 +348,35 @@ class _Display:
         self._total = total
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
-        self._said = -math.inf
-        self._unsaid = ""
+        self._printed_at = -math.inf
+        self._pending = ""
 
     def start(self, step: int) -> None:
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[said]}"), console=self._console, refresh_per_second=4,
+                TextColumn("{task.fields[shown]}"), console=self._console, refresh_per_second=4,
             )  # fmt: skip
-            self._task = self._bar.add_task("step", total=self._total, completed=step, said="")
+            self._task = self._bar.add_task("step", total=self._total, completed=step, shown="")
             self._bar.start()
 
     def update(self, step: int, metrics: dict[str, float | int], rates: dict[str, float]) -> None:
-        said = [f"{name}={x:.4g}" for name, x in metrics.items()]
-        said += [f"{rate:,.0f} {name.removesuffix('_per_s')}/s" for name, rate in rates.items()]
+        shown = [f"{name}={x:.4g}" for name, x in metrics.items()]
+        shown += [f"{rate:,.0f} {name.removesuffix('_per_s')}/s" for name, rate in rates.items()]
         if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, said="  ".join(said))
+            self._bar.update(self._task, completed=step + 1, shown="  ".join(shown))
             return
         of = "" if self._total is None else f"/{self._total}"
-        self._unsaid = "  ".join([f"step {step + 1}{of}", *said])
-        if time.monotonic() - self._said > _EVERY:
-            self._say()
+        self._pending = "  ".join([f"step {step + 1}{of}", *shown])
+        if time.monotonic() - self._printed_at > _EVERY:
+            self._print()
 
-    def _say(self) -> None:
-        self._console.print(self._unsaid, markup=False, soft_wrap=True)
-        self._unsaid, self._said = "", time.monotonic()
+    def _print(self) -> None:
+        self._console.print(self._pending, markup=False, soft_wrap=True)
+        self._pending, self._printed_at = "", time.monotonic()
 
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._unsaid:
-            self._say()
+        elif self._pending:
+            self._print()

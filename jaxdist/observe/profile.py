@@ -104,7 +104,7 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
         jax.profiler.stop_trace()
     _, shares = on_every_rank(ctx, "the end of profile", read, raises=(RuntimeError,))
     if ctx.is_root:
-        print(_said(shares, root), file=sys.stderr, flush=True)
+        print(_summary(shares, root), file=sys.stderr, flush=True)
 
 
 def _finish_dispatched() -> None:
@@ -176,7 +176,7 @@ def union(intervals: Iterable[_Interval]) -> float:
     return total
 
 
-def _said(shares: Sequence[Share], root: Path) -> str:
+def _summary(shares: Sequence[Share], root: Path) -> str:
     busy, collectives = sum(s.busy for s in shares), sum(s.collectives for s in shares)
     if not busy:
         return f"[jaxdist profile] no device ran anything; traces in {root}/rank*"

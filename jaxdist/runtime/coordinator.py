@@ -46,11 +46,11 @@ def reachable(control: Control, timeout: float) -> Iterator[Path]:
         at_end: Callable[[], None] | None = None
         if control.rank == 0:
             at_end = _serve(control, path, timeout)
-        there = Path(control.exchange("coordinator", str(path), timeout)[0])
+        of_root = Path(control.exchange("coordinator", str(path), timeout)[0])
         if control.rank > 0:
             # Containers of one host may share its network and not its disk, hosts their disks and not a network.
-            if is_loopback(control.root_host) and os.access(there.parent, os.X_OK):
-                path = there
+            if is_loopback(control.root_host) and os.access(of_root.parent, os.X_OK):
+                path = of_root
                 await_listener(path, min(timeout, 5.0))
             else:
                 at_end = _forward(control, path)

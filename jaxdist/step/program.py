@@ -24,7 +24,7 @@ from jaxdist.placements.small import at_once
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
-from jaxdist.step.tracing import Traced
+from jaxdist.step.tracing import TracedStep
 
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
@@ -54,7 +54,7 @@ class Program:
 
     def __init__(
         self,
-        step: Traced,
+        step: TracedStep,
         signature: Signature,
         avals: Sequence[Any],
         layouts: Sequence[Layout | None],
@@ -121,7 +121,7 @@ class Program:
         """
         if self._before is not None:
             (closed, placed), self._before = self._before, None
-            self._tell(closed, placed)
+            self._report(closed, placed)
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
         if self._executable is None:
             outs, found = self._jitted(*args), None
@@ -145,7 +145,7 @@ class Program:
             self._before = self._traced
         return ahead
 
-    def _tell(self, closed: ClosedJaxpr, placed: Placed | None) -> None:
+    def _report(self, closed: ClosedJaxpr, placed: Placed | None) -> None:
         self._traced = closed, placed
         if self._on_traced is not None:
             self._on_traced(closed, placed)
@@ -205,13 +205,13 @@ class Program:
             raise OtherTypesError
         weak = [aval.weak_type for aval in step.jaxpr.out_avals]
         if mesh.size == 1:
-            self._tell(step.jaxpr, None)
+            self._report(step.jaxpr, None)
             outs = Interpreter({}).run(step.jaxpr, *args)
             return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
         closed = fused(placed)
-        self._tell(closed, placed)
+        self._report(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
         outs = jax.shard_map(

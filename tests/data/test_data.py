@@ -48,8 +48,8 @@ def epoch(loaders: Sequence[Loader], steps: int | None = None) -> list[list[int]
     for parts in zip(*loops, strict=True):  # strict: the same number of steps
         batch: list[int] = []
         for loader, part in zip(loaders, parts, strict=True):
-            x, weight = part if loader._plan.pad else (part, np.ones(len(part)))
-            assert len(x) == loader._plan.batch_size or loader._plan.keep
+            x, weight = part if loader._sampling.pad else (part, np.ones(len(part)))
+            assert len(x) == loader._sampling.batch_size or loader._sampling.keep
             batch += x[weight > 0].tolist()
         # A smaller last batch: parts of one length, filled up with copies of the last example.
         total = getattr(parts[0], "total", len(batch))
