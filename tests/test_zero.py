@@ -26,13 +26,6 @@ PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal
 BATCH = RNG.normal(size=(16, 6))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """These are tests of results."""
-    with quick.compilation():
-        yield
-
-
 def mesh(devices: int) -> Mesh:
     return Mesh(jax.devices()[:devices], ("data",))
 
