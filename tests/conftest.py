@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Most of the work is XLA's; a test that looks at what XLA made of a program is marked."""
+    """Most of what the tests do is XLA's work. Those of a program's text, memory or last bits are marked."""
     with quick.compilation(request.node.get_closest_marker("optimised") is None):
         yield
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,12 +36,6 @@ def check(name: str, devices: int, level: int = 0, rows: int = oracle.BATCH) -> 
     assert oracle.difference(oracle.expected(name, rows), got) <= case.tolerance
 
 
-@pytest.fixture
-def _quick() -> Iterator[None]:
-    with quick.compilation():
-        yield
-
-
 @pytest.mark.slow  # together
 @pytest.mark.parametrize("name", NAMES)
 def test_n_devices_compute_what_one_would(name: str) -> None:
@@ -51,21 +45,18 @@ def test_n_devices_compute_what_one_would(name: str) -> None:
 
 
 @pytest.mark.slow  # together
-@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(("name", "devices"), by_turns([1, 2, 3, 4]))
 def test_on_other_numbers_of_them(name: str, devices: int) -> None:
     check(name, devices)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(("name", "way"), by_turns(LEVELS))
 def test_in_shards_too(name: str, way: tuple[int, int]) -> None:
     level, devices = way
     check(name, devices, level)
 
 
-@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(("name", "way"), by_turns([(0, 8), (3, 3), (0, 3), (1, 8), (2, 8)]))
 def test_with_batches_that_they_do_not_divide(name: str, way: tuple[int, int]) -> None:
     level, devices = way
