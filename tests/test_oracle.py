@@ -57,7 +57,13 @@ def test_in_shards_too(name: str, way: tuple[int, int]) -> None:
     check(name, devices, level)
 
 
-@pytest.mark.parametrize(("name", "way"), by_turns([(0, 8), (3, 3), (0, 3), (1, 8), (2, 8)]))
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if i % 3 else [])  # together; some are among the quick tests
+        for i, case in enumerate(by_turns([(0, 8), (3, 3), (0, 3), (1, 8), (2, 8)]))
+    ],
+)
 def test_with_batches_that_they_do_not_divide(name: str, way: tuple[int, int]) -> None:
     level, devices = way
     check(name, devices, level, oracle.UNEVEN)
