@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices and float64 for every test; processes of an MPI job have one device each."""
+"""Eight virtual CPU devices, float64 and quick compilation for every test; what takes longest starts first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,42 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import quick
 from started import jaxdist, launcher, mpirun_there, wait_gone  # noqa: F401 (fixtures of several folders)
 
 from jaxdist.placements import small
 
 # Arrays are small here, and yet the tests are about what moves between devices; placements/test_small.py is not.
 small.limits = small.Limits(fewer=10**9)
+
+
+FIRST = (
+    "mpi/test_oracle_mpi.py", "examples/test_gallery.py", "mpi/test_eager.py", "test_zero_optimizers.py",
+    "test_idioms.py", "mpi/test_collectives_in_step.py", "control/test_failfast.py", "examples/test_mnist.py",
+    "examples/test_gpt.py", "test_oracle.py", "launch/test_spawn.py", "mpi/test_checkpoint_mpi.py",
+    "cli/test_cli_restarts.py", "mpi/test_zero_optimizers_mpi.py", "test_zero_memory.py", "test_zero.py",
+)  # fmt: skip
+"""The longest, each of which one worker runs: as the last one it would keep the others waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order of `FIRST`, then those with slow tests, then the others."""
+    files = {item.path: item.path.relative_to(Path(__file__).parent).as_posix() for item in items}
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    order = {
+        path: FIRST.index(name) if name in FIRST else len(FIRST) + (path not in slow) for path, name in files.items()
+    }
+    items.sort(key=lambda item: order[item.path])
+
+
+@pytest.fixture(autouse=True)
+def _quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Most of what the tests do is XLA's work. Those of a program's text, memory or last bits are marked."""
+    with quick.compilation(request.node.get_closest_marker("optimised") is None):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 
 import idioms
 import jax
 import oracle
 import pytest
-import quick
 from jax.sharding import Mesh
 
 pytestmark = pytest.mark.slow  # together
@@ -35,12 +33,6 @@ CASES = (
     if "JAXDIST_FULL" in os.environ
     else [(name, TURNS[i % len(TURNS)]) for i, name in enumerate(NAMES)]
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    with quick.compilation():
-        yield
 
 
 def examples(name: str, even: bool) -> int:

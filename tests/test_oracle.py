@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ def by_turns(ways: Sequence[Any]) -> list[Any]:
     """Each case with one of the ways, the next with the next; or with all."""
     if EVERYTHING:
         return list(itertools.product(NAMES, ways))
+    assert len(ways) % 5, "all cases would have the first one"
     return [(name, ways[i * 5 % len(ways)]) for i, name in enumerate(NAMES)]
 
 
@@ -34,12 +35,6 @@ def check(name: str, devices: int, level: int = 0, rows: int = oracle.BATCH) -> 
     case, mesh = oracle.case(name, level), Mesh(jax.devices()[:devices], ("data",))
     got = oracle.run_decorated(case, rows=rows, mesh=mesh)
     assert oracle.difference(oracle.expected(name, rows), got) <= case.tolerance
-
-
-@pytest.fixture
-def _quick() -> Iterator[None]:
-    with quick.compilation():
-        yield
 
 
 @pytest.mark.slow  # together
@@ -51,22 +46,25 @@ def test_n_devices_compute_what_one_would(name: str) -> None:
 
 
 @pytest.mark.slow  # together
-@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(("name", "devices"), by_turns([1, 2, 3, 4]))
 def test_on_other_numbers_of_them(name: str, devices: int) -> None:
     check(name, devices)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(("name", "way"), by_turns(LEVELS))
 def test_in_shards_too(name: str, way: tuple[int, int]) -> None:
     level, devices = way
     check(name, devices, level)
 
 
-@pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize(("name", "way"), by_turns([(0, 8), (3, 3), (0, 3), (1, 8), (2, 8)]))
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if i % 3 else [])  # together; some are among the quick tests
+        for i, case in enumerate(by_turns([(0, 8), (3, 3), (0, 3), (1, 8), (2, 8), (1, 3)]))
+    ],
+)
 def test_with_batches_that_they_do_not_divide(name: str, way: tuple[int, int]) -> None:
     level, devices = way
     check(name, devices, level, oracle.UNEVEN)

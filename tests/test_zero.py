@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import optax
 import optax.contrib
 import parity
 import pytest
-import quick
 from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
@@ -24,13 +22,6 @@ from jaxdist.placements.layouts import Padded
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal(size=(5, 8))), "s": jnp.asarray(2.0)}
 BATCH = RNG.normal(size=(16, 6))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """These are tests of results."""
-    with quick.compilation():
-        yield
 
 
 def mesh(devices: int) -> Mesh:
@@ -332,14 +323,7 @@ def test_a_copy_made_whole_survives_the_next_step() -> None:
     assert gap(before, copy) == 0
 
 
-@pytest.fixture
-def _as_a_user() -> Iterator[None]:
-    """For what has to be equal to the last bit."""
-    with quick.compilation(False):
-        yield
-
-
-@pytest.mark.usefixtures("_as_a_user")
+@pytest.mark.optimised
 def test_state_made_inside_a_decorated_function_is_in_shards() -> None:
     tx = jaxdist.zero(optax.adam(1e-2), 3)
 

@@ -1,6 +1,6 @@
 """`zero` keeps the paper's promises: what is compiled, bytes on a device and on the wire.
 
-The subject is a transformer of 24 layers, float32, on 8 virtual devices, its layers under ``lax.scan``; or the first 6
+The subject is a transformer of 24 layers, float32, on 8 virtual devices, its layers under ``lax.scan``; or the first 3
 of them one by one.
 """
 
@@ -23,7 +23,9 @@ from jax.sharding import PartitionSpec as P
 import jaxdist
 from jaxdist.placements.layouts import choose
 
-N, LAYERS, UNSCANNED, WIDTH, VOCAB = 8, 24, 6, 64, 256
+pytestmark = pytest.mark.optimised
+
+N, LAYERS, UNSCANNED, WIDTH, VOCAB = 8, 24, 3, 64, 256
 LEVELS = (0, 1, 2, 3)
 TX = optax.adamw(1e-3)
 

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import optax
 import optax.contrib
 import optimizers
 import pytest
-import quick
 from jax.sharding import Mesh
 from optimizers import ENTRIES
 
@@ -39,13 +37,6 @@ CASES = [
     for i in range(len(GROUPS))
     for combination in (COMBINATIONS if EVERYTHING else COMBINATIONS[i : i + 1])
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """Running the steps takes milliseconds."""
-    with quick.compilation():
-        yield
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import collective_cases as cases
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
@@ -19,13 +17,6 @@ from jax.sharding import PartitionSpec as P
 import jaxdist
 
 N = 8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """These are tests of results."""
-    with quick.compilation():
-        yield
 
 
 @settings(max_examples=8, deadline=None)

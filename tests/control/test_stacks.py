@@ -5,16 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 from jaxdist.control.stacks import main_thread_line, main_thread_stack
 
 
 def test_from_another_thread() -> None:
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.extend([main_thread_line(), main_thread_stack()]))
+    line = stack = ""
+
+    def look() -> None:
+        nonlocal line, stack
+        end = time.monotonic() + 60
+        while "in join" not in stack and time.monotonic() < end:  # at first it is still within start()
+            time.sleep(0.01)
+            line, stack = main_thread_line(), main_thread_stack()
+
+    thread = threading.Thread(target=look)
     thread.start()
     thread.join()  # here
-    line, stack = found
     assert line.startswith(f"{__file__}:")
     assert line.endswith(" in test_from_another_thread")
     assert "thread.join()  # here" in stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import re
 import sys
 from collections.abc import Iterator
@@ -26,10 +27,20 @@ NAMES = list(gallery.CASES)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    with quick.compilation(), pytest.MonkeyPatch.context() as patch:
+def _few_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gallery.ppo, "STEPS", 6)
         yield
+
+
+@pytest.fixture(scope="module")
+def expected(_few_steps: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The leaves of what one device computes, in a file."""
+    path = tmp_path_factory.mktemp("gallery") / "expected.pickle"
+    with quick.compilation():
+        found = {name: jax.device_get(jax.tree.leaves(gallery.on_one_device(name))) for name in NAMES}
+    path.write_bytes(pickle.dumps(found))
+    return str(path)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,8 +58,8 @@ def decorated(mesh: Mesh, step: Any, _: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("communicator", "level"), [("xla", 1), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
-def test_on_two_ranks(communicator: str, level: int) -> None:
-    arguments = [str(Path(gallery.__file__)), communicator, str(level)]
+def test_on_two_ranks(communicator: str, level: int, expected: str) -> None:
+    arguments = [str(Path(gallery.__file__)), communicator, str(level), expected]
     if communicator == "mpi":
         results = [jobs.mpirun(2, arguments, timeout=500)]
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quick
 
 from jaxdist.launch.mpi import find_mpirun
 
@@ -79,7 +80,8 @@ def test_two_ranks(launcher: str, epochs: int):
 
 @functools.cache
 def on_one_device(*flags: str) -> list[float]:
-    return losses(run(sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2, *flags))
+    command = [sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2, *flags]
+    return losses(run(*command, XLA_FLAGS=quick.XLA_FLAGS))
 
 
 @pytest.mark.parametrize("level", [0, 3])
@@ -87,14 +89,14 @@ def on_one_device(*flags: str) -> list[float]:
 def test_the_number_of_devices_does_not_change_the_loss(flags: tuple[str, ...], level: int):
     eight = run(
         *[sys.executable, EXAMPLES / "mnist.py", "--epochs", 2, "--level", level, *flags],
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        XLA_FLAGS=f"--xla_force_host_platform_device_count=8 {quick.XLA_FLAGS}",
     )
     assert final(eight)[2] == 8
     np.testing.assert_allclose(losses(eight), on_one_device(*flags), rtol=1e-4)
 
 
 def test_single():
-    done = run(sys.executable, EXAMPLES / "mnist.py", "--epochs", 1, "--single")
+    done = run(sys.executable, EXAMPLES / "mnist.py", "--epochs", 1, "--single", XLA_FLAGS=quick.XLA_FLAGS)
     assert final(done)[2] == 1
     assert losses(done) == on_one_device()[:1]
 

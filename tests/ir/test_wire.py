@@ -87,6 +87,7 @@ def test_the_wire_s_dtype(seen: list[Counter[Transfer]]) -> None:
     assert widened == {"float32"}  # on CPUs nothing adds up 16-bit floats on its way
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_what_is_said_is_what_is_compiled(level: Any, seen: list[Counter[Transfer]]) -> None:
     """The bytes of the collectives in the compiled program, outside of its loops, are those of the log."""

@@ -185,6 +185,7 @@ def test_shards_that_change_form_before_they_are_gathered_travel_together() -> N
     assert [kind for kind, *_ in parity.collectives(program)].count("all-gather") == 12
 
 
+@pytest.mark.optimised
 def test_alike_parameters_are_updated_by_one_kernel() -> None:
     """XLA compiles a kernel for each place in a bucket that it knows of."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,19 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
-import quick
 from jax import lax
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(6, 6)) / 3)
 WAYS = [(2, 8), (4, 5), (8, 16), (3, 8)]
 """Devices, examples."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    with quick.compilation():
-        yield
 
 
 def layer(w: Any, x: Any) -> Any:

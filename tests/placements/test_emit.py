@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import parity
 import pytest
-import quick
 from jax import lax
 
 import jaxdist
@@ -22,12 +21,6 @@ X = RNG.normal(size=(16, 6))
 W = jnp.asarray(RNG.normal(size=(6, 6)))
 WAYS = [(2, 8), (4, 5), (8, 16), (8, 13)]
 """Devices, examples."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    with quick.compilation():
-        yield
 
 
 def total(x: Any) -> Any:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 
 import parity
 import pytest
-import quick
 from operations_of_a_batch import OPERATIONS, batch, state
 
 EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
@@ -29,12 +27,6 @@ CASES = (
         if name.startswith(BOTH) or k == bool(i % 3)
     ]
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    with quick.compilation():
-        yield
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
-import quick
 from jax import random
 
 from jaxdist.placements.random_bits import _product
@@ -18,12 +17,6 @@ from jaxdist.placements.random_bits import _product
 KEY = random.key(7)
 WAYS = [(2, 8), (3, 7), (4, 8), (8, 13), (8, 16)]
 """Devices, examples."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    with quick.compilation():
-        yield
 
 
 DRAWS: dict[str, Callable[[Any, Any], Any]] = {

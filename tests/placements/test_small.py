@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import idioms
@@ -14,7 +13,6 @@ import optax
 import oracle
 import parity
 import pytest
-import quick
 
 import jaxdist
 from jaxdist.placements import small
@@ -32,11 +30,9 @@ CHATTY = [
 
 
 @pytest.fixture(autouse=True)
-def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests are about steps that are not small, with arrays that are."""
     monkeypatch.setattr(small, "limits", SHIPPED)
-    with quick.compilation():
-        yield
 
 
 def is_whole(step: Any, *args: Any) -> bool:

@@ -95,6 +95,7 @@ def test_collectives_are_those_of_the_program(
     assert {row.kind: row.bytes for row in plans[2].levels[level].traffic} == expected
 
 
+@pytest.mark.optimised
 def test_what_compiles_is_what_is_planned(plans: dict[int, Plan]) -> None:
     tx = jaxdist.zero(ADAM, 2)
     analysis = step_of(tx).lower(*abstract(tx)).compile().memory_analysis()

@@ -44,6 +44,7 @@ def test_keywords_and_defaults() -> None:
         only(W, lr=0.5)  # type: ignore[call-arg]
 
 
+@pytest.mark.optimised
 def test_partial_and_methods() -> None:
     same(jaxdist.data_parallel(functools.partial(sgd, lr=0.5), donate=False)(W, X), sgd(W, X, 0.5))
 
@@ -152,6 +153,7 @@ def test_equinox_modules() -> None:
 # --- what `jax.jit` has
 
 
+@pytest.mark.optimised
 def test_ahead_of_time() -> None:
     step = jaxdist.data_parallel(sgd, donate=False)
     assert "all-reduce" in str(step.lower(W, X, lr=0.5).compile().as_text())
@@ -161,6 +163,7 @@ def test_ahead_of_time() -> None:
     assert jax.eval_shape(step, W, X)[0].shape == (3,)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_is_compiled_ahead_takes_the_steps_arguments(donate: bool) -> None:
     traced = []
@@ -228,6 +231,7 @@ def test_clear_cache() -> None:
     assert len(traced) == 2
 
 
+@pytest.mark.optimised
 def test_disabled_it_is_the_plain_step() -> None:
     step = jaxdist.data_parallel(sgd, enabled=False)
     same(step(W, x=X), sgd(W, X))

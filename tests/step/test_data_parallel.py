@@ -45,6 +45,7 @@ def collectives(step: Any, *args: Any) -> dict[str, int]:
 # --- what is compiled
 
 
+@pytest.mark.optimised
 def test_plain_step_holds_one_all_reduce_a_gradient_and_aux() -> None:
     params = {"w": W, "b": jnp.zeros(2), "unused": jnp.ones(3)}
     tx = optax.adam(1e-2)
@@ -59,6 +60,7 @@ def test_plain_step_holds_one_all_reduce_a_gradient_and_aux() -> None:
     assert collectives(jaxdist.data_parallel(step), *args) == {"all-reduce": 1}
 
 
+@pytest.mark.optimised
 def test_microbatches_compile_to_as_many_reductions_as_one_batch() -> None:
     def step_of(k: int) -> Any:
         @jaxdist.data_parallel(bucket_bytes=0)
@@ -71,6 +73,7 @@ def test_microbatches_compile_to_as_many_reductions_as_one_batch() -> None:
     assert collectives(step_of(1), W, X) == collectives(step_of(2), W, X) == {"all-reduce": 2}
 
 
+@pytest.mark.optimised
 def test_tied_parameter_is_reduced_once() -> None:
     @jaxdist.data_parallel
     def step(w: Any, x: Any) -> Any:
@@ -90,6 +93,7 @@ def test_gradient_of_a_broadcast_parameter_does_not_travel_as_a_batch() -> None:
     assert types == ["tensor<f64>"], types
 
 
+@pytest.mark.optimised
 def test_the_axis_has_size_one() -> None:
     def step(w: Any, x: Any) -> Any:
         everyone = lax.all_gather(jnp.sum(x), "data")
@@ -534,6 +538,7 @@ def test_errors_of_the_step_itself_are_its_own() -> None:
         step(W, X)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("devices", [1, 2])
 def test_on_one_device_nothing_is_reduced(devices):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))

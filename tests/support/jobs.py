@@ -231,8 +231,9 @@ def spawn_env(
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, below the ephemeral range."""
-    for port in range(20000 + os.getpid() % 5000, 32000):
+    """A TCP port that was free a moment ago, below the ephemeral range; the tests' other workers try others first."""
+    first = os.getpid() * 997  # workers are started at once: theirs are neighbours
+    for port in (20000 + (first + i) % 12000 for i in range(12000)):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

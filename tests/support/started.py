@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import quick
 
 from jaxdist.launch.mpi import find_mpirun
 
@@ -42,8 +43,9 @@ def jaxdist(tmp_path: Path) -> Jaxdist:
             check=False,
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
-            # Without what tests/conftest.py sets for the tests' own process.
-            env={k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))},
+            # Without what tests/conftest.py sets for the tests' own process; compiling is most of what a rank does.
+            env={k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+            | {"XLA_FLAGS": quick.XLA_FLAGS},
         )
 
     return call
