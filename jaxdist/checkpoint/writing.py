@@ -217,7 +217,9 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
         key = str(jax.random.key_impl(x)) if is_key(x) else None
         if key is not None:
             x = jax.random.key_data(x)
-        if type(x) is Padded:
+        if type(x) is Padded and not x.layout.pad:
+            x = x.over_groups()
+        elif type(x) is Padded:
             x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
         here = not isinstance(x, jax.Array) or x.is_fully_addressable
         shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated

@@ -52,6 +52,7 @@ class Context:
       is_root: whether this is it.
       num_devices: the data-parallel width: devices of all processes.
       devices: those devices, in rank order.
+      hosts: of each rank, the name of its host.
       mesh: over them, with the one axis "data".
       communicator: "xla" or "mpi".
       rules: a communicator of the user's own, for steps; None: there is none.
@@ -83,6 +84,7 @@ class Context:
         self.communicator = "xla"
         self.rules: Rules | None = None
         self.devices: list[Any] = []
+        self.hosts: tuple[str, ...] = (socket.gethostname(),) * self.size
         self.num_devices = 0
         self.mesh: Mesh
         self._parts: dict[Any, Any] = {}
@@ -355,6 +357,7 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
     said = ctx.control.exchange("init", (mine, *chosen, executables.offer(ctx.local_rank)), timeout)
     hosts = [h for h, *_ in said]
     _agree(ctx, hosts)
+    ctx.hosts = tuple(h.host for h in hosts)
     errors = [(r, error) for r, (_, _, error, _) in enumerate(said) if error]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
@@ -392,6 +395,12 @@ def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
         from jaxdist.communicators.mpi import world
 
         world(ctx.rank)  # made by all ranks together: now, not when one of them first compiles a step
+
+
+def hosts_of(mesh: Mesh) -> list[Any]:
+    """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process."""
+    own = _context.hosts if _context is not None and set(mesh.devices.flat) <= set(_context.devices) else None
+    return [own[d.process_index] if own else d.process_index for d in mesh.devices.flat]
 
 
 def _mesh(found: list[Any]) -> Mesh:
