@@ -191,7 +191,7 @@ def _leaf_gap(x: np.ndarray, y: Any) -> float:
         return 0.0
     assert np.isfinite(x).all()
     scale, how = 1 + np.abs(x).max(), y.layout if isinstance(y, Padded) else Layout(0)
-    whole, inside = (how.padded(a) for a in (x, np.ones(x.shape, bool))) if how.pad else (x, np.ones(x.shape, bool))
+    whole, inside = (a if how.is_plain else how.padded(a) for a in (x, np.ones(x.shape, bool)))
     worst = 0.0
     for shard in physical(y).addressable_shards:
         difference = np.abs(np.asarray(shard.data) - whole[shard.index])[inside[shard.index]]
