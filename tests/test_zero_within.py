@@ -63,7 +63,7 @@ def test_optimizers_as_on_one_device(way: tuple[int, int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["infonce", "cnn_batchnorm", "moe_expert_choice", "gradient_accumulation", "transformer_scanned", "aux_in_order"],
+    ["infonce", "moco_queue", "moe_expert_choice", "gradient_accumulation", "transformer_scanned", "aux_in_order"],
 )
 def test_idioms_as_on_one_device(name: str) -> None:
     want = oracle.leaves(oracle.run_plain(oracle.idiom(name, 24), 2, 24))
@@ -94,10 +94,8 @@ def mlp(level: Any, within: Any) -> tuple[Any, Any, Any]:
 def groups(text: str) -> dict[str, list[tuple[tuple[tuple[int, ...], ...], int]]]:
     """Of a compiled program: by kind, who takes part in each collective, and its result's entries on a device."""
     found: dict[str, list[Any]] = {}
-    for shape, kind, who in re.findall(
-        r"= \(?\w+\[([\d,]*)\][^=]*? (all-reduce|all-gather|reduce-scatter)(?:-start)?\(.*?replica_groups=\{([\d,{}]+)\}",
-        text,
-    ):
+    pattern = r"= \(?\w+\[([\d,]*)\][^=]*? (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=\{([\d,{}]+)\}"
+    for shape, kind, who in re.findall(pattern, text):
         parts = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+\d", who))
         found.setdefault(kind, []).append((parts, int(np.prod([int(n) for n in shape.split(",") if n]))))
     return found
@@ -187,6 +185,15 @@ def test_checkpoints_from_and_to_any_layout(tmp_path: Path, odd: bool) -> None:
             assert type(back["w"]) is type(like)
             assert getattr(back["w"], "layout", None) == getattr(like, "layout", None)
             assert np.array_equal(np.asarray(back["w"]), tree["w"])
+
+
+def test_as_a_batch_they_are_refused() -> None:
+    rows = jaxdist.shard(jnp.arange(32.0).reshape(16, 2), within=2)
+    with pytest.raises(ValueError, match="batch leaf x is kept in shards within groups of devices, which is for state"):
+        jaxdist.data_parallel(lambda w, x: jnp.mean(w * x), batch_argnums=1)(jnp.ones(2), rows)
+    # Beside a batch with as many rows it is taken for state.
+    got = jaxdist.data_parallel(lambda w, x: jnp.sum(w * x))(rows, np.ones((16, 2)))
+    assert got == np.arange(32.0).sum()
 
 
 def test_what_does_not_divide_the_devices() -> None:

@@ -180,6 +180,12 @@ class Placement:
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""
+        for name, x in zip(names, leaves, strict=True):
+            if type(x) is Padded and x.layout.groups > 1:
+                return (
+                    f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
+                    "examples of this process as a plain array"
+                )
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in placed]
