@@ -221,4 +221,6 @@ def _kind(x: Held) -> str:
 def _traffic(c: schedule.Collective, topology: Topology, scheduled: bool) -> Traffic:
     speed, latency = topology.speed(c.groups)
     seconds = c.sent / speed + c.times * latency
-    return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, float(c.overlapped) if scheduled else None)
+    overlapped = float(c.overlapped) if scheduled else None
+    between = c.sent * topology.crossings(c.groups)
+    return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
