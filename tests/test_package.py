@@ -22,6 +22,21 @@ def test_what_is_used_is_imported() -> None:
     assert out == "False\n"
 
 
+def test_an_import_changes_nothing() -> None:
+    """In JAX, in the environment, in Python's hooks: docs/sharp-bits.md says what `init` does."""
+    out = _run("""
+import os, signal, sys, threading, jax
+hooks = lambda: [sys.excepthook, sys.unraisablehook, sys.exit, threading.excepthook, signal.getsignal(signal.SIGINT)]
+state = lambda: [dict(jax.config.values), dict(os.environ), hooks(), dict(SystemExit.__dict__), threading.enumerate()]
+before = state()
+import jaxdist
+for name in jaxdist.__all__:
+    getattr(jaxdist, name)
+print([a == b for a, b in zip(before, state())])
+""")
+    assert out == f"{[True] * 5}\n"
+
+
 def test_a_function_is_not_taken_for_the_module_of_its_name() -> None:
     code = "import jaxdist\n{}\nprint(type(jaxdist.grad).__name__, type(jaxdist.zero).__name__, jaxdist.data.__name__)"
     for first in ("", "from jaxdist.grad import grad", "import jaxdist.zero, jaxdist.grad", "from jaxdist import *"):

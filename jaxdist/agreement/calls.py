@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
+from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.programs import Programs
-from jaxdist.control.progress import Call, Progress
+from jaxdist.control.progress import Progress
 from jaxdist.runtime.context import Context
+
+_OUTCOME = "the outcome of the call before"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,25 +48,6 @@ class StepCall:
         return text
 
 
-@dataclass(frozen=True)
-class Description:
-    """What must be the same on every rank.
-
-    Attributes:
-      step: its name.
-      entries: (name of a leaf or argument, its type) in order, of the state and the batch.
-      problem: what this rank found wrong by itself; raised on every rank.
-    """
-
-    step: str
-    entries: tuple[tuple[str, str], ...]
-    problem: str | None = None
-
-    def digest(self) -> str:
-        """Equal digests, equal descriptions."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
-
-
 class Agreement:
     """Keeps the ranks of one job together; one a context.
 
@@ -80,7 +62,7 @@ class Agreement:
         self.sequence = context.sequence
         if context.size > 1:
             self.programs = Programs(self.control, self.steps)
-            context.watchdog.on_stuck = functools.partial(self.programs.compare, stuck=True)
+            context.watchdog.when_stuck(functools.partial(self.programs.compare, stuck=True))
 
     def enter(self, step: str) -> int:
         """Called first in each call of a step; returns the call's number, from 1.
@@ -111,10 +93,7 @@ class Agreement:
             self.sequence.correct(what)
 
     def _committed(self, call: int, what: StepCall) -> None:
-        progress = self.steps[what.step]
-        progress.committed = call
-        if self.context.size > 1:
-            progress.current, progress.failed = Call(call, time.monotonic()), ""
+        self.steps[what.step].commit(call, watched=self.context.size > 1)
 
     def traced(self, step: str, program: ClosedJaxpr, held: Callable[[], str]) -> None:
         """The program of a step was traced; if in a call of it, the ranks that trace it too compare what they have."""
@@ -131,10 +110,7 @@ class Agreement:
 
     def failed(self, step: str, call: int, error: BaseException) -> None:
         """A call raised an error; if it was committed to, the next one compares whether it did so on all ranks."""
-        progress = self.steps[step]
-        if progress.current is not None and progress.current.number == call:
-            progress.failed = type(error).__name__
-            progress.current.finish(None)
+        self.steps[step].fail(call, type(error).__name__)
 
     def check(self, what: StepCall, entries: tuple[tuple[str, str], ...] = (), problem: str | None = None) -> None:
         """Compare with every rank.
@@ -153,64 +129,18 @@ class Agreement:
             if problem:
                 raise ValueError(problem)
             return
-        outcome = ("the outcome of the call before", self.steps[what.step].failed or "a result")
-        mine = Description(what.step, (outcome, *entries), problem)
+        outcome = (_OUTCOME, self.steps[what.step].failed or "a result")
+        mine = Description(f"step {what.step!r}", (outcome, *entries), problem or "")
         tag = self.sequence.tag
-        digests = self.control.exchange(tag, mine.digest(), self.context.timeout, str(what))
-        if len(set(digests)) == 1 and problem is None:
-            return
-        raise ValueError(explain(self.control.exchange(tag + " details", mine, self.context.timeout, str(what))))
+        fingerprints = self.control.exchange(tag, mine.fingerprint, self.context.timeout, str(what))
+        if len(set(fingerprints)) > 1 or problem:
+            everyone = self.control.exchange(f"{tag} details", mine, self.context.timeout, str(what))
+            raise ValueError(difference(everyone, _advice))
 
 
-def explain(everyone: Sequence[Description]) -> str:
-    """The first difference between the ranks' descriptions, for a person.
-
-    Args:
-      everyone: the description of each rank.
-    """
-    step = everyone[0].step
-    problems = [(r, d.step, d.problem) for r, d in enumerate(everyone) if d.problem]
-    if problems:
-        rank, step, problem = problems[0]
-        others = [r for r, *_ in problems[1:]]
-        also = f" (and on rank {list_ranks(others)})" if others else ""
-        return f"step {step!r}, on rank {rank}{also}: {problem}"
-    by_step: dict[str, list[int]] = {}
-    for rank, description in enumerate(everyone):
-        by_step.setdefault(description.step, []).append(rank)
-    if len(by_step) > 1:
-        calls = "; ".join(f"step {name!r} on rank {list_ranks(ranks)}" for name, ranks in by_step.items())
-        return (
-            f"the ranks make different calls: {calls}. Nothing was sent. Every rank must make the same calls in the "
-            "same order: look for a choice that is not the same on all ranks"
-        )
-    tables = [dict(d.entries) for d in everyone]
-    names = list(dict.fromkeys(name for table in tables for name in table))
-    for name in names:
-        by_type: dict[str, list[int]] = {}
-        for rank, table in enumerate(tables):
-            by_type.setdefault(table.get(name) or _other_role(table, name), []).append(rank)
-        if len(by_type) > 1:
-            values = "; ".join(f"{kind} on rank {list_ranks(ranks)}" for kind, ranks in by_type.items())
-            return f"the ranks call step {step!r} with different arguments: {name} is {values}. " + (
-                "What is no array must be the same on every rank."
-                if name.startswith("constant ")
-                else "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail "
-                "of the data)."
-            )
-    return f"the ranks call step {step!r} with the same leaves in a different order"
-
-
-def _other_role(table: Mapping[str, str], name: str) -> str:
-    """The type of a leaf that another rank has in another role: a batch that can't be one is taken for state there."""
-    role, _, rest = name.partition(" leaf ")
-    for other in {"batch", "state"} - {role}:
-        if kind := table.get(f"{other} leaf {rest}"):
-            return f"{kind}, and so {other},"
-    return "absent"
-
-
-def list_ranks(ranks: Sequence[Any]) -> str:
-    if len(ranks) > 8:
-        return ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more"
-    return ", ".join(map(str, ranks))
+def _advice(name: str) -> str:
+    if name == _OUTCOME:
+        return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
+    if name.startswith("constant "):
+        return "What is no array must be the same on every rank"
+    return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"

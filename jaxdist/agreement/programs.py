@@ -52,8 +52,8 @@ class Programs:
         self._mine: dict[tuple[str, str], _Traced] = {}  # by step and types: the latest
         self._heard: list[tuple[int, _Traced]] = []
         self._lock = threading.Lock()
-        control.listeners[_TRACED] = self._hear
-        control.listeners[_DIFFERS] = self._differs
+        control.listen(_TRACED, self._hear)
+        control.listen(_DIFFERS, self._differs)
 
     def traced(self, step: str, program: ClosedJaxpr, held: str = "") -> None:
         """This rank has traced a program of the step; in a call of it, or (`lower`) in none: then nothing is sent.

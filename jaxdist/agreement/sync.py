@@ -14,7 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxdist.agreement.calls import list_ranks
+from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.errors import SyncError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
@@ -71,14 +72,6 @@ class Leaf(NamedTuple):
     sums: tuple[tuple[str, int], ...]
 
 
-class _Mine(NamedTuple):
-    """What a rank says first: `token` is the same on all ranks if all is well, `uniform` if it is so on this rank."""
-
-    token: str
-    uniform: bool
-    problem: str
-
-
 def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
     """`check_sync`, for `context`'s job.
 
@@ -88,19 +81,18 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
       tag: of the exchange.
       prefix: what an error says before the leaf's path.
     """
-    problem, leaves = "", []
-    try:
-        leaves = describe(tree)
-    except Exception as error:  # the others must hear of it, or they would wait
-        problem = f"{type(error).__name__}: {error}"
-    said = [(leaf.name, leaf.kind, leaf.sums[:1] and leaf.sums[0][1]) for leaf in leaves]
-    uniform = all(len({s for _, s in leaf.sums}) < 2 for leaf in leaves)
-    mine = _Mine(hashlib.sha256(repr(said).encode()).hexdigest(), uniform, problem)
-    first: list[_Mine] = context.control.exchange(tag, mine, context.timeout)
-    for rank, other in enumerate(first):
-        if other.problem:
-            raise SyncError(f"{prefix} can't be compared on rank {rank}: {other.problem}")
-    if len({m.token for m in first}) == 1 and all(m.uniform for m in first):
+
+    def examine() -> Part[list[Leaf]]:
+        try:
+            leaves = describe(tree)
+        except Exception as error:
+            raise SyncError(f"{prefix} can't be compared: {type(error).__name__}: {error}") from error
+        said = [(leaf.name, leaf.kind, leaf.sums[:1] and leaf.sums[0][1]) for leaf in leaves]
+        uniform = all(len({s for _, s in leaf.sums}) < 2 for leaf in leaves)
+        return Part(leaves, told=(hashlib.sha256(repr(said).encode()).hexdigest(), uniform))
+
+    leaves, told = on_every_rank(context, tag, examine, raises=(SyncError,))
+    if len(set(told)) == 1 and all(uniform for _, uniform in told):
         return
     found = differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
     if not found:
@@ -131,17 +123,11 @@ def differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
     tables = [{leaf.name: leaf for leaf in leaves} for leaves in everyone]
     found = []
     for name in dict.fromkeys(name for table in tables for name in table):
-        kinds: dict[str, list[int]] = {}
-        for rank, table in enumerate(tables):
-            kinds.setdefault(table[name].kind if name in table else "absent", []).append(rank)
+        kinds = by_value([table[name].kind if name in table else "absent" for table in tables])
         if len(kinds) > 1:
-            values = "; ".join(f"{kind} on rank {list_ranks(ranks)}" for kind, ranks in kinds.items())
-            found.append(f"{name} is {values}")
+            found.append(f"{name} is {listed(kinds)}")
             continue
-        groups: dict[int, list[tuple[int, str]]] = {}
-        for rank, table in enumerate(tables):
-            for device, checksum in table[name].sums:
-                groups.setdefault(checksum, []).append((rank, device))
+        groups = grouped((s, (rank, device)) for rank, table in enumerate(tables) for device, s in table[name].sums)
         if len(groups) > 1:
             holders = [len(table[name].sums) for table in tables]
             most, *rest = sorted(groups.values(), key=len, reverse=True)  # of equals the one with the lowest rank
@@ -152,9 +138,7 @@ def differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
 
 def _places(group: Sequence[tuple[int, str]], holders: Sequence[int]) -> str:
     """Ranks; with their devices, where only some of a rank's are meant."""
-    devices: dict[int, list[str]] = {}
-    for rank, device in group:
-        devices.setdefault(rank, []).append(device)
+    devices = grouped(group)
     parts = [f"rank {rank} device {list_ranks(some)}" for rank, some in devices.items() if len(some) < holders[rank]]
     if whole := [rank for rank, all_of_them in devices.items() if len(all_of_them) == holders[rank]]:
         parts.insert(0, f"rank {list_ranks(whole)}")

@@ -1,4 +1,4 @@
-"""Whether all ranks could do their part."""
+"""Whether all ranks could do their part, by mail: from a thread beside the training, or as long as it takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxdist.agreement.description import first_problem
 from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context
 
@@ -32,16 +33,16 @@ def together(
     Raises:
       CheckpointError: on every rank: a rank's part, or the root's, raised an error.
     """
-    mine, cause = _attempt(ctx, work)
+    mine, cause = _attempt(work)
     if ctx.is_root:
-        verdict = f"{failed}: rank 0 was interrupted"
+        verdict = first_problem(failed, {0: "interrupted"})
         try:
             said = [mine, *(_await(ctx, name, what, r) for r in range(1, ctx.size))]
-            errors = [error for error, _ in said if error]
-            if not errors:
-                (error, _), cause = _attempt(ctx, lambda: conclude([value for _, value in said]))
-                errors = [error] if error else []
-            verdict = f"{failed}: {'; '.join(errors[:4])}" if errors else ""
+            problems = {rank: problem for rank, (problem, _) in enumerate(said) if problem}
+            if not problems:
+                (problem, _), cause = _attempt(lambda: conclude([value for _, value in said]))
+                problems = {0: problem} if problem else {}
+            verdict = first_problem(failed, problems) if problems else ""
         finally:
             ctx.control.mail.put(name, verdict)
     else:
@@ -53,11 +54,11 @@ def together(
         raise CheckpointError(verdict) from cause
 
 
-def _attempt(ctx: Context, work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | None]:
+def _attempt(work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | None]:
     try:
         return ("", work()), None
     except BaseException as error:  # the others hear of Ctrl-C too: they would wait for this rank
-        return (f"rank {ctx.rank} ({socket.gethostname()}): {type(error).__name__}: {brief(error)}", None), error
+        return (f"{type(error).__name__}: {brief(error)} (host {socket.gethostname()})", None), error
 
 
 def _await(ctx: Context, name: str, what: str, rank: int) -> Any:
@@ -79,10 +80,3 @@ def brief(error: BaseException) -> str:
     """The first lines of what a library said."""
     text = " ".join(str(error).split())
     return text if len(text) < 500 else f"{text[:500]}…"
-
-
-def raise_first(ctx: Context, problems: list[Exception | None]) -> None:
-    """The same error on every rank: that of the first rank which has one."""
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise type(problem)(f"rank {rank}: {problem}" if ctx.size > 1 else str(problem))

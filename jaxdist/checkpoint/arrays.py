@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint.agreement import brief
-from jaxdist.checkpoint.record import DamagedError, Leaf
+from jaxdist.checkpoint.record import DamagedError, LeafRecord
 
 Bounds = tuple[tuple[int, int], ...]  # of a slice: where it begins and ends along each axis
 _NODES_IN_MEMORY = 100_000_000  # bytes of the database's index; nothing is kept without a limit
 
 
-class Reader:
+class ArrayReader:
     """Of one checkpoint.
 
     Args:
@@ -43,7 +43,9 @@ class Reader:
         spec = {"driver": "zarr3", "kvstore": database}
         return self._ts.open(spec, open=True, read=True, context=self._context)
 
-    def read(self, name: tuple[str, ...], leaf: Leaf, opened: Any, wanted: list[Bounds]) -> Callable[[], list[Any]]:
+    def read(
+        self, name: tuple[str, ...], leaf: LeafRecord, opened: Any, wanted: list[Bounds]
+    ) -> Callable[[], list[Any]]:
         """Begin to read slices of an array; what is returned waits for them.
 
         Raises:

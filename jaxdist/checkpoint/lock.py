@@ -124,10 +124,10 @@ def _read(file: Path) -> tuple[dict[str, Any], float | None]:
     except FileNotFoundError:
         return {}, None
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except ValueError:  # its owner is just writing it, or died then
-        said = {}
-    return (said if isinstance(said, dict) else {}), modified
+        content = {}
+    return (content if isinstance(content, dict) else {}), modified
 
 
 def _now(directory: Path) -> float:

@@ -8,26 +8,28 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, record
-from jaxdist.checkpoint.agreement import brief, raise_first
-from jaxdist.checkpoint.arrays import Bounds, Reader
+from jaxdist.checkpoint.agreement import brief
+from jaxdist.checkpoint.arrays import ArrayReader, Bounds
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, saved
 from jaxdist.checkpoint.leaves import PYTHON, is_key, named
-from jaxdist.checkpoint.record import DamagedError, Leaf, Record
+from jaxdist.checkpoint.record import DamagedError, LeafRecord, Record
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 
 T = TypeVar("T")
+_ERRORS = CheckpointError, FileNotFoundError, DamagedError  # a damaged one may be passed over, so it comes last
 
 
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, fallback: bool | None = None) -> T:
@@ -71,20 +73,17 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
         fallback = step is None and os.environ.get("JAXDIST_RESTARTS", "0") not in ("", "0")
     passed: list[tuple[Saved, str]] = []  # damaged ones, and how
     while True:
-        wanted = _choose(root, step, [s for s, _ in passed]) if ctx.is_root else None
-        wanted, fallback = ctx.control.exchange("restore", (wanted, fallback), ctx.timeout)[0]
-        mine = _attempt(ctx, root, wanted, step, like)
-        # Reading may take a while longer on one rank than on another: as long as they live.
-        said = ctx.control.exchange("restored", (mine.problem, mine.shares), None)
+        choose = functools.partial(_choose, ctx, root, step, fallback, [s for s, _ in passed])
+        _, choices = on_every_rank(ctx, "restore", choose, raises=_ERRORS)
+        wanted, fallback = choices[0]
+        read = functools.partial(_read_own, ctx, root, wanted, step, like)
         try:
-            raise_first(ctx, [None if isinstance(problem, DamagedError) else problem for problem, _ in said])
-            raise_first(ctx, [problem for problem, _ in said])
-            assert wanted is not None
-            _check_shares(root, wanted, mine.leaves, [shares for _, shares in said])
+            # Reading may take a while longer on one rank than on another: as long as they live.
+            (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
+            _check_shares(root, wanted, leaves, shares)
         except DamagedError as error:
             if not fallback:
                 raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
-            assert wanted is not None
             passed.append((wanted, str(error)))
             continue
         except FileNotFoundError as error:
@@ -96,7 +95,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
             for damaged, text in passed:
                 ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
             history.at(root, wanted, [s for s, _ in passed])
-        return mine.state
+        return state
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -120,8 +119,8 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    there = saved(absolute(path))
-    return there[-1].step if there else None
+    complete = saved(absolute(path))
+    return complete[-1].step if complete else None
 
 
 def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
@@ -143,10 +142,10 @@ def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
     }
 
 
-def _choose(root: Path, step: int | None, passed: list[Saved]) -> Saved | None:
-    """Which checkpoint to read; None: there is none."""
-    there = [s for s in saved(root) if s not in passed and step in (None, s.step)]
-    return there[-1] if there else None
+def _choose(ctx: Context, root: Path, step: int | None, fallback: bool, passed: list[Saved]) -> Part[None]:
+    """The root tells which checkpoint to read (None: there is none), and whether another will do."""
+    there = [s for s in saved(root) if s not in passed and step in (None, s.step)] if ctx.is_root else []
+    return Part(None, told=(there[-1] if there else None, fallback))
 
 
 def _elsewhere(root: Path, damaged: Saved | None) -> str:
@@ -159,28 +158,21 @@ def _elsewhere(root: Path, damaged: Saved | None) -> str:
     )
 
 
-class _Attempt(NamedTuple):
-    """What came of reading a checkpoint on this rank.
+_Leaves = dict[tuple[str, ...], LeafRecord]
 
-    Attributes:
-      state: None if there was a problem.
-      problem: what it was.
-      shares: this rank's in the checksums of those arrays of which no rank has all.
-      leaves: as they were saved.
+
+def _read_own(ctx: Context, root: Path, wanted: Saved | None, step: int | None, like: Any) -> Part[tuple[Any, _Leaves]]:
+    """What this rank reads of a checkpoint.
+
+    Returns:
+      The state, and the leaves as they were saved; told are this rank's shares in the checksums of those arrays of
+      which no rank has all.
     """
-
-    state: Any = None
-    problem: Exception | None = None
-    shares: dict[tuple[str, ...], int] = {}  # noqa: RUF012
-    leaves: dict[tuple[str, ...], Leaf] = {}  # noqa: RUF012
-
-
-def _attempt(ctx: Context, root: Path, wanted: Saved | None, step: int | None, like: Any) -> _Attempt:
     if wanted is None:
         if step is None:
-            return _Attempt(problem=FileNotFoundError(f"there is no checkpoint in {root}"))
+            raise FileNotFoundError(f"there is no checkpoint in {root}")
         there = ", ".join(str(s.step) for s in saved(root)) or "none"
-        return _Attempt(problem=FileNotFoundError(f"there is no checkpoint of step {step} in {root}; there: {there}"))
+        raise FileNotFoundError(f"there is no checkpoint of step {step} in {root}; there: {there}")
     directory = checkpoint_of(root, wanted.step)
     try:
         if not directory.is_dir():
@@ -192,12 +184,12 @@ def _attempt(ctx: Context, root: Path, wanted: Saved | None, step: int | None, l
         if ctx.is_root:
             record.check_files(directory, found)
         shares: dict[tuple[str, ...], int] = {}
-        return _Attempt(_read(directory, found, like, shares), None, shares, found.leaves)
-    except (CheckpointError, FileNotFoundError) as error:
-        return _Attempt(problem=error)
+        return Part((_read(directory, found, like, shares), found.leaves), told=shares)
+    except (CheckpointError, FileNotFoundError):
+        raise
     except Exception as error:
         kind = CheckpointError if isinstance(error, MemoryError) else DamagedError
-        return _Attempt(problem=kind(f"checkpoint {directory} can't be read: {type(error).__name__}: {brief(error)}"))
+        raise kind(f"checkpoint {directory} can't be read: {type(error).__name__}: {brief(error)}") from error
 
 
 def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...], int]) -> Any:
@@ -225,7 +217,7 @@ def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...
 
 def _arrays(
     directory: Path,
-    leaves: dict[tuple[str, ...], Leaf],
+    leaves: dict[tuple[str, ...], LeafRecord],
     places: dict[tuple[str, ...], Any],
     shares: dict[tuple[str, ...], int],
 ) -> dict[tuple[str, ...], list[np.ndarray]]:
@@ -234,7 +226,7 @@ def _arrays(
     Raises:
       DamagedError: an array is not what was saved.
     """
-    reader = Reader(directory, ITEM)
+    reader = ArrayReader(directory, ITEM)
     opened = {name: reader.open(name) for name in leaves}
     reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
     for name, leaf in leaves.items():
@@ -253,12 +245,12 @@ def _arrays(
 
 
 def _check_shares(
-    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], Leaf], shares: list[dict[tuple[str, ...], int]]
+    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], LeafRecord], shares: list[dict[tuple[str, ...], int]]
 ) -> None:
     """Compare the checksums of arrays of which each rank has read a part."""
     for name in shares[0]:
         if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
-            reader = Reader(checkpoint_of(root, wanted.step), ITEM)
+            reader = ArrayReader(checkpoint_of(root, wanted.step), ITEM)
             raise reader.damaged(name, "has other bits than were saved")
 
 
@@ -276,15 +268,15 @@ def _cut(place: Sharding | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, 
     first: dict[Bounds, Any] = {}
     for device, index in place.devices_indices_map(shape).items():
         first.setdefault(_bounds(index, shape), device)
-    here = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
-    return here, tuple(first[b] in place.addressable_devices for b in here), place.is_fully_addressable
+    local = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
+    return local, tuple(first[b] in place.addressable_devices for b in local), place.is_fully_addressable
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:
+def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], LeafRecord]) -> None:
     label = ".".join(name)
     of = f"leaf {label} of checkpoint {where}"
     if name not in leaves:
@@ -323,7 +315,7 @@ def _assembled(place: NamedSharding, shape: tuple[int, ...], blocks: dict[Bounds
     return jax.make_array_from_callback(shape, place, lambda index: blocks[_bounds(index, shape)])
 
 
-def _placed(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
+def _placed(value: np.ndarray, x: Any, leaf: LeafRecord) -> Any:
     """A leaf as its counterpart is, off the mesh."""
     if type(x) in PYTHON:
         return type(x)(value.item())

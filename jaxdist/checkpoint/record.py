@@ -25,7 +25,7 @@ class DamagedError(CheckpointError):
     """What is on disk is not what was saved."""
 
 
-class Leaf(NamedTuple):
+class LeafRecord(NamedTuple):
     """A leaf as it was saved.
 
     Attributes:
@@ -51,11 +51,11 @@ class Record(NamedTuple):
     """
 
     saved: Saved
-    leaves: dict[tuple[str, ...], Leaf]
+    leaves: dict[tuple[str, ...], LeafRecord]
     files: dict[str, tuple[int, int | None]]
 
 
-def write(directory: Path, saved: Saved, leaves: dict[tuple[str, ...], Leaf]) -> None:
+def write(directory: Path, saved: Saved, leaves: dict[tuple[str, ...], LeafRecord]) -> None:
     """Write the record of a checkpoint that is otherwise complete, and have it on disk."""
     assert saved.number is not None
     content = {
@@ -96,14 +96,14 @@ def read(directory: Path, saved: Saved) -> Record:
         raise DamagedError(f"file {file} of checkpoint {directory} can't be read: {error}") from None
     if not whole:
         raise DamagedError(f"file {file} of checkpoint {directory} is damaged: its digest does not fit")
-    said = Saved(content["step"], content["number"], content["after"])
-    if said != (saved if saved.step >= 0 else saved._replace(step=said.step)):
+    written = Saved(content["step"], content["number"], content["after"])
+    if written != (saved if saved.step >= 0 else saved._replace(step=written.step)):
         raise DamagedError(
             f"checkpoint {directory} should be save {saved.number} of step {saved.step}, but {file.name} in it says "
-            f"save {said.number} of step {said.step}: files were swapped, or a directory was renamed"
+            f"save {written.number} of step {written.step}: files were swapped, or a directory was renamed"
         )
-    leaves = {tuple(name): Leaf(tuple(shape), *rest) for name, shape, *rest in content["leaves"]}
-    return Record(said, leaves, {name: tuple(about) for name, about in content["files"].items()})
+    leaves = {tuple(name): LeafRecord(tuple(shape), *rest) for name, shape, *rest in content["leaves"]}
+    return Record(written, leaves, {name: tuple(about) for name, about in content["files"].items()})
 
 
 def of(directory: Path) -> Record | None:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, lock, orbax_writer, record
-from jaxdist.checkpoint.agreement import raise_first, together
+from jaxdist.checkpoint.agreement import together
 from jaxdist.checkpoint.background import Saving, at_exit, await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import (
@@ -34,11 +35,13 @@ from jaxdist.checkpoint.files import (
     too_many,
 )  # fmt: skip
 from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
-from jaxdist.checkpoint.record import Leaf
+from jaxdist.checkpoint.record import LeafRecord
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
+
+_WHERE, _KINDS = "the checkpoint", "the checksum of the names, shapes and dtypes of its leaves"
 
 
 def save(
@@ -92,40 +95,31 @@ def save(
     """
     ctx = get_context()
     await_pending()
-    names, leaves = named(state)
     final = absolute(path) / str(step)
-    problem = _bad_call(names, leaves, step, keep)
-    if problem is None and ctx.is_root:
-        problem = _make_ready(ctx, final, overwrite)
-    shapes = [(n, kind(x)) for n, x in zip(names, leaves, strict=True)] if problem is None else []
-    own = _own(names, leaves) if problem is None and ctx.size > 1 else {}
-    mine = (str(final), zlib.crc32(repr(shapes).encode()), problem, secrets.token_hex(8), own)
-    said = ctx.control.exchange("save", mine, ctx.timeout)
-    raise_first(ctx, [s[2] for s in said])
-    for what, values in (("directories or steps", [s[0] for s in said]), ("states", [s[1] for s in said])):
-        if len(set(values)) > 1:
-            odd = next(r for r, v in enumerate(values) if v != values[0])
-            shown = f": {values[0]} on rank 0, {values[odd]} on rank {odd}" if what != "states" else ""
-            raise CheckpointError(f"rank {ctx.rank}: the ranks save different {what}{shown}")
-    for leaf, value in said[0][4].items():
-        if odd := [rank for rank, s in enumerate(said) if s[4].get(leaf) != value]:
-            raise CheckpointError(
-                f"rank {ctx.rank}: leaf {leaf} lies on each rank by itself, and on {ctx.control.who(odd[0])} it is "
-                "not as on rank 0, whose value alone would be saved. Did each rank train by itself, with a step that "
-                "is not decorated with jaxdist.data_parallel? What is each rank's own (a key, say) can be made from "
-                "ctx.rank after restore"
-            )
 
+    def prepare() -> Part[tuple[list[tuple[str, ...]], list[Any]]]:
+        names, leaves = named(state)
+        _check_call(names, leaves, step, keep)
+        if ctx.is_root:
+            _make_ready(ctx, final, overwrite)
+        kinds = repr([(n, kind(x)) for n, x in zip(names, leaves, strict=True)])
+        entries = [(_WHERE, str(final)), (_KINDS, f"{zlib.crc32(kinds.encode()):08x}")]
+        own = _own(names, leaves) if ctx.size > 1 else {}
+        entries += [(f"leaf {name}, which each rank has by itself,", f"{value:x}") for name, value in own.items()]
+        return Part((names, leaves), tuple(entries), secrets.token_hex(8))
+
+    errors = CheckpointError, FileExistsError, ValueError, TypeError
+    (names, leaves), tokens = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
     parts = _parts(ctx, names, leaves, copy=not wait)
-    name = f"save/{said[0][3]}"
+    name = f"save/{tokens[0]}"
     # Of its own: what a killed job has left is in nobody's way.
-    temporary = final.with_name(f"{step}.{said[0][3]}{UNFINISHED}")
+    temporary = final.with_name(f"{step}.{tokens[0]}{UNFINISHED}")
 
     def conclude(sums: list[Any]) -> None:
         _publish(temporary, final, {part.name: part.leaf(sums) for part in parts}, keep)
 
     def write() -> None:
-        failed = f"checkpoint {final} was not written, earlier ones are as they were"
+        failed = f"checkpoint {final} was not written (earlier ones are as they were)"
         try:
             together(ctx, f"checkpoint {final}", name, lambda: _write(ctx, temporary / ITEM, parts), conclude, failed)
         except BaseException:
@@ -139,29 +133,39 @@ def save(
     return saving
 
 
-def _bad_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: Any) -> Exception | None:
+def _advice(entry: str) -> str:
+    if entry == _WHERE:
+        return "Save the same step into the same directory on every rank"
+    if entry == _KINDS:
+        return "Save a state of the same names, shapes and dtypes on every rank"
+    return (
+        "Its value on rank 0 alone would be saved. Did each rank train by itself, with a step that is not decorated "
+        "with jaxdist.data_parallel? What is each rank's own (a key, say) can be made from ctx.rank after restore"
+    )
+
+
+def _check_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
-        return ValueError(f"save(step={step!r}): a checkpoint is named by an integer, 0 or more")
+        raise ValueError(f"save(step={step!r}): a checkpoint is named by an integer, 0 or more")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        return ValueError(f"save(keep={keep!r}): a number of checkpoints, 1 or more, or None for all")
+        raise ValueError(f"save(keep={keep!r}): a number of checkpoints, 1 or more, or None for all")
     if not leaves:
-        return ValueError("the state has no leaves: there is nothing to save")
+        raise ValueError("the state has no leaves: there is nothing to save")
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str) or type(x) in PYTHON:
             if type(x) is int and not -(2**63) <= x < 2**63:
-                return ValueError(f"leaf {'.'.join(name)} can't be saved: {x} does not fit into 64 bits")
+                raise ValueError(f"leaf {'.'.join(name)} can't be saved: {x} does not fit into 64 bits")
             continue
         if not hasattr(x, "dtype") or not hasattr(x, "shape") or x.dtype == object:
-            return TypeError(
+            raise TypeError(
                 f"leaf {'.'.join(name)} can't be saved: {type(x).__name__} is not an array, number or string"
             )
         if hasattr(x, "is_deleted") and x.is_deleted():
-            return ValueError(f"leaf {'.'.join(name)} was donated to a step: save what the step has returned")
+            raise ValueError(f"leaf {'.'.join(name)} was donated to a step: save what the step has returned")
     joined = [".".join(name) for name in names]
     for a, b in itertools.pairwise(sorted(joined)):
         if a == b:
-            return ValueError(f"two leaves would both be named {a} on disk: keep dots out of one of the keys")
-    return None
+            raise ValueError(f"two leaves would both be named {a} on disk: keep dots out of one of the keys")
 
 
 def _own(names: list[tuple[str, ...]], leaves: list[Any]) -> dict[str, int]:
@@ -174,7 +178,7 @@ def _own(names: list[tuple[str, ...]], leaves: list[Any]) -> dict[str, int]:
     return found
 
 
-class _Part(NamedTuple):
+class _PendingLeaf(NamedTuple):
     """A leaf on its way to the disk.
 
     Attributes:
@@ -187,7 +191,7 @@ class _Part(NamedTuple):
     name: tuple[str, ...]
     value: Any
     shards: bool
-    about: Leaf
+    about: LeafRecord
 
     def share(self, root: bool) -> int:
         """This rank's share in the checksum."""
@@ -195,7 +199,7 @@ class _Part(NamedTuple):
             return sum(_checksum(s.data, s.index) for s in self.value.addressable_shards if s.replica_id == 0) % MODULUS
         return checksum(self.value, (0,) * self.value.ndim) if root and isinstance(self.value, np.ndarray) else 0
 
-    def leaf(self, sums: Sequence[dict[str, int]]) -> Leaf:
+    def leaf(self, sums: Sequence[dict[str, int]]) -> LeafRecord:
         """For the record, with what each rank has summed up."""
         if self.about.dtype == "str":
             return self.about
@@ -206,32 +210,33 @@ def _checksum(data: jax.Array, index: tuple[slice, ...]) -> int:
     return checksum(np.asarray(data), [s.start or 0 for s in index])
 
 
-def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_Part]:
+def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_PendingLeaf]:
     """What is to be written; copied, if the training goes on meanwhile."""
     parts = []
     x: Any
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str):
-            parts.append(_Part(name, x if ctx.is_root else None, False, Leaf((), "str", x)))
+            parts.append(_PendingLeaf(name, x if ctx.is_root else None, False, LeafRecord((), "str", x)))
             continue
         key = str(jax.random.key_impl(x)) if is_key(x) else None
         if key is not None:
             x = jax.random.key_data(x)
-        if type(x) is Padded and not x.layout.pad:
-            x = x.over_groups()
-        elif type(x) is Padded:
-            x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
-        here = not isinstance(x, jax.Array) or x.is_fully_addressable
+        if isinstance(x, Padded):
+            if x.layout.pad:
+                x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
+            else:
+                x = x.over_groups()
+        whole = not isinstance(x, jax.Array) or x.is_fully_addressable
         shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
-        shards = shards and (ctx.size == 1 or not here) and x.size > 0
+        shards = shards and (ctx.size == 1 or not whole) and x.size > 0
         if shards:
             x = _copied(x) if copy else x
         elif ctx.is_root:
-            x = np.array(x if here else x.addressable_data(0), copy=copy or None)
+            x = np.array(x if whole else x.addressable_data(0), copy=copy or None)
         else:
             x = np.asarray(x) if type(x) in PYTHON else x
-        about = Leaf(tuple(x.shape), str(x.dtype), 0, key)
-        parts.append(_Part(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
+        about = LeafRecord(tuple(x.shape), str(x.dtype), 0, key)
+        parts.append(_PendingLeaf(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
     return parts
 
 
@@ -242,7 +247,7 @@ def _copied(x: jax.Array) -> jax.Array:
     )
 
 
-def _write(ctx: Context, directory: Path, parts: list[_Part]) -> dict[str, int]:
+def _write(ctx: Context, directory: Path, parts: list[_PendingLeaf]) -> dict[str, int]:
     """Write this rank's part; its shares in the checksums."""
     mine = [part for part in parts if part.value is not None]
     if ctx.is_root:
@@ -255,7 +260,7 @@ def _write(ctx: Context, directory: Path, parts: list[_Part]) -> dict[str, int]:
     return {".".join(part.name): part.share(ctx.is_root) for part in mine}
 
 
-def _make_ready(ctx: Context, final: Path, overwrite: bool) -> Exception | None:
+def _make_ready(ctx: Context, final: Path, overwrite: bool) -> None:
     """The root's: a directory that is this job's to write into."""
     path = final.parent
     try:
@@ -265,24 +270,21 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> Exception | None:
             if (whole := checkpoint_of(path, found.step)).name != str(found.step):
                 whole.rename(path / str(found.step))
         history.set_aside(path, saved(path))
-        if final.exists() and not overwrite:
-            return FileExistsError(
-                f"there is a checkpoint of this step, {final}: restore it, save into another directory, or replace it "
-                "with overwrite=True"
-            )
-    except CheckpointError as error:
-        return error
     except OSError as error:
-        return CheckpointError(f"can't write into {path}: {error.strerror or error}")
-    return None
+        raise CheckpointError(f"can't write into {path}: {error.strerror or error}") from error
+    if final.exists() and not overwrite:
+        raise FileExistsError(
+            f"there is a checkpoint of this step, {final}: restore it, save into another directory, or replace it "
+            "with overwrite=True"
+        )
 
 
-def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], Leaf], keep: int | None) -> None:
+def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], LeafRecord], keep: int | None) -> None:
     """The root's: all parts are there; give them the name that readers look for."""
     path = final.parent
     orbax_writer.finalize(temporary / ITEM)
-    there = saved(path)
-    new = Saved(int(final.name), max((s.number or 0 for s in there), default=0) + 1, history.position(path))
+    complete = saved(path)
+    new = Saved(int(final.name), max((s.number or 0 for s in complete), default=0) + 1, history.position(path))
     record.write(temporary, new, leaves)
     sync_to_disk(temporary)
     lock.take(path, 0)  # still: this host may have been suspended for long

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from jaxdist.cli.doctor import versions
 from jaxdist.cli.run import run
-from jaxdist.launch.job import Communicator, Connector, Launcher
+from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName
 
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _UNITS = ("B", "KiB", "MiB", "GiB")
@@ -44,7 +44,7 @@ def bench(
         int | None, typer.Option("-n", "--np", min=2, help="Ranks to start; default: 2. Not under a launcher.")
     ] = None,
     launcher: Annotated[
-        Launcher | None, typer.Option(help="Who starts them, as of `jaxdist run`. Not under a launcher.")
+        LauncherName | None, typer.Option(help="Who starts them, as of `jaxdist run`. Not under a launcher.")
     ] = None,
     collectives: Annotated[
         str | None, typer.Option(help="Which, with commas between them; default: all below.", show_default=False)
@@ -93,14 +93,14 @@ def bench(
             raise ValueError(f"--seconds {seconds:g}: expected a positive number")
         if plot is not None:
             check_plot(plot)
-        here = report is not None or in_job()
-        if here and (ranks or launcher):
+        as_rank = report is not None or in_job()
+        if as_rank and (ranks or launcher):
             raise ValueError(
                 "-n and --launcher start ranks, and this process already is one of a job's: leave them out"
             )
-        if here and communicators is not None and len(wanted) > 1:
+        if as_rank and communicators is not None and len(wanted) > 1:
             raise ValueError("a job has one communicator: name one with --communicators, or run without a launcher")
-        _check_elements(names, nbytes, dtype, 1 if here else ranks or 2)
+        _check_elements(names, nbytes, dtype, 1 if as_rank else ranks or 2)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -108,7 +108,7 @@ def bench(
         if not as_json:
             _print_table(result)
 
-    if here:
+    if as_rank:
         results = _as_rank("auto" if communicators is None else wanted[0], names, nbytes, dtype, seconds)
         if report is not None:
             if results:
@@ -120,7 +120,7 @@ def bench(
         arguments = ["--collectives", ",".join(names), "--sizes", ",".join(map(str, nbytes))]
         arguments += ["--dtype", str(dtype), "--seconds", str(seconds)]
         must = communicators is not None
-        results = _start(wanted, must, ranks or 2, launcher or Launcher.auto, arguments, show)
+        results = _start(wanted, must, ranks or 2, launcher or LauncherName.auto, arguments, show)
     if not results:  # not the root
         return
     if as_json:
@@ -260,7 +260,7 @@ def _start(
     communicators: Sequence[str],
     must: bool,
     ranks: int,
-    launcher: Launcher,
+    launcher: LauncherName,
     arguments: Sequence[str],
     show: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
@@ -273,7 +273,7 @@ def _start(
             try:
                 if name == "mpi" and importlib.util.find_spec("mpi4jax") is None:
                     raise typer.BadParameter("mpi4jax is not installed; `jaxdist info` says how to get it")
-                run(script, ranks, launcher, Connector.auto, Communicator(name))
+                run(script, ranks, launcher, ConnectorName.auto, CommunicatorName(name))
             except typer.Exit as done:
                 if done.exit_code != 0:
                     raise

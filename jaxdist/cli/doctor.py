@@ -102,12 +102,12 @@ def _mpi4jax(library: str) -> Finding:
 def _open_mpi_settings(mpirun: Mpirun) -> Iterator[Finding]:
     if mpirun.family != "openmpi" or os.geteuid() != 0:
         return
-    told = all(os.environ.get(name) == value for name, value in ROOT_ENV.items())
+    allowed = all(os.environ.get(name) == value for name, value in ROOT_ENV.items())
     export = "export " + " ".join(f"{name}={value}" for name, value in ROOT_ENV.items())
     yield Finding(
         "plain mpirun as root",
-        told,
-        "allowed" if told else "Open MPI refuses it (`jaxdist run` does not need this)",
+        allowed,
+        "allowed" if allowed else "Open MPI refuses it (`jaxdist run` does not need this)",
         export,
     )
 

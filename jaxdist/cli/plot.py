@@ -42,10 +42,10 @@ def plot(
         for run, lines in found.items():
             if not lines:
                 raise ValueError(f"{run}: no step has been logged yet")
-        there = list(dict.fromkeys(name for lines in found.values() for line in lines for name in line))
+        logged = list(dict.fromkeys(name for lines in found.values() for line in lines for name in line))
         for name in names:
-            if name not in there:
-                known = ", ".join(sorted(set(there) - {"step", "time", *_RATES}))
+            if name not in logged:
+                known = ", ".join(sorted(set(logged) - {"step", "time", *_RATES}))
                 raise ValueError(f"--metrics: no run has {name!r}; there are: {known}")
         check_plot(target, "--out")
         draw(found, names, target)

@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from jaxdist.launch.advice import crowded, misplaced_options
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
-from jaxdist.launch.job import Communicator, Connector, Launcher, choose, launch
+from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
 from jaxdist.launch.processes import Failed, say
 from jaxdist.launch.program import program_command
 from jaxdist.launch.remote import that_answer
@@ -49,10 +49,10 @@ def run(
         typer.Option("-n", "--np", min=1, help="Number of processes; default: 1, or all slots of the hosts."),
     ] = None,
     launcher: Annotated[
-        Launcher, typer.Option(help="mpirun where it is there, else env: own processes (over ssh on other hosts).")
-    ] = Launcher.auto,
-    connector: Annotated[Connector, typer.Option(help="How processes find each other.")] = Connector.auto,
-    communicator: Annotated[Communicator, typer.Option(help="How arrays move.")] = Communicator.auto,
+        LauncherName, typer.Option(help="mpirun where it is there, else env: own processes (over ssh on other hosts).")
+    ] = LauncherName.auto,
+    connector: Annotated[ConnectorName, typer.Option(help="How processes find each other.")] = ConnectorName.auto,
+    communicator: Annotated[CommunicatorName, typer.Option(help="How arrays move.")] = CommunicatorName.auto,
     prefix: Annotated[bool, typer.Option("--prefix", help="Write [rank] before each line.")] = False,
     only_rank: Annotated[int | None, typer.Option(min=0, help="Show the output of this rank only.")] = None,
     hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots")] = None,
@@ -82,7 +82,7 @@ def run(
             if advice:
                 say(advice)
         mpirun = choose(launcher, connector, communicator)
-        environment = {} if communicator is Communicator.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
+        environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)
             failed: list[Failed] = []  # stays empty if it was the user who ended the job

@@ -19,7 +19,7 @@ from jaxdist.cli.bench import in_job, names_in, size_text, time_text
 from jaxdist.cli.doctor import Finding, findings, versions
 from jaxdist.cli.run import run
 from jaxdist.connectors import site
-from jaxdist.launch.job import Communicator, Connector, Launcher
+from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName
 from jaxdist.launch.mpi import find_mpirun
 
 _TAG = "jaxdist test"
@@ -37,7 +37,7 @@ def self_test(
         typer.Option("-n", "--np", min=1, help="Ranks to start; default: the GPUs or 2, or all slots of the hosts."),
     ] = None,
     launcher: Annotated[
-        Launcher | None,
+        LauncherName | None,
         typer.Option(help="Who starts them, as of `jaxdist run`; default: env for xla, mpirun for mpi."),
     ] = None,
     communicators: Annotated[
@@ -102,12 +102,14 @@ def _not_there() -> str:
     return f"no {' and no '.join(missing)}. To have it: {site.install()}" if missing else ""
 
 
-def _problem(name: str, ranks: int | None, launcher: Launcher | None, hosts: str | None, hostfile: Path | None) -> str:
+def _problem(
+    name: str, ranks: int | None, launcher: LauncherName | None, hosts: str | None, hostfile: Path | None
+) -> str:
     """What is wrong with a job of this communicator, beside what it prints itself."""
-    by = launcher or (Launcher.env if name == "xla" else Launcher.mpirun)
+    by = launcher or (LauncherName.env if name == "xla" else LauncherName.mpirun)
     script = ["-m", "jaxdist", "test", "--as-rank"]
     try:
-        run(script, ranks, by, Connector.auto, Communicator(name), hosts=hosts, hostfile=hostfile)
+        run(script, ranks, by, ConnectorName.auto, CommunicatorName(name), hosts=hosts, hostfile=hostfile)
     except typer.Exit as done:
         return f"exit code {done.exit_code}, see above" if done.exit_code else ""
     except typer.BadParameter as problem:
@@ -154,9 +156,9 @@ def _alike(ctx: Any, hosts: Sequence[str]) -> Iterator[Finding]:
     mine = versions() if first else {}
     wanted = ("python", "jaxdist", "jax", "jaxlib", "optax", "numpy", "mpi4jax")
     notes = [(f.name, f.seen, f.fix) for f in findings() if not f.ok] if first and not ctx.is_root else []
-    said = ctx.control.exchange(_TAG, ({name: mine.get(name, "") for name in wanted}, notes))
-    root, _ = said[ctx.root_rank]
-    theirs = {host: said[hosts.index(host)] for host in dict.fromkeys(hosts)}
+    reports = ctx.control.exchange(_TAG, ({name: mine.get(name, "") for name in wanted}, notes))
+    root, _ = reports[ctx.root_rank]
+    theirs = {host: reports[hosts.index(host)] for host in dict.fromkeys(hosts)}
     other = [
         f"{host} has {name} {software[name] or 'not at all'}, {hosts[ctx.root_rank]} {root[name] or 'not at all'}"
         for host, (software, _) in theirs.items()

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxdist.agreement.description import Description
 from jaxdist.collectives.call import PARAMETERS, Call, positive
-from jaxdist.collectives.engine import Description
 from jaxdist.collectives.numerics import OPS, reduction
 from jaxdist.ir.trace import inside_step, on_device
 from jaxdist.runtime.context import get_context

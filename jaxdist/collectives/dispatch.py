@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jaxdist.agreement.description import Description
 from jaxdist.collectives.arguments import (
     REDUCE,
     checked,
@@ -19,7 +20,7 @@ from jaxdist.collectives.arguments import (
     types_of,
 )
 from jaxdist.collectives.call import Call
-from jaxdist.collectives.engine import Description, Eager, Prepared, own
+from jaxdist.collectives.engine import Eager, Prepared, own
 from jaxdist.collectives.numerics import reduction
 from jaxdist.errors import StepError
 from jaxdist.ir.trace import inside_step, on_device

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 import sys
 import threading
@@ -14,51 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist.agreement.description import Description, difference
 from jaxdist.collectives.call import Call
 from jaxdist.runtime import commlog
 
 _DETAILS = "details of an eager collective"
-
-
-@dataclass(frozen=True)
-class Description:
-    """What must be the same on every rank.
-
-    Attributes:
-      head: the call with its parameters.
-      leaves: (name, type) of each.
-      problem: what this rank found wrong by itself.
-    """
-
-    head: str
-    leaves: tuple[tuple[str, str], ...] = ()
-    problem: str = ""
-
-    @functools.cached_property
-    def fingerprint(self) -> int:
-        """Equal ones, equal descriptions; 0 stands for a problem."""
-        text = repr((self.head, self.leaves)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2 | 1
-
-    def __str__(self) -> str:
-        return f"{self.head} of {self.types()}" if self.leaves else self.head
-
-    def types(self) -> str:
-        """The leaves, for a message."""
-        shown = [f"{name}: {kind}" if name != "x" else kind for name, kind in self.leaves[:4]]
-        more = len(self.leaves) - len(shown)
-        return ", ".join(shown) + (f" and {more} more" if more else "")
-
-    def check_received(self, theirs: Description, rank: int, source: int) -> None:
-        """Raises if rank `source` sent something else than this rank expects."""
-        if theirs.problem:
-            raise ValueError(f"rank {rank}: recv from rank {source}: its send failed there: {theirs.problem}")
-        # Names may differ: the types count, and their order.
-        if [kind for _, kind in theirs.leaves] != [kind for _, kind in self.leaves]:
-            raise ValueError(
-                f"rank {rank}: recv(like, src={source}) expects {self.types()}, and rank {source} sent "
-                f"{theirs.types()}: pass a `like` of the same shapes and dtypes in the same order"
-            )
+_ADVICE = "Nothing was sent. Every rank must come with the same shapes and dtypes"
 
 
 @dataclass(frozen=True)
@@ -125,15 +84,12 @@ class Eager:
         except Exception as error:
             problem = error
             mine = Description(kind, problem=f"{type(error).__name__}: {error}")
-        fingerprint = 0 if problem else mine.fingerprint
         if self.debug:
-            self._compare_aloud(mine, fingerprint, problem, ready)
+            self._compare_aloud(mine, problem, ready)
         if ready:
             self.ctx.sequence.announce(mine)
-        if (
-            self.wire.differ(fingerprint, self._sequence, lambda: f"{mine} (eager collective {self._sequence})")
-            or problem
-        ):
+        what = lambda: f"{mine} (eager collective {self._sequence})"
+        if self.wire.differ(mine.fingerprint, self._sequence, what) or problem:
             self._explain(mine, problem, self.ctx.control.exchange(_DETAILS, mine, self.timeout))
         assert ready is not None
         self.ctx.sequence.commit(mine)
@@ -146,13 +102,11 @@ class Eager:
             return call, None
         return call, self.wire.run(call, ready.leaves, group)
 
-    def _compare_aloud(
-        self, mine: Description, fingerprint: int, problem: Exception | None, ready: Prepared | None
-    ) -> None:
+    def _compare_aloud(self, mine: Description, problem: Exception | None, ready: Prepared | None) -> None:
         nbytes = sum(x.nbytes for x in ready.leaves) if ready else 0
         print(
             f"[jaxdist rank {self.ctx.rank}] eager collective {self._sequence}: {problem or mine}, {nbytes} bytes, "
-            f"fingerprint {fingerprint:016x}",
+            f"fingerprint {mine.fingerprint:016x}",
             file=sys.stderr,
             flush=True,
         )
@@ -164,7 +118,8 @@ class Eager:
         """Raises what is wrong."""
         if problem is not None:
             raise problem
-        raise ValueError(f"rank {self.ctx.rank}, eager collective {self._sequence}: {difference(everyone)}")
+        found = difference(everyone, lambda _: _ADVICE)
+        raise ValueError(f"rank {self.ctx.rank}, eager collective {self._sequence}: {found}")
 
     # --- between two
 
@@ -183,45 +138,22 @@ class Eager:
         """Receives leaves of the types described."""
 
         def accept(theirs: Description) -> Sequence[jax.ShapeDtypeStruct]:
-            mine.check_received(theirs, self.ctx.rank, source)
+            check_received(mine, theirs, self.ctx.rank, source)
             return likes
 
-        return self.wire.recv(source, f"recv of {mine.types()} from rank {source}", accept)
+        return self.wire.recv(source, f"recv of {mine.values()} from rank {source}", accept)
 
 
-def difference(everyone: Sequence[Description]) -> str:
-    """The first difference between the ranks' calls, for a person.
-
-    Args:
-      everyone: the description of each rank.
-
-    Example:
-      >>> difference([Description("barrier()"), Description("allreduce(op='sum')")])
-      "the ranks make different calls: barrier() on rank 0; allreduce(op='sum') on rank 1. Nothing was sent. ..."
-    """
-    problems = [(r, d) for r, d in enumerate(everyone) if d.problem]
-    if problems:
-        said = "; ".join(f"{d.head} on rank {r}: {d.problem}" for r, d in problems[:3])
-        return f"nothing was sent, because of a bad call: {said}"
-    advice = "Nothing was sent. Every rank must make the same calls, with the same shapes and dtypes, in the same order"
-    by_head = _by_value([d.head for d in everyone])
-    if len(by_head) > 1:
-        calls = "; ".join(f"{head} on rank {ranks}" for head, ranks in by_head.items())
-        return f"the ranks make different calls: {calls}. {advice}"
-    tables = [dict(d.leaves) for d in everyone]
-    for name in dict.fromkeys(name for table in tables for name in table):
-        types = _by_value([table.get(name, "absent") for table in tables])
-        if len(types) > 1:
-            found = "; ".join(f"{kind} on rank {ranks}" for kind, ranks in types.items())
-            return f"the ranks call {everyone[0].head} with different arguments: {name} is {found}. {advice}"
-    return f"the ranks are at different calls of {everyone[0].head}. {advice}"
-
-
-def _by_value(values: Sequence[str]) -> dict[str, str]:
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return {value: ", ".join(found) for value, found in ranks.items()}
+def check_received(mine: Description, theirs: Description, rank: int, source: int) -> None:
+    """Raises if rank `source` sent something else than this rank expects."""
+    if theirs.problem:
+        raise ValueError(f"rank {rank}: recv from rank {source}: its send failed there: {theirs.problem}")
+    # Names may differ: the types count, and their order.
+    if [kind for _, kind in theirs.entries] != [kind for _, kind in mine.entries]:
+        raise ValueError(
+            f"rank {rank}: recv(like, src={source}) expects {mine.values()}, and rank {source} sent "
+            f"{theirs.values()}: pass a `like` of the same shapes and dtypes in the same order"
+        )
 
 
 def own(leaf: Any) -> jax.Array:

@@ -170,8 +170,8 @@ class MpiWire:
 
     def _reduce(self, call: Call, x: np.ndarray, comm: Any, group: Group) -> np.ndarray | None:
         how = reduction(call.op, x.dtype)
-        here = group.me == call.root
-        out = self._pool.take(x.shape, how.out) if here else None
+        is_root = group.me == call.root
+        out = self._pool.take(x.shape, how.out) if is_root else None
         if not x.size:
             return out
         if how.native and x.nbytes < _PART * group.n:
@@ -226,8 +226,8 @@ class MpiWire:
         return out
 
     def _broadcast(self, call: Call, x: np.ndarray, comm: Any, group: Group) -> np.ndarray | None:
-        here = group.me == call.root
-        out = None if here else self._pool.take(x.shape, x.dtype)
+        is_root = group.me == call.root
+        out = None if is_root else self._pool.take(x.shape, x.dtype)
         for piece in pieces_of(as_bytes(x if out is None else out)):
             comm.Bcast(piece, root=call.root)
         return out

@@ -18,7 +18,7 @@ from jaxdist.collectives.arguments import (
     types_of,
 )
 from jaxdist.collectives.dispatch import collective
-from jaxdist.collectives.engine import Eager, Prepared, own
+from jaxdist.collectives.engine import Eager, Prepared, check_received, own
 from jaxdist.ir.trace import on_device
 from jaxdist.runtime.context import get_context
 
@@ -377,7 +377,7 @@ def recv(like: Any, src: int) -> Any:
         if not _to_self:
             raise ValueError(f"rank {source}: recv from itself, and nothing was sent: call send before")
         sent_tree, sent = _to_self.popleft()
-        mine.check_received(describe("send", sent_tree, types_of(sent)), ctx.rank, source)
+        check_received(mine, describe("send", sent_tree, types_of(sent)), ctx.rank, source)
         return jax.tree.unflatten(tree, [own(x) for x in sent])
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
     return jax.tree.unflatten(tree, ctx.only(Eager).recv(mine, structs, source))

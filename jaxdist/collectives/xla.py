@@ -51,10 +51,10 @@ class XlaWire:
           ControlError: some did not come within the timeout, left, or are in another call.
         """
         try:
-            said = self._ctx.control.exchange("an eager collective", (fingerprint, sequence), self._timeout, what())
+            entered = self._ctx.control.exchange("an eager collective", (fingerprint, sequence), self._timeout, what())
         except ControlError as error:
             raise ControlError(f"{what()}: not every rank came to it. {error}") from None
-        return len(set(said)) > 1
+        return len(set(entered)) > 1
 
     def load(self, leaf: Any) -> jax.Array:
         """A leaf on this process's device, once it is computed."""

@@ -12,7 +12,6 @@ Values that no token can cross (a loop's carry) take an integer instead. `_join`
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.interpreters import mlir
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
+from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, retrace
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
@@ -60,9 +60,9 @@ def _call_p(name: str) -> Primitive:
 @functools.cache
 def _mpi() -> Any:
     """mpi4py's MPI, with mpi4jax's FFI targets registered."""
-    os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")  # our tests say which versions work
-    import mpi4jax  # noqa: F401
-    from mpi4py import MPI
+    with in_environment({"MPI4JAX_NO_WARN_JAX_VERSION": "1"}):  # our tests say which versions work
+        import mpi4jax  # noqa: F401
+        from mpi4py import MPI
 
     return MPI
 

@@ -50,8 +50,8 @@ def local_position(hosts: list[str], rank: int) -> tuple[int, int]:
       >>> local_position(["a", "b", "a"], 2)
       (1, 2)
     """
-    here = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    return here.index(rank), len(here)
+    beside = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    return beside.index(rank), len(beside)
 
 
 def read_int(env: Mapping[str, str], name: str, low: int = 0, high: int | None = None) -> int:
@@ -78,10 +78,10 @@ def need(env: Mapping[str, str], names: tuple[str, ...], connector: str, fix: st
     """
     missing = [name for name in names if not env.get(name)]
     if missing:
-        there = ", ".join(f"{n}={env[n]}" for n in names if env.get(n)) or "none of them"
+        present = ", ".join(f"{n}={env[n]}" for n in names if env.get(n)) or "none of them"
         raise ValueError(
             f"connector {connector!r} needs {', '.join(names)} in the environment; missing: "
-            f"{', '.join(missing)} (set: {there}). {fix}"
+            f"{', '.join(missing)} (set: {present}). {fix}"
         )
 
 

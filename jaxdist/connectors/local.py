@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxdist.control.channel import leave
+from jaxdist.control.process import leave
 
 
 class LocalConnector:

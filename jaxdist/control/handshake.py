@@ -107,22 +107,28 @@ def _number(key: hmac.HMAC, number: int, content: Any) -> bytes:
     return proof.digest()
 
 
-def _proof(key: Key, role: bytes, said: bytes) -> bytes:
-    return hmac.digest(key.secret, role + said, "sha256")
+def _proof(key: Key, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key.secret, role + transcript, "sha256")
 
 
-def signed(sock: socket.socket, key: Key, said: bytes, *, root: bool) -> SignedConnection:
-    """The connection after the handshake in which `said` was said."""
-    keys = [_proof(key, b"by root", said), _proof(key, b"by rank", said)]
+def signed(sock: socket.socket, key: Key, transcript: bytes, *, root: bool) -> SignedConnection:
+    """The connection after the handshake that has this transcript."""
+    keys = [_proof(key, b"by root", transcript), _proof(key, b"by rank", transcript)]
     return SignedConnection(sock.detach(), *(keys if root else reversed(keys)))
 
 
 class Arrival(NamedTuple):
-    """A rank that has proved to be of the job."""
+    """A rank that has proved to be of the job.
+
+    Attributes:
+      sock: connected to it.
+      hello: who it is.
+      transcript: of the handshake, from which the keys of the connection follow.
+    """
 
     sock: socket.socket
     hello: Hello
-    said: bytes  # in the handshake
+    transcript: bytes
 
 
 class Arrivals:
@@ -141,7 +147,7 @@ class Arrivals:
     def __init__(self, server: socket.socket, key: Key, limit: int, deadline: float):
         self.server, self.key, self.limit, self.deadline = server, key, limit, deadline
         self.turned_away = 0
-        self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first: deadline, what was said
+        self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first: deadline, what has come
 
     def __iter__(self) -> Iterator[Arrival]:
         self.server.setblocking(False)
@@ -187,32 +193,32 @@ class Arrivals:
             self._drop(sock)
 
     def _read(self, sock: socket.socket) -> Arrival | None:
-        _, said = self._waiting[sock]
+        _, received = self._waiting[sock]
         whole = _CHALLENGE + _ANSWER
         try:
-            part = sock.recv(whole - len(said))
+            part = sock.recv(whole - len(received))
         except BlockingIOError:
             return None
         except OSError:
             part = b""
-        said += part
+        received += part
         if not part:
             self._drop(sock)
-        if len(said) < whole:
+        if len(received) < whole:
             return None
-        told, proof = bytes(said[:-_PROOF]), said[-_PROOF:]
-        if not hmac.compare_digest(proof, _proof(self.key, b"rank", told)):
+        transcript, proof = bytes(received[:-_PROOF]), received[-_PROOF:]
+        if not hmac.compare_digest(proof, _proof(self.key, b"rank", transcript)):
             self._drop(sock)
             return None
         self._release(sock)
         try:
             sock.setblocking(True)
-            sock.sendall(_proof(self.key, b"root", told))  # into an empty buffer
+            sock.sendall(_proof(self.key, b"root", transcript))  # into an empty buffer
         except OSError:
             sock.close()
             return None
-        rank, size, member = _HELLO.unpack_from(told, _CHALLENGE)
-        return Arrival(sock, Hello(rank, size, Member.unpack_all(member)[0]), told)
+        rank, size, member = _HELLO.unpack_from(transcript, _CHALLENGE)
+        return Arrival(sock, Hello(rank, size, Member.unpack_all(member)[0]), transcript)
 
     def _release(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
@@ -238,11 +244,12 @@ def enter(sock: socket.socket, key: Key, hello: Hello) -> SignedConnection | Non
     try:
         challenge = _receive(sock, _CHALLENGE)
         if challenge.startswith(_MAGIC) and _of_our_user(sock, key):
-            said = challenge + _HELLO.pack(hello.rank, hello.size, hello.member.pack()) + secrets.token_bytes(_NONCE)
-            sock.sendall(said[_CHALLENGE:] + _proof(key, b"rank", said))
-            if hmac.compare_digest(_receive(sock, _PROOF), _proof(key, b"root", said)):
+            answer = _HELLO.pack(hello.rank, hello.size, hello.member.pack()) + secrets.token_bytes(_NONCE)
+            transcript = challenge + answer
+            sock.sendall(answer + _proof(key, b"rank", transcript))
+            if hmac.compare_digest(_receive(sock, _PROOF), _proof(key, b"root", transcript)):
                 sock.settimeout(None)
-                return signed(sock, key, said, root=False)
+                return signed(sock, key, transcript, root=False)
     except (OSError, EOFError):
         pass
     sock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeGuard
@@ -12,7 +13,7 @@ _SMALL = 1 << 16  # elements of an output that may be kept a little longer than 
 
 
 @dataclass(eq=False)
-class Call:
+class ActiveCall:
     """A call of a step that this rank has committed to.
 
     Attributes:
@@ -61,8 +62,25 @@ class Progress:
     """
 
     committed: int = 0
-    current: Call | None = None
+    current: ActiveCall | None = None
     failed: str = ""
+
+    def commit(self, call: int, watched: bool) -> None:
+        """This rank has entered a call for good.
+
+        Args:
+          call: its number.
+          watched: whether there are others who may wait for it.
+        """
+        self.committed = call
+        if watched:
+            self.current, self.failed = ActiveCall(call, time.monotonic()), ""
+
+    def fail(self, call: int, error: str) -> None:
+        """A call has ended with an error; it counts if it was committed to."""
+        if self.current is not None and self.current.number == call:
+            self.failed = error
+            self.current.finish(None)
 
     @property
     def busy(self) -> bool:

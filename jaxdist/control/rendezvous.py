@@ -255,7 +255,7 @@ def _answer(conn: Connection, rank: int, size: int, host: str, deadline: float, 
 
 def _connection(arrival: Arrival, key: Key, timeout: float) -> Connection:
     _watch_silence(arrival.sock, timeout)
-    return handshake.signed(arrival.sock, key, arrival.said, root=True)
+    return handshake.signed(arrival.sock, key, arrival.transcript, root=True)
 
 
 def _watch_silence(sock: socket.socket, timeout: float) -> None:

@@ -19,7 +19,7 @@ _TURNS = 1024  # places where one kind of call followed another that are kept
 _NAMED = 64  # of the last calls, for messages
 
 
-class Sequence:
+class CallSequence:
     """The calls of this rank.
 
     Args:
@@ -30,7 +30,7 @@ class Sequence:
 
     Example:
       >>> from jaxdist.control.channel import Control
-      >>> calls = Sequence(Control(0, 1))
+      >>> calls = CallSequence(Control(0, 1))
       >>> calls.enter("train")
       False
       >>> calls.commit("train")
@@ -48,10 +48,10 @@ class Sequence:
         self._turns: dict[tuple[Hashable, int], Hashable] = {}  # what followed so many calls of a kind
         self._before: tuple[tuple[Hashable, int], Hashable] = (None, 0), None  # where the newest call began
         self._announced: dict[int, tuple[int, str]] = {}  # where other ranks are, and the call they make next
-        control.position = lambda: self.count
-        control.on_enter = self._other_entered
-        control.on_bye = self._other_left
-        control.listeners[_NEXT] = self._other_announced
+        control.where_is(this=lambda: self.count)
+        control.listen("enter", lambda rank, entry: self._other_entered(rank, *entry))
+        control.listen("bye", self._other_left)
+        control.listen(_NEXT, self._other_announced)
 
     @property
     def tag(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from jaxdist.control.channel import Control
-from jaxdist.control.progress import Call, Progress
+from jaxdist.control.progress import ActiveCall, Progress
 from jaxdist.control.stacks import main_thread_line, script_is_over
 
 _ASK, _TELL = "where are you", "I am here"
@@ -49,23 +49,26 @@ class Watchdog:
 
     Attributes:
       steps: this rank's progress in each step; kept up to date by `jaxdist.agreement.calls`.
-      on_stuck: hook, called when a call has taken longer than `timeout` though no rank is missing.
     """
 
     def __init__(self, control: Control, timeout: float):
         self.steps: dict[str, Progress] = {}
-        self.on_stuck: Callable[[], None] | None = None
+        self._when_stuck: Callable[[], None] = lambda: None
         self._control, self._timeout = control, timeout
         self._number = 0  # of the question
         self._reports: dict[int, _Report] = {}  # answers to it
         self._news = threading.Condition()
         self._asking = threading.Lock()
-        self._watched: dict[str, tuple[Call, float]] = {}  # an unfinished call of each step, and when to worry
-        control.listeners[_ASK] = lambda rank, number: control.post(_TELL, (number, self._report()), to=rank)
-        control.listeners[_TELL] = self._note
-        control.whereabouts = self.whereabouts
+        self._watched: dict[str, tuple[ActiveCall, float]] = {}  # an unfinished call of each step, and when to worry
+        control.listen(_ASK, lambda rank, number: control.post(_TELL, (number, self._report()), to=rank))
+        control.listen(_TELL, self._note)
+        control.where_is(others=self.whereabouts)
         if control.size > 1:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
+
+    def when_stuck(self, hook: Callable[[], None]) -> None:
+        """What to do when a call has taken longer than `timeout` though no rank is missing."""
+        self._when_stuck = hook
 
     def whereabouts(self, ranks: Collection[int], step: str = "", call: int = 0) -> str | None:
         """Where ranks are that do not come; asks them.
@@ -142,7 +145,7 @@ class Watchdog:
             for step, progress in list(self.steps.items()):
                 self._look_at(step, progress.current)
 
-    def _look_at(self, step: str, newest: Call | None) -> None:
+    def _look_at(self, step: str, newest: ActiveCall | None) -> None:
         if newest is None or newest.finished():  # so are all before it
             self._watched.pop(step, None)
             return
@@ -163,8 +166,7 @@ class Watchdog:
                     f"one may be late by more than {self._timeout:g} s, say so: jaxdist.init(timeout=...)"
                 )
                 return
-            if self.on_stuck is not None:
-                self.on_stuck()
+            self._when_stuck()
             if watched is newest and newest.finished() is False:
                 self._control.say(
                     f"{where}, and no rank is missing: each is in this call or one before it. A long compilation or a "

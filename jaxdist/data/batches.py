@@ -1,4 +1,4 @@
-"""What a loader's batches are made of: which examples are whose (`Plan`), and how they are read (`Reader`)."""
+"""What a loader's batches are made of: which examples are whose (`Sampling`), and how they are read (`BatchReader`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,26 @@ import numpy as np
 
 from jaxdist.placements.layouts import Padded, layout
 from jaxdist.placements.values import tile
-from jaxdist.step.placement import Placement, part
+from jaxdist.step.placer import Placer, batch_part
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which examples are whose: all of it follows from these numbers."""
+class Sampling:
+    """Which examples are whose: all of it follows from these numbers.
+
+    Attributes:
+      length: of the data set.
+      batch_size: of a rank.
+      rank: this one.
+      size: how many there are.
+      shuffle: whether each epoch has an order of its own.
+      seed: of that order.
+      pad: whether the tail is filled up, with a weight for each example.
+      keep: whether the tail comes as it is, divided over the ranks.
+    """
 
     length: int
     batch_size: int
@@ -83,35 +94,39 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
-class Reader:
+class BatchReader:
     """The batch of a step that comes so many steps after the start; what grain calls, in whatever process."""
 
-    def __init__(self, plan: Plan, epoch: int, position: int, source: Any, transform: Callable[..., Any] | None):
-        self.plan, self.start = plan, (epoch, position)
+    def __init__(
+        self, sampling: Sampling, epoch: int, position: int, source: Any, transform: Callable[..., Any] | None
+    ):
+        self.sampling, self.start = sampling, (epoch, position)
         self.source, self.transform = source, transform
-        self.examples = _grain_dataset(source, transform, plan.seed)
+        self.examples = _grain_dataset(source, transform, sampling.seed)
 
     def __call__(self, step: int) -> Any:
-        epoch, position = self.plan.seek(*self.start, step)
-        indices, real = self.plan.part(epoch, position)
+        epoch, position = self.sampling.seek(*self.start, step)
+        indices, real = self.sampling.part(epoch, position)
         if isinstance(self.source, Arrays) and self.transform is None:
             batch = jax.tree.map(lambda x: x[indices], self.source.tree)
         else:
             batch = _stack([(i, self.example(epoch, i)) for i in indices.tolist()])
-        if self.plan.keep:  # a plain number: grain's workers would lose an attribute of the arrays
-            return batch, self.plan.tail(position) or 0
-        return (batch, real.astype(np.float32)) if self.plan.pad else batch
+        if self.sampling.keep:  # a plain number: grain's workers would lose an attribute of the arrays
+            return batch, self.sampling.tail(position) or 0
+        return (batch, real.astype(np.float32)) if self.sampling.pad else batch
 
     def example(self, epoch: int, index: int) -> Any:
         """An example, transformed."""
         if self.examples is not None:
             # By grain's convention an index beyond the end is one of a later epoch: it draws other random numbers.
-            return self.examples[epoch * self.plan.length + index]
+            return self.examples[epoch * self.sampling.length + index]
         example = self.source[index]
         return example if self.transform is None else self.transform(example)
 
 
-def stream(read: Reader, workers: int, threads: int, prefetch: int, place: Callable[[Any], Any] | None = None) -> Any:
+def stream(
+    read: BatchReader, workers: int, threads: int, prefetch: int, place: Callable[[Any], Any] | None = None
+) -> Any:
     """Grain's iterator over all batches from the reader's start on, through all epochs: workers live on meanwhile."""
     import grain  # slow to import
 
@@ -129,27 +144,27 @@ def stream(read: Reader, workers: int, threads: int, prefetch: int, place: Calla
     return iter(batches)
 
 
-def known(plan: Plan, read: Any) -> Any:
+def known(sampling: Sampling, read: Any) -> Any:
     """A batch as the loader yields it, from what the reader makes of it."""
-    if not plan.keep:
+    if not sampling.keep:
         return read
     batch, left = read
-    return jax.tree.map(lambda x: part(x, left), batch) if left and plan.size > 1 else batch
+    return jax.tree.map(lambda x: batch_part(x, left), batch) if left and sampling.size > 1 else batch
 
 
-def placer(context: Any, plan: Plan) -> Callable[[Any], Any]:
+def to_devices(context: Any, sampling: Sampling) -> Callable[[Any], Any]:
     """Puts this process's part of a batch on its devices, as part of a global array."""
-    batch_size = plan.batch_size
-    placement = Placement(context, context.mesh)
-    n = len(placement.local_devices)
-    if placement.processes > 1 and batch_size % n:
+    batch_size = sampling.batch_size
+    placer = Placer(context, context.mesh)
+    n = len(placer.local_devices)
+    if placer.processes > 1 and batch_size % n:
         raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
 
     def place(read: Any) -> Any:
-        leaves, structure = jax.tree.flatten(known(plan, read))
-        splits = [tile(0, getattr(x, "total", len(x) * placement.processes), placement.mesh.size) for x in leaves]
-        arrays = placement.place_batch(leaves, splits)
-        missing = [split.chunk * placement.mesh.size - split.size for split in splits]
+        leaves, structure = jax.tree.flatten(known(sampling, read))
+        splits = [tile(0, getattr(x, "total", len(x) * placer.processes), placer.mesh.size) for x in leaves]
+        arrays = placer.place_batch(leaves, splits)
+        missing = [split.chunk * placer.mesh.size - split.size for split in splits]
         return jax.tree.unflatten(
             structure, [Padded(x, layout(0, n)) if n else x for x, n in zip(arrays, missing, strict=True)]
         )
@@ -178,8 +193,8 @@ class Arrays:
                 )
             lengths.setdefault(len(x), name)
         if len(lengths) != 1:
-            told = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
-            raise ValueError(f"the arrays of the data set have different numbers of examples: {told}")
+            found = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
+            raise ValueError(f"the arrays of the data set have different numbers of examples: {found}")
         self.tree, (self.length,) = jax.tree.map(np.asarray, tree), lengths
 
     def __len__(self) -> int:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.collectives.public import allgather
-from jaxdist.data.batches import MOST, Plan, Reader, close, fingerprint, known, open_source, placer, stream
-from jaxdist.runtime.context import get_context
+from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, stream, to_devices
+from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
 Tail = Literal["drop", "pad", "keep"]
 State = dict[str, int | bool]
+_ERRORS = ValueError, TypeError, OSError
 
 
 def loader(
@@ -81,18 +82,7 @@ def loader(
     """
     ctx = get_context()
     settings = {"workers": workers, "threads": threads, "prefetch": prefetch}
-    job = _Job(ctx.rank, ctx.size, lambda tag, mine: ctx.control.exchange(tag, mine, ctx.timeout), ctx)
-    return Loader(job, source, batch_size, shuffle, seed, tail, transform, on_devices, **settings)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What a loader knows of the others: `exchange` gathers a value of each rank."""
-
-    rank: int
-    size: int
-    exchange: Callable[[str, Any], list[Any]]
-    context: Any = None
+    return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, on_devices, **settings)
 
 
 class Loader:
@@ -109,7 +99,7 @@ class Loader:
 
     def __init__(
         self,
-        job: _Job,
+        context: Context,
         source: Any,
         batch_size: int,
         shuffle: bool,
@@ -121,9 +111,9 @@ class Loader:
         threads: int = 1,
         prefetch: int = 0,
     ):
-        self._job, self._transform = job, transform
+        self._context, self._transform = context, transform
         self._source: Any
-        self._plan: Plan
+        self._sampling: Sampling
         self._workers, self._threads, self._prefetch = workers, threads, prefetch
         self._place: Callable[[Any], Any] | None = None
         self._stream: list[Any] = []  # grain's iterator, if any; what it gives next is the batch at (epoch, position)
@@ -143,18 +133,19 @@ class Loader:
             if tail not in ("drop", "pad", "keep"):
                 raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
             self._source, length = open_source(source)
-            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * job.size
+            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * context.size
             if not 0 < length <= MOST:
                 raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
             if tail == "drop" and length < whole:
                 raise ValueError(
                     f"the data set has {length} examples, fewer than one batch of all ranks ({batch_size} on each of "
-                    f"{job.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size "
-                    "or tail='keep'"
+                    f"{context.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller "
+                    "batch_size or tail='keep'"
                 )
-            self._plan = Plan(length, size, job.rank, job.size, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            at = context.rank, context.size
+            self._sampling = Sampling(length, size, *at, bool(shuffle), seed_, tail == "pad", tail == "keep")
             if on_devices:
-                self._place = placer(job.context, self._plan)
+                self._place = to_devices(context, self._sampling)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
                 "the checksum of the first and last example": fingerprint(self._source),
@@ -164,7 +155,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of a whole epoch, on every rank."""
-        return self._plan.steps(0)
+        return self._sampling.steps(0)
 
     @property
     def epoch(self) -> int:
@@ -187,7 +178,7 @@ class Loader:
                     "a second loader for a loop within a loop"
                 )
             batch = self._draw()
-            epoch, self._position = self._epoch, self._position + self._plan.whole
+            epoch, self._position = self._epoch, self._position + self._sampling.whole
             self._normalise()
             last = self._epoch > epoch
             self._begun = not last
@@ -242,8 +233,8 @@ class Loader:
           >>> batches.get_state()
           {'epoch': 0, 'position': 4, 'length': 10, 'seed': 0, 'shuffle': True}
         """
-        plan = self._plan
-        fixed: State = {"length": plan.length, "seed": plan.seed, "shuffle": plan.shuffle}
+        sampling = self._sampling
+        fixed: State = {"length": sampling.length, "seed": sampling.seed, "shuffle": sampling.shuffle}
         return {"epoch": self._epoch, "position": self._position} | fixed
 
     def set_state(self, state: State) -> None:
@@ -308,7 +299,7 @@ class Loader:
 
     def _normalise(self) -> None:
         """The end of an epoch is the start of the next: a position always has a batch."""
-        if not self._plan.steps(self._position):
+        if not self._sampling.steps(self._position):
             self._epoch, self._position = self._epoch + 1, 0
 
     def _draw(self) -> Any:
@@ -316,36 +307,23 @@ class Loader:
             return self._peeked.pop()
         try:
             if not self._stream:
-                read = Reader(self._plan, self._epoch, self._position, self._source, self._transform)
+                read = BatchReader(self._sampling, self._epoch, self._position, self._source, self._transform)
                 self._stream.append(stream(read, self._workers, self._threads, self._prefetch, self._place))
             batch = next(self._stream[0])
-            return batch if self._place else known(self._plan, batch)
+            return batch if self._place else known(self._sampling, batch)
         except BaseException:
             self.close()  # grain's iterator may have moved on
             raise
 
     def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `check` returns, if it does so on every rank and returns the same; else an error on every rank."""
-        try:
-            mine, problem = check(), None
-        except Exception as error:
-            mine, problem = {}, error
-        everyone = self._job.exchange(what, (mine, problem and f"{type(problem).__name__}: {problem}"))
-        if problem:
-            raise problem
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs:
-                raise ValueError(f"{what}, on rank {rank}: {theirs}")
-        for name in mine:
-            ranks: dict[Any, list[int]] = {}
-            for rank, (theirs, _) in enumerate(everyone):
-                ranks.setdefault(theirs[name], []).append(rank)
-            if len(ranks) > 1:
-                values = "; ".join(f"{v!r} on rank {', '.join(map(str, r))}" for v, r in ranks.items())
-                raise ValueError(
-                    f"{what}: {name} is {values}. Give the same data set (all of it) and settings on every rank"
-                )
-        return mine
+
+        def part() -> Part[dict[str, Any]]:
+            mine = check()
+            return Part(mine, tuple((name, repr(value)) for name, value in mine.items()))
+
+        advice = "Give the same data set (all of it) and settings on every rank"
+        return on_every_rank(self._context, what, part, raises=_ERRORS, advice=lambda _: advice)[0]
 
 
 def gather_for_metrics(tree: Any, weight: Any) -> Any:

@@ -56,10 +56,10 @@ def main() -> int:
     os.chdir(task.folder)
     os.environ.update(task.environment)
     ranks = range(task.first_rank, task.first_rank + task.count)
-    programs = own_processes(
+    commands = own_processes(
         task.command, ranks, thread_environment(task.count), task.prefix, task.only_rank, whole_lines=True
     )
-    return run_job(programs, on_start=lambda: _obey(orders), on_failure=_report)
+    return run_job(commands, on_start=lambda: _obey(orders), on_failure=_report)
 
 
 def _obey(orders: BinaryIO) -> None:

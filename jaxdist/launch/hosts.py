@@ -22,8 +22,8 @@ class Host:
     @property
     def local(self) -> bool:
         """Whether it is this machine."""
-        here = socket.gethostname()
-        return is_loopback(self.name) or self.name.split(".")[0] == here.split(".")[0]
+        own_name = socket.gethostname()
+        return is_loopback(self.name) or self.name.split(".")[0] == own_name.split(".")[0]
 
 
 def parse_hosts(text: str) -> list[Host]:

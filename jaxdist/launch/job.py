@@ -11,9 +11,9 @@ from enum import StrEnum
 from jaxdist.connectors import site
 from jaxdist.launch.hosts import Host
 from jaxdist.launch.mpi import Mpirun, find_mpirun, mpi_library, split_tag
-from jaxdist.launch.processes import Failed, LineFilter, Program, run_job, say
+from jaxdist.launch.processes import Command, Failed, LineFilter, run_job, say
 from jaxdist.launch.ranks import cores, free_port, own_processes, thread_environment
-from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_programs
+from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_commands
 
 # What a rank says that hears of another's failure, and what Open MPI says. With the network gone neither Open MPI nor
 # MPICH would end after that: they wait for their other half to confirm.
@@ -22,7 +22,7 @@ _LAST_WORDS = re.compile(
 )
 
 
-class Launcher(StrEnum):
+class LauncherName(StrEnum):
     """Who starts the ranks."""
 
     auto = "auto"
@@ -30,7 +30,7 @@ class Launcher(StrEnum):
     env = "env"
 
 
-class Connector(StrEnum):
+class ConnectorName(StrEnum):
     """How the ranks that `run` starts may find each other."""
 
     auto = "auto"
@@ -38,7 +38,7 @@ class Connector(StrEnum):
     env = "env://"
 
 
-class Communicator(StrEnum):
+class CommunicatorName(StrEnum):
     """How arrays move."""
 
     auto = "auto"
@@ -78,16 +78,16 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="jaxdist-", ignore_cleanup_errors=True) as scratch:
         if mpirun is not None:
             one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, scratch, whole_lines)
-            programs = [one]
+            commands = [one]
         elif hosts:
-            programs = remote_programs(command, hosts, environment, prefix, only_rank)
+            commands = remote_commands(command, hosts, environment, prefix, only_rank)
         else:
             shared = {**environment, **_alone(size)}
-            programs = own_processes(command, range(size), shared, prefix, only_rank, whole_lines=whole_lines)
-        return run_job(programs, on_failure=on_failure)
+            commands = own_processes(command, range(size), shared, prefix, only_rank, whole_lines=whole_lines)
+        return run_job(commands, on_failure=on_failure)
 
 
-def choose(launcher: Launcher, connector: Connector, communicator: Communicator) -> Mpirun | None:
+def choose(launcher: LauncherName, connector: ConnectorName, communicator: CommunicatorName) -> Mpirun | None:
     """The mpirun to use, or None for processes of our own.
 
     Args:
@@ -98,23 +98,23 @@ def choose(launcher: Launcher, connector: Connector, communicator: Communicator)
     Raises:
         ValueError: these do not go together, or what is asked for is not there; says how to install it.
     """
-    needs_mpi = connector is Connector.mpi or communicator is Communicator.mpi
-    wants_env = launcher is Launcher.env or connector is Connector.env
-    if wants_env and (needs_mpi or launcher is Launcher.mpirun):
+    needs_mpi = connector is ConnectorName.mpi or communicator is CommunicatorName.mpi
+    wants_env = launcher is LauncherName.env or connector is ConnectorName.env
+    if wants_env and (needs_mpi or launcher is LauncherName.mpirun):
         raise ValueError(
             "--launcher env and --connector env:// start processes that know nothing of MPI: leave out "
             "--launcher mpirun, --connector mpi and --communicator mpi, or leave out env"
         )
     if wants_env:
         return None
-    must = needs_mpi or launcher is Launcher.mpirun
+    must = needs_mpi or launcher is LauncherName.mpirun
     mpirun = find_mpirun()
     if mpirun is None:
         if must:
             raise ValueError(f"no mpirun in this environment or on PATH: {site.install()}")
         return None
     if importlib.util.find_spec("mpi4py") is None:
-        if must and launcher is not Launcher.mpirun:
+        if must and launcher is not LauncherName.mpirun:
             raise ValueError(f"mpi4py is not installed: {site.install()}")
         return mpirun if must else None
     library = mpi_library()
@@ -141,7 +141,7 @@ def _under_mpirun(
     only_rank: int | None,
     scratch: str,
     whole_lines: bool,
-) -> Program:
+) -> Command:
     if hosts:
         if mpirun_uses_ssh():
             check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
@@ -154,9 +154,9 @@ def _under_mpirun(
     line_filter: LineFilter | None = (lambda line: line) if hosts or whole_lines else None
     tag = prefix or only_rank is not None
     spread = bool(hosts) or cores() >= 2 * size
-    return Program(
+    return Command(
         name="mpirun",
-        command=mpirun.command(size, command, tag=tag, spread=spread, hosts=hosts, export=export),
+        argv=mpirun.command(size, command, tag=tag, spread=spread, hosts=hosts, export=export),
         environment={**mpirun.environment(hosts), **environment},
         line_filter=_tagged_lines(prefix, only_rank) if tag else line_filter,
         last_words=_LAST_WORDS if hosts else None,

@@ -101,12 +101,17 @@ def outside_environment() -> dict[str, str]:
 
 def python_probe(code: str) -> "subprocess.CompletedProcess[str] | None":
     """Runs `code` in a Python of its own; None if it never came back."""
+    return _run([sys.executable, "-c", code], 120)
+
+
+def _run(argv: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
+    """Runs a program outside of any MPI job to its end; None if it can't be run, or takes longer than this."""
     try:
         return subprocess.run(
-            [sys.executable, "-c", code],
+            argv,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=seconds,
             check=False,
             stdin=subprocess.DEVNULL,
             env=outside_environment(),
@@ -122,17 +127,8 @@ def find_mpirun() -> Mpirun | None:
     path = str(own) if os.access(own, os.X_OK) else shutil.which("mpirun")
     if path is None:
         return None
-    try:
-        done = subprocess.run(
-            [path, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=outside_environment(),
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    done = _run([path, "--version"], 20)
+    if done is None:
         return None
     text = done.stdout + done.stderr
     family: Family = "unknown"
@@ -183,8 +179,8 @@ def mpi_library() -> Library:
     if done is None:
         return Library(problem="mpi4py gave no answer within two minutes")
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return Library(problem=f"mpi4py loads no MPI library: {said[-1] if said else 'it says nothing'}")
+        lines = done.stderr.strip().splitlines()
+        return Library(problem=f"mpi4py loads no MPI library: {lines[-1] if lines else 'it says nothing'}")
     first, path = done.stdout.splitlines()[-2:]
     version = re.sub(r"\s+", " ", first.split(",")[0].strip()).rstrip("\x00")
     if "Open MPI" in version:

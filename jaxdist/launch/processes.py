@@ -52,12 +52,12 @@ except OSError as error:
 
 
 @dataclass(frozen=True)
-class Program:
+class Command:
     """One process of a job.
 
     Attributes:
         name: what messages call it.
-        command: its command line.
+        argv: its command line.
         environment: variables on top of this process's.
         line_filter: what becomes of each line it writes; None leaves it the terminal.
         death_signal: what it is sent when this process dies.
@@ -65,13 +65,13 @@ class Program:
             there, as a line with the number, instead of going to its process group. None leaves it
             the standard input of this process.
         failure_mark: a line on its standard error that begins so goes on with an exit code: a part
-            of the program failed and the rest of it is about to end.
-        last_words: a line that matches says that the job failed; the program has as long to end as
+            of the command failed and the rest of it is about to end.
+        last_words: a line that matches says that the job failed; the command has as long to end as
             after a signal. These two need a `line_filter`.
     """
 
     name: str
-    command: Sequence[str]
+    argv: Sequence[str]
     environment: Mapping[str, str]
     line_filter: LineFilter | None = None
     death_signal: signal.Signals = signal.SIGKILL
@@ -81,14 +81,14 @@ class Program:
 
 
 class Failed(NamedTuple):
-    """The first program of a job that failed: its name, and its exit code as of a shell."""
+    """The first command of a job that failed: its name, and its exit code as of a shell."""
 
     name: str
     code: int
 
 
 @dataclass(frozen=True)
-class _Exit:
+class _Exited:
     index: int
     code: int  # as of a shell: 128 + n for signal n
 
@@ -101,7 +101,7 @@ class _PartFailed:
 
 @dataclass(frozen=True)
 class _LastWords:
-    """Of a program that should now end by itself."""
+    """Of a command that should now end by itself."""
 
 
 @dataclass(frozen=True)
@@ -134,22 +134,22 @@ class _Pump(threading.Thread):
             self._show(rest + b"\n")
 
 
-_Event = _Exit | _PartFailed | _LastWords | _Signal
+_Event = _Exited | _PartFailed | _LastWords | _Signal
 
 
 def run_job(
-    programs: Sequence[Program],
+    commands: Sequence[Command],
     *,
     on_start: Callable[[], None] | None = None,
     on_failure: Callable[[Failed], None] | None = None,
 ) -> int:
-    """Runs the programs together; returns 0, or the exit code of the first that failed.
+    """Runs the commands together; returns 0, or the exit code of the first that failed.
 
     When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on;
     a second one ends the job at once. Call it from the main thread.
 
     Args:
-        programs: what to run.
+        commands: what to run.
         on_start: called once signals are caught.
         on_failure: called with that one as soon as it is known, before the others have ended.
     """
@@ -168,15 +168,15 @@ def run_job(
     try:
         if on_start is not None:
             on_start()
-        for index, program in enumerate(programs):
-            process = _start(program)
+        for index, command in enumerate(commands):
+            process = _start(command)
             started.append(process)
             running[index] = process
-            pumps += _pump_output(process, program, index, events)
+            pumps += _pump_output(process, command, index, events)
             threading.Thread(
-                target=lambda i, p: events.put(_Exit(i, _ended(p))), args=(index, process), daemon=True
+                target=lambda i, p: events.put(_Exited(i, _ended(p))), args=(index, process), daemon=True
             ).start()
-        return _supervise(programs, running, events, on_failure)
+        return _supervise(commands, running, events, on_failure)
     finally:
         # Whatever a rank itself started and left behind is still in the rank's group.
         for process in started:
@@ -188,7 +188,7 @@ def run_job(
 
 
 def _supervise(
-    programs: Sequence[Program],
+    commands: Sequence[Command],
     running: dict[int, subprocess.Popen[bytes]],
     events: "queue.SimpleQueue[_Event]",
     on_failure: Callable[[Failed], None] | None,
@@ -200,7 +200,7 @@ def _supervise(
             patience = None if kill_at is None else max(0.0, kill_at - time.monotonic())
             event = events.get(timeout=patience)
         except queue.Empty:
-            _signal_all(programs, running, signal.SIGKILL)
+            _signal_all(commands, running, signal.SIGKILL)
             kill_at = time.monotonic() + 1.0
             continue
         if isinstance(event, _LastWords):
@@ -211,32 +211,32 @@ def _supervise(
             verdict = verdict or 128 + event.number
             if event.number == signal.SIGINT and not again:
                 say("interrupted: ending the job. (Ctrl-C again: at once)")
-            _signal_all(programs, running, signal.SIGKILL if again else signal.Signals(event.number))
+            _signal_all(commands, running, signal.SIGKILL if again else signal.Signals(event.number))
             kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
             continue
-        if isinstance(event, _Exit):
+        if isinstance(event, _Exited):
             running.pop(event.index).wait()
         if event.code == 0 or verdict != 0:
             continue
-        if isinstance(event, _Exit):  # what others fail of may be seen before what has ended it
-            event = next((_Exit(i, code) for i, p in running.items() if (code := _crashed(p))), event)
+        if isinstance(event, _Exited):  # what others fail of may be seen before what has ended it
+            event = next((_Exited(i, code) for i, p in running.items() if (code := _crashed(p))), event)
         verdict = event.code
         if on_failure is not None:
-            on_failure(Failed(programs[event.index].name, verdict))
+            on_failure(Failed(commands[event.index].name, verdict))
         if running:
             others = {index: process for index, process in running.items() if index != event.index}
             rest = f"; ending the other {len(others)}" if others else ""
-            say(f"{programs[event.index].name} failed with exit code {verdict}{rest}")
-            # Not the part's own program: it sees to its other parts, and a second signal would end them at once.
-            _signal_all(programs, others, signal.SIGTERM)
+            say(f"{commands[event.index].name} failed with exit code {verdict}{rest}")
+            # Not the part's own command: it sees to its other parts, and a second signal would end them at once.
+            _signal_all(commands, others, signal.SIGTERM)
             kill_at = time.monotonic() + FAILURE_GRACE_S
     return verdict
 
 
 def _ended(process: "subprocess.Popen[bytes]", options: int = 0) -> int:
-    """The exit code of a program, as of a shell, once it has ended; 0 with WNOHANG if it runs.
+    """The exit code of a command, as of a shell, once it has ended; 0 with WNOHANG if it runs.
 
-    The program is left for `Popen.wait`: between the system's answer and Popen's own record of it, another thread would
+    The command is left for `Popen.wait`: between the system's answer and Popen's own record of it, another thread would
     learn nothing.
     """
     found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | options)
@@ -246,25 +246,25 @@ def _ended(process: "subprocess.Popen[bytes]", options: int = 0) -> int:
 
 
 def _crashed(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code of a program that has ended by a signal which no other program's failure leads to; else 0."""
+    """The exit code of a command that has ended by a signal which no other command's failure leads to; else 0."""
     crashes = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
     code = _ended(process, os.WNOHANG)
     return code if code - 128 in crashes else 0
 
 
-def _start(program: Program) -> "subprocess.Popen[bytes]":
-    pipe = None if program.line_filter is None else subprocess.PIPE
-    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(program.death_signal))]
+def _start(command: Command) -> "subprocess.Popen[bytes]":
+    pipe = None if command.line_filter is None else subprocess.PIPE
+    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
     process = subprocess.Popen(
-        [*become, *program.command],
-        env={**os.environ, **program.environment},
-        stdin=None if program.orders is None else subprocess.PIPE,
+        [*become, *command.argv],
+        env={**os.environ, **command.environment},
+        stdin=None if command.orders is None else subprocess.PIPE,
         stdout=pipe,
         stderr=pipe,
         start_new_session=True,
     )
-    if program.orders is not None:
-        _order(process, program.orders)
+    if command.orders is not None:
+        _order(process, command.orders)
     return process
 
 
@@ -283,9 +283,9 @@ def _drain(pumps: Sequence[_Pump], events: "queue.SimpleQueue[_Event]") -> None:
 
 
 def _pump_output(
-    process: "subprocess.Popen[bytes]", program: Program, index: int, events: "queue.SimpleQueue[_Event]"
+    process: "subprocess.Popen[bytes]", command: Command, index: int, events: "queue.SimpleQueue[_Event]"
 ) -> list[_Pump]:
-    line_filter, mark, last_words = program.line_filter, program.failure_mark, program.last_words
+    line_filter, mark, last_words = command.line_filter, command.failure_mark, command.last_words
     if line_filter is None:
         return []
 
@@ -321,10 +321,10 @@ def _write(target: TextIO, line: bytes) -> None:
 
 
 def _signal_all(
-    programs: Sequence[Program], running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals
+    commands: Sequence[Command], running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals
 ) -> None:
     for index, process in running.items():
-        if programs[index].orders is None or number is signal.SIGKILL:
+        if commands[index].orders is None or number is signal.SIGKILL:
             _signal_group(process, number)
         else:
             _order(process, b"%d\n" % number)
@@ -343,7 +343,7 @@ def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) ->
 
 
 def _kill_sessions(leaders: set[int]) -> None:
-    """Ends what left its program's group, as mpirun's ranks and its ssh do."""
+    """Ends what left its command's group, as mpirun's ranks and its ssh do."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(int(entry.name)) in leaders:

@@ -35,7 +35,7 @@ def program_command(script: list[str]) -> list[str]:
 def _check_module(name: str) -> None:
     """Says once what each rank would. Imports nothing: of `package.module` only the package is looked for."""
     top = name.partition(".")[0]
-    here = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])  # where `python -m` looks first
-    if name.endswith(".py") or not top or (here is None and importlib.util.find_spec(top) is None):
+    local = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])  # where `python -m` looks first
+    if name.endswith(".py") or not top or (local is None and importlib.util.find_spec(top) is None):
         hint = "; for a script leave out -m" if name.endswith(".py") else ""
         raise ValueError(f"no such module: {name} (looked in {Path.cwd()} and in this environment{hint})")

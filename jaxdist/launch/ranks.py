@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from jaxdist.launch.processes import LineFilter, Program
+from jaxdist.launch.processes import Command, LineFilter
 
 
 def own_processes(
@@ -16,7 +16,7 @@ def own_processes(
     only_rank: int | None,
     *,
     whole_lines: bool = False,
-) -> list[Program]:
+) -> list[Command]:
     """The processes of `ranks`, which are all that run on this machine.
 
     Args:
@@ -33,9 +33,9 @@ def own_processes(
         # Their output comes through pipes, where Python would hold it back until it has 8 KiB.
         shared = {"PYTHONUNBUFFERED": "1", **shared}
     return [
-        Program(
+        Command(
             name=f"rank {rank}",
-            command=command,
+            argv=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
             line_filter=_lines_of(rank, prefix, only_rank, alone),
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxdist.control.keys import is_loopback
 from jaxdist.launch.agent import FAILURE_MARK, Task
 from jaxdist.launch.hosts import Host
-from jaxdist.launch.processes import Program
+from jaxdist.launch.processes import Command
 from jaxdist.launch.ranks import free_port
 
 _CONNECT_S = 10
@@ -82,14 +82,14 @@ def _answers(hosts: Sequence[Host]) -> dict[str, int | str]:
         return dict(zip([host.name for host in remote], pool.map(_probe, remote), strict=True))
 
 
-def remote_programs(
+def remote_commands(
     command: list[str],
     hosts: Sequence[Host],
     environment: Mapping[str, str],
     prefix: bool,
     only_rank: int | None,
-) -> list[Program]:
-    """One program per host, which starts that host's ranks and ends them when the connection ends.
+) -> list[Command]:
+    """One command per host, which starts that host's ranks and ends them when the connection ends.
 
     Args:
         command: the command line of each rank.
@@ -112,15 +112,15 @@ def remote_programs(
         # Over standard input, not a command line that all may read.
         "JAXDIST_SECRET": secrets.token_hex(16),
     }
-    programs = []
+    commands = []
     first = 0
     for host in hosts:
         task = Task(command, first, host.slots, str(Path.cwd()), shared, prefix, only_rank)
         last = first + host.slots - 1
-        programs.append(
-            Program(
+        commands.append(
+            Command(
                 name=f"{host.name} ({f'rank {first}' if first == last else f'ranks {first} to {last}'})",
-                command=_on(host, [sys.executable, "-c", _AGENT]),
+                argv=_on(host, [sys.executable, "-c", _AGENT]),
                 environment={},
                 line_filter=lambda line: line,
                 orders=task.line(),
@@ -128,7 +128,7 @@ def remote_programs(
             )
         )
         first += host.slots
-    return programs
+    return commands
 
 
 def _probe(host: Host) -> int | str:
@@ -148,8 +148,8 @@ def _probe(host: Host) -> int | str:
     last = done.stdout.strip().splitlines()[-1:]
     if done.returncode == 0 and last and last[0].startswith("port "):
         return int(last[0].removeprefix("port "))
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return said[-1].strip() if said else f"ssh ended with exit code {done.returncode}"
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return lines[-1].strip() if lines else f"ssh ended with exit code {done.returncode}"
 
 
 def _on(host: Host, command: list[str]) -> list[str]:
@@ -158,8 +158,8 @@ def _on(host: Host, command: list[str]) -> list[str]:
         return command
     path = os.environ.get("PYTHONPATH")
     settings = ["env", f"PYTHONPATH={path}"] if path else []
-    there = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*settings, *command])}"
-    return [*_SSH, host.name, there]
+    remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*settings, *command])}"
+    return [*_SSH, host.name, remote]
 
 
 def _address(root: Host, *, alone: bool) -> str:

@@ -16,7 +16,7 @@ import jax
 
 from jaxdist import compat, connectors
 from jaxdist.runtime import devices
-from jaxdist.runtime.context import current
+from jaxdist.runtime.context import started
 
 if TYPE_CHECKING:
     from jaxdist.launch.spawned import Failure
@@ -85,12 +85,12 @@ def spawn(
     # Here, not above: a rank needs none of it, and cloudpickle takes its time.
     from jaxdist.launch import spawned
     from jaxdist.launch.advice import crowded
-    from jaxdist.launch.job import Communicator, Connector, Launcher, choose, launch
+    from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
     from jaxdist.launch.processes import Failed, say
 
     _check(n, only_rank)
-    launcher = Launcher.mpirun if communicator == "mpi" else Launcher.env
-    mpirun = choose(launcher, Connector.auto, Communicator(communicator))
+    launcher = LauncherName.mpirun if communicator == "mpi" else LauncherName.env
+    mpirun = choose(launcher, ConnectorName.auto, CommunicatorName(communicator))
     with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-", ignore_cleanup_errors=True) as folder:
         spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]
@@ -118,7 +118,7 @@ def _check(n: int, only_rank: int | None) -> None:
         raise ValueError(f"spawn(fn, n={n!r}): expected a number of ranks, 1 or more")
     if only_rank is not None and only_rank not in range(n):
         raise ValueError(f"only_rank={only_rank} is not one of the {n} ranks")
-    context = current()
+    context = started()
     if (context is not None and context.size > 1) or connectors.choose() != "local":
         raise RuntimeError(
             "jaxdist.spawn starts a job, and this process is a rank of one already: call it in a process that no "

@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.runtime.context import Context, get_context
 
 FILE = "metrics.jsonl"
@@ -205,10 +206,13 @@ def run_log(
       [1.0, 0.5]
     """
     ctx, folder = get_context(), Path(path)
-    problem = _problem(folder, tensorboard) if ctx.is_root else None
-    problem = ctx.control.exchange("jaxdist.run_log", problem, ctx.timeout)[ctx.root_rank]
-    if problem is not None:
-        raise problem
+
+    def prepare() -> Part[None]:
+        if ctx.is_root:
+            _make_ready(folder, tensorboard)
+        return Part(None)
+
+    on_every_rank(ctx, "run_log", prepare, raises=(OSError, ImportError))
     per_step = {"examples": examples_per_step, "tokens": tokens_per_step}
     log = RunLog(folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard)
     try:
@@ -219,17 +223,17 @@ def run_log(
     log._close(failed=False)
 
 
-def _problem(folder: Path, tensorboard: bool) -> Exception | None:
-    """Why the root could not write there."""
+def _make_ready(folder: Path, tensorboard: bool) -> None:
+    """The root has to be able to write there."""
     if tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        return ImportError(_GET_TENSORBOARD)
+        raise ImportError(_GET_TENSORBOARD)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("a"):
             pass
     except OSError as error:
-        return type(error)(error.errno, f"jaxdist.run_log: the root can't write there: {error.strerror}", str(folder))
-    return None
+        why = f"metrics can't be written there: {error.strerror}"
+        raise type(error)(error.errno, why, str(folder)) from error
 
 
 def _ready(entry: _Entry) -> bool:
@@ -344,35 +348,35 @@ class _Display:
         self._total = total
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
-        self._said = -math.inf
-        self._unsaid = ""
+        self._printed_at = -math.inf
+        self._pending = ""
 
     def start(self, step: int) -> None:
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[said]}"), console=self._console, refresh_per_second=4,
+                TextColumn("{task.fields[shown]}"), console=self._console, refresh_per_second=4,
             )  # fmt: skip
-            self._task = self._bar.add_task("step", total=self._total, completed=step, said="")
+            self._task = self._bar.add_task("step", total=self._total, completed=step, shown="")
             self._bar.start()
 
     def update(self, step: int, metrics: dict[str, float | int], rates: dict[str, float]) -> None:
-        said = [f"{name}={x:.4g}" for name, x in metrics.items()]
-        said += [f"{rate:,.0f} {name.removesuffix('_per_s')}/s" for name, rate in rates.items()]
+        shown = [f"{name}={x:.4g}" for name, x in metrics.items()]
+        shown += [f"{rate:,.0f} {name.removesuffix('_per_s')}/s" for name, rate in rates.items()]
         if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, said="  ".join(said))
+            self._bar.update(self._task, completed=step + 1, shown="  ".join(shown))
             return
         of = "" if self._total is None else f"/{self._total}"
-        self._unsaid = "  ".join([f"step {step + 1}{of}", *said])
-        if time.monotonic() - self._said > _EVERY:
-            self._say()
+        self._pending = "  ".join([f"step {step + 1}{of}", *shown])
+        if time.monotonic() - self._printed_at > _EVERY:
+            self._print()
 
-    def _say(self) -> None:
-        self._console.print(self._unsaid, markup=False, soft_wrap=True)
-        self._unsaid, self._said = "", time.monotonic()
+    def _print(self) -> None:
+        self._console.print(self._pending, markup=False, soft_wrap=True)
+        self._pending, self._printed_at = "", time.monotonic()
 
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._unsaid:
-            self._say()
+        elif self._pending:
+            self._print()

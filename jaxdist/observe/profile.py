@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.runtime.context import get_context
 
 # XLA names an operation after the JAX primitive that it comes from (0.10), or after its own; NCCL its kernels.
@@ -76,16 +77,23 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
     ctx, root = get_context(), Path(path)
     _finish_dispatched()
     folder = root / f"rank{ctx.rank}"
-    problem = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        problem = f"jaxdist.profile: rank {ctx.rank} can't write there: {error.strerror}"
-    problems = [p for p in ctx.control.exchange("jaxdist.profile", problem, ctx.timeout) if p]
-    if problems:
-        raise OSError(f"{problems[0]}: {str(root)!r}")
+
+    def prepare() -> Part[None]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise OSError(f"traces can't be written there: {error.strerror}: {str(root)!r}") from error
+        return Part(None)
+
+    def read() -> Part[None]:
+        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+        if not traces:
+            raise RuntimeError(f"jax.profiler has left no trace in {folder}")
+        return Part(None, told=share(traces[-1]))
+
+    on_every_rank(ctx, "profile", prepare, raises=(OSError,))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = int(python)
     jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
@@ -94,10 +102,9 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
         _finish_dispatched()
     finally:
         jax.profiler.stop_trace()
-    traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    shares = ctx.control.exchange("end of jaxdist.profile", share(traces[-1]), ctx.timeout)
+    _, shares = on_every_rank(ctx, "the end of profile", read, raises=(RuntimeError,))
     if ctx.is_root:
-        print(_said(shares, root), file=sys.stderr, flush=True)
+        print(_summary(shares, root), file=sys.stderr, flush=True)
 
 
 def _finish_dispatched() -> None:
@@ -169,7 +176,7 @@ def union(intervals: Iterable[_Interval]) -> float:
     return total
 
 
-def _said(shares: Sequence[Share], root: Path) -> str:
+def _summary(shares: Sequence[Share], root: Path) -> str:
     busy, collectives = sum(s.busy for s in shares), sum(s.collectives for s in shares)
     if not busy:
         return f"[jaxdist profile] no device ran anything; traces in {root}/rank*"

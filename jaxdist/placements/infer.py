@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
-from jaxdist.ir.operations import DEFERRABLE, ELEMENTWISE, SAME_RANK
+from jaxdist.ir.operations import DEFERRABLE, SAME_RANK
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
+from jaxdist.placements.marked import marked
 from jaxdist.placements.plan import Move, Placed, Plan, nbytes
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
 from jaxdist.placements.summands import is_zero, linear
@@ -35,7 +36,6 @@ from jaxdist.placements.values import (
     form,
     is_wide,
     related,
-    reshaped,
     tile,
 )
 
@@ -100,7 +100,7 @@ class Infer:
     def marked(self, block: Block) -> dict[int, int]:
         """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""
         if id(block) not in self._wanted:
-            self._wanted[id(block)] = _marked(self, block)
+            self._wanted[id(block)] = marked(self, block)
         return self._wanted[id(block)]
 
     def level(self, node: Node) -> int:
@@ -355,33 +355,6 @@ class Walk:
 
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
-
-
-def _marked(infer: Infer, block: Block) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for node in reversed(block.nodes):
-        if node.name == "jaxdist_shard":
-            dim = infer.choose(block.avals[node.ins[0]].shape)
-            if dim is not None and node.eqn.params["role"] != "asked" and infer.level(node) > 0:
-                found.setdefault(node.ins[0], dim)
-            continue
-        dims = [found[o] for o in node.outs if o in found]
-        if not dims:
-            continue
-        dim = dims[0]
-        if node.name == "transpose":
-            found.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
-        elif node.name in ("reshape", "squeeze"):
-            old, new = (block.avals[i].shape for i in (node.ins[0], node.outs[0]))
-            before = reshaped(infer.shard(dim, new[dim]), new, old)
-            if before is not None and infer.is_plain(before, block.avals[node.ins[0]]):
-                found.setdefault(node.ins[0], before.dim)
-        elif node.name in ELEMENTWISE:
-            shape = block.avals[node.outs[0]].shape
-            for i in node.ins:
-                if block.avals[i].shape == shape:
-                    found.setdefault(i, dim)
-    return found
 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Plan | None]

@@ -155,7 +155,7 @@ class Padded:
         """
         own = self.array.sharding
         assert isinstance(own, NamedSharding)
-        devices = own.mesh.devices.reshape(self.layout.groups, -1)
+        devices = np.asarray(own.mesh.devices).reshape(self.layout.groups, -1)
         place = NamedSharding(Mesh(devices, ("group", AXIS)), P(*[None] * self.layout.dim, AXIS))
         return jax.make_array_from_single_device_arrays(
             self.shape, place, [shard.data for shard in self.array.addressable_shards]

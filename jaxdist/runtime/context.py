@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import math
 import os
 import secrets
@@ -13,28 +12,23 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from jaxdist import communicators, compat, connectors
+from jaxdist import communicators, connectors
 from jaxdist.communicators import Rules
 from jaxdist.connectors import Connector
 from jaxdist.control import failfast, rendezvous
 from jaxdist.control.channel import Control, ControlError
-from jaxdist.control.keys import Key, is_loopback
-from jaxdist.control.sequence import Sequence
+from jaxdist.control.keys import Key
+from jaxdist.control.sequence import CallSequence
 from jaxdist.control.watchdog import Watchdog
-from jaxdist.mesh import AXIS
-from jaxdist.runtime import commlog, communicator_of, coordinator, devices, executables, farewell, gloo, transfer
+from jaxdist.runtime import commlog, farewell, start, transfer
 
-_log = logging.getLogger("jaxdist")
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
-_PATIENCE = 60  # seconds that JAX gets longer, for our own message
 
 _context: Context | None = None
-_asked: tuple[Any, Any, int | None, int | None] | None = None
+_requested: tuple[Any, Any, int | None, int | None] | None = None
 _lock = threading.RLock()
 
 T = TypeVar("T")
@@ -76,15 +70,15 @@ class Context:
         self.control = control
         self.timeout = timeout
         self.watchdog = Watchdog(control, timeout)
-        self.sequence = Sequence(control)
+        self.sequence = CallSequence(control)
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank
-        self.exit = failfast.Exit()
+        self.exit = failfast.ScriptExit()
         self.communicator = "xla"
         self.rules: Rules | None = None
         self.devices: list[Any] = []
-        self.hosts: tuple[str, ...] = (socket.gethostname(),) * self.size
+        self.hosts: tuple[str, ...] = ()
         self.num_devices = 0
         self.mesh: Mesh
         self._parts: dict[Any, Any] = {}
@@ -204,12 +198,12 @@ def init(
       >>> ctx.rank, ctx.size
       (0, 1)
     """
-    global _context, _asked
-    asked = (connector, communicator, rank, size)
+    global _context, _requested
+    requested = (connector, communicator, rank, size)
     with _lock:
         if _context is not None:
-            assert _asked is not None
-            _check_same(_asked, asked)
+            assert _requested is not None
+            _check_same(_requested, requested)
             return _context
         if not isinstance(communicator, str):
             communicators.check(communicator)
@@ -229,16 +223,13 @@ def init(
         if ctx.size > 1:
             _write_whole_lines()
         failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
-        _start_jax(ctx, wanted, timeout)
+        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout)
+        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator = jax_
+        ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, ctx.exit, timeout)
-        _context, _asked = ctx, asked
+        _context, _requested = ctx, requested
         return ctx
-
-
-def current() -> Context | None:
-    """The context, if `init` made one in this process."""
-    return _context
 
 
 def started() -> Context | None:
@@ -330,124 +321,10 @@ def _control(connector: Connector, timeout: float) -> Control:
     )  # fmt: skip
 
 
-def _start_jax(ctx: Context, wanted: str, timeout: float) -> None:
-    """Choose platform, devices, threads and communicator, and start jax.distributed."""
-    if ctx.size == 1:
-        ctx.devices = list(jax.local_devices())
-        ctx.num_devices = len(ctx.devices)
-        ctx.communicator = communicator_of.alone(wanted, ctx.num_devices)
-        ctx.mesh = _mesh(ctx.devices)
-        return
-    if compat.backend_started() and not compat.distributed_client_started():
-        raise RuntimeError(
-            f"rank {ctx.rank}: a JAX backend was already in use when jaxdist.init was called, so "
-            f"this process can't join the other {ctx.size - 1}. Call jaxdist.init() first: before "
-            "jax.devices(), jax.random.key(), any jnp array or jitted call (also those at the top "
-            "of imported modules)"
-        )
-    platforms = compat.platforms_asked()
-    gpus = devices.visible_gpus()
-    mine = devices.Host(
-        socket.gethostname(),
-        tuple(sorted(os.sched_getaffinity(0))),
-        gpus,
-        devices.wanted_platform(platforms, gpus),
-    )
-    chosen = communicator_of.several(ctx.size, ctx.connector.name, wanted, mine.platform)
-    said = ctx.control.exchange("init", (mine, *chosen, executables.offer(ctx.local_rank)), timeout)
-    hosts = [h for h, *_ in said]
-    _agree(ctx, hosts)
-    ctx.hosts = tuple(h.host for h in hosts)
-    errors = [(r, error) for r, (_, _, error, _) in enumerate(said) if error]
-    if errors and wanted != "auto":
-        kind = ImportError if "Install" in errors[0][1] else ValueError
-        raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
-    names = {name for _, name, *_ in said}
-    ctx.communicator = "mpi" if names == {"mpi"} else "xla"
-    if errors and ctx.is_root and ctx.connector.name == "mpi":  # right, but slower than what the launcher suggests
-        _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
-    local_ids = [devices.choose_gpu(hosts, ctx.rank)] if mine.platform == "gpu" else None
-    over_gloo = mine.platform == "cpu" and not compat.backend_started()
-    if over_gloo:
-        compat.one_cpu_device()
-        compat.cpu_threads(devices.fair_threads(hosts, ctx.rank))
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        if not platforms:
-            jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
-    _start_distributed(ctx, local_ids, timeout)
-    if over_gloo:
-        compat.gloo_at(_reachable_ip(ctx))
-    ctx.devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    per_process = [d.process_index for d in ctx.devices]
-    if per_process != list(range(ctx.size)):
-        raise RuntimeError(
-            f"rank {ctx.rank}: expected one device on each of {ctx.size} processes, JAX found {ctx.devices}"
-        )
-    ctx.num_devices = len(ctx.devices)
-    ctx.mesh = _mesh(ctx.devices)
-    if mine.platform == "cpu":
-        executables.share(ctx.control, ctx.timeout, [offer for *_, offer in said])
-    # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
-    if over_gloo and (ctx.communicator == "xla" or _one_host(ctx)):
-        ctx.control.barrier(timeout)
-        gloo.connect(ctx.mesh)
-    if ctx.communicator == "mpi":
-        from jaxdist.communicators.mpi import world
-
-        world(ctx.rank)  # made by all ranks together: now, not when one of them first compiles a step
-
-
 def hosts_of(mesh: Mesh) -> list[Any]:
     """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process."""
     own = _context.hosts if _context is not None and set(mesh.devices.flat) <= set(_context.devices) else None
     return [own[d.process_index] if own else d.process_index for d in mesh.devices.flat]
-
-
-def _mesh(found: list[Any]) -> Mesh:
-    return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _agree(ctx: Context, hosts: list[devices.Host]) -> None:
-    platforms = {h.platform for h in hosts}
-    if len(platforms) > 1:
-        cpu = [ctx.control.who(r) for r, h in enumerate(hosts) if h.platform == "cpu"]
-        raise ValueError(
-            f"rank {ctx.rank}: some ranks would run on GPUs and some on CPUs ({', '.join(cpu)}): "
-            "install jax[cuda12] and the driver everywhere, or set JAX_PLATFORMS=cpu everywhere"
-        )
-
-
-def _start_distributed(ctx: Context, local_ids: list[int] | None, timeout: float) -> None:
-    if compat.distributed_client_started():
-        if compat.distributed_ids() == (ctx.rank, ctx.size):
-            return  # the user started it, with the same numbers
-        raise RuntimeError(
-            f"rank {ctx.rank} of {ctx.size}: jax.distributed was already initialized as process "
-            "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
-        )
-    compat.quiet_distributed()
-    with coordinator.reachable(ctx.control, timeout) as path, ctx.watchdog.over("the start of jax.distributed"):
-        jax.distributed.initialize(
-            coordinator_address=f"unix:{path}",
-            coordinator_bind_address=f"unix:{path}",
-            num_processes=ctx.size,
-            process_id=ctx.rank,
-            local_device_ids=local_ids,
-            cluster_detection_method="deactivate",
-            initialization_timeout=int(timeout) + _PATIENCE,  # it ends the process, and can't say who is missing
-            heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
-        )
-
-
-def _one_host(ctx: Context) -> bool:
-    return all(is_loopback(m.ip) for m in ctx.control.members)
-
-
-def _reachable_ip(ctx: Context) -> str:
-    members = ctx.control.members
-    ip = members[ctx.rank].ip
-    # A rank beside the root talked to it over loopback: others reach both at the root's address.
-    return members[0].ip if is_loopback(ip) else ip
 
 
 __all__ = ["Context", "ControlError", "get_context", "init"]

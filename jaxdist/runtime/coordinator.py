@@ -46,11 +46,11 @@ def reachable(control: Control, timeout: float) -> Iterator[Path]:
         at_end: Callable[[], None] | None = None
         if control.rank == 0:
             at_end = _serve(control, path, timeout)
-        there = Path(control.exchange("coordinator", str(path), timeout)[0])
+        of_root = Path(control.exchange("coordinator", str(path), timeout)[0])
         if control.rank > 0:
             # Containers of one host may share its network and not its disk, hosts their disks and not a network.
-            if is_loopback(control.root_host) and os.access(there.parent, os.X_OK):
-                path = there
+            if is_loopback(control.root_host) and os.access(of_root.parent, os.X_OK):
+                path = of_root
                 await_listener(path, min(timeout, 5.0))
             else:
                 at_end = _forward(control, path)
@@ -159,7 +159,8 @@ def _serve(control: Control, path: Path, timeout: float) -> Callable[[], None]:
             if of == rank:
                 stream.came.put(b"")  # the coordinator ends at once if nobody is connected
 
-    control.listeners |= {_TAG: came, "gone": gone}
+    control.listen(_TAG, came)
+    control.listen("gone", gone)
 
     def wait() -> None:  # the coordinator's last answers are still in this process's hands
         end = time.monotonic() + timeout
@@ -193,7 +194,8 @@ def _forward(control: Control, path: Path) -> Callable[[], None]:
             streams[number] = _Stream(lambda sock=sock: sock, send)
             streams[number].start()
 
-    control.listeners |= {_TAG: came, "gone": gone}
+    control.listen(_TAG, came)
+    control.listen("gone", gone)
     threading.Thread(target=accept, name="jaxdist-coordinator", daemon=True).start()
 
     def end() -> None:  # the client keeps its connection as long as the process, which may wait for the root in MPI

@@ -9,13 +9,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Host(NamedTuple):
-    """What one process sees of its host; exchanged before any backend starts."""
+class Resources(NamedTuple):
+    """What one process sees of its host; exchanged before any backend starts.
+
+    Attributes:
+      host: its name.
+      cores: numbers of those that this process may run on.
+      gpus: UUIDs of the visible ones, in order.
+      platform: "gpu" or "cpu".
+    """
 
     host: str
-    cores: tuple[int, ...]  # this process may run on
-    gpus: tuple[str, ...]  # UUIDs of the visible ones, in order
-    platform: str  # "gpu" or "cpu"
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    platform: str
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -75,14 +82,14 @@ def cuda_plugin() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in names)
 
 
-def choose_gpu(hosts: Sequence[Host], rank: int) -> int:
+def choose_gpu(resources: Sequence[Resources], rank: int) -> int:
     """The index of the GPU that `rank` takes among those it sees: the first one still free.
 
     By UUID, so it is right both where every process sees all GPUs of the host and where the
     launcher shows each process its own.
 
     Args:
-      hosts: of each rank.
+      resources: of each rank.
       rank: whose.
 
     Returns:
@@ -92,45 +99,45 @@ def choose_gpu(hosts: Sequence[Host], rank: int) -> int:
       ValueError: more processes than GPUs on the host; both numbers and the fix.
 
     Example:
-      >>> h = Host("a", (0,), ("u0", "u1"), "gpu")
+      >>> h = Resources("a", (0,), ("u0", "u1"), "gpu")
       >>> choose_gpu([h, h], 1)
       1
     """
-    here = [r for r, h in enumerate(hosts) if h.host == hosts[rank].host]
+    beside = [r for r, h in enumerate(resources) if h.host == resources[rank].host]
     taken: set[str] = set()
-    for r in here:
-        free = [uuid for uuid in hosts[r].gpus if uuid not in taken]
+    for r in beside:
+        free = [uuid for uuid in resources[r].gpus if uuid not in taken]
         if not free:
-            total = len(set().union(*(hosts[q].gpus for q in here)))
+            total = len(set().union(*(resources[q].gpus for q in beside)))
             raise ValueError(
-                f"{len(here)} processes on host {hosts[rank].host}, but {total} visible GPU"
+                f"{len(beside)} processes on host {resources[rank].host}, but {total} visible GPU"
                 f"{'' if total == 1 else 's'} (CUDA_VISIBLE_DEVICES="
                 f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): each process takes one. "
                 f"Start at most {total} per host (e.g. mpirun -np {total}), or run on the CPU "
                 "with JAX_PLATFORMS=cpu"
             )
         if r == rank:
-            return hosts[r].gpus.index(free[0])
+            return resources[r].gpus.index(free[0])
         taken.add(free[0])
     raise AssertionError("rank is on its own host")
 
 
-def fair_threads(hosts: Sequence[Host], rank: int) -> int:
+def fair_threads(resources: Sequence[Resources], rank: int) -> int:
     """Threads for `rank`: each core it may run on counts for 1 / (processes that may run there).
 
     Args:
-      hosts: of each rank.
+      resources: of each rank.
       rank: whose.
 
     Returns:
       At least 1.
 
     Example:
-      >>> free, bound = Host("a", (0, 1), (), "cpu"), Host("b", (1,), (), "cpu")
+      >>> free, bound = Resources("a", (0, 1), (), "cpu"), Resources("b", (1,), (), "cpu")
       >>> fair_threads([free, free, bound], 0), fair_threads([free, free, bound], 2)
       (1, 1)
     """
-    mine = hosts[rank]
-    users = [h for h in hosts if h.host == mine.host]
+    mine = resources[rank]
+    users = [h for h in resources if h.host == mine.host]
     share = sum(1 / sum(core in h.cores for h in users) for core in mine.cores)
     return max(1, int(share + 1e-9))

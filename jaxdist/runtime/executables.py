@@ -32,12 +32,12 @@ import jax
 from jaxdist import compat
 from jaxdist.communicators.handles import put_in, take_out
 from jaxdist.control.channel import Control
-from jaxdist.runtime.lowered import Lowered
+from jaxdist.runtime.lowered import LoweredProgram
 
 _PREFIX = "jaxdist-programs-"
 _SAY_SECONDS = 10.0  # of waiting, before a line says so; then again after 2, 4, 8, ... times as long
 _MOST = 1 << 28  # bytes of an executable: one that is larger holds arrays, and is compiled by each rank
-Compile = Callable[[Lowered], Any]
+Compile = Callable[[LoweredProgram], Any]
 _ALONE = b""  # in place of an executable: each rank compiles it
 
 
@@ -96,7 +96,7 @@ def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
         _in_use(folder)
     except OSError:  # another file system: containers
         return
-    compat.on_compile(Executables(control, timeout, Path(folder)), Lowered)
+    compat.on_compile(Executables(control, timeout, Path(folder)), LoweredProgram)
 
 
 class Executables:
@@ -111,7 +111,7 @@ class Executables:
     def __init__(self, control: Control, timeout: float, folder: Path):
         self._control, self._timeout, self._folder = control, timeout, folder
 
-    def __call__(self, compile_: Compile, program: Lowered) -> Any:
+    def __call__(self, compile_: Compile, program: LoweredProgram) -> Any:
         """The executable of a program.
 
         Args:
@@ -140,7 +140,7 @@ class Executables:
                 _write(entry, _ALONE)
             _unlock(lock)
 
-    def _loaded(self, entry: Path, program: Lowered, handles: Sequence[int]) -> Any:
+    def _loaded(self, entry: Path, program: LoweredProgram, handles: Sequence[int]) -> Any:
         """What a rank has compiled; None: it is not available."""
         try:
             found = entry.read_bytes()
@@ -148,7 +148,7 @@ class Executables:
         except (OSError, jax.errors.JaxRuntimeError):
             return None
 
-    def _turn(self, entry: Path, program: Lowered) -> int | None:
+    def _turn(self, entry: Path, program: LoweredProgram) -> int | None:
         """Wait until a program is there, or nobody makes it.
 
         Returns:
@@ -191,7 +191,7 @@ def _processor() -> bytes:
     return "\n".join(line for line in first if line.startswith(names)).encode()
 
 
-def _key(program: Lowered) -> str:
+def _key(program: LoweredProgram) -> str:
     """Equal keys, equal executables."""
     # XLA divides the work of a program among so many threads.
     parts = [os.environ.get(name, "").encode() for name in ("XLA_FLAGS", "PJRT_NPROC", "NPROC")]

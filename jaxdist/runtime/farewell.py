@@ -24,7 +24,7 @@ _OTHERS_SECONDS = 1.0  # for them to print why the job ends
 _PACKAGE = __name__.partition(".")[0]
 
 
-def install(control: Control, watchdog: Watchdog, script: failfast.Exit, timeout: float) -> None:
+def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, timeout: float) -> None:
     """Take part in the common end of the job, when this process's script ends.
 
     Called after ``import jax``, so that it happens before JAX's own shutdown.
@@ -50,12 +50,12 @@ def install(control: Control, watchdog: Watchdog, script: failfast.Exit, timeout
                 f"the {control.size} ranks have called no decorated step and no collective of jaxdist: each has worked "
                 "by itself. Is the step decorated with jaxdist.data_parallel?"
             )
-        control.hold()  # the main thread ends this process
+        control.process.hold()  # the main thread ends this process
         control.close()
         _wait_for_all(control, watchdog, timeout)
         if control.ending:
             time.sleep(_OTHERS_SECONDS)  # they may be in a collective with this one, and say more than that it broke
-            control.depart(1)
+            control.process.depart(1)
         over.set()
 
     atexit.register(end)
@@ -91,7 +91,7 @@ def _see_to_the_end(control: Control, timeout: float) -> threading.Event:
         time.sleep(timeout)
         who = control.who(control.rank)
         control.say(f"{who} does not end, though its script did {timeout:g} s ago: {main_thread_stack()}")
-        control.depart(1)
+        control.process.depart(1)
 
     threading.Thread(target=watch, name="jaxdist-exit", daemon=True).start()
     return over

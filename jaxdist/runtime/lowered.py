@@ -15,7 +15,7 @@ from jaxdist import compat
 _JAXLIB = version("jaxlib").encode()
 
 
-class Lowered(NamedTuple):
+class LoweredProgram(NamedTuple):
     """What `jax.jit` compiles.
 
     Attributes:
@@ -37,7 +37,7 @@ class Lowered(NamedTuple):
         """Of the program."""
         return ir.StringAttr(self.module.operation.attributes["sym_name"]).value
 
-    def copy(self) -> Lowered:
+    def copy(self) -> LoweredProgram:
         """One whose module can be changed."""
         return self._replace(module=ir.Module.parse(_bytecode(self.module), self.module.context))
 

@@ -11,11 +11,11 @@ from jax.experimental import multihost_utils
 
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.runtime.context import Context
-from jaxdist.step.placement import ELSEWHERE, Placement
+from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.signature import Signature, constants_back
 
 
-class Settings(NamedTuple):
+class DebugSettings(NamedTuple):
     """What of JAX's settings for debugging is on.
 
     Attributes:
@@ -29,16 +29,16 @@ class Settings(NamedTuple):
     infs: bool
 
 
-def settings() -> Settings | None:
+def settings() -> DebugSettings | None:
     """None: nothing."""
     config: Any = jax.config
     if not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs):
         return None
-    return Settings(config.jax_disable_jit, config.jax_debug_nans, config.jax_debug_infs)
+    return DebugSettings(config.jax_disable_jit, config.jax_debug_nans, config.jax_debug_infs)
 
 
 def op_by_op(
-    plain: Callable[..., Any], signature: Signature, leaves: list[Any], placement: Placement, context: Context
+    plain: Callable[..., Any], signature: Signature, leaves: list[Any], placer: Placer, context: Context
 ) -> Any:
     """What a step returns for the whole batch, computed on this process without `jax.jit`.
 
@@ -46,7 +46,7 @@ def op_by_op(
       plain: the step, of all its arguments in order.
       signature: of the call.
       leaves: of its arguments, each rank with its own part of the batch.
-      placement: on the step's mesh.
+      placer: onto the step's mesh.
       context: the job.
     """
     # What the arguments hold is not made here: JAX's check would name the copy.
@@ -54,7 +54,7 @@ def op_by_op(
         state = [leaves[i] for i in signature.state]
         mine = [leaves[i] for i in signature.batch]
         if context.size > 1:
-            away = [i for i, x in enumerate(state) if placement.layout(x) is ELSEWHERE]
+            away = [i for i, x in enumerate(state) if placer.layout(x) is ELSEWHERE]
             for i, x in zip(away, context.broadcast([np.asarray(state[i]) for i in away]), strict=True):
                 state[i] = x
             state = [_whole(x) for x in state]

@@ -27,13 +27,14 @@ from jaxdist.placements.plan import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step import debugging, finite, modules, stages
-from jaxdist.step.compiled import Compiled
 from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Ahead, ahead
 from jaxdist.step.latest import Latest, expected, types
-from jaxdist.step.placement import ELSEWHERE, Placement
+from jaxdist.step.method import Method
+from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.program import OtherTypesError
+from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, is_array
 from jaxdist.step.signing import Signer
@@ -63,17 +64,16 @@ class DataParallel(Generic[R]):
         self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
         self._numbers: dict[Any, frozenset[int]] = {}  # positions of Python numbers that are constants
         self._has_modules = False  # among the arguments of some call
-        self._told = False  # what is gathered
+        self._warned = False  # of what is gathered
         self._log: commlog.StepLog | None = None
 
     def __reduce__(self) -> Any:
         """What another process gets: the step of the same module, or (of a notebook) one that is decorated alike."""
         name = getattr(self, "__qualname__", "")
-        there = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
-        return name if there else (decorated_with, (self._settings,))
+        importable = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
+        return name if importable else (decorated_with, (self._settings,))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        # Decorated in a class body: the instance is the first state argument, as for a plain function.
         return self if instance is None else Method(self, instance)
 
     @api_boundary
@@ -88,17 +88,14 @@ class DataParallel(Generic[R]):
             return self._debug(on, args, kwargs)
         return self._dispatch(args, kwargs)
 
-    def _debug(self, on: debugging.Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _debug(self, on: debugging.DebugSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call under `jax.disable_jit`, or one that is to say where NaN come from: JAX would look in our code."""
         if not on.disable_jit:
-            with jax.debug_nans(False), jax.debug_infs(False):
-                self._compiled.debugging = on
+            with jax.debug_nans(False), jax.debug_infs(False), self._cache.under(on):
                 try:
                     return self._dispatch(args, kwargs)
                 except FloatingPointError as error:
                     found = error
-                finally:
-                    self._compiled.debugging = None
             self._op_by_op(args, kwargs)  # the operation that makes the first one raises
             raise found
         return self._op_by_op(args, kwargs)
@@ -117,7 +114,7 @@ class DataParallel(Generic[R]):
         plain = lambda *args: with_axis(
             lambda *xs: run(self._settings.step, xs, signature.keywords), self._settings.axis_name, args
         )
-        result = debugging.op_by_op(plain, signature, leaves, self._placement, self._context)
+        result = debugging.op_by_op(plain, signature, leaves, self._placer, self._context)
         return modules.update(objects, result) if objects else result
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,7 +150,7 @@ class DataParallel(Generic[R]):
             self._log.called(call, program, [*state, *batch])
         if found is not None:
             assert self._mesh is not None
-            on = None if self._settings.check_finite else self._compiled.debugging
+            on = None if self._settings.check_finite else self._cache.debugging
             kinds = (on.nans, on.infs) if on else (True, True)
             finite.examine(program.checked, found, self._mesh, f"step {self._name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
@@ -184,13 +181,13 @@ class DataParallel(Generic[R]):
         """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
         self._bind_context()
         arranged, keywords = self._arguments(args, kwargs)
-        result = self._compiled.traced(*self._signature(arranged, keywords)).result()
-        return result[0] if any(type(x) is modules.Part for x in arranged) else result
+        result = self._cache.traced(*self._signature(arranged, keywords)).result()
+        return result[0] if any(type(x) is modules.NnxArrays for x in arranged) else result
 
     def clear_cache(self) -> None:
         """As ``jax.jit(step).clear_cache``: forget what was traced and compiled."""
         if self._context is not None:
-            self._compiled.clear()
+            self._cache.clear()
         self._latest.clear()
 
     def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
@@ -201,16 +198,16 @@ class DataParallel(Generic[R]):
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, kwargs))
         batch = [leaves[i] for i in signature.batch]
-        problem = self._placement.batch_problem([signature.names[i] for i in signature.batch], batch)
+        problem = self._placer.batch_problem([signature.names[i] for i in signature.batch], batch)
         if problem:
             raise ValueError(problem)
-        program = self._compiled.program(signature, leaves)
-        state = [self._placement.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
+        program = self._cache.program(signature, leaves)
+        state = [self._placer.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
         ahead = program.ahead(what, state, [
-            self._placement.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
+            self._placer.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
         ])  # fmt: skip
         complete = functools.partial(self._settings.calling.with_static, of=(args, kwargs))
-        return stage(ahead, stages.For(program, complete, self._types, self._types(args, kwargs), self._call))
+        return stage(ahead, stages.AheadCall(program, complete, self._types, self._types(args, kwargs), self._call))
 
     def _types(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Structure and types of a call's arguments; constants as they are."""
@@ -223,7 +220,7 @@ class DataParallel(Generic[R]):
         """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
         self._bind_context()
         assert self._mesh is not None
-        program = self._compiled.program(*self._signature(*self._arguments(args, kwargs)))
+        program = self._cache.program(*self._signature(*self._arguments(args, kwargs)))
         return program.place()[0] if self._mesh.size > 1 else None
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -244,13 +241,13 @@ class DataParallel(Generic[R]):
         if self._context is None:
             context = self._context = get_context()
             mesh = self._mesh = self._settings.mesh or context.mesh
-            self._placement = Placement(context, mesh)
-            self._compiled = Compiled(
-                self._settings, mesh, self._placement, context.rules or context.communicator, self._traced
+            self._placer = Placer(context, mesh)
+            self._cache = ProgramCache(
+                self._settings, mesh, self._placer, context.rules or context.communicator, self._traced
             )
-            self._signer = Signer(self._name, self._settings, self._placement, self._compiled)
+            self._signer = Signer(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
-            self._entering = Entering(self._name, context, self._placement)
+            self._entering = Entering(self._name, context, self._placer)
             if context.is_root and commlog.asked("comm"):
                 on_cpu = mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, mesh.size, on_cpu)
@@ -280,9 +277,9 @@ class DataParallel(Generic[R]):
                 if not self._has_modules and modules.found(args):
                     raise _ModulesError
                 latest = Latest([None] * len(leaves))
-            strangers = latest.strangers(leaves, self._placement)
+            misplaced = latest.misplaced(leaves, self._placer)
             numbers = self._numbers.get(tree, ())
-            constants = [i for i in strangers if not is_array(leaves[i]) or i in numbers]
+            constants = [i for i in misplaced if not is_array(leaves[i]) or i in numbers]
             values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
             fresh = False
             if latest.program is None or latest.constants != values:
@@ -300,14 +297,14 @@ class DataParallel(Generic[R]):
             raise
         except Exception as error:
             clearer = self._signer.bad_constant(args, keywords)
-            self._entering.tell(clearer or error)
+            self._entering.report(clearer or error)
             if clearer is None:
                 raise
             raise clearer from None
         if constants:
             gone = set(constants)
             moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))
-            strangers = [moved[i] - 1 for i in strangers if i not in gone]
+            misplaced = [moved[i] - 1 for i in misplaced if i not in gone]
             leaves = [x for i, x in enumerate(leaves) if i not in gone]
 
         differs: dict[int, list[int]] | None = None
@@ -318,13 +315,13 @@ class DataParallel(Generic[R]):
                 signature, differs = self._signer.settle(signature, args, call, self._context)
             self._signatures[tree, values] = signature
         batch = [leaves[i] for i in signature.batch]
-        known = (signature, trace_settings(), self._compiled.debugging, *map(self._placement.batch_key, batch))
+        known = (signature, trace_settings(), self._cache.debugging, *map(self._placer.batch_key, batch))
         if key is not tree:
             known += key
         if latest is not None and latest.known != known:
             latest = None
         program = latest and latest.program
-        changed = program is None or any(not signature.is_batch[i] for i in strangers)
+        changed = program is None or any(not signature.is_batch[i] for i in misplaced)
         what = self._agreed.get(known)
         if other_types:  # the others find the same, or that this rank traces a program which they don't
             self._agreement.corrected(self._agreed.setdefault(known, self._entering.kind_of_call(signature, batch)))
@@ -332,7 +329,7 @@ class DataParallel(Generic[R]):
             what = self._agreed.setdefault(known, self._entering.agree(signature, leaves, batch))
             self._agreement.compared(call, what)
         if changed:
-            program = self._compiled.program(signature, leaves)
+            program = self._cache.program(signature, leaves)
             self._entering.place(program, leaves, call, differs)
             self._latest[key] = Latest(expected(program, constants), program, signature, values, known)
         assert program is not None
@@ -343,10 +340,10 @@ class DataParallel(Generic[R]):
             raise RuntimeError("Array has been deleted")
         if program.donates and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
-        return program, state, self._placement.batch_argument(batch, program.batch)
+        return program, state, self._placer.batch_argument(batch, program.batch)
 
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
-        return any(self._placement.layout(leaves[i]) is ELSEWHERE for i in signature.state)
+        return any(self._placer.layout(leaves[i]) is ELSEWHERE for i in signature.state)
 
     def ahead(
         self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1, hosts: Any = None
@@ -354,7 +351,7 @@ class DataParallel(Generic[R]):
         """The step for other devices than this job's, which need not be here (see `jaxdist.step.forecast.ahead`)."""
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
-        return ahead(self._settings, self._compiled, signature, leaves, mesh, level, scale, hosts)
+        return ahead(self._settings, self._cache, signature, leaves, mesh, level, scale, hosts)
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""
@@ -366,23 +363,9 @@ class DataParallel(Generic[R]):
             return
         if commlog.asked("placements"):
             commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")
-        elif not self._told and (text := report.warning(placed)):
-            self._told = True
+        elif not self._warned and (text := report.warning(placed)):
+            self._warned = True
             _log.warning("step %r: %s", self._name, text)
-
-
-class Method(Generic[R]):
-    """A decorated step of a class, of one of its objects."""
-
-    def __init__(self, step: DataParallel[R], instance: Any):
-        self.step, self.instance = step, instance
-        functools.update_wrapper(self, step)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
-        return self.step(self.instance, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(self.step, name), self.instance)
 
 
 class _ModulesError(Exception):

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.agreement.calls import Agreement, StepCall, list_ranks
+from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.runtime.context import Context
-from jaxdist.step.placement import ELSEWHERE, Part, Placement, checksum
+from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature
 
@@ -25,20 +26,20 @@ class Entering:
     Args:
       name: of the step.
       context: the job.
-      placement: on the step's devices.
+      placer: onto the step's devices.
     """
 
-    def __init__(self, name: str, context: Context, placement: Placement):
-        self._name, self._context, self._placement = name, context, placement
+    def __init__(self, name: str, context: Context, placer: Placer):
+        self._name, self._context, self._placer = name, context, placer
         self._agreement = context.only(Agreement)
 
     def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
         """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""
-        elsewhere = [i for i in program.signature.state if self._placement.layout(leaves[i]) is not program.layouts[i]]
+        elsewhere = [i for i in program.signature.state if self._placer.layout(leaves[i]) is not program.layouts[i]]
         if not elsewhere:
             return
         self._compare(program, elsewhere, leaves, call, differs)
-        placed = self._placement.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
+        placed = self._placer.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x
 
@@ -56,14 +57,11 @@ class Entering:
         if context.size == 1 or (differs is None and not read):
             return
         if differs is None:
+            tag = f"read-only state of step {self._name}, call {call}"
             mine = {i: checksum(leaves[i]) for i in sorted(read)}
-            everyone = context.control.exchange(
-                f"read-only state of step {self._name}, call {call}", mine, context.timeout
-            )
-            differs = {
-                i: others for i, own in everyone[0].items()
-                if (others := [rank for rank, theirs in enumerate(everyone) if theirs.get(i) != own])
-            }  # fmt: skip
+            everyone = context.control.exchange(tag, mine, context.timeout)
+            values = {i: [theirs.get(i) for theirs in everyone] for i in everyone[0]}
+            differs = {i: others for i, each in values.items() if (others := unlike_the_root(each))}
         for i in sorted(read & differs.keys()):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
@@ -90,23 +88,22 @@ class Entering:
     def agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any]) -> StepCall:
         """Compare what this rank comes with and what the others do."""
         names = [signature.names[i] for i in signature.batch]
-        problem = self._placement.batch_problem(names, batch)
+        problem = self._placer.batch_problem(names, batch)
         entries = [(f"constant {name}", value) for name, value in signature.constants]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
-            kind = _type_of(x)
             if is_batch:
-                entries.append((f"batch leaf {name}", kind))
+                entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))
                 continue
-            how = self._placement.layout(x)
-            where = "" if how is ELSEWHERE else " on the mesh" if how is None else f" in shards along axis {how.dim}"
-            entries.append((f"state leaf {name}", kind + where))
-            if not problem and (stranger := self._placement.stranger(x)):
-                problem = f"state leaf {name} {stranger}"
+            how = self._placer.layout(x)
+            where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dim}"
+            entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
+            if not problem and (found := self._placer.state_problem(x)):
+                problem = f"state leaf {name} {found}"
         what = self.kind_of_call(signature, batch)
         self._agreement.check(what, tuple(entries), problem)
         return what
 
-    def tell(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
         if self._context.size > 1:
             text = f"{type(error).__name__}: {error}"
@@ -120,4 +117,4 @@ def _type_of(x: Any) -> str:
         jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
     )
     kind = f"{dtype}[{','.join(map(str, np.shape(x)))}]"
-    return kind + (f" of {x.total} in all" if isinstance(x, Part) else "")
+    return kind + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
-from jaxdist.agreement.calls import list_ranks
+from jaxdist.agreement.description import list_ranks
 from jaxdist.errors import StepError
 from jaxdist.ir.primitives import count_p
 from jaxdist.ir.primitives import counts as counts_of

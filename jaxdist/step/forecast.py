@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose, sharding
-from jaxdist.step.compiled import Compiled
-from jaxdist.step.placement import abstract, batch_problem, in_shards
+from jaxdist.step.placer import abstract, batch_problem, in_shards
+from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import jaxpr_of, traced
@@ -53,7 +53,7 @@ class Ahead:
 
 def ahead(
     settings: Settings,
-    compiled: Compiled,
+    cache: ProgramCache,
     signature: Signature,
     leaves: Sequence[Any],
     mesh: Mesh,
@@ -65,7 +65,7 @@ def ahead(
 
     Args:
       settings: of the step.
-      compiled: makes its programs.
+      cache: of the step, makes its programs.
       signature: of the call.
       leaves: of its arguments, arrays or `jax.ShapeDtypeStruct`s; those of the batch with the examples of all devices
         together.
@@ -90,7 +90,7 @@ def ahead(
     for i in signature.state:
         if in_shards(leaves[i]):
             layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
-    program = compiled.make(trace, signature, avals, layouts, mesh, "xla")
+    program = cache.make(trace, signature, avals, layouts, mesh, "xla")
     splits = dict(zip(signature.batch, program.batch, strict=True))
     held = []
     for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):

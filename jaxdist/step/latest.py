@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.compat import sharding_of
-from jaxdist.step.placement import Placement
+from jaxdist.step.placer import Placer
 from jaxdist.step.program import Program
 from jaxdist.step.signature import is_array, picker
 
@@ -33,21 +33,21 @@ class Latest:
     constants: tuple[Any, ...] = ()
     known: Any = None
     _shardings: Sequence[Any] | None = None
-    _strangers: Sequence[int] = ()
+    _misplaced: Sequence[int] = ()
 
     @functools.cached_property
     def _pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
         return picker([i for i, how in enumerate(self.expected) if how is not NEITHER])
 
-    def strangers(self, leaves: Sequence[Any], placement: Placement) -> Sequence[int]:
+    def misplaced(self, leaves: Sequence[Any], placer: Placer) -> Sequence[int]:
         """Positions of the leaves that are not kept as expected, all those of the batch and constants among them."""
         try:  # in the steady state one look at each leaf of the state, and no line of Python
             shardings = list(map(sharding_of, self._pick_state(leaves)))
         except AttributeError:  # a leaf that is not on any device
-            return placement.misplaced(leaves, self.expected)
+            return placer.misplaced(leaves, self.expected)
         if self._shardings is None or not all(map(operator.is_, shardings, self._shardings)):
-            self._strangers, self._shardings = placement.misplaced(leaves, self.expected), shardings
-        return self._strangers
+            self._misplaced, self._shardings = placer.misplaced(leaves, self.expected), shardings
+        return self._misplaced
 
 
 def types(leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ class _NoKey:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class Part:
+class NnxArrays:
     """The arrays of one argument that has objects in it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
         return ((_NoKey(), self.state),), (self.graph, self.position)
 
     @classmethod
-    def tree_unflatten(cls, about: Any, children: Any) -> Part:
+    def tree_unflatten(cls, about: Any, children: Any) -> NnxArrays:
         return cls(children[0], *about)
 
 
@@ -59,7 +59,7 @@ def found(tree: Any) -> bool:
 
 
 def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Arguments with a `Part` in place of each that has objects; and those."""
+    """Arguments with a `NnxArrays` in place of each that has objects; and those."""
     from flax import nnx
 
     at = [i for i, x in enumerate(args) if found(x)]
@@ -68,7 +68,7 @@ def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         graph, state = nnx.split(objects)
     out = list(args)
     for k, i in enumerate(at):
-        out[i] = Part(_of(state, k), graph if k == 0 else None, k)
+        out[i] = NnxArrays(_of(state, k), graph if k == 0 else None, k)
     return tuple(out), objects
 
 
@@ -76,7 +76,7 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
     """Call a step with the objects of its arguments put together; what `update` wants follows its result."""
     from flax import nnx
 
-    at = [i for i, x in enumerate(args) if type(x) is Part]
+    at = [i for i, x in enumerate(args) if type(x) is NnxArrays]
     parts = [args[i] for i in at]
     objects = nnx.merge(parts[0].graph, _joined([p.state for p in parts]))
     whole = list(args)
@@ -96,7 +96,7 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
             "that is not an array, has changed. Create all variables (also those of sow and of metrics) before the "
             "first step, and set attributes (model.train(), model.eval()) outside it"
         )
-    return result, tuple(Part(_of(state, k), p.graph, k) for k, p in enumerate(parts))
+    return result, tuple(NnxArrays(_of(state, k), p.graph, k) for k, p in enumerate(parts))
 
 
 def update(objects: Sequence[Any], result: Any) -> Any:

@@ -24,7 +24,7 @@ from jaxdist.placements.small import at_once
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
-from jaxdist.step.tracing import Traced
+from jaxdist.step.tracing import TracedStep
 
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
@@ -49,13 +49,12 @@ class Program:
     Attributes:
       checked: what the findings are about; nothing: there are none.
       padded: where the state's leaves are arrays with padding.
-      executable: compiled ahead of the first call; None: `jax.jit` does it.
       batch: how the leaves of the batch are split.
     """
 
     def __init__(
         self,
-        step: Traced,
+        step: TracedStep,
         signature: Signature,
         avals: Sequence[Any],
         layouts: Sequence[Layout | None],
@@ -77,7 +76,7 @@ class Program:
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = has_constants(step.tree)
-        self.executable: jax.stages.Compiled | None = None
+        self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
         self._traced: tuple[ClosedJaxpr, Placed | None] | None = None
         self._before = self._traced  # what was traced ahead of the first call, in which nobody would be told of it
         self._avals = list(avals)
@@ -100,6 +99,10 @@ class Program:
             compiler_options=compiler_options(mesh) or None,
         )  # fmt: skip
 
+    def use(self, executable: jax.stages.Compiled) -> None:
+        """Run what was compiled ahead, where it fits."""
+        self._executable = executable
+
     @property
     def donates(self) -> bool:
         """Whether it may take the memory of some state."""
@@ -118,13 +121,13 @@ class Program:
         """
         if self._before is not None:
             (closed, placed), self._before = self._before, None
-            self._tell(closed, placed)
+            self._report(closed, placed)
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
-        if self.executable is None:
+        if self._executable is None:
             outs, found = self._jitted(*args), None
         else:
             try:
-                outs, found = self.executable(*args), None
+                outs, found = self._executable(*args), None
             except (TypeError, ValueError):  # of other types, or kept otherwise
                 outs, found = self._jitted(*args), None
         if self.checked:
@@ -142,7 +145,7 @@ class Program:
             self._before = self._traced
         return ahead
 
-    def _tell(self, closed: ClosedJaxpr, placed: Placed | None) -> None:
+    def _report(self, closed: ClosedJaxpr, placed: Placed | None) -> None:
         self._traced = closed, placed
         if self._on_traced is not None:
             self._on_traced(closed, placed)
@@ -202,13 +205,13 @@ class Program:
             raise OtherTypesError
         weak = [aval.weak_type for aval in step.jaxpr.out_avals]
         if mesh.size == 1:
-            self._tell(step.jaxpr, None)
+            self._report(step.jaxpr, None)
             outs = Interpreter({}).run(step.jaxpr, *args)
             return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
         closed = fused(placed)
-        self._tell(closed, placed)
+        self._report(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
         outs = jax.shard_map(

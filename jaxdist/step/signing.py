@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 
+from jaxdist.agreement.description import unlike_the_root
 from jaxdist.errors import StepError
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.compiled import Compiled
-from jaxdist.step.placement import Placement, abstract, checksum
+from jaxdist.step.placer import Placer, abstract, checksum
+from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, Static, is_array
 from jaxdist.step.tracing import carried
@@ -30,21 +31,21 @@ class Signer:
     Args:
       name: of the step, for messages.
       settings: of the step.
-      placement: on the devices of the step.
-      compiled: traces the step for a signature and the types of its leaves.
+      placer: onto the devices of the step.
+      cache: traces the step for a signature and the types of its leaves.
     """
 
     def __init__(
         self,
         name: str,
         settings: Settings,
-        placement: Placement,
-        compiled: Compiled,
+        placer: Placer,
+        cache: ProgramCache,
     ):
-        self._name, self._calling, self._said = name, settings.calling, settings.batch
-        self._placement, self._compiled = placement, compiled
+        self._name, self._calling, self._declared = name, settings.calling, settings.batch
+        self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
-        self._told = False  # that all ranks have come with the same batch
+        self._warned = False  # that all ranks come with the same batch
 
     def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
         """The signature of a call, as far as this rank can tell by itself.
@@ -63,12 +64,12 @@ class Signer:
         fixed = _in_equinox(args)
         signature = self._sign(args, keywords, fixed)
         data = signature.data(leaves)
-        there = {type(data[i]) for i in signature.state}
-        constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in there]
+        kinds = {type(data[i]) for i in signature.state}
+        constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in kinds]
         for types in [(), *constant] if constant else []:
             tried = self._sign(args, keywords, fixed | {i for i, x in enumerate(leaves) if type(x) in types})
             try:
-                self._compiled.jaxpr(tried, self._compiled.types(tried, tried.data(leaves)))
+                self._cache.jaxpr(tried, self._cache.types(tried, tried.data(leaves)))
             except StepError:
                 break
             except TypeError:  # of a tracer that is used as a number
@@ -97,21 +98,21 @@ class Signer:
         leaves = signature.data(jax.tree.leaves(args))
         if context.size == 1 or not leaves:
             return signature, {}
-        mine = [_value(x, self._placement) for x in leaves]
+        mine = [_value(x, self._placer) for x in leaves]
         everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
         differs = {}
-        for i, value in enumerate(everyone[0]):
-            if others := [rank for rank, theirs in enumerate(everyone) if value is None or theirs[i] != value]:
+        for i, values in enumerate(zip(*everyone, strict=True)):
+            if others := list(range(context.size)) if values[0] is None else unlike_the_root(values):
                 differs[i] = others
         lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
-        if self._said is None:
+        if self._declared is None:
             arguments = [  # what lies on all processes may be of a loader, or the first argument's shards
                 batch.Argument(name, n, n is not None and any(i in differs and (k or mine[i] is not None) for i in at))
                 for k, ((_, at, name), n) in enumerate(zip(signature.arguments, lengths, strict=True))
             ]
             signature = self._one(self._read(signature, arguments, leaves))
-        if signature.batch and not any(i in differs for i in signature.batch) and not self._told:
-            self._told = True
+        if signature.batch and not any(i in differs for i in signature.batch) and not self._warned:
+            self._warned = True
             if context.is_root:
                 _log.warning(
                     "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
@@ -133,8 +134,8 @@ class Signer:
         names = tuple(parameters[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths)
         signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
         leaves = [x for _, x in paths]
-        if self._said is not None:
-            self._check_said(args, parameters)
+        if self._declared is not None:
+            self._check_declared(args, parameters)
             return signature.with_batch(self._chosen(signature))
         arguments = [batch.Argument(name, self._length(leaves, at)) for _, at, name in signature.arguments]
         return self._read(signature, arguments, leaves)
@@ -144,7 +145,8 @@ class Signer:
         parameters = self._calling.of(len(args), keywords)
         for path, x in jax.tree_util.tree_leaves_with_path(args):
             try:
-                is_array(x) or hash(x)
+                if not is_array(x):
+                    hash(x)
             except TypeError:
                 return TypeError(
                     f"step {self._name!r}: argument {parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])} is of "
@@ -161,21 +163,21 @@ class Signer:
         def returned() -> list[int]:
             types = [abstract(x) for x in leaves]
             try:
-                found = carried(self._compiled.jaxpr(signature, types), types)
+                found = carried(self._cache.jaxpr(signature, types), types)
             except Exception:  # it will come again when the step is traced as it is called
                 return []
             return [k for k, (_, at, _) in enumerate(signature.arguments) if at and found.issuperset(at)]
 
         def traces(reading: tuple[int, ...]) -> bool:
             tried = with_batch(reading)
-            types = self._compiled.types(tried, leaves)
-            if self._placement.processes == 1:  # what is no batch can't be twice as long
+            types = self._cache.types(tried, leaves)
+            if self._placer.processes == 1:  # what is no batch can't be twice as long
                 types = [
                     jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
                     for a, is_batch in zip(types, tried.is_batch, strict=True)
                 ]
             try:
-                self._compiled.jaxpr(tried, types)
+                self._cache.jaxpr(tried, types)
             except Exception:
                 return False
             return True
@@ -193,29 +195,29 @@ class Signer:
         if type(x) is Padded:
             return x.layout.dim != 0 or x.layout.groups > 1
         own = getattr(x, "sharding", None)
-        if getattr(own, "mesh", None) != self._placement.mesh:
+        if getattr(own, "mesh", None) != self._placer.mesh:
             return False
         spec = getattr(own, "spec", ())
         return not (spec and spec[0] in (AXIS, (AXIS,)))
 
-    def _check_said(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
-        assert self._said is not None
-        for n in self._said:
+    def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
+        assert self._declared is not None
+        for n in self._declared:
             if isinstance(n, int) and not -len(args) <= n < len(args):
                 raise TypeError(
-                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._said)} names one "
-                    "that was not passed: pass the batch, or batch_argnums=() if the step has none"
+                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._declared)} names "
+                    "one that was not passed: pass the batch, or batch_argnums=() if the step has none"
                 )
         paths = jax.tree_util.tree_leaves_with_path(args)
         names = [f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
-        whole = {n if isinstance(n, str) else parameters[n] for n in self._said}
+        whole = {n if isinstance(n, str) else parameters[n] for n in self._declared}
         for name, (_, leaf) in zip(names, paths, strict=True):
             if not is_array(leaf) and any(_is_in(name, of) for of in whole):
                 raise TypeError(
                     f"batch leaf {name} is {leaf!r}, not an array: what is not one entry an example belongs to "
                     "the state, or batch_argnums names the wrong argument"
                 )
-        for n in self._said:
+        for n in self._declared:
             if isinstance(n, str) and not any(_is_in(name, n) for name in [*names, *parameters]):
                 raise TypeError(
                     f"step {self._name!r} has no argument {n!r}, which batch_argnums names: there are "
@@ -223,8 +225,8 @@ class Signer:
                 )
 
     def _chosen(self, signature: Signature) -> list[int]:
-        assert self._said is not None
-        whole = {n if isinstance(n, str) else signature.parameters[n] for n in self._said}
+        assert self._declared is not None
+        whole = {n if isinstance(n, str) else signature.parameters[n] for n in self._declared}
         return [i for i, name in enumerate(signature.names) if any(_is_in(name, of) for of in whole)]
 
 
@@ -248,8 +250,8 @@ def _is_in(name: str, of: str) -> bool:
     return name == of or name.startswith((of + "[", of + "."))
 
 
-def _value(x: Any, placement: Placement) -> int | None:
+def _value(x: Any, placer: Placer) -> int | None:
     """What is compared of a leaf: nothing of one that is on the mesh; None: it lies on several processes, in parts."""
     if type(x) is Padded or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return 0 if placement.layout(x) is None else None
+        return 0 if placer.layout(x) is None else None
     return checksum(x)

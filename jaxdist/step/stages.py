@@ -10,26 +10,26 @@ import jax
 from jaxdist.step.program import Program
 
 
-class For(NamedTuple):
+class AheadCall(NamedTuple):
     """The call that a program is made for ahead of time.
 
     Attributes:
       program: for its arguments.
       complete: a call's arguments, with the static ones.
-      arguments: structure and types of a call's arguments.
-      here: of this call's.
+      types_of: structure and types of a call's arguments.
+      types: those of this call.
       call: runs the step.
     """
 
     program: Program
     complete: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    arguments: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    here: Any
+    types_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    types: Any
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Stage:
-    def __init__(self, stage: Any, of: For):
+    def __init__(self, stage: Any, of: AheadCall):
         self._stage, self._of = stage, of
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +53,7 @@ class Lowered(_Stage):
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """As `jax.stages.Lowered.compile`. A later call of the step with such arguments runs what was compiled."""
         compiled: jax.stages.Compiled = self._stage.compile(*args, **kwargs)
-        self._of.program.executable = compiled
+        self._of.program.use(compiled)
         return Compiled(compiled, self._of)
 
 
@@ -67,7 +67,7 @@ class Compiled(_Stage):
           TypeError: they have others.
         """
         args, kwargs = self._of.complete(args, kwargs)
-        given = self._of.arguments(args, kwargs)
-        if given != self._of.here:
-            raise TypeError(f"compiled for arguments {self._of.here}, called with {given}: call the step itself")
+        given = self._of.types_of(args, kwargs)
+        if given != self._of.types:
+            raise TypeError(f"compiled for arguments {self._of.types}, called with {given}: call the step itself")
         return self._of.call(args, kwargs)

@@ -39,7 +39,7 @@ class StepJaxpr(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedStep:
     """A step as a jaxpr, at logical shapes.
 
     Attributes:
@@ -73,7 +73,7 @@ def traced(
     mesh: Mesh,
     level: int | None = None,
     hosts: Sequence[Any] | None = None,
-) -> Traced:
+) -> TracedStep:
     """What placements are settled from.
 
     Args:
@@ -106,7 +106,7 @@ def traced(
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    return Traced(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
+    return TracedStep(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
 
 
 def jaxpr_of(
@@ -168,7 +168,7 @@ def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
 
 def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
     """Call a step with arguments as of its `Signature`."""
-    if any(type(x) is modules.Part for x in args):
+    if any(type(x) is modules.NnxArrays for x in args):
         return modules.run(step, args, keywords)
     places = len(args) - len(keywords)
     return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))

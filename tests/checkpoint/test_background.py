@@ -41,7 +41,7 @@ def test_a_failure_of_the_last_save_fails_the_script(tmp_path: Path) -> None:
     assert done.returncode == 1, done.output
     assert done.stdout == "the end\n"
     assert "the script has ended, and its last save had failed: checkpoint" in done.stderr
-    assert "2 was not written, earlier ones are as they were" in done.stderr
+    assert "2 was not written (earlier ones are as they were), on rank 0: " in done.stderr
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["1"]  # and no lock

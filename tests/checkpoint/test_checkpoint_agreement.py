@@ -73,7 +73,7 @@ def test_one_could_not(rank: int) -> None:
     ranks = Ranks(3)
     errors = ranks.run(fails(rank, OSError("no space")))
     assert all(isinstance(e, CheckpointError) for e in errors)
-    assert all(str(e).startswith(f"failed: rank {rank} (") and "OSError: no space" in str(e) for e in errors)
+    assert all(str(e).startswith(f"failed, on rank {rank}: ") and "OSError: no space" in str(e) for e in errors)
     assert ranks.concluded == []
 
 
@@ -82,7 +82,7 @@ def test_the_root_could_not_conclude() -> None:
         raise OSError("no rename")
 
     errors = Ranks(2).run(lambda rank: rank, conclude)
-    assert all("failed: rank 0" in str(e) and "no rename" in str(e) for e in errors)
+    assert all("failed, on rank 0: " in str(e) and "no rename" in str(e) for e in errors)
 
 
 def test_ctrl_c_on_one() -> None:
@@ -100,7 +100,7 @@ def test_ctrl_c_while_the_root_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.mail[0], "take", interrupted)
     errors = ranks.run(lambda rank: rank)
     assert isinstance(errors[0], KeyboardInterrupt)
-    assert "failed: rank 0 was interrupted" in str(errors[1])
+    assert "failed, on rank 0: interrupted" in str(errors[1])
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -150,7 +150,7 @@ def test_what_open_mpi_is_told(env, cores, settings):
 def test_programs_started_from_here_are_not_told(monkeypatch):
     ((name, value),) = _YIELD.items()
     monkeypatch.delenv(name, raising=False)
-    with mpi._told(_YIELD):
+    with mpi.in_environment(_YIELD):
         assert os.environ[name] == value
     assert name not in os.environ
 

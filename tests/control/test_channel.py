@@ -35,8 +35,8 @@ def test_notices_tell_who_waits_and_where_before_the_exchange_ends():
     controls = job(3)
     heard: list[tuple[int, int, int, str]] = []
     for c in controls:
-        c.on_enter = lambda rank, position, what, me=c.rank: heard.append((me, rank, position, what))
-    controls[1].position = lambda: 7
+        c.listen("enter", lambda rank, entry, me=c.rank: heard.append((me, rank, *entry)))
+    controls[1].where_is(this=lambda: 7)
     early = threading.Thread(target=lambda: controls[1].exchange("step", "shapes", what="a step"), daemon=True)
     early.start()
     until(lambda: len(heard) == 2)
@@ -86,7 +86,7 @@ def test_timeout_names_the_missing_on_every_rank():
 
 def test_a_rank_that_left_is_named_at_once_and_its_farewell_kept():
     controls = job(3)
-    controls[2].position = lambda: 5
+    controls[2].where_is(this=lambda: 5)
     waiting = threading.Thread(target=lambda: got.extend(everywhere([first])), daemon=True)
     got: list[Any] = []
     first = lambda: controls[1].exchange("step")

@@ -6,12 +6,12 @@ import pytest
 from channels import job, until
 
 from jaxdist.control.channel import Control
-from jaxdist.control.sequence import Sequence
+from jaxdist.control.sequence import CallSequence
 
 
 def compared(calls: str) -> str:
     """The calls, those in upper case that have to be compared."""
-    sequence, out = Sequence(Control(0, 1)), ""
+    sequence, out = CallSequence(Control(0, 1)), ""
     for what in calls:
         known = sequence.enter(what)
         if not known:
@@ -36,7 +36,7 @@ def test_a_call_that_the_pattern_leads_to_expect_is_not_compared(calls: str, exp
 
 
 def test_a_call_that_was_of_another_kind_is_corrected() -> None:
-    right, corrected = Sequence(Control(0, 1)), Sequence(Control(0, 1))
+    right, corrected = CallSequence(Control(0, 1)), CallSequence(Control(0, 1))
     for what in "aababbab":
         right.commit(what)
         corrected.commit("b" if corrected.count % 3 else what)
@@ -46,10 +46,10 @@ def test_a_call_that_was_of_another_kind_is_corrected() -> None:
     assert right._named == corrected._named
 
 
-def in_training(size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Control], list[Sequence], list[str]]:
+def in_training(size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Control], list[CallSequence], list[str]]:
     """The ranks of a job after one step, and what they fail with, each with its rank."""
     controls, failed = job(size), []
-    sequences = [Sequence(c) for c in controls]
+    sequences = [CallSequence(c) for c in controls]
     for control, sequence in zip(controls, sequences, strict=True):
         monkeypatch.setattr(control, "fail", lambda message, rank=control.rank: failed.append(f"{rank}: {message}"))
         sequence.commit("train")

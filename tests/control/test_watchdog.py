@@ -14,7 +14,7 @@ from channels import everywhere, job, until
 
 from jaxdist.control import watchdog
 from jaxdist.control.channel import ControlError
-from jaxdist.control.progress import Call, Progress
+from jaxdist.control.progress import ActiveCall, Progress
 from jaxdist.control.watchdog import Watchdog
 
 
@@ -31,7 +31,7 @@ class Output:
 
 
 def at(call: int, *, busy: bool) -> Progress:
-    current = Call(call, time.monotonic(), returned=True, over=not busy)
+    current = ActiveCall(call, time.monotonic(), returned=True, over=not busy)
     if busy:
         current.output = Output()
     return Progress(committed=call, current=current)
@@ -65,7 +65,7 @@ def test_who_does_not_answer_is_named_and_rank_0_alone_if_it_is_silent(monkeypat
     controls = job(3)
     dogs = [Watchdog(c, 1e6) for c in controls[:2]]
     assert re.fullmatch(r"rank 2 \(.*\) does not answer: .*", dogs[0].whereabouts([2]) or "")
-    controls[0].listeners.clear()
+    controls[0]._listeners.clear()
     assert "rank 2" not in (dogs[1].whereabouts([0, 2]) or "")
 
 
@@ -100,7 +100,7 @@ def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
 
     controls[0].fail, controls[0].say = note(ended), note(said)  # for good: the threads outlive the test
     dogs = [Watchdog(c, 0.2) for c in controls]
-    dogs[0].on_stuck = stuck.set
+    dogs[0].when_stuck(stuck.set)
     dogs[1].steps["train"] = at(7, busy=False)
     dogs[0].steps["train"] = at(7, busy=True)
     assert said.wait(20)
@@ -109,7 +109,7 @@ def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
     current = dogs[0].steps["train"].current
     assert current is not None
     current.output.donated = True  # to a call that runs now: nobody knows whether this one is over
-    dogs[0].steps["train"].current = Call(8, time.monotonic())
+    dogs[0].steps["train"].current = ActiveCall(8, time.monotonic())
     assert ended.wait(20)
     assert re.match(r"step 'train', call 8: .* rank 1 \(\S+, pid \d+\) has made 7 calls of it and is at ", texts[-1])
 
@@ -117,17 +117,17 @@ def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
 def test_a_call_is_over_when_its_output_is_there() -> None:
     x = jnp.ones(3)
     for result in ((x, {"loss": x}), {"a": x}, [x], (x, None), x):
-        call = Call(1, 0.0)
+        call = ActiveCall(1, 0.0)
         assert call.finished() is False
         call.finish(result)
         jax.block_until_ready(x)
         assert call.finished() is True
         assert call.output is None  # nothing of the user's is kept
     for nothing in ((), None, ("text", 1)):
-        call = Call(1, 0.0)
+        call = ActiveCall(1, 0.0)
         call.finish(nothing)
         assert call.finished() is True
-    call = Call(1, 0.0)
+    call = ActiveCall(1, 0.0)
     gone = jnp.ones(3)
     call.finish(gone)
     gone.delete()
@@ -137,7 +137,7 @@ def test_a_call_is_over_when_its_output_is_there() -> None:
 def test_a_small_output_is_watched_rather_than_a_large_one() -> None:
     large, small = jnp.zeros(1 << 17), jnp.zeros(2)
     for result in ((small, large), {"a": [small], "b": {"c": large}}):
-        call = Call(1, 0.0)
+        call = ActiveCall(1, 0.0)
         call.finish(result)
         assert call.output is small
 
@@ -153,7 +153,7 @@ def test_a_start_that_is_not_over_in_time_ends_the_job_and_names_who_does_not_an
         monkeypatch.setattr(control, "fail", failed.append)
     with dogs[1].over("something else"):
         pass
-    controls[2].listeners.clear()  # it is stopped
+    controls[2]._listeners.clear()  # it is stopped
     with dogs[0].over("the start"):
         until(lambda: failed)
     assert re.match(r"the start has taken longer than 0.1 s: .*rank 2 \(\S+, pid \d+\) does not answer", failed[0])

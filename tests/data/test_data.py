@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -20,15 +21,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxdist
+from jaxdist.agreement.description import Description
 from jaxdist.data import batches
-from jaxdist.data.loader import Loader, _Job, gather_for_metrics
+from jaxdist.data.loader import Loader, gather_for_metrics
+
+
+def job(rank: int, size: int, exchange: Callable[[str, Any, float], list[Any]]) -> Any:
+    """A context, as far as a loader needs one."""
+    return SimpleNamespace(rank=rank, size=size, timeout=1.0, control=SimpleNamespace(exchange=exchange))
 
 
 def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings_: Any) -> Loader:
     """The loader of one rank of several, that finds the others agree."""
-    job = _Job(rank, size, lambda _, mine: [mine] * size)
     settings_ = {"shuffle": True, "seed": 0, "tail": "drop", "transform": None} | settings_
-    return Loader(job, source, batch_size, **settings_)
+    return Loader(job(rank, size, lambda _, mine, __: [mine] * size), source, batch_size, **settings_)
 
 
 def ranks(n: int, size: int, batch_size: int, **settings_: Any) -> list[Loader]:
@@ -42,8 +48,8 @@ def epoch(loaders: Sequence[Loader], steps: int | None = None) -> list[list[int]
     for parts in zip(*loops, strict=True):  # strict: the same number of steps
         batch: list[int] = []
         for loader, part in zip(loaders, parts, strict=True):
-            x, weight = part if loader._plan.pad else (part, np.ones(len(part)))
-            assert len(x) == loader._plan.batch_size or loader._plan.keep
+            x, weight = part if loader._sampling.pad else (part, np.ones(len(part)))
+            assert len(x) == loader._sampling.batch_size or loader._sampling.keep
             batch += x[weight > 0].tolist()
         # A smaller last batch: parts of one length, filled up with copies of the last example.
         total = getattr(parts[0], "total", len(batch))
@@ -441,22 +447,30 @@ def test_bad_examples(examples: list[Any], message: str) -> None:
 
 
 def test_ranks_that_differ() -> None:
-    def answers(*theirs: Any) -> _Job:
-        return _Job(
-            0, 2, lambda _, mine: [mine, *(({**mine[0], **t}, None) if isinstance(t, dict) else t for t in theirs)]
-        )
+    def load(*theirs: dict[str, Any] | str) -> Loader:
+        """The others come with these entries instead of the root's, or find a problem."""
 
-    def load(job: _Job) -> Loader:
-        return Loader(job, np.arange(9), 2, shuffle=True, seed=0, tail="drop", transform=None)
+        def exchange(_: str, mine: Any, __: float) -> list[Any]:
+            entries = dict(mine[0].entries)
+            found = [
+                Description("loader", problem=t)
+                if isinstance(t, str)
+                else Description("loader", tuple((entries | {k: repr(v) for k, v in t.items()}).items()))
+                for t in theirs
+            ]
+            return [mine, *((description, 0, None) for description in found)]
+
+        context = job(0, 1 + len(theirs), exchange)
+        return Loader(context, np.arange(9), 2, shuffle=True, seed=0, tail="drop", transform=None)
 
     with pytest.raises(ValueError, match=r"len\(source\) is 9 on rank 0, 2; 8 on rank 1"):
-        load(answers({"len(source)": 8}, {}))
+        load({"len(source)": 8}, {})
     with pytest.raises(ValueError, match="seed is 0 on rank 0; 1 on rank 1"):
-        load(answers({"seed": 1}))
+        load({"seed": 1})
     with pytest.raises(ValueError, match="checksum of the first and last example is"):
-        load(answers({"the checksum of the first and last example": 1}))
+        load({"the checksum of the first and last example": 1})
     with pytest.raises(ValueError, match="loader, on rank 1: OSError: no such file"):
-        load(answers(({}, "OSError: no such file")))
+        load("OSError: no such file")
 
 
 def test_states_of_others() -> None:

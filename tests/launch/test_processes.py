@@ -10,15 +10,15 @@ from jaxdist.launch import processes
 def test_what_killed_a_job_is_named_though_its_peer_was_seen_first() -> None:
     """A peer that fails of the loss may be heard of before the system has told of the loss."""
     bodies = ("exit 1", "kill -9 $$")
-    programs = [processes.Program(f"rank {rank}", ["sh", "-c", body], {}) for rank, body in enumerate(bodies)]
-    running = {rank: subprocess.Popen(program.command) for rank, program in enumerate(programs)}
+    commands = [processes.Command(f"rank {rank}", ["sh", "-c", body], {}) for rank, body in enumerate(bodies)]
+    running = {rank: subprocess.Popen(command.argv) for rank, command in enumerate(commands)}
     events = processes.queue.SimpleQueue()
     codes = [processes._ended(process) for process in running.values()]
     assert codes == [1, 128 + signal.SIGKILL]
     for rank, code in enumerate(codes):
-        events.put(processes._Exit(rank, code))
+        events.put(processes._Exited(rank, code))
     failed: list[processes.Failed] = []
-    assert processes._supervise(programs, running, events, failed.append) == 128 + signal.SIGKILL
+    assert processes._supervise(commands, running, events, failed.append) == 128 + signal.SIGKILL
     assert failed == [("rank 1", 128 + signal.SIGKILL)]
 
 

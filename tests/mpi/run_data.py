@@ -62,7 +62,7 @@ def run_epochs(ctx, report):
     for on_devices in (False, True):
         w, plain, taken = jnp.ones(3), jnp.ones(3), 0
         batches = jaxdist.loader(x, 8, tail="pad", on_devices=on_devices)
-        whole = jaxdist.loader(x, 8 * ctx.size, tail="drop")._plan  # the order of the whole
+        whole = jaxdist.loader(x, 8 * ctx.size, tail="drop")._sampling  # the order of the whole
         for g, batch in enumerate(batches):
             w, _ = train(w, batch)
             places = np.arange(g * whole.batch_size, min(n, (g + 1) * whole.batch_size))

@@ -14,12 +14,12 @@ SCRIPT = str(Path(__file__).with_name("bad_calls.py"))
 ORDER = str(Path(__file__).with_name("another_order.py"))
 
 MESSAGES = {
-    "shape": r"batch leaf batch\['x'\] is float32\[4,3\] on rank 0(, 2)?; float32\[3,3\] on rank 1",
-    "dtype": r"state leaf state\['b'\] is float32\[2\].* on rank 0(, 2)?; bfloat16\[2\].* on rank 1",
-    "tree": r"state leaf state\['extra'\] is absent on rank 0(, 2)?; float32\[3\] on rank 1",
-    "state shape": r"state leaf state\['w'\] is float32\[3,2\].* on rank 0(, 2)?; float32\[3,5\] on rank 1",
+    "shape": r"leaf batch\['x'\] is float32\[4,3\] \(batch\) on rank 0(, 2)?; float32\[3,3\] \(batch\) on rank 1",
+    "dtype": r"leaf state\['b'\] is float32\[2\].* on rank 0(, 2)?; bfloat16\[2\].* on rank 1",
+    "tree": r"leaf state\['extra'\] is absent on rank 0(, 2)?; float32\[3\] \(state\) on rank 1",
+    "state shape": r"leaf state\['w'\] is float32\[3,2\].* on rank 0(, 2)?; float32\[3,5\] \(state\) on rank 1",
     "empty": r"batch leaf batch\['x'\] is empty",
-    "scalar": r"batch leaf batch\['x'\] is float32\[4,3\] on rank 0, 2; float32\[\], and so state, on rank 1",
+    "scalar": r"leaf batch\['x'\] is float32\[4,3\] \(batch\) on rank 0, 2; float32\[\] \(state\) on rank 1",
     "type": r"batch leaf batch\['x'\] is 'text', not an array",
     "nan": r"call 1: result\[0\]\['b'\] is not finite",
     "read only": r"state leaf offset is not the same on rank 0 and rank 1.*does not return it.*batch_argnums",
@@ -92,9 +92,9 @@ def test_by_hand_without_a_launcher() -> None:
         (
             "models",
             1,
-            (r"step 'towards_1'", r"a state of other types|state leaf w is float\d\d\[3,2\].* float\d\d\[3,700\]"),
+            (r"step 'towards_1'", r"a state of other types|leaf w is float\d\d\[3,2\].* float\d\d\[3,700\]"),
         ),
-        ("x64", 1, (r"batch leaf x is float32\[4,3\] on rank 0", r"float64\[4,3\] on rank 1")),
+        ("x64", 1, (r"leaf x is float32\[4,3\] \(batch\) on rank 0", r"float64\[4,3\] \(batch\) on rank 1")),
         ("sum", 1, (r"step 'towards_1'", "allreduce")),
         ("barrier", 0, (r"step 'towards_1'", "'barrier'")),
     ],

@@ -192,7 +192,7 @@ def test_a_slow_write_is_waited_for_and_a_failed_last_one_told(
     assert f"has waited for 2 s for rank {rank} " in done.stderr
     assert done.returncode == 1
     assert re.search(
-        rf"its last save had failed: checkpoint .*2 was not written.*: rank {rank} .*No space", done.stderr
+        rf"its last save had failed: checkpoint .*2 was not written .*, on rank {rank}: .*No space", done.stderr
     )
     assert "Traceback" not in done.stderr
     assert steps_in(tmp_path / "run") == ["1"]
@@ -252,14 +252,14 @@ def test_bad_calls_are_told_on_every_rank(tmp_path: Path) -> None:
     assert done.returncode == 0, done.output
     told = re.findall(r"TOLD (.*)", done.stdout)
     for pattern in (
-        r"FileNotFoundError rank 0: there is no checkpoint in",
-        r"CheckpointError rank \d: the ranks save different directories or steps: .*run0/1 on rank 0, .*run1/1 on",
-        r"CheckpointError rank \d: the ranks save different states",
-        r"CheckpointError rank \d: leaf w lies on each rank by itself, and on rank 1 \(.*Did each rank train by itself",
-        r"TypeError rank 1: leaf w can't be saved",
-        r"CheckpointError rank 0: can't write into /proc/none",
-        r"CheckpointError rank 1: leaf w .* has shape \(3,\), in `like` \(4,\)",
-        r"FileExistsError rank 0: there is a checkpoint of this step",
+        r"FileNotFoundError restore, on rank 0 \(and on rank 1\): there is no checkpoint in",
+        r"CheckpointError the ranks call save with .*: the checkpoint is .*run0/1 on rank 0; .*run1/1 on",
+        r"CheckpointError the ranks call save .*: the checksum of the names, shapes and dtypes of its leaves is ",
+        r"CheckpointError the ranks call save .*: leaf w, which each rank has by itself, is .*Did each rank train by",
+        r"TypeError save, on rank 1: leaf w can't be saved",
+        r"CheckpointError save, on rank 0: can't write into /proc/none",
+        r"CheckpointError restore, on rank 1: leaf w .* has shape \(3,\), in `like` \(4,\)",
+        r"FileExistsError save, on rank 0: there is a checkpoint of this step",
     ):
         assert sum(bool(re.match(pattern, line)) for line in told) == 2, (pattern, done.output)
     assert len(told) == 16, done.output

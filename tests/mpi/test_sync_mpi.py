@@ -21,7 +21,7 @@ SAID = {
     "number": r"SyncError: check_sync: tree\['epoch'\] \(int\) has other bits on rank 1",
     "tree": r"SyncError: check_sync: tree\['extra'\] is absent on rank 0(, 2)?; float32\[2,3\] on the host on rank 1\.",
     "dtype": r"SyncError: check_sync: tree is float32\[2\] on 1 device on rank 0(, 2)?; bfloat16\[2\] on 1 device on ",
-    "donated": r"SyncError: check_sync: tree can't be compared on rank 1: ValueError: \[0\] was donated",
+    "donated": r"SyncError: check_sync, on rank 1: check_sync: tree can't be compared: ValueError: \[0\] was donated",
     "call 1": "passed",
     "call 2": "passed",
     "call 3": r"SyncError: step 'checked', call 3: result\[0\]\['frozen'\] \(float32\[2,3\] on \d devices\) has other "

@@ -70,6 +70,6 @@ def test_an_error_inside_ends_the_trace(tmp_path: Path) -> None:
 
 def test_a_folder_that_can_t_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = r"jaxdist.profile: rank 0 can't write there: Not a directory: '.*file/trace'"
+    said = r"traces can't be written there: Not a directory: '.*file/trace'"
     with pytest.raises(OSError, match=said), jaxdist.profile(tmp_path / "file" / "trace"):
         pass

@@ -244,7 +244,7 @@ def test_weak_types_and_python_numbers() -> None:
         state, aux = step(state, X.astype(np.float32))
         assert state["n"].weak_type
         assert int(aux["n"]) == i
-    assert len(step._compiled.programs) == 1
+    assert len(step._cache.programs) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

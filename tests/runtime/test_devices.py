@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from jaxdist.runtime.devices import Host, choose_gpu, fair_threads, wanted_platform
+from jaxdist.runtime.devices import Resources, choose_gpu, fair_threads, wanted_platform
 
 
 def test_every_process_sees_all_gpus():
-    hosts = [Host(h, (0,), ("u0", "u1"), "gpu") for h in "aabb"]
+    hosts = [Resources(h, (0,), ("u0", "u1"), "gpu") for h in "aabb"]
     assert [choose_gpu(hosts, r) for r in range(4)] == [0, 1, 0, 1]
 
 
 def test_the_launcher_shows_each_process_its_own():
-    hosts = [Host("a", (0,), (u,), "gpu") for u in ("u0", "u1", "u2")]
+    hosts = [Resources("a", (0,), (u,), "gpu") for u in ("u0", "u1", "u2")]
     assert [choose_gpu(hosts, r) for r in range(3)] == [0, 0, 0]
 
 
 def test_more_processes_than_gpus_names_both_numbers_and_the_fix():
-    hosts = [Host("a", (0,), ("u0", "u1"), "gpu")] * 3
+    hosts = [Resources("a", (0,), ("u0", "u1"), "gpu")] * 3
     with pytest.raises(ValueError, match=r"3 processes on host a, but 2 visible GPUs.*-np 2"):
         choose_gpu(hosts, 2)
 
 
 def test_threads_share_the_cores_that_processes_share():
     def threads(*cores: tuple[int, ...]) -> list[int]:
-        hosts = [Host("a", c, (), "cpu") for c in cores]
+        hosts = [Resources("a", c, (), "cpu") for c in cores]
         return [fair_threads(hosts, r) for r in range(len(hosts))]
 
     everything = tuple(range(8))

@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxdist.communicators.handles import put_in, take_out
 from jaxdist.runtime import executables
 from jaxdist.runtime.executables import Executables
-from jaxdist.runtime.lowered import Lowered
+from jaxdist.runtime.lowered import LoweredProgram
 
 _SCRIPT = str(Path(__file__).with_name("run_executables.py"))
 
@@ -77,15 +77,17 @@ def test_jaxs_persistent_cache_serves_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Lowered]:
+def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], LoweredProgram]:
     """What JAX hands to the compiler for a function of an array."""
 
-    def lower(function: Callable[..., Any]) -> Lowered:
-        found: list[Lowered] = []
+    def lower(function: Callable[..., Any]) -> LoweredProgram:
+        found: list[LoweredProgram] = []
         with monkeypatch.context() as patch:
             original = compiler.backend_compile_and_load
             patch.setattr(
-                compiler, "backend_compile_and_load", lambda *args: (found.append(Lowered(*args)), original(*args))[1]
+                compiler,
+                "backend_compile_and_load",
+                lambda *args: (found.append(LoweredProgram(*args)), original(*args))[1],
             )
             jax.jit(function).lower(np.ones(3, np.float32)).compile()
         return found[0]
@@ -102,10 +104,10 @@ class _Ranks:
         controls = [SimpleNamespace(rank=rank, who="rank {}".format, say=self.said.append) for rank in range(3)]
         self.ranks = [Executables(control, timeout, folder) for control in controls]  # type: ignore[arg-type]
 
-    def __call__(self, rank: int, program: Lowered) -> Any:
+    def __call__(self, rank: int, program: LoweredProgram) -> Any:
         return self.ranks[rank](self.compile, program)
 
-    def compile(self, program: Lowered) -> Any:
+    def compile(self, program: LoweredProgram) -> Any:
         self.compiled.append(program.name)
         return compiler.backend_compile_and_load(*program)
 
@@ -164,7 +166,7 @@ def test_without_its_folder_each_compiles(tmp_path: Path, lowered: Any) -> None:
 def test_an_error_of_the_compiler_is_each_ranks_own_and_nobody_waits(tmp_path: Path, lowered: Any) -> None:
     ranks, program = _Ranks(tmp_path), lowered(lambda x: x * 2)
 
-    def fails(program: Lowered) -> Any:
+    def fails(program: LoweredProgram) -> Any:
         raise ValueError("on purpose")
 
     for rank in (0, 1):
@@ -177,7 +179,7 @@ def test_who_waits_says_so_once_and_not_for_ever(tmp_path: Path, lowered: Any, m
     monkeypatch.setattr(executables, "_SAY_SECONDS", 0.2)
     ranks, program = _Ranks(tmp_path, timeout=0.5), lowered(lambda x: x * 2)
 
-    def nested(given: Lowered) -> Any:  # while rank 0 compiles
+    def nested(given: LoweredProgram) -> Any:  # while rank 0 compiles
         assert ranks(1, given) is not None
         assert ranks(2, given) is not None
         return ranks.compile(given)

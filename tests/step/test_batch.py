@@ -23,7 +23,7 @@ def read(step: Any, *args: Any, **kwargs: Any) -> list[str]:
     """Names of the leaves that are taken for the batch."""
     decorated = jaxdist.data_parallel(step, donate=False)
     jax.tree.map(np.testing.assert_allclose, decorated(*args, **kwargs), jax.jit(step)(*args, **kwargs))
-    (program,) = decorated._compiled.programs.values()
+    (program,) = decorated._cache.programs.values()
     return [program.signature.names[i] for i in program.signature.batch]
 
 
@@ -74,7 +74,7 @@ def test_a_state_that_an_earlier_call_returned_is_none() -> None:
     w, _ = step(W, X)
     look = jaxdist.data_parallel(lambda w, x: loss_of(w, x), donate=False)
     np.testing.assert_allclose(look(w, X[:4]), loss_of(0.5 * W, X[:4]))  # as long as the weights
-    (program,) = look._compiled.programs.values()
+    (program,) = look._cache.programs.values()
     assert [program.signature.names[i] for i in program.signature.batch] == ["x"]
 
 
@@ -85,7 +85,7 @@ def test_by_name_and_by_path() -> None:
     def batch(argnums: Any) -> list[str]:
         decorated = jaxdist.data_parallel(step, batch_argnums=argnums, donate=False)
         jax.tree.map(np.testing.assert_allclose, decorated(*args), jax.jit(step)(*args))
-        (program,) = decorated._compiled.programs.values()
+        (program,) = decorated._cache.programs.values()
         return [program.signature.names[i] for i in program.signature.batch]
 
     assert batch("data") == batch(1) == batch((-1,)) == ["data['y']"]

@@ -31,8 +31,8 @@ def sources(f: Callable[..., Any], *args: Any, **settings: Any) -> list[str | No
     """For each leaf of the result the name of the argument's leaf whose next value it is."""
     step = jaxdist.data_parallel(f, **settings)
     step.lower(*args)  # type: ignore[attr-defined]
-    ((signature, _),) = step._compiled.traces  # type: ignore[attr-defined]
-    (trace,) = step._compiled.traces.values()  # type: ignore[attr-defined]
+    ((signature, _),) = step._cache.traces  # type: ignore[attr-defined]
+    (trace,) = step._cache.traces.values()  # type: ignore[attr-defined]
     return [None if i is None else signature.names[i] for i in trace.sources]
 
 

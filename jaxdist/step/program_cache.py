@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,20 +13,20 @@ from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import trace_settings
 from jaxdist.placements.layouts import Layout
 from jaxdist.step import debugging
-from jaxdist.step.placement import Placement, abstract
+from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
 from jaxdist.step.settings import COMPRESSIONS, Settings
 from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import StepJaxpr, Traced, jaxpr_of, traced
+from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
 
-class Compiled:
-    """Keeps them.
+class ProgramCache:
+    """Of one step.
 
     Args:
       settings: of the step.
       mesh: its devices.
-      placement: on them.
+      placer: onto them.
       communicator: a name or a table of rules.
       on_traced: called with each program that is about to be compiled (see `Program`).
 
@@ -39,16 +40,25 @@ class Compiled:
         self,
         settings: Settings,
         mesh: Mesh,
-        placement: Placement,
+        placer: Placer,
         communicator: str | Rules,
         on_traced: Callable[..., None],
     ):
-        self._settings, self._mesh, self._placement = settings, mesh, placement
+        self._settings, self._mesh, self._placer = settings, mesh, placer
         self._communicator, self._on_traced = communicator, on_traced
         self._jaxprs: dict[Any, StepJaxpr] = {}
-        self.traces: dict[Any, Traced] = {}
+        self.traces: dict[Any, TracedStep] = {}
         self.programs: dict[Any, Program] = {}
-        self.debugging: debugging.Settings | None = None
+        self.debugging: debugging.DebugSettings | None = None
+
+    @contextlib.contextmanager
+    def under(self, settings: debugging.DebugSettings) -> Iterator[None]:
+        """Make the programs of calls in here as these settings of JAX want them."""
+        self.debugging = settings
+        try:
+            yield
+        finally:
+            self.debugging = None
 
     def clear(self) -> None:
         """Forget them."""
@@ -58,7 +68,7 @@ class Compiled:
 
     def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Of a call's leaves as the step sees them: the batch's with the examples of all ranks."""
-        logical = self._placement.logical_batch
+        logical = self._placer.logical_batch
         return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
 
     def program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
@@ -66,7 +76,7 @@ class Compiled:
         trace = self.traced(signature, leaves)
         layouts: list[Any] = list(trace.layouts)
         for i in signature.state:
-            how = self._placement.layout(leaves[i])
+            how = self._placer.layout(leaves[i])
             layouts[i] = how if isinstance(how, Layout) else layouts[i]
         key = (trace, *layouts)
         if key not in self.programs:
@@ -86,7 +96,7 @@ class Compiled:
             self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, of.axis_name, check)
         return self._jaxprs[key]
 
-    def traced(self, signature: Signature, leaves: Sequence[Any]) -> Traced:
+    def traced(self, signature: Signature, leaves: Sequence[Any]) -> TracedStep:
         """The step as it is traced for a call of these leaves, and what was found out about it."""
         types = self.types(signature, leaves)
         step = self.jaxpr(signature, types)
@@ -97,7 +107,7 @@ class Compiled:
 
     def make(
         self,
-        trace: Traced,
+        trace: TracedStep,
         signature: Signature,
         avals: Sequence[Any],
         layouts: Sequence[Layout | None],

@@ -21,7 +21,7 @@ ELSEWHERE = object()
 """Of a leaf that is not on the mesh yet."""
 
 
-class Placement:
+class Placer:
     """Moves leaves onto the devices of one mesh.
 
     Args:
@@ -70,7 +70,7 @@ class Placement:
             self._layouts[id(own)] = how
         return how
 
-    def stranger(self, x: Any) -> str | None:
+    def state_problem(self, x: Any) -> str | None:
         """What is wrong with a leaf that is in shards, but not over this mesh."""
         own = getattr(physical(x), "sharding", None)
         if not isinstance(own, NamedSharding) or own.is_fully_replicated or own.mesh == self.mesh:
@@ -113,7 +113,7 @@ class Placement:
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)):
             return self._number(x)  # keeps its weak type
-        if isinstance(x, _Key):
+        if isinstance(x, _KeyData):
             return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
         # The step donates its state, and the caller keeps what it passed: never an alias of it (device_put makes one
         # on the first device, may_alias=False or not).
@@ -138,8 +138,8 @@ class Placement:
         """The batch as a compiled step takes it: `place_batch`, which for a single device jit does itself, faster."""
         if self.mesh.size > 1:
             return self.place_batch(leaves, splits)
-        here = set(self.local_devices)
-        own = all(type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == here) for x in leaves)
+        local = set(self.local_devices)
+        own = all(type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local) for x in leaves)
         return list(leaves) if own else self.place_batch(leaves, splits)
 
     def _shard(self, x: Any) -> jax.Array:
@@ -248,7 +248,7 @@ def in_shards(x: Any) -> bool:
     return type(x) is Padded or (isinstance(own, NamedSharding) and not own.is_fully_replicated)
 
 
-class Part(np.ndarray):
+class BatchPart(np.ndarray):
     """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
 
     Made by `jaxdist.loader`. What numpy makes of it is a plain array.
@@ -263,14 +263,14 @@ class Part(np.ndarray):
         pass
 
 
-def part(x: Any, total: int) -> Any:
-    """A `Part` of an array."""
-    out = np.asarray(x).view(Part)
+def batch_part(x: Any, total: int) -> Any:
+    """A `BatchPart` of an array."""
+    out = np.asarray(x).view(BatchPart)
     out.total = total
     return out
 
 
-class _Key:
+class _KeyData:
     """A typed PRNG key on its way between processes, as plain integers."""
 
     def __init__(self, key: jax.Array):
@@ -282,6 +282,6 @@ def _to_host(x: Any) -> Any:
     """A leaf as something that can be sent, its weak type kept."""
     if isinstance(x, jax.Array):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return _Key(x)
+            return _KeyData(x)
         return x.item() if x.weak_type and x.ndim == 0 else np.asarray(x)
     return x if isinstance(x, (bool, int, float, complex)) else np.asarray(x)

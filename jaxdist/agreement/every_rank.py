@@ -1,0 +1,85 @@
+"""`on_every_rank`: each rank does its part of a call; if one can't, or they do not fit, all raise the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from jaxdist.agreement.description import Description, difference, first_problem
+from jaxdist.runtime.context import Context
+
+R = TypeVar("R")
+
+
+class Part(NamedTuple, Generic[R]):
+    """What a rank has done of a call.
+
+    Attributes:
+      result: stays on this rank.
+      entries: must be the same on every rank; see `Description`.
+      told: goes to every rank.
+    """
+
+    result: R
+    entries: tuple[tuple[str, str], ...] = ()
+    told: Any = None
+
+
+def on_every_rank(
+    context: Context,
+    call: str,
+    part: Callable[[], Part[R]],
+    *,
+    raises: tuple[type[Exception], ...] = (ValueError,),
+    advice: Callable[[str], str] = str,
+    patient: bool = False,
+) -> tuple[R, list[Any]]:
+    """Do this rank's part of a call, and go on if all ranks could do theirs, on the same arguments.
+
+    Args:
+      context: the job.
+      call: names it.
+      part: raises what is wrong on this rank.
+      raises: errors that every rank raises as what they are; others become the first of these. If ranks have several,
+        that which stands first here is raised.
+      advice: about an entry that differs; see `difference`.
+      patient: wait for a rank that takes long for as long as it lives.
+
+    Returns:
+      The result of this rank, and what each rank tells.
+
+    Raises:
+      Exception: (one of `raises`, the same on every rank) a rank's part has failed, or the entries differ. In a job of
+        one process what `part` raised.
+      ControlError: some rank did not come within the timeout, or is in another call.
+    """
+    if context.size == 1:
+        alone = part()
+        return alone.result, [alone.told]
+    mine, mistake = _attempt(part)
+    kind, problem = _told(mistake, raises) if mistake else (0, "")
+    own = Description(call, mine.entries if mine else (), problem), kind, mine.told if mine else None
+    said = context.control.exchange(call, own, None if patient else context.timeout)
+    everyone = [description for description, _, _ in said]
+    if kinds := {rank: kind for rank, (description, kind, _) in enumerate(said) if description.problem}:
+        first = min(kinds.values())
+        problems = {rank: everyone[rank].problem for rank, kind in kinds.items() if kind == first}
+        raise raises[first](first_problem(call, problems)) from mistake
+    if any(description != own[0] for description in everyone):
+        raise raises[0](difference(everyone, advice))
+    assert mine is not None
+    return mine.result, [told for _, _, told in said]
+
+
+def _attempt(part: Callable[[], Part[R]]) -> tuple[Part[R] | None, Exception | None]:
+    # A function of its own: the error holds its frame, and with one that holds the error would be freed late.
+    try:
+        return part(), None
+    except Exception as error:
+        return None, error
+
+
+def _told(error: Exception, raises: tuple[type[Exception], ...]) -> tuple[int, str]:
+    """Which of these errors it is for all ranks, and with which words."""
+    known = [raises.index(kind) for kind in type(error).__mro__ if kind in raises]
+    return (known[0], str(error) or "failed") if known else (0, f"{type(error).__name__}: {error}")

@@ -1,0 +1,60 @@
+"""Every private or version-dependent touch of JAX, mpi4jax and Python, each with its reason; nothing else has any.
+
+| where | what |
+|---|---|
+| `tracing`, `jaxprs` | what is being traced and its types; equations, and binding them anew |
+| `arrays` | arrays and their memory |
+| `compilation`, `devices` | the compiler and its cache; backends, and devices that are not here |
+| `config`, `distributed` | `jax.config`; `jax.distributed` |
+| `ending` | how Python ends a process |
+"""
+
+# ruff: noqa: F401
+
+from jaxdist.compat.arrays import adopt, release_dropped, sharding_of
+from jaxdist.compat.compilation import (
+    compiler_knows,
+    for_any_device,
+    on_compile,
+    same_cache_key_on_all_ranks,
+    writes_cache,
+)
+from jaxdist.compat.config import platforms_asked, settings, use_settings
+from jaxdist.compat.devices import backend_started, cpu_threads, cpus_elsewhere, gloo_at, gpus_elsewhere, one_cpu_device
+from jaxdist.compat.distributed import (
+    distributed_client_started,
+    distributed_ids,
+    key_value_store,
+    mpi_status_ignore,
+    quiet_distributed,
+    when_client_has_left,
+)
+from jaxdist.compat.ending import before_threads_end, on_exit_code
+from jaxdist.compat.jaxprs import (
+    bind,
+    call,
+    closed,
+    in_backward_pass,
+    linear_solve,
+    makes_bits_by_place,
+    name_stack,
+    scan_split,
+    scatter_add,
+    threefry,
+    user_line,
+    with_constants_as_inputs,
+)
+from jaxdist.compat.tracing import (
+    all_gather_invariant_p,
+    checking_types,
+    is_pmapped,
+    manual_axes,
+    other_collectives,
+    psum_invariant_p,
+    pvary_p,
+    reduce_scatter_p,
+    trace_settings,
+    trace_state_clean,
+    varying_axes,
+    with_weak_type,
+)

@@ -1,0 +1,94 @@
+"""The compiler, and JAX's persistent cache of what it made."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.compat.devices import cpus_elsewhere
+from jaxdist.compat.distributed import distributed_ids
+
+
+def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Callable[..., Any]) -> None:
+    """Have each program of this process compiled by `instead`, which is given JAX's own way to do it and the program.
+
+    Here JAX has not found the program in its persistent cache. There is no public place.
+
+    Args:
+      instead: called with a function that compiles a program, and the program; returns the executable.
+      program: makes it of JAX's own arguments; a tuple of them.
+    """
+    from jax._src import compiler
+
+    original = compiler.backend_compile_and_load
+
+    def compile_(*args: Any) -> Any:
+        return instead(lambda given: original(*given), program(*args))
+
+    compiler.backend_compile_and_load = compile_
+
+
+def same_cache_key_on_all_ranks(processor: bytes) -> None:
+    """In JAX's persistent cache a program for CPUs has one key, whichever process compiles it.
+
+    JAX takes the number of a program's one device into the key (not so on GPUs), and that of the process. But only
+    process 0 writes: no other would find anything.
+
+    Args:
+      processor: describes that of this machine; for another's there is another key.
+    """
+    from jax._src import cache_key
+
+    of_options, of_devices = cache_key._hash_serialized_compile_options, cache_key._hash_accelerator_config
+
+    def hash_options(hashed: Any, options: Any, *args: Any, **kwargs: Any) -> None:
+        of_options(hashed, for_any_device(options), *args, **kwargs)
+
+    def hash_devices(hashed: Any, devices: Any) -> None:
+        if devices.flat[0].platform == "cpu":
+            hashed.update(processor)
+        else:
+            of_devices(hashed, devices)
+
+    cache_key._hash_serialized_compile_options = hash_options
+    cache_key._hash_accelerator_config = hash_devices
+
+
+def writes_cache() -> bool:
+    """Whether this process writes what it compiles into JAX's persistent cache."""
+    from jax._src import compilation_cache
+
+    return distributed_ids()[0] == 0 and compilation_cache.is_persistent_cache_enabled()
+
+
+def for_any_device(options: Any) -> Any:
+    """Options of the compiler; those for one device are the same whichever it is."""
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    given = options.device_assignment
+    if given is None or given.replica_count() * given.computation_count() > 1:
+        return options
+    options = copy.deepcopy(options)
+    options.device_assignment = xla_client.DeviceAssignment.create(np.zeros((1, 1), int))
+    return options
+
+
+@functools.cache
+def compiler_knows(option: str, value: Any) -> bool:
+    """Whether this version of XLA has a compiler option: they come and go, and one that is not there is an error."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    one = NamedSharding(Mesh(cpus_elsewhere(1), ("one",)), PartitionSpec())
+    lowered = jax.jit(lambda x: x, in_shardings=one).lower(jax.ShapeDtypeStruct((), "float32"))
+    try:
+        lowered.compile(compiler_options={option: value})  # type: ignore[arg-type]
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" in str(error):
+            return False
+        raise
+    return True

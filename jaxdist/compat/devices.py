@@ -1,0 +1,99 @@
+"""Backends and their devices, those of this process and those that are not here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from typing import Any
+
+import jax
+
+
+def backend_started() -> bool:
+    """Whether a JAX backend is up. jax 0.10-0.12: no public way to ask without starting one."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def one_cpu_device() -> None:
+    """One CPU device in this process, whatever XLA_FLAGS asks for (jax_num_cpu_devices wins)."""
+    jax.config.update("jax_num_cpu_devices", 1)
+
+
+def cpu_threads(count: int) -> None:
+    """Threads of XLA's CPU client; before the backend starts.
+
+    Its pool ignores OMP_NUM_THREADS and `--xla_cpu_multi_thread_eigen`; it reads PJRT_NPROC, then
+    NPROC (`DefaultThreadPoolSize` in xla/pjrt/utils.cc). PJRT_NPROC is the one no other program
+    reads. A user's setting of either stays.
+    """
+    if "NPROC" not in os.environ:
+        os.environ.setdefault("PJRT_NPROC", str(count))
+
+
+def gloo_at(ip: str) -> None:
+    """Gloo listens at `ip`; after `jax.distributed.initialize`, before the backend starts.
+
+    JAX 0.10-0.12 gives gloo no address, so it takes what the host name resolves to: 127.0.1.1 on
+    Debian, nothing in many containers. `make_cpu_client` takes ready-made collectives.
+    """
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
+    xla_bridge.register_backend_factory(
+        "cpu",
+        functools.partial(xla_bridge.make_cpu_client, collectives),
+        priority=0,
+        fail_quietly=False,
+    )
+
+
+def gpus_elsewhere(target: str, hosts: int, per_host: int) -> list[Any]:
+    """Devices that programs can be compiled for, and no more (`jax.experimental.topologies`).
+
+    Args:
+      target: XLA's description of the GPU.
+      hosts: number of them.
+      per_host: GPUs of each, one a process.
+
+    Raises:
+      ImportError: JAX is installed without what compiles for NVIDIA's GPUs.
+    """
+    from jax.experimental import topologies
+
+    # The plugin of jax[cuda12] refuses a machine without a driver unless told; when a backend started it already has.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        _register_cuda()
+        found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"{hosts}x{per_host}x1")
+    except (NotImplementedError, RuntimeError) as error:
+        raise ImportError(str(error)) from None
+    return list(found.devices)
+
+
+@functools.cache
+def _register_cuda() -> None:
+    """Let the CUDA plugin register itself once more, if it refused this machine when a backend started."""
+    from jax._src import xla_bridge
+
+    if not backend_started() or "cuda" in xla_bridge._topology_factories:
+        return
+    for name in ("xla_cuda13", "xla_cuda12"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"jax_plugins.{name}").initialize()
+            return
+
+
+@functools.lru_cache(maxsize=4)
+def cpus_elsewhere(count: int) -> list[Any]:
+    """Virtual CPU devices beside those of the backend, whose number is settled when it starts.
+
+    A client of their own (no public way makes a second one); programs can be compiled for them.
+    """
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    return list(xla_client.make_cpu_client(num_devices=count).devices())

@@ -1,0 +1,71 @@
+"""`jax.distributed`: its service, its client, its key-value store; and MPI below mpi4jax."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def distributed_client_started() -> bool:
+    """Whether jax.distributed was initialized (public only as `is_initialized` since 0.4.38)."""
+    return jax.distributed.is_initialized()
+
+
+def distributed_ids() -> tuple[int, int]:
+    """(process_id, num_processes) of jax.distributed; public only once a backend is up."""
+    from jax._src import distributed
+
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def key_value_store() -> Any:
+    """The key-value store of jax.distributed, which has no public name."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    assert client is not None, "jax.distributed is not initialized"
+    return client
+
+
+def quiet_distributed() -> None:
+    """Switch off what jax.distributed does that harms a training job; before `initialize`.
+
+    The preemption service installs a C++ SIGTERM handler that swallows the signal: the launcher's
+    SIGTERM would end nothing. The proxy check warns on every rank. Both flags exist in
+    jax 0.10-0.12; a version without them needs nothing.
+    """
+    for name in ("jax_enable_preemption_service", "jax_check_proxy_envs"):
+        with contextlib.suppress(AttributeError):
+            jax.config.update(name, False)
+
+
+def when_client_has_left(call: Callable[[], None]) -> None:
+    """`call` something in JAX's own shutdown at exit: this process's client has left, the coordinator is still there.
+
+    jax 0.10-0.12 ends the client, then the service, if there is one, in one call. After it process 0 may be gone.
+    """
+    from jax._src import distributed
+
+    state = distributed.global_state
+    service = state.service  # None on other processes
+
+    class Service:
+        """The coordinator, as far as JAX's own shutdown knows it."""
+
+        def shutdown(self) -> None:
+            call()
+            if service is not None:
+                service.shutdown()
+
+    if state.client is not None:
+        state.service = Service()
+
+
+def mpi_status_ignore() -> int:
+    """MPI_STATUS_IGNORE for mpi4jax's FFI targets (its own sendrecv passes it; it has no public name)."""
+    from mpi4jax._src.xla_bridge import MPI_STATUS_IGNORE_ADDR
+
+    return MPI_STATUS_IGNORE_ADDR

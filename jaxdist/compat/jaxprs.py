@@ -1,0 +1,132 @@
+"""Equations and jaxprs: what they hold, where they come from, and binding them anew."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import source_info_util
+from jax.extend.core import ClosedJaxpr
+from jax.extend.core.primitives import jit_p
+
+
+def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]:
+    """Bind an equation's primitive to other parameters and arguments, in the context in which it was traced.
+
+    As `jax.core.eval_jaxpr` does for each equation: what `get_bind_params` returns, the equation's context (its
+    matmul precision, say) and its name stack have no public access.
+    """
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def call(closed: ClosedJaxpr, args: Sequence[Any]) -> Sequence[Any]:
+    """Evaluate a jaxpr as a call in what is being traced, without tracing it anew.
+
+    `jax.jit` of it would; the parameters of its primitive are another set in each version, so an empty one gives them.
+    """
+    params = dict(_empty_call(jax.sharding.get_abstract_mesh()))
+    for name, count in (("in", len(args)), ("out", len(closed.out_avals))):
+        for kind in ("shardings", "layouts"):
+            params[f"{name}_{kind}"] = (params[f"{name}_{kind}"][0],) * count
+    params.update(jaxpr=closed, donated_invars=(False,) * len(args), name="part")
+    return jit_p.bind(*args, **params)
+
+
+@functools.lru_cache(maxsize=64)
+def _empty_call(mesh: Any) -> dict[str, Any]:
+    """The parameters of a call with one argument and one result, traced under the mesh of the moment."""
+    return jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
+
+
+def name_stack(eqn: Any) -> str:
+    """In which `jax.named_scope`s and transformations an equation was traced (no public access)."""
+    return str(eqn.source_info.name_stack)
+
+
+def in_backward_pass(eqn: Any) -> bool:
+    """Whether differentiation made an equation for its backward pass: its name stack says so."""
+    return _transposed(eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _transposed(stack: Any) -> bool:
+    return "transpose(" in str(stack)
+
+
+def user_line(eqn: Any) -> str:
+    """``file:line`` of the user's code that an equation comes from, or "" (no public access)."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_OURS):
+            return f"{frame.file_name}:{frame.start_line}"
+    return ""
+
+
+_OURS = f"{Path(__file__).absolute().parent.parent}{os.sep}"
+
+
+def closed(jaxpr: Any) -> ClosedJaxpr:
+    """An open jaxpr (of `jax.checkpoint`) as a closed one without constants; the same for the same."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else _closed(jaxpr)
+
+
+@functools.cache
+def _closed(jaxpr: Any) -> ClosedJaxpr:
+    return ClosedJaxpr(jaxpr, ())
+
+
+def with_constants_as_inputs(jaxpr: Any) -> Any:
+    """A jaxpr whose constants come first among its inputs (`jax.checkpoint` holds an open one)."""
+    return (
+        jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=None)
+        if jaxpr.constvars
+        else jaxpr
+    )
+
+
+def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation (0.12 keeps them in a FlatTree)."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def linear_solve(params: dict[str, Any], ins: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr that solves a `lax.custom_linear_solve`, and those operands that it takes."""
+    lengths, start = params["const_lengths"], 0
+    for name in lengths._fields:
+        if name == "solve":
+            break
+        start += getattr(lengths, name)
+    rest = sum(lengths)
+    return params["jaxprs"].solve, (*ins[start : start + lengths.solve], *ins[rest:])
+
+
+def scatter_add(xs: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """A ``scatter-add`` equation on operands of another dtype: its parameters hold a jaxpr of its own."""
+    given = {k: params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
+    return jax.lax.scatter_add(xs[0], xs[1], xs[2], params["dimension_numbers"], **given)
+
+
+def makes_bits_by_place(dtype: Any) -> bool:
+    """Whether the random bits of keys of a type depend on the key and the place of an entry alone."""
+    impl = getattr(dtype, "_impl", None)
+    return getattr(impl, "name", "") == "threefry2x32" and bool(_config.threefry_partitionable.value)
+
+
+def threefry(key_a: Any, key_b: Any, high: Any, low: Any) -> Sequence[Any]:
+    """The two words that threefry makes of a key and a 64-bit counter (public, but in an experimental place)."""
+    from jax.extend.random import threefry2x32_p
+
+    return threefry2x32_p.bind(key_a, key_b, high, low)

@@ -1,0 +1,140 @@
+"""This process as one rank of a job: what it prints, from any thread, and how it ends when the job has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from jaxdist.control.hub import PRINT_SECONDS
+from jaxdist.control.stacks import main_thread_stack
+
+_STACK_SECONDS = 2.0  # to print a stack
+_OTHERS_SECONDS = 1.0  # for the other ranks to print theirs: launchers kill them when one ends
+_LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
+
+
+class Process:
+    """Of one rank.
+
+    Args:
+      rank: of this process.
+      abort: how it ends itself when the job fails (a connector's `abort`).
+
+    Attributes:
+      alarmed: whether this rank told the others to end.
+      over: set when every rank has said goodbye, or the job is known to have failed.
+      wait_gone: hook, on rank 0: whether, within so many seconds, every other rank has closed its connection.
+
+    Example:
+      >>> Process(0).ending
+      False
+    """
+
+    def __init__(self, rank: int, abort: Callable[[int, str], None] | None = None):
+        self.alarmed = False
+        self.over = threading.Event()
+        self.wait_gone: Callable[[float], bool] | None = None
+        self._rank, self._abort = rank, abort
+        self._pid = os.getpid()
+        self._held = self._quiet = False  # the main thread is about to end this process itself
+        self._reason = threading.Event()  # the others told this rank to end
+
+    def is_owner(self) -> bool:
+        """Whether the code runs in it, and not in a child that was forked off."""
+        return os.getpid() == self._pid
+
+    def say(self, message: str) -> None:
+        """Print a message on stderr, each line marked with the rank."""
+        # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe. A line at a time: the system
+        # keeps a short write in one piece, and ranks may share the pipe.
+        for line in message.splitlines():
+            os.write(2, f"[jaxdist rank {self._rank}] {line}\n".encode())
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job is known to have failed."""
+        return self.alarmed or self._reason.is_set()
+
+    def hold(self, *, quiet: bool = False) -> None:
+        """Leave the end of this process to the caller, who has something to print first.
+
+        Args:
+          quiet: do not print why the others end.
+        """
+        self._held, self._quiet = True, quiet
+
+    def told_to_end(self, seconds: float) -> bool:
+        """Whether, within this time, the others say that the job failed."""
+        return self._reason.wait(seconds)
+
+    def end_because_of(self, message: str, pause: float, stacks: bool = False) -> None:
+        """Print why, and end this process soon; unless its main thread already sees to that.
+
+        Args:
+          message: why.
+          pause: seconds to leave to the rank that failed: launchers report the code of the rank
+            that ends first.
+          stacks: whether to print where the main thread is.
+        """
+        if self.ending or not self.is_owner():
+            return
+        if not self._quiet:
+            self.say(message)
+        self._reason.set()
+        self.over.set()
+        if self._held:
+            return
+
+        # Not on rank 0's watcher itself: it goes on to see the others leave.
+        def end() -> None:
+            if stacks:  # in a thread of its own: source files may lie where nothing can be read any more
+                printer = threading.Thread(target=lambda: self.say(main_thread_stack()), daemon=True)
+                printer.start()
+                printer.join(_STACK_SECONDS)
+            time.sleep(max(pause, _OTHERS_SECONDS) if stacks else pause)
+            self.depart(1)
+
+        threading.Thread(target=end, daemon=True).start()
+
+    def depart(self, code: int, *, abort: bool = False) -> None:
+        """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort
+        the others before they can say why.
+
+        Args:
+          code: exit code.
+          abort: through the connector, which may end processes that can't end themselves.
+        """
+        if self.wait_gone is not None:
+            abort = not self.wait_gone(_LEAVE_SECONDS) or abort
+        elif abort:
+            time.sleep(PRINT_SECONDS)
+        leave(code, "", self._abort if abort else None)
+
+
+def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> None:
+    """End this process now, from any thread, whatever the main thread is doing.
+
+    Args:
+      code: exit code.
+      message: for `abort`.
+      abort: tried first (MPI_Abort takes the rest of the job along); may return or hang.
+    """
+
+    def gently() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or a full pipe
+                stream.flush()
+        if abort is not None:
+            abort(code, message)
+
+    helper = threading.Thread(target=gently, daemon=True)
+    try:
+        helper.start()
+        helper.join(3.0)  # a flush can block on a pipe that nobody reads
+    except RuntimeError:  # Python 3.12.1 starts no thread at exit
+        gently()
+    os._exit(code)

@@ -1,0 +1,162 @@
+"""JAX's start on all ranks: platform, devices, threads and communicator, and `jax.distributed`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxdist import compat
+from jaxdist.connectors import Connector
+from jaxdist.control.channel import Control
+from jaxdist.control.keys import is_loopback
+from jaxdist.control.watchdog import Watchdog
+from jaxdist.mesh import AXIS
+from jaxdist.runtime import communicator_of, coordinator, devices, executables, gloo
+
+_log = logging.getLogger("jaxdist")
+_PATIENCE = 60  # seconds that JAX gets longer, for our own message
+
+
+class Started(NamedTuple):
+    """What JAX runs on.
+
+    Attributes:
+      devices: of all processes, in rank order.
+      hosts: of each process, the name of its host.
+      mesh: over them.
+      communicator: "xla" or "mpi".
+    """
+
+    devices: list[Any]
+    hosts: tuple[str, ...]
+    mesh: Mesh
+    communicator: str
+
+
+def jax_started(connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float) -> Started:
+    """Choose platform, devices, threads and communicator, and start jax.distributed.
+
+    Args:
+      connector: how the processes found each other.
+      control: of the job.
+      watchdog: of the job.
+      wanted: the communicator: "auto", "xla" or "mpi".
+      timeout: seconds to wait for the other ranks.
+
+    Raises:
+      RuntimeError: a JAX backend was already in use by one of several processes, or not every process has one device.
+      ValueError: the ranks have different platforms, there are too few GPUs, or the communicator can't be had.
+      ImportError: it is not installed.
+    """
+    rank, size = control.rank, control.size
+    if size == 1:
+        found = list(jax.local_devices())
+        return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)))
+    if compat.backend_started() and not compat.distributed_client_started():
+        raise RuntimeError(
+            f"rank {rank}: a JAX backend was already in use when jaxdist.init was called, so "
+            f"this process can't join the other {size - 1}. Call jaxdist.init() first: before "
+            "jax.devices(), jax.random.key(), any jnp array or jitted call (also those at the top "
+            "of imported modules)"
+        )
+    platforms = compat.platforms_asked()
+    gpus = devices.visible_gpus()
+    mine = devices.Resources(
+        socket.gethostname(),
+        tuple(sorted(os.sched_getaffinity(0))),
+        gpus,
+        devices.wanted_platform(platforms, gpus),
+    )
+    chosen = communicator_of.several(size, connector.name, wanted, mine.platform)
+    answers = control.exchange("init", (mine, *chosen, executables.offer(connector.local_rank)), timeout)
+    resources = [h for h, *_ in answers]
+    _check_platforms(control, resources)
+    errors = [(r, error) for r, (_, _, error, _) in enumerate(answers) if error]
+    if errors and wanted != "auto":
+        kind = ImportError if "Install" in errors[0][1] else ValueError
+        raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
+    names = {name for _, name, *_ in answers}
+    communicator = "mpi" if names == {"mpi"} else "xla"
+    if errors and rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
+        _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
+    local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
+    over_gloo = mine.platform == "cpu" and not compat.backend_started()
+    if over_gloo:
+        compat.one_cpu_device()
+        compat.cpu_threads(devices.fair_threads(resources, rank))
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        if not platforms:
+            jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
+    _start_distributed(control, watchdog, local_ids, timeout)
+    if over_gloo:
+        compat.gloo_at(_reachable_ip(control))
+    found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    per_process = [d.process_index for d in found]
+    if per_process != list(range(size)):
+        raise RuntimeError(f"rank {rank}: expected one device on each of {size} processes, JAX found {found}")
+    mesh = _mesh(found)
+    if mine.platform == "cpu":
+        executables.share(control, timeout, [offer for *_, offer in answers])
+    # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
+    if over_gloo and (communicator == "xla" or _one_host(control)):
+        control.barrier(timeout)
+        gloo.connect(mesh)
+    if communicator == "mpi":
+        from jaxdist.communicators.mpi import world
+
+        world(rank)  # made by all ranks together: now, not when one of them first compiles a step
+    return Started(found, tuple(each.host for each in resources), mesh, communicator)
+
+
+def _mesh(found: list[Any]) -> Mesh:
+    return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _check_platforms(control: Control, resources: list[devices.Resources]) -> None:
+    platforms = {h.platform for h in resources}
+    if len(platforms) > 1:
+        cpu = [control.who(r) for r, h in enumerate(resources) if h.platform == "cpu"]
+        raise ValueError(
+            f"rank {control.rank}: some ranks would run on GPUs and some on CPUs ({', '.join(cpu)}): "
+            "install jax[cuda12] and the driver everywhere, or set JAX_PLATFORMS=cpu everywhere"
+        )
+
+
+def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int] | None, timeout: float) -> None:
+    rank, size = control.rank, control.size
+    if compat.distributed_client_started():
+        if compat.distributed_ids() == (rank, size):
+            return  # the user started it, with the same numbers
+        raise RuntimeError(
+            f"rank {rank} of {size}: jax.distributed was already initialized as process "
+            "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
+        )
+    compat.quiet_distributed()
+    with coordinator.reachable(control, timeout) as path, watchdog.over("the start of jax.distributed"):
+        jax.distributed.initialize(
+            coordinator_address=f"unix:{path}",
+            coordinator_bind_address=f"unix:{path}",
+            num_processes=size,
+            process_id=rank,
+            local_device_ids=local_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(timeout) + _PATIENCE,  # it ends the process, and can't say who is missing
+            heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
+        )
+
+
+def _one_host(control: Control) -> bool:
+    return all(is_loopback(m.ip) for m in control.members)
+
+
+def _reachable_ip(control: Control) -> str:
+    members = control.members
+    ip = members[control.rank].ip
+    # A rank beside the root talked to it over loopback: others reach both at the root's address.
+    return members[0].ip if is_loopback(ip) else ip

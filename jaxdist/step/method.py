@@ -1,0 +1,28 @@
+"""A step that is decorated in a class body, as a method of one of the objects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+R = TypeVar("R")
+
+
+class Method(Generic[R]):
+    """Of one object, which is the first argument of the step's state.
+
+    Args:
+      step: decorated.
+      instance: the object.
+    """
+
+    def __init__(self, step: Callable[..., R], instance: Any):
+        self.step, self.instance = step, instance
+        functools.update_wrapper(self, step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        return self.step(self.instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(self.step, name), self.instance)
