@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
+from jaxdist.placements.groups import Within, check_within
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, started
 from jaxdist.step.data_parallel import data_parallel
@@ -23,7 +24,9 @@ Level = Literal[0, 1, 2, 3]
 _log = logging.getLogger("jaxdist")
 
 
-def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTransformationExtraArgs:
+def zero(
+    tx: optax.GradientTransformation, level: Level = 1, within: Within = None
+) -> optax.GradientTransformationExtraArgs:
     """`tx`, in a decorated step with its state, the gradients and the parameters in shards: ZeRO.
 
     The step's other lines stay as they are, and so does what it computes. Each device keeps and updates one slice of
@@ -40,13 +43,17 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
         4 + 12/N; 3 the parameters too, 16/N: each is gathered where it is used, in the forward and in the backward
         pass, one layer at a time where ``jax.lax.scan`` runs over the layers. They are then in shards between steps:
         see `jaxdist.unshard`.
+      within: which devices share a leaf. None: all. ``"host"``: those of each host, or so many in a row; each such
+        group then has all of it (hybrid sharding). Shards are gathered within a group; of the gradients only slices
+        travel between the groups. For slow links between hosts, where a group has the memory.
 
     Returns:
       A transformation with the states, updates and extra arguments of `tx`.
 
     Raises:
       TypeError: `tx` is no gradient transformation.
-      ValueError: another level; (from ``update``) state or gradients that don't belong to the parameters.
+      ValueError: another level or `within`; (from ``update``) state or gradients that don't belong to the parameters;
+        (when the step is compiled) groups of that size don't divide the devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
@@ -62,7 +69,8 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
       [0.9, 0.9, 0.9]
 
     References:
-      Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv 1910.02054.
+      Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv 1910.02054;
+      Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2 (hybrid sharding).
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"zero takes an optax gradient transformation (init and update), not {tx!r}")
@@ -71,13 +79,14 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
             f"zero(level={level!r}): 0 (nothing in shards), 1 (the optimizer's state), 2 (and gradients) or 3 (and "
             "parameters)"
         )
+    check_within(within)
     if not any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
         tx = optax.with_extra_args_support(tx)  # else it takes them already, of whatever class it is (`MultiSteps`)
     inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
     def init(params: Any) -> Any:
         state = inner.init(params)
-        return _marked(state, "state", level) if inside_step() else state
+        return _marked(state, "state", level, within) if inside_step() else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not inside_step():
@@ -86,13 +95,13 @@ def zero(tx: optax.GradientTransformation, level: Level = 1) -> optax.GradientTr
         if level:
             _check(inner, updates, state, params, extra)
         updates, state = inner.update(
-            updates if _of_each_example(updates, params) else _marked(updates, "gradient", level),
-            _marked(state, "state", level),
-            _marked(params, "parameter", level),
+            updates if _of_each_example(updates, params) else _marked(updates, "gradient", level, within),
+            _marked(state, "state", level, within),
+            _marked(params, "parameter", level, within),
             **extra,
         )
         if params is None:  # then they are what these are added to
-            updates = _marked(updates, "update", level)
+            updates = _marked(updates, "update", level, within)
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -108,7 +117,7 @@ def _say_that_it_is_outside(ctx: Context | None) -> None:
         )  # fmt: skip
 
 
-def shard(tree: Any) -> Any:
+def shard(tree: Any, within: Within = None) -> Any:
     """The leaves of a tree in shards, as `zero` keeps parameters at level 3.
 
     For trees that `zero` does not know: a moving average of the parameters, parameters for an evaluating function. A
@@ -118,6 +127,7 @@ def shard(tree: Any) -> Any:
     Args:
       tree: logical arrays, the same on every process (the root's are taken). In a decorated step: values that may be
         returned in shards.
+      within: as of `zero`.
 
     Returns:
       The tree, its leaves as global arrays, `Padded` where the devices don't divide the dimension. Every process must
@@ -128,12 +138,13 @@ def shard(tree: Any) -> Any:
       >>> jaxdist.unshard(jaxdist.shard({"w": jnp.arange(3.0)}))["w"].tolist()
       [0.0, 1.0, 2.0]
     """
+    check_within(within)
     if inside_step():
-        return jax.tree.map(lambda x: mark(x, "asked", 3), tree)
+        return _marked(tree, "asked", 3, within)
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    return jax.tree.unflatten(structure, [x for (x,) in _sharder()(leaves)])
+    return jax.tree.unflatten(structure, [x for (x,) in _sharder(within)(leaves)])
 
 
 def unshard(tree: Any) -> Any:
@@ -171,10 +182,10 @@ def unshard(tree: Any) -> Any:
 
 
 @functools.cache
-def _sharder() -> Any:
+def _sharder(within: Within) -> Any:
     # A tuple around each leaf: not the next value of the argument, which would be kept as it came.
     def shard_leaves(leaves: list[Any]) -> list[Any]:
-        return [(mark(x, "asked", 3),) for x in leaves]
+        return [(mark(x, "asked", 3, within),) for x in leaves]
 
     return data_parallel(shard_leaves, batch_argnums=(), donate=False)
 
@@ -187,8 +198,8 @@ def _gatherer(mesh: Mesh) -> Any:
     return data_parallel(unshard_leaves, batch_argnums=(), donate=False, mesh=mesh)
 
 
-def _marked(tree: Any, role: str, level: int) -> Any:
-    return jax.tree.map(lambda x: mark(x, role, level), tree)
+def _marked(tree: Any, role: str, level: int, within: Within) -> Any:
+    return jax.tree.map(lambda x: mark(x, role, level, within), tree)
 
 
 def _check(

@@ -148,7 +148,9 @@ def _places(group: Sequence[tuple[int, str]], holders: Sequence[int]) -> str:
 def _leaf(name: str, x: Any) -> Leaf:
     if type(x) is Padded:
         n = len(x.array.sharding.device_set)
-        return Leaf(name, f"{_type(x)} in shards along axis {x.layout.dim} over {n} devices, padded", ())
+        shared = f" in groups of {n // x.layout.groups}" if x.layout.groups > 1 else ""
+        padded = ", padded" if x.layout.pad else ""
+        return Leaf(name, f"{_type(x)} in shards along axis {x.layout.dim} over {n} devices{shared}{padded}", ())
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise ValueError(f"{name} was donated to a step, which may have written over it: check what came back")

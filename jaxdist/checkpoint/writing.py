@@ -221,8 +221,11 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
         key = str(jax.random.key_impl(x)) if is_key(x) else None
         if key is not None:
             x = jax.random.key_data(x)
-        if type(x) is Padded:
-            x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
+        if isinstance(x, Padded):
+            if x.layout.pad:
+                x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
+            else:
+                x = x.over_groups()
         whole = not isinstance(x, jax.Array) or x.is_fully_addressable
         shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
         shards = shards and (ctx.size == 1 or not whole) and x.size > 0

@@ -25,6 +25,8 @@ Each rule is traced into the step's program on each device, inside a ``shard_map
 | ``all_to_all`` | ``(x, split_axis=, concat_axis=)`` | as of ``lax.all_to_all(..., tiled=True)`` |
 | ``max``, ``min`` | ``(x,)`` | over the devices; NaN if one has it |
 | ``permute`` | ``(x, perm=)`` | as of ``lax.ppermute`` |
+
+Collectives within groups of devices (``zero(..., within=)``) stay XLA's.
 """
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "max", "min", "permute")

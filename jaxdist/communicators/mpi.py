@@ -150,13 +150,15 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        comm = self._comm(eqn)
         return exchange.reduce_scatter(
-            x, eqn.params["dim"], eqn.params["wire"], self.comm.Get_size(),
-            all_to_all=lambda parts: self._exchange("alltoall", self.comm, parts, parts.shape),
+            x, eqn.params["dim"], eqn.params["wire"], comm.Get_size(),
+            all_to_all=lambda parts: self._exchange("alltoall", comm, parts, parts.shape),
         )  # fmt: skip
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        parts = self._exchange("allgather", self.comm, x, (self.comm.Get_size(), *x.shape))
+        comm = self._comm(eqn)
+        parts = self._exchange("allgather", comm, x, (comm.Get_size(), *x.shape))
         return joined(parts, eqn.params["dim"], eqn.params["size"])
 
     def _all_reduce(self, comm: Any, x: Any, op: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,8 +46,13 @@ class XlaLowering(Interpreter):
         """These rules, but for some collectives others (see `jaxdist.communicators.Rules`)."""
         for name, rule in own.items():
             primitive, names = _NAMED[name]
+            ours = self.rules.get(primitive)
 
-            def lower(_: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names) -> Any:
+            def lower(
+                _: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names, ours: Any = ours
+            ) -> Any:
+                if eqn.params.get("groups", eqn.params.get("axis_index_groups")) is not None:
+                    return ours(self, eqn, x) if ours else compat.bind(eqn, eqn.params, [x])
                 out = rule(x, **{k: eqn.params[k] for k in names})
                 return out if not eqn.primitive.multiple_results else [out]
 
@@ -100,7 +106,10 @@ class GlooLowering(XlaLowering):
         if wire is None:
             out = reduced(x, **eqn.params)
         else:
-            out = exchange.all_reduce(x, wire, lax.axis_size(AXIS), _all_to_all, _all_gather)
+            groups = eqn.params["groups"]
+            size = len(groups[0]) if groups else lax.axis_size(AXIS)
+            all_to_all, all_gather = (functools.partial(move, groups=groups) for move in (_all_to_all, _all_gather))
+            out = exchange.all_reduce(x, wire, size, all_to_all, all_gather)
         return self._then(out)
 
     def _after(self, x: Any) -> Any:
@@ -112,10 +121,11 @@ class GlooLowering(XlaLowering):
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, wire, size = (eqn.params[k] for k in ("dim", "wire", "devices"))
-        return self._then(exchange.reduce_scatter(self._after(x), dim, wire, size, _all_to_all))
+        all_to_all = functools.partial(_all_to_all, groups=eqn.params["groups"])
+        return self._then(exchange.reduce_scatter(self._after(x), dim, wire, size, all_to_all))
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        whole = _all_gather(self._after(x))
+        whole = _all_gather(self._after(x), eqn.params["groups"])
         return self._then(joined(whole, eqn.params["dim"], eqn.params["size"]))
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
@@ -132,12 +142,14 @@ class GlooLowering(XlaLowering):
 
 def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
     parts = slices(x, eqn.params["dim"], eqn.params["devices"])
-    return lax.psum_scatter(parts.astype(eqn.params["wire"] or x.dtype), AXIS).astype(x.dtype)
+    wire, groups = eqn.params["wire"], eqn.params["groups"]
+    return lax.psum_scatter(parts.astype(wire or x.dtype), AXIS, axis_index_groups=groups).astype(x.dtype)
 
 
 def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
     raw, back = exchange.bits(x)
-    return joined(back(lax.all_gather(raw, AXIS)), eqn.params["dim"], eqn.params["size"])
+    whole = back(lax.all_gather(raw, AXIS, axis_index_groups=eqn.params["groups"]))
+    return joined(whole, eqn.params["dim"], eqn.params["size"])
 
 
 def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
@@ -149,11 +161,11 @@ def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
     return exchange.extreme(x, op, reduce)
 
 
-def _all_to_all(parts: Any) -> Any:
+def _all_to_all(parts: Any, groups: Any) -> Any:
     raw, back = exchange.bits(parts)
-    return back(lax.all_to_all(raw, AXIS, 0, 0, tiled=True))
+    return back(lax.all_to_all(raw, AXIS, 0, 0, tiled=True, axis_index_groups=groups))
 
 
-def _all_gather(part: Any) -> Any:
+def _all_gather(part: Any, groups: Any) -> Any:
     raw, back = exchange.bits(part)
-    return back(lax.all_gather(raw, AXIS))
+    return back(lax.all_gather(raw, AXIS, axis_index_groups=groups))

@@ -20,10 +20,12 @@ from jaxdist.mesh import AXIS
 # --- emitted
 
 all_reduce_p = Primitive("jaxdist_all_reduce")
-"""The sum over ``axes``. ``wire``: the dtype in which it travels; None: its own."""
+"""The sum over ``axes``. ``wire``: the dtype in which it travels; None: its own. ``groups`` of devices that act each by
+itself; None: all are one."""
 
 reduce_shard_p = Primitive("jaxdist_reduce_scatter")
-"""The sum over ``axes``, of which each device gets its slice along ``dim``; padded with zeros. ``wire``: as above."""
+"""The sum over ``axes``, of which each device gets its slice along ``dim``; padded with zeros. ``wire`` and ``groups``
+as above."""
 
 gather_shards_p = Primitive("jaxdist_all_gather")
 """The slices along ``dim`` of all devices as one array, without the padding: ``size`` entries along ``dim``."""
@@ -40,8 +42,8 @@ shard_p = Primitive("jaxdist_shard")
 """``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
 ``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, an ``"update"`` whose parameters were not
-given, or ``"asked"`` for by the user; ``level``: of ZeRO. What the state's leaves are marked as says how they are kept
-between steps (see `placements.marks`).
+given, or ``"asked"`` for by the user; ``level``: of ZeRO; ``within``: which devices share it (see `placements.groups`).
+What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
 """
 
 count_p = Primitive("jaxdist_count")
@@ -51,12 +53,12 @@ plain_p = Primitive("jaxdist_plain")
 """``x``, of a decorated step called on tracers: then it is the plain step, and must not be compiled by itself."""
 
 
-def mark(x: Any, role: str, level: int) -> Any:
+def mark(x: Any, role: str, level: int, within: int | str | None = None) -> Any:
     """Bind :data:`shard_p`, if `x` holds numbers."""
     if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer
         return x
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else shard_p.bind(x, role=role, level=level)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else shard_p.bind(x, role=role, level=level, within=within)
 
 
 # --- slices
@@ -85,11 +87,13 @@ def first_entry(x: Any) -> Any:
 # --- what they compute
 
 
-def reduced(x: Any, axes: tuple[str, ...], wire: str | None = None) -> Any:
+def reduced(
+    x: Any, axes: tuple[str, ...], wire: str | None = None, groups: tuple[tuple[int, ...], ...] | None = None
+) -> Any:
     """What :data:`all_reduce_p` computes, in JAX's own collectives."""
     if not x.size:
         return jnp.zeros(x.shape, x.dtype)
-    return lax.psum(x.astype(wire or x.dtype), axes).astype(x.dtype)
+    return lax.psum(x.astype(wire or x.dtype), axes, axis_index_groups=groups).astype(x.dtype)
 
 
 def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:

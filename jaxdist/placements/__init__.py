@@ -7,7 +7,7 @@
 | `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
 | `infer`, `plan` | the walk that settles the placement of each value, and what it settles |
 | `summands`, `shapes`, `own_rows`, `random_bits`, `loops`, `control_flow` | what it knows of such operations |
-| `marks` | what `jaxdist.zero` asks for |
+| `marks`, `marked`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
 | `emit`, `run` | the program of one device, once |
 | `small` | steps that are computed whole, in place of messages |
 | `wires` | which summands may travel compressed |

@@ -19,12 +19,24 @@ from jax.extend.core import ClosedJaxpr
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
-from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p
 from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.plan import Placed
-from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Replicated, Split, form, local_shape, wide
+from jaxdist.placements.values import (
+    REPLICATED,
+    Form,
+    Groups,
+    Partial,
+    Replicated,
+    Split,
+    across,
+    form,
+    local_shape,
+    wide,
+    within,
+)
 
 
 class Emitter:
@@ -89,7 +101,7 @@ class Emitter:
         if i in self._makers:
             make, node = self._makers[i]
             if isinstance(to, Partial):
-                out = self._counted_once(self.take(i, REPLICATED))
+                out = self._counted_once(self.take(i, REPLICATED), to)
             else:
                 out = make(self, node, to)
             forms[to] = out
@@ -110,20 +122,21 @@ class Emitter:
     def _convert(self, i: int, to: Form, forms: dict[Any, Any]) -> Any:
         aval = self.block.avals[i]
         if isinstance(to, Partial):
-            return self._counted_once(self.take(i, REPLICATED))
+            return self._counted_once(self.take(i, REPLICATED), to)
+        summand = next((f for f in forms if isinstance(f, Partial)), None)
         if isinstance(to, Split):
             if REPLICATED in forms:
                 return self.cut(forms[REPLICATED], to)
-            if PARTIAL in forms:
-                if self.infer.is_plain(to, aval):
-                    return self._scatter(i, forms[PARTIAL], to)
+            if summand is not None:
+                if self.infer.scatters(summand, to, aval):
+                    return self._scatter(i, forms[summand], summand, to)
                 return self.cut(self.take(i, REPLICATED), to)
             own = next(f for f in forms if isinstance(f, Split))
             if self.infer.exchanges(own, to, aval):
                 return self._exchange(forms[own], own, to)
             return self.cut(self.take(i, REPLICATED), to)
-        if PARTIAL in forms:
-            return self._reduce(i, forms[PARTIAL])
+        if summand is not None:
+            return self._reduce(i, forms[summand], within(self.n, summand.group))
         own = next(f for f in forms if isinstance(f, Split))
         return self._gather(forms[own], own, aval)
 
@@ -133,20 +146,24 @@ class Emitter:
             return None
         return self._compress if dtype.itemsize > jnp.dtype(self._compress).itemsize else None
 
-    def _reduce(self, i: int, x: Any) -> Any:
+    def _reduce(self, i: int, x: Any, groups: Groups | None) -> Any:
         aval = self.block.avals[i]
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
         x = jnp.asarray(x)
         wire = self._wire(i, aval.dtype)
-        return all_reduce_p.bind(x, axes=(AXIS,), wire=wire).astype(aval.dtype)
+        return all_reduce_p.bind(x, axes=(AXIS,), wire=wire, groups=groups).astype(aval.dtype)
 
-    def _scatter(self, i: int, x: Any, to: Split) -> Any:
+    def _scatter(self, i: int, x: Any, summand: Partial, to: Split) -> Any:
+        """A summand as slices; those of all devices to slices within groups: within these first, then across."""
         aval = self.block.avals[i]
         wire = self._wire(i, aval.dtype)
         if not aval.size:
             return jnp.zeros(to.shape(aval.shape), aval.dtype)
-        part = reduce_shard_p.bind(x, axes=(AXIS,), wire=wire, dim=to.dim, devices=self.n)
+        groups, parts = within(self.n, to.group), to.group or self.n
+        part = reduce_shard_p.bind(x, axes=(AXIS,), wire=wire, dim=to.dim, devices=parts, groups=groups)
+        if to.group != summand.group:
+            part = all_reduce_p.bind(part, axes=(AXIS,), wire=wire, groups=across(self.n, to.group))
         return part.astype(aval.dtype)
 
     def _gather(self, x: Any, own: Split, aval: Any) -> Any:
@@ -156,31 +173,44 @@ class Emitter:
         d = own.dim
         raw = raw.reshape(*raw.shape[:d], own.outer, own.chunk, *raw.shape[d + 1 :]) if own.outer > 1 else raw
         at = d + (own.outer > 1)
-        whole = gather_shards_p.bind(raw, axes=(AXIS,), dim=at, size=own.size, devices=self.n)
+        whole = self.gather(raw, at, own.size, own.group)
         if own.outer > 1:
             whole = whole.reshape(*whole.shape[:d], own.outer * own.size, *whole.shape[d + 2 :])
         return back(whole)
 
+    def gather(self, x: Any, dim: int, size: int, group: int = 0) -> Any:
+        """The slices of all devices, or of those of a group, along a dimension."""
+        groups = within(self.n, group)
+        return gather_shards_p.bind(x, axes=(AXIS,), dim=dim, size=size, devices=group or self.n, groups=groups)
+
     def _exchange(self, x: Any, own: Split, to: Split) -> Any:
         raw, back = exchange.bits(x)
-        return back(lax.all_to_all(raw, AXIS, split_axis=to.dim, concat_axis=own.dim, tiled=True))
+        groups = within(self.n, to.group)
+        out = lax.all_to_all(
+            raw, AXIS, split_axis=to.dim, concat_axis=own.dim, tiled=True, axis_index_groups=groups
+        )  # fmt: skip
+        return back(out)
 
-    def _counted_once(self, x: Any) -> Any:
-        """A whole value as summands: device 0 has it, the others nothing."""
+    def _counted_once(self, x: Any, to: Partial) -> Any:
+        """A whole value as summands: the first device has it, the others nothing."""
         x = jnp.asarray(x)
         x = x.astype(wide(x.dtype))
         nothing = jnp.asarray(-0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
-        return jnp.where(self.index == 0, x, nothing)
+        return jnp.where(self.at(to) == 0, x, nothing)
 
     @functools.cached_property
     def index(self) -> Any:
         """This device's."""
         return lax.axis_index(AXIS)
 
+    def at(self, placement: Split | Partial) -> Any:
+        """This device's place among those that share a value."""
+        return self.index % placement.group if placement.group else self.index
+
     def positions(self, split: Split) -> Any:
         """Where each entry of a device's slice is in the whole dimension; of padding: where it was copied from."""
         row = lax.iota(np.int32, split.rows)
-        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        at = self.at(split) * split.chunk + (row if split.outer == 1 else row % split.chunk)
         if split.is_padded(self.n):
             at = jnp.minimum(at, split.size - 1)
         return at if split.outer == 1 else at + row // split.chunk * split.size
@@ -188,7 +218,7 @@ class Emitter:
     def real(self, split: Split, rank: int) -> Any:
         """Which entries of a device's slice are no padding, to be broadcast to an array of `rank` dimensions."""
         row = lax.iota(np.int32, split.rows)
-        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        at = self.at(split) * split.chunk + (row if split.outer == 1 else row % split.chunk)
         return (at < split.size).reshape([-1 if d == split.dim else 1 for d in range(rank)])
 
     def masked(self, x: Any, split: Split, identity: Any) -> Any:
@@ -199,7 +229,7 @@ class Emitter:
     def cut(self, x: Any, split: Split) -> Any:
         """This device's slice of a whole value."""
         raw, back = _raw(x)
-        d, n = split.dim, self.n
+        d, n = split.dim, split.group or self.n
         if not raw.size:
             return back(jnp.zeros(split.shape(raw.shape), raw.dtype))
         shape = raw.shape
@@ -210,28 +240,31 @@ class Emitter:
             last = lax.slice_in_dim(blocks, split.size - 1, split.size, axis=at)
             filler = jnp.broadcast_to(last, (*blocks.shape[:at], missing, *blocks.shape[at + 1 :]))
             blocks = lax.concatenate([blocks, filler], at)
-        out = lax.dynamic_slice_in_dim(blocks, self.index * split.chunk, split.chunk, at)
+        out = lax.dynamic_slice_in_dim(blocks, self.at(split) * split.chunk, split.chunk, at)
         return back(out.reshape(*shape[:d], split.rows, *shape[d + 1 :]))
 
     # --- across devices
 
-    def across(self, x: Any, kind: str) -> Any:
-        """The largest, smallest, or logical reduction of the devices' values, on each."""
+    def across(self, x: Any, kind: str, group: int = 0) -> Any:
+        """The largest, smallest, or logical reduction of the values of all devices, or of a group's, on each."""
         if x.dtype == bool:
-            return self.across(x.astype(jnp.int32), "min" if kind in ("and", "min") else "max") > 0
+            return self.across(x.astype(jnp.int32), "min" if kind in ("and", "min") else "max", group) > 0
         if not x.size:
             return x
         if kind in ("max", "min") and not jnp.iscomplexobj(x):
+            if groups := within(self.n, group):
+                return group_reduce_p.bind(x, op=kind, groups=groups)
             return (lax.pmax if kind == "max" else lax.pmin)(x, AXIS)
-        whole = gather_shards_p.bind(x[None], axes=(AXIS,), dim=0, size=self.n, devices=self.n)
-        return functools.reduce(_JOINS[kind], [whole[i] for i in range(self.n)])
+        parts = group or self.n
+        whole = self.gather(x[None], 0, parts, group)
+        return functools.reduce(_JOINS[kind], [whole[i] for i in range(parts)])
 
     def from_root(self, x: Any) -> Any:
         """The first device's value, on each."""
         raw, back = _raw(x)
         narrow = raw.astype(jnp.int8) if raw.dtype == bool else raw
         mine = jnp.where(self.index == 0, narrow, jnp.zeros_like(narrow))
-        return back(all_reduce_p.bind(mine, axes=(AXIS,), wire=None).astype(raw.dtype))
+        return back(all_reduce_p.bind(mine, axes=(AXIS,), wire=None, groups=None).astype(raw.dtype))
 
     # --- bodies
 

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
-from jaxdist.ir.operations import DEFERRABLE, ELEMENTWISE, SAME_RANK
+from jaxdist.ir.operations import DEFERRABLE, SAME_RANK
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
+from jaxdist.placements.marked import marked
 from jaxdist.placements.plan import Move, Placed, Plan, nbytes
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import (
     DEFERRED,
-    PARTIAL,
     REPLICATED,
     Deferred,
     Form,
@@ -36,7 +36,6 @@ from jaxdist.placements.values import (
     form,
     is_wide,
     related,
-    reshaped,
     tile,
 )
 
@@ -49,6 +48,7 @@ class Infer:
       choose: ``choose(shape) -> dimension or None``: along which marked values of a shape are split.
       level: of ZeRO, in place of that which the marks say.
       on_cpu: whether they are CPUs.
+      group: how many in a row share what is marked; 0: all.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class Infer:
         choose: Callable[[tuple[int, ...]], int | None],
         level: int | None = None,
         on_cpu: bool = True,
+        group: int = 0,
     ):
-        self.devices, self.choose, self._level, self.on_cpu = devices, choose, level, on_cpu
+        self.devices, self.choose, self._level, self.on_cpu, self.group = devices, choose, level, on_cpu, group
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Placed] = {}
         self._wanted: dict[Any, dict[int, int]] = {}
@@ -99,13 +100,17 @@ class Infer:
     def marked(self, block: Block) -> dict[int, int]:
         """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""
         if id(block) not in self._wanted:
-            self._wanted[id(block)] = _marked(self, block)
+            self._wanted[id(block)] = marked(self, block)
         return self._wanted[id(block)]
 
     def level(self, node: Node) -> int:
         """Of a mark; 0: it says nothing."""
         own, role = node.eqn.params["level"], node.eqn.params["role"]
         return own if self._level is None or role == "asked" else self._level
+
+    def shard(self, dim: int, size: int) -> Split:
+        """How a marked value is split along a dimension."""
+        return tile(dim, size, self.devices, stored=True, group=self.group)
 
     # --- what it costs to change a form
 
@@ -114,8 +119,8 @@ class Infer:
         size = nbytes(aval)
         if isinstance(placement, Partial):
             if isinstance(to, Partial):
-                return "", 0
-            scattered = isinstance(to, Split) and self.is_plain(to, aval)
+                return ("", 0) if to.group == placement.group else ("all-reduce", 2 * size)
+            scattered = isinstance(to, Split) and self.scatters(placement, to, aval)
             return ("reduce-scatter", size) if scattered else ("all-reduce", 2 * size)
         if isinstance(placement, Split) and not placement.whole and form(placement) != to:
             if isinstance(to, Split) and self.exchanges(placement, to, aval):
@@ -125,13 +130,18 @@ class Infer:
 
     def is_plain(self, split: Split, aval: Any) -> bool:
         """Whether slices are those that a reduce-scatter makes."""
-        return split.outer == 1 and split.chunk == -(-aval.shape[split.dim] // self.devices)
+        return split.outer == 1 and split.chunk == -(-aval.shape[split.dim] // (split.group or self.devices))
+
+    def scatters(self, summand: Partial, to: Split, aval: Any) -> bool:
+        """Whether a reduce-scatter brings summands into slices; what is left is added up across groups."""
+        return self.is_plain(to, aval) and summand.group in (0, to.group)
 
     def exchanges(self, a: Split, b: Split, aval: Any) -> bool:
         """Whether an all-to-all brings slices along one dimension into slices along another."""
         n = self.devices
         return (
             a.dim != b.dim
+            and a.group == b.group
             and a.outer == b.outer == 1
             and not a.is_padded(n)
             and not b.is_padded(n)
@@ -188,7 +198,7 @@ class Walk:
             return placement
         dim = self.infer.marked(self.block).get(i)
         aval = self.block.avals[i]
-        return REPLICATED if dim is None else tile(dim, aval.shape[dim], self.n, stored=True)
+        return REPLICATED if dim is None else self.infer.shard(dim, aval.shape[dim])
 
     # --- one operation
 
@@ -202,7 +212,7 @@ class Walk:
         marked = self.infer.marked(self.block)
         for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
             if isinstance(ins[k], Partial) and i in marked:
-                ins[k] = tile(marked[i], self.block.avals[i].shape[marked[i]], self.n, stored=True)
+                ins[k] = self.infer.shard(marked[i], self.block.avals[i].shape[marked[i]])
         special = SPECIAL.get(node.name)
         if special and (plan := special(self, node, ins)):
             return plan
@@ -273,13 +283,13 @@ class Walk:
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Factors along which an operand is split; those of the batch if there are any: what is stored moves."""
-        found: dict[tuple[int, int, int, int], Split] = {}
+        found: dict[tuple[int, int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.stored]
         for p, dims in zip(ins, described.operands, strict=True):
             if isinstance(p, Split) and not (batch and p.stored) and dims[p.dim] is not None:
                 factor = dims[p.dim]
                 assert factor is not None
-                key = (factor, p.size, p.chunk, p.outer)
+                key = (factor, p.size, p.chunk, p.outer, p.group)
                 if key not in found or (found[key].stored and not p.stored):
                     found[key] = p
         if not found and batch:
@@ -312,7 +322,7 @@ class Walk:
                 if not isinstance(p, (Replicated, Deferred)) and isinstance(p, Split) and not p.stored:
                     stored = False
             elif kind == "sum" and described.onto == k:
-                to = PARTIAL
+                to = Partial(group=split.group)
             moved = self.infer.move(p, to, aval)[1]
             if isinstance(p, Split) and not p.stored and moved:
                 stored = False
@@ -331,7 +341,7 @@ class Walk:
         if kind == "sum":
             if not all(is_wide(o.dtype) for o in outs):
                 return None, None
-            gives = [Partial(gradient=node.backward)] * len(outs)
+            gives = [Partial(gradient=node.backward, group=split.group)] * len(outs)
         else:
             gives = [REPLICATED] * len(outs)
         run = Cut(described, factor, split, kind)
@@ -345,33 +355,6 @@ class Walk:
 
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
-
-
-def _marked(infer: Infer, block: Block) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for node in reversed(block.nodes):
-        if node.name == "jaxdist_shard":
-            dim = infer.choose(block.avals[node.ins[0]].shape)
-            if dim is not None and node.eqn.params["role"] != "asked" and infer.level(node) > 0:
-                found.setdefault(node.ins[0], dim)
-            continue
-        dims = [found[o] for o in node.outs if o in found]
-        if not dims:
-            continue
-        dim = dims[0]
-        if node.name == "transpose":
-            found.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
-        elif node.name in ("reshape", "squeeze"):
-            old, new = (block.avals[i].shape for i in (node.ins[0], node.outs[0]))
-            before = reshaped(tile(dim, new[dim], infer.devices), new, old)
-            if before is not None and infer.is_plain(before, block.avals[node.ins[0]]):
-                found.setdefault(node.ins[0], before.dim)
-        elif node.name in ELEMENTWISE:
-            shape = block.avals[node.outs[0]].shape
-            for i in node.ins:
-                if block.avals[i].shape == shape:
-                    found.setdefault(i, dim)
-    return found
 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Plan | None]

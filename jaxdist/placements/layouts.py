@@ -21,54 +21,67 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXIS
+from jaxdist.placements.values import Split, tile
 
 _WORTH_AVOIDING = 0.1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shards of a leaf: slices along `dim`, after `pad` entries were added at its end. Made by `layout`."""
+    """The shards of a leaf: slices along `dim`, after `pad` entries were added at its end. Made by `layout`.
+
+    Each of `groups` of devices has all slices: the physical array holds them one group after the other.
+    """
 
     dim: int
     pad: int = 0
+    groups: int = 1
 
     @property
     def spec(self) -> P:
         """Which dimension of the physical array is split."""
         return P(*[None] * self.dim, AXIS)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the physical array is the leaf."""
+        return not self.pad and self.groups == 1
+
+    def split(self, size: int, devices: int) -> Split:
+        """The placement of a leaf with so many entries along `dim`."""
+        return tile(self.dim, size, devices, stored=True, group=devices // self.groups if self.groups > 1 else 0)
+
     def physical(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape with its padding."""
-        return (*shape[: self.dim], shape[self.dim] + self.pad, *shape[self.dim + 1 :])
+        """The shape with its padding, of all groups."""
+        return (*shape[: self.dim], self.groups * (shape[self.dim] + self.pad), *shape[self.dim + 1 :])
 
     def logical(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape without its padding."""
-        return (*shape[: self.dim], shape[self.dim] - self.pad, *shape[self.dim + 1 :])
+        """The shape without its padding, of one group."""
+        return (*shape[: self.dim], shape[self.dim] // self.groups - self.pad, *shape[self.dim + 1 :])
 
-    def padded(self, x: Any) -> Any:
-        """An array with its padding, which holds zeros."""
-        if not self.pad:
-            return x
-        widths = [(0, self.pad if d == self.dim else 0) for d in range(x.ndim)]
-        return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
+    def padded(self, x: np.ndarray) -> np.ndarray:
+        """The physical array of a leaf; its padding holds zeros."""
+        x = np.pad(x, [(0, self.pad if d == self.dim else 0) for d in range(x.ndim)]) if self.pad else x
+        return np.concatenate([x] * self.groups, self.dim) if self.groups > 1 else x
 
     def trimmed(self, x: Any) -> Any:
-        """An array without its padding."""
-        return x[(slice(None),) * self.dim + (slice(x.shape[self.dim] - self.pad),)] if self.pad else x
+        """The leaf of a physical array."""
+        return x if self.is_plain else x[(slice(None),) * self.dim + (slice(self.logical(x.shape)[self.dim]),)]
 
 
 @functools.cache
-def layout(dim: int, pad: int) -> Layout:
+def layout(dim: int, pad: int, groups: int = 1) -> Layout:
     """The one `Layout` of these values: they are compared by identity in every call of a step."""
-    return Layout(dim, pad)
+    return Layout(dim, pad, groups)
 
 
-def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> Layout | None:
+def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), groups: int = 1) -> Layout | None:
     """The layout of a leaf that is to be kept in shards: along the dimension that pads least, the largest of these.
 
     Args:
       shape: of the leaf.
       devices: how many share it.
+      groups: of so many devices, each of which has all of it.
       avoid: dimensions to leave alone if another one pads little: those along which a loop takes slices.
 
     Returns:
@@ -76,7 +89,7 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> L
 
     Example:
       >>> choose((50257, 64), 8), choose((1023, 1023), 8), choose((3,), 8)
-      (Layout(dim=1, pad=0), Layout(dim=0, pad=1), None)
+      (Layout(dim=1, pad=0, groups=1), Layout(dim=0, pad=1, groups=1), None)
     """
     if devices == 1 or math.prod(shape) < devices:
         return None
@@ -85,7 +98,7 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> L
         return -shape[d] % devices / shape[d] + _WORTH_AVOIDING * (d in avoid), -shape[d], d
 
     dim = min(range(len(shape)), key=cost)
-    return layout(dim, -shape[dim] % devices)
+    return layout(dim, -shape[dim] % devices, groups)
 
 
 class Padded:
@@ -135,6 +148,19 @@ class Padded:
     def is_fully_addressable(self) -> bool:
         return self.array.is_fully_addressable
 
+    def over_groups(self) -> jax.Array:
+        """The leaf as an array over a mesh of two axes, ``"group"`` and ``"data"``, on the same memory.
+
+        Only of a leaf without padding.
+        """
+        own = self.array.sharding
+        assert isinstance(own, NamedSharding)
+        devices = np.asarray(own.mesh.devices).reshape(self.layout.groups, -1)
+        place = NamedSharding(Mesh(devices, ("group", AXIS)), P(*[None] * self.layout.dim, AXIS))
+        return jax.make_array_from_single_device_arrays(
+            self.shape, place, [shard.data for shard in self.array.addressable_shards]
+        )
+
     def is_deleted(self) -> bool:
         """Whether a step has taken its memory."""
         return self.array.is_deleted()
@@ -167,7 +193,8 @@ class Padded:
 
     def __repr__(self) -> str:
         dims = [f"{n}/{AXIS}" if d == self.layout.dim else str(n) for d, n in enumerate(self.shape)]
-        return f"Padded({self.dtype}[{','.join(dims)}], pad={self.layout.pad})"
+        groups = f", groups={self.layout.groups}" if self.layout.groups > 1 else ""
+        return f"Padded({self.dtype}[{','.join(dims)}], pad={self.layout.pad}{groups})"
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from jaxdist.placements.plan import Placed, Plan, nbytes
 from jaxdist.placements.report import work
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
-    PARTIAL,
     REPLICATED,
     Form,
     Partial,
@@ -58,7 +57,7 @@ def join(a: Placement, b: Placement) -> Placement:
     if isinstance(b, Split):
         return replace(b, whole=False, asked=False)
     if isinstance(a, Partial) and isinstance(b, Partial):
-        return Partial(a.gradient and b.gradient)
+        return Partial(a.gradient and b.gradient, group=a.group) if a.group == b.group else REPLICATED
     return REPLICATED
 
 
@@ -92,7 +91,7 @@ class _Carries:
                     self.fixed.add(k)
                     new.append(inside(b) if isinstance(b, Split) else REPLICATED)
                 else:
-                    new.append(Partial(b.gradient, made=False))
+                    new.append(Partial(b.gradient, made=False, group=b.group))
             else:
                 new.append(join(a, inside(b)))
         changed = new != self.at
@@ -112,7 +111,7 @@ class _Carries:
     @property
     def given(self) -> list[Placement]:
         """What comes out of the loop."""
-        return [Partial(p.gradient) if isinstance(p, Partial) else p for p in self.at]
+        return [replace(p, made=True) if isinstance(p, Partial) else p for p in self.at]
 
 
 @special("scan")
@@ -150,7 +149,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         p = placed.given[k]
         if isinstance(p, Partial) and nbytes(walk.block.avals[o]) > _SMALL:
             dim, shape = marked.get(o), walk.block.avals[o].shape
-            p = tile(dim - 1, shape[dim], infer.devices, stored=True) if dim else REPLICATED
+            p = infer.shard(dim - 1, shape[dim]) if dim else REPLICATED
         p = settled(p)
         wants.append(form(p))
         outer = replace(p, dim=p.dim + 1, whole=False, asked=False) if isinstance(p, Split) else p
@@ -168,11 +167,11 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
     """What a loop takes slices of is split along another dimension than the one it runs over."""
     if not isinstance(p, Split) or p.dim:
         return p
-    dims = range(1, len(aval.shape))
-    even = [d for d in dims if aval.shape[d] % infer.devices == 0 and aval.shape[d]]
+    dims, parts = range(1, len(aval.shape)), p.group or infer.devices
+    even = [d for d in dims if aval.shape[d] % parts == 0 and aval.shape[d]]
     if not even:
-        even = [d for d in dims if aval.shape[d] >= infer.devices]
-    return tile(even[0], aval.shape[even[0]], infer.devices, p.stored) if even else REPLICATED
+        even = [d for d in dims if aval.shape[d] >= parts]
+    return tile(even[0], aval.shape[even[0]], infer.devices, p.stored, p.group) if even else REPLICATED
 
 
 def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int) -> Plan | None:
@@ -211,8 +210,9 @@ def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, f
         carry, ys = lax.scan(turn, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
         return [*carry, *ys]
 
-    takes: list[Form] = [REPLICATED] * first + [PARTIAL] * count + [to] * (len(ins) - rest)
-    gives: list[Placement] = [Partial(node.backward)] * count
+    summand = Partial(group=split.group)
+    takes: list[Form] = [REPLICATED] * first + [summand] * count + [to] * (len(ins) - rest)
+    gives: list[Placement] = [replace(summand, gradient=node.backward)] * count
     gives += [replace(split, whole=False)] * (len(node.outs) - count)
     return Plan(takes, gives, run)
 

@@ -53,11 +53,11 @@ class Marks:
     sliced: set[int] = field(default_factory=set)
     updates: bool = False
 
-    def layouts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Layout | None]:
-        """For each input how it is to be kept; None: whole on every device. Leaves of one shape agree."""
+    def layouts(self, shapes: Sequence[tuple[int, ...]], devices: int, groups: int = 1) -> list[Layout | None]:
+        """For each input how `groups` of `devices` are to keep it; None: whole on each. Leaves of one shape agree."""
         sliced = {shapes[i] for i in self.sliced}
         return [
-            choose(shape, devices, avoid=(0,) if shape in sliced else ()) if i in self.sharded else None
+            choose(shape, devices, (0,) if shape in sliced else (), groups) if i in self.sharded else None
             for i, shape in enumerate(shapes)
         ]
 

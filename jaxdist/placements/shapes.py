@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.ir.primitives import counts, gather_shards_p
+from jaxdist.ir.primitives import counts
 from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
@@ -142,7 +142,9 @@ def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | Non
         return None
     block = along[0]
     shapes = walk.shapes(node.ins)
-    if any((p.size, p.chunk) != (block.size, block.chunk) for p in along) or any(s[d] % block.size for s in shapes):
+    if any((p.size, p.chunk, p.group) != (block.size, block.chunk, block.group) for p in along) or any(
+        s[d] % block.size for s in shapes
+    ):
         return None
     takes = [form(replace(block, outer=s[d] // block.size)) for s in shapes]
     if any(isinstance(p, Split) and form(p) != to for p, to in zip(ins, takes, strict=True)):
@@ -172,7 +174,7 @@ def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     if whole or start[d] % p.size or limit[d] % p.size or (strides and strides[d] != 1):
         return None
     first, last = start[d] // p.size, limit[d] // p.size
-    to = Split(d, p.size, p.chunk, last - first, stored=p.stored)
+    to = Split(d, p.size, p.chunk, last - first, stored=p.stored, group=p.group)
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         starts, limits = list(start), list(limit)
@@ -193,7 +195,7 @@ def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, xs, {**params, "sizes": tuple(b * p.chunk for b in blocks)})
 
-    return Plan([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored) for b in blocks], run)
+    return Plan([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored, group=p.group) for b in blocks], run)
 
 
 @special("rev")
@@ -204,8 +206,9 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
         return None
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        n = emitter.n
-        return [lax.ppermute(emitter.bind(node, xs)[0], AXIS, [(i, n - 1 - i) for i in range(n)])]
+        n = p.group or emitter.n
+        ends = [(i, i - i % n + n - 1 - i % n) for i in range(emitter.n)]
+        return [lax.ppermute(emitter.bind(node, xs)[0], AXIS, ends)]
 
     if jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
         return Plan([form(p)], [form(p)], run, exchanges=True)
@@ -230,7 +233,7 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     if dim is None:
         to = REPLICATED if not isinstance(p, Split) else p
         return Plan([form(to)], [to], run)
-    to = Split(dim, shape[dim], -(-shape[dim] // walk.n), stored=True, asked=asked)
+    to = replace(walk.infer.shard(dim, shape[dim]), asked=asked)
     return Plan([form(to)], [to], run)
 
 
@@ -250,6 +253,6 @@ def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         x = xs[0]
         if isinstance(to, Split) and to.is_padded(emitter.n):
             x = emitter.masked(x, to, 0)
-        return [gather_shards_p.bind(counts(x)[None], axes=(AXIS,), dim=0, size=emitter.n, devices=emitter.n)]
+        return [emitter.gather(counts(x)[None], 0, emitter.n)]
 
     return Plan([to], [REPLICATED], run, exchanges=True)

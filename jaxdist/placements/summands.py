@@ -16,7 +16,7 @@ from jaxdist.ir.operations import ADDITION, LINEAR
 from jaxdist.placements.block import Node
 from jaxdist.placements.plan import Plan
 from jaxdist.placements.run import run_wide
-from jaxdist.placements.values import PARTIAL, REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split
+from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split
 
 
 def _goes_on(walk: Any, node: Node) -> bool:
@@ -41,7 +41,10 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
     size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
     summands = [p for p in ins if isinstance(p, Partial)]
     gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
-    takes: list[Form] = [PARTIAL if s else REPLICATED for s in partial]
+    group = summands[0].group
+    if any(p.group != group for p in summands):
+        return None
+    takes: list[Form] = [Partial(group=group) if s else REPLICATED for s in partial]
     ok = False
     if name in LINEAR:
         ok = out.size <= size
@@ -58,7 +61,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
             and not any(isinstance(p, Split) and not p.whole for p in ins[first:last])
         )
         ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
-        takes = [PARTIAL if k in operands else REPLICATED for k in range(len(ins))]
+        takes = [Partial(group=group) if k in operands else REPLICATED for k in range(len(ins))]
         # What is added to a gradient must not lose digits on the wire for it.
         gradient = gradient and all(p or z for p, z in zip(partial[first:last], zero, strict=True))
     elif name == "mul":
@@ -68,7 +71,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
     if not ok:
         return None
-    return Plan(takes, [Partial(gradient, made)], run_wide)
+    return Plan(takes, [Partial(gradient, made, group)], run_wide)
 
 
 def _is_plain(dtype: Any) -> bool:

@@ -50,6 +50,7 @@ class Split:
       stored: it is kept so between steps (`jaxdist.zero`), or is computed from nothing else; else it is of the batch.
       asked: `jaxdist.shard` or the optimizer's `init` wants it so.
       whole: all of it is on each device as well, so nothing has to move for that.
+      group: the devices that share it are so many in a row, and each such group has all of it; 0: all devices.
     """
 
     dim: int
@@ -59,6 +60,7 @@ class Split:
     stored: bool = False
     asked: bool = False
     whole: bool = False
+    group: int = 0
 
     @property
     def rows(self) -> int:
@@ -71,7 +73,7 @@ class Split:
 
     def is_padded(self, devices: int) -> bool:
         """Whether some device holds padding."""
-        return self.chunk * devices != self.size
+        return self.chunk * (self.group or devices) != self.size
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the slice."""
@@ -85,10 +87,12 @@ class Partial:
     Attributes:
       gradient: it was made by differentiation, and may travel compressed.
       made: False of what a loop carries, until a summand is added to it.
+      group: the summands of so many devices in a row add up to it, and those of each such group; 0: of all devices.
     """
 
     gradient: bool = False
     made: bool = True
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,31 @@ REPLICATED, PARTIAL, DEFERRED = Replicated(), Partial(), Deferred()
 def form(placement: Placement) -> Form:
     """What a device holds of a value; of a deferred one all."""
     if isinstance(placement, Split):
-        return Split(placement.dim, placement.size, placement.chunk, placement.outer)
-    return PARTIAL if isinstance(placement, Partial) else REPLICATED
+        return Split(placement.dim, placement.size, placement.chunk, placement.outer, group=placement.group)
+    return Partial(group=placement.group) if isinstance(placement, Partial) else REPLICATED
 
 
-def tile(dim: int, size: int, devices: int, stored: bool = False) -> Split:
+def tile(dim: int, size: int, devices: int, stored: bool = False, group: int = 0) -> Split:
     """The usual slices of a dimension."""
-    return Split(dim, size, -(-size // devices), stored=stored)
+    return Split(dim, size, -(-size // (group or devices)), stored=stored, group=group)
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def within(devices: int, group: int) -> Groups | None:
+    """The groups of so many devices in a row; None: all are one.
+
+    Example:
+      >>> within(4, 2), across(4, 2), within(4, 0)
+      (((0, 1), (2, 3)), ((0, 2), (1, 3)), None)
+    """
+    return tuple(tuple(range(i, i + group)) for i in range(0, devices, group)) if group else None
+
+
+def across(devices: int, group: int) -> Groups:
+    """The devices that have the same place in their groups."""
+    return tuple(tuple(range(i, devices, group)) for i in range(group))
 
 
 def local_shape(shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
@@ -149,7 +171,7 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
 
     Example:
       >>> reshaped(Split(0, 5, 2), (5, 3), (15,))
-      Split(dim=0, size=15, chunk=6, outer=1, stored=False, asked=False, whole=False)
+      Split(dim=0, size=15, chunk=6, outer=1, stored=False, asked=False, whole=False, group=0)
       >>> reshaped(Split(1, 4, 1), (3, 4), (12,)).outer
       3
     """

@@ -119,7 +119,7 @@ def _row(kind: str, leaves: list[Any]) -> Row:
         whole += size
         device += held
         if isinstance(leaf, Padded):
-            padding += held - round(size * held / (math.prod(array.shape) * itemsize))
+            padding += held - round(size * leaf.layout.groups * held / (math.prod(array.shape) * itemsize))
         if held == size:
             replicated += held
     return Row(kind, len(leaves), whole, device, replicated, padding)

@@ -86,7 +86,8 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
     devices, compiled_for, notes = _devices(topology)
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     began = time.monotonic()
-    ahead = step.ahead(mesh, args)
+    hosts = [i // topology.per_host for i in range(topology.devices)]
+    ahead = step.ahead(mesh, args, hosts=hosts)
     own = next(iter(ahead.levels)) if len(ahead.levels) == 1 else None
     if not ahead.levels:
         notes.append("the step does not use jaxdist.zero: there are no other levels to compare it with")
@@ -102,7 +103,7 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
         levels = [level for level in levels if level != 3]
 
     compiled = _Compiled.of(ahead, mesh.size, time.monotonic() - began)
-    activations, problem = _activations(step, mesh, args, compiled)
+    activations, problem = _activations(step, mesh, args, hosts, compiled)
     notes.extend([problem] if problem else [])
     memory = int(topology.kind.memory * (1 if topology.kind.name == "cpu" else fraction()))
     found = []
@@ -110,7 +111,7 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
         one = compiled
         if level != own:
             began = time.monotonic()
-            one = _Compiled.of(step.ahead(mesh, args, level), mesh.size, time.monotonic() - began)
+            one = _Compiled.of(step.ahead(mesh, args, level, hosts=hosts), mesh.size, time.monotonic() - began)
         found.append(_level(one, level, level == own, topology, memory, activations, compiled_for))
     if compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
         notes.append(f"{', '.join(large)}: XLA orders what does not fit so as to save memory, not to overlap anything")
@@ -164,12 +165,14 @@ class _Compiled:
         return self.peak - self.results - sum(x.bytes for x in self.arguments)
 
 
-def _activations(step: DataParallel, mesh: Mesh, args: tuple[Any, ...], own: _Compiled) -> tuple[int | None, str]:
+def _activations(
+    step: DataParallel, mesh: Mesh, args: tuple[Any, ...], hosts: Sequence[int], own: _Compiled
+) -> tuple[int | None, str]:
     """Bytes of temporaries that are proportional to the batch; or None, and why they are not known."""
     problem = ""
     for factor in (0.5, 2.0):
         try:
-            other = _Compiled.of(step.ahead(mesh, args, scale=factor), mesh.size, 0)
+            other = _Compiled.of(step.ahead(mesh, args, scale=factor, hosts=hosts), mesh.size, 0)
         except Exception as error:  # whatever a step makes of a batch of another size
             problem = problem or (str(error).strip() or type(error).__name__).splitlines()[0]
             continue
@@ -218,4 +221,6 @@ def _kind(x: Held) -> str:
 def _traffic(c: schedule.Collective, topology: Topology, scheduled: bool) -> Traffic:
     speed, latency = topology.speed(c.groups)
     seconds = c.sent / speed + c.times * latency
-    return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, float(c.overlapped) if scheduled else None)
+    overlapped = float(c.overlapped) if scheduled else None
+    between = c.sent * topology.crossings(c.groups)
+    return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)

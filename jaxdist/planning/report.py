@@ -36,7 +36,7 @@ def total_of(kind: str, rows: Sequence[Traffic]) -> Traffic:
     share = sum(row.sent * (row.overlapped or 0) for row in rows) / sent if sent and known else None
     return Traffic(
         kind, sum(row.count for row in rows), sum(row.bytes for row in rows), sent,
-        sum(row.seconds for row in rows), share,
+        sum(row.seconds for row in rows), share, sum(row.between for row in rows),
     )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class Traffic:
       sent: bytes that a device sends, if the library takes rings.
       seconds: that they take one after another, at the full speed of the links: a lower bound.
       overlapped: the share of the bytes sent during which the schedule has something to compute; None: not known.
+      between: bytes that a host sends to others, all its devices together.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Traffic:
     sent: int
     seconds: float
     overlapped: float | None
+    between: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,14 +181,16 @@ class Plan:
         table = Table(title="collectives in one step, of one device")
         table.add_column("")
         table.add_column("collective")
-        for name in ("count", "whole arrays", "sent", "time", "overlapped"):
+        between = ["between hosts"] if self.topology.hosts > 1 else []
+        for name in ("count", "whole arrays", "sent", *between, "time", "overlapped"):
             table.add_column(name, justify="right")
         for one in self.levels:
             table.add_section()
             rows = (*one.traffic, one.total) if len(one.traffic) > 1 else one.traffic or (one.total,)
             for i, row in enumerate(rows):
                 share = "" if row.overlapped is None else f"{row.overlapped:.0%}"
-                cells = (str(row.count), readable(row.bytes), readable(row.sent), _time(row.seconds), share)
+                sizes = map(readable, (row.bytes, row.sent, *([row.between] if between else [])))
+                cells = (str(row.count), *sizes, _time(row.seconds), share)
                 table.add_row(one.name if i == 0 else "", row.kind, *cells)
         return table
 

@@ -162,6 +162,17 @@ class Topology:
                 latency = self.kind.network_latency
         return slowest, latency
 
+    def crossings(self, groups: Sequence[Sequence[int]]) -> int:
+        """How many rings leave the first host, if there is one through each group of devices.
+
+        Example:
+          >>> two_hosts = Topology.parse("2x2xH100")
+          >>> two_hosts.crossings([(0, 1), (2, 3)]), two_hosts.crossings([(0, 2), (1, 3)])
+          (0, 2)
+        """
+        hosts = [{device // self.per_host for device in group} for group in groups]
+        return sum(0 in on and len(on) > 1 for on in hosts)
+
     @property
     def links(self) -> str:
         """The speeds, for a person."""

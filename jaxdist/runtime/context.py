@@ -46,6 +46,7 @@ class Context:
       is_root: whether this is it.
       num_devices: the data-parallel width: devices of all processes.
       devices: those devices, in rank order.
+      hosts: of each rank, the name of its host.
       mesh: over them, with the one axis "data".
       communicator: "xla" or "mpi".
       rules: a communicator of the user's own, for steps; None: there is none.
@@ -77,6 +78,7 @@ class Context:
         self.communicator = "xla"
         self.rules: Rules | None = None
         self.devices: list[Any] = []
+        self.hosts: tuple[str, ...] = ()
         self.num_devices = 0
         self.mesh: Mesh
         self._parts: dict[Any, Any] = {}
@@ -221,7 +223,8 @@ def init(
         if ctx.size > 1:
             _write_whole_lines()
         failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
-        ctx.devices, ctx.mesh, ctx.communicator = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout)
+        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout)
+        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator = jax_
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, ctx.exit, timeout)
@@ -316,6 +319,12 @@ def _control(connector: Connector, timeout: float) -> Control:
         rank, size, [(name, port) for name in names], server=server,
         key=Key(secret), timeout=timeout, abort=connector.abort,
     )  # fmt: skip
+
+
+def hosts_of(mesh: Mesh) -> list[Any]:
+    """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process."""
+    own = _context.hosts if _context is not None and set(mesh.devices.flat) <= set(_context.devices) else None
+    return [own[d.process_index] if own else d.process_index for d in mesh.devices.flat]
 
 
 __all__ = ["Context", "ControlError", "get_context", "init"]

@@ -28,11 +28,13 @@ class Started(NamedTuple):
 
     Attributes:
       devices: of all processes, in rank order.
+      hosts: of each process, the name of its host.
       mesh: over them.
       communicator: "xla" or "mpi".
     """
 
     devices: list[Any]
+    hosts: tuple[str, ...]
     mesh: Mesh
     communicator: str
 
@@ -55,7 +57,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     rank, size = control.rank, control.size
     if size == 1:
         found = list(jax.local_devices())
-        return Started(found, _mesh(found), communicator_of.alone(wanted, len(found)))
+        return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)))
     if compat.backend_started() and not compat.distributed_client_started():
         raise RuntimeError(
             f"rank {rank}: a JAX backend was already in use when jaxdist.init was called, so "
@@ -109,7 +111,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         from jaxdist.communicators.mpi import world
 
         world(rank)  # made by all ranks together: now, not when one of them first compiles a step
-    return Started(found, mesh, communicator)
+    return Started(found, tuple(each.host for each in resources), mesh, communicator)
 
 
 def _mesh(found: list[Any]) -> Mesh:

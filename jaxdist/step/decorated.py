@@ -345,11 +345,13 @@ class DataParallel(Generic[R]):
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
         return any(self._placer.layout(leaves[i]) is ELSEWHERE for i in signature.state)
 
-    def ahead(self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1) -> Ahead:
+    def ahead(
+        self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1, hosts: Any = None
+    ) -> Ahead:
         """The step for other devices than this job's, which need not be here (see `jaxdist.step.forecast.ahead`)."""
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
-        return ahead(self._settings, self._cache, signature, leaves, mesh, level, scale)
+        return ahead(self._settings, self._cache, signature, leaves, mesh, level, scale, hosts)
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""

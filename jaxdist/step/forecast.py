@@ -59,6 +59,7 @@ def ahead(
     mesh: Mesh,
     level: int | None = None,
     scale: float = 1,
+    hosts: Sequence[Any] | None = None,
 ) -> Ahead:
     """The step for other devices than this job's, which need not be here; nothing is sent, no array is made.
 
@@ -71,6 +72,7 @@ def ahead(
       mesh: of them.
       level: of ZeRO, in place of that which the step says.
       scale: times as many examples as those of the batch.
+      hosts: of each device.
 
     Raises:
       ValueError: the batch can't be divided over the devices.
@@ -83,7 +85,7 @@ def ahead(
     if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
         raise ValueError(problem)
     step = jaxpr_of(settings.step, signature, avals, mesh, settings.axis_name, settings.check_finite)
-    trace = traced(step, signature, avals, mesh, level)
+    trace = traced(step, signature, avals, mesh, level, hosts)
     layouts = list(trace.layouts)
     for i in signature.state:
         if in_shards(leaves[i]):

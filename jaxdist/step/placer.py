@@ -96,18 +96,19 @@ class Placer:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             x = x.addressable_data(0)  # whole
         x = np.asarray(x)
+        parts = self.mesh.size // how.groups
         rows = how.physical(x.shape)[how.dim] // self.mesh.size
         before = (slice(None),) * how.dim
         index = {d: i for i, d in enumerate(self.mesh.devices.flat)}
         shards = []
         for device in self.local_devices:
-            at = index[device]
+            at = index[device] % parts
             part = x[(*before, slice(at * rows, (at + 1) * rows))]
             missing = [(0, rows - part.shape[how.dim] if d == how.dim else 0) for d in range(x.ndim)]
             shards.append(jax.device_put(np.pad(part, missing), device))
         shape = how.physical(x.shape)
         array = jax.make_array_from_single_device_arrays(shape, sharding(self.mesh, how), shards)
-        return Padded(array, how) if how.pad else array
+        return array if how.is_plain else Padded(array, how)
 
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)):
@@ -179,6 +180,12 @@ class Placer:
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""
+        for name, x in zip(names, leaves, strict=True):
+            if type(x) is Padded and x.layout.groups > 1:
+                return (
+                    f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
+                    "examples of this process as a plain array"
+                )
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in placed]

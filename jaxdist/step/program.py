@@ -70,7 +70,7 @@ class Program:
         self.checked = step.checked
         self.types = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
         held = [self.layouts[i] for i in signature.state]
-        self.padded = [i for i, how in enumerate(held) if how and how.pad]
+        self.padded = [i for i, how in enumerate(held) if how and not how.is_plain]
         self.batch = [tile(0, avals[i].shape[0], mesh.size) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -164,13 +164,13 @@ class Program:
             if is_batch:
                 ins.append(next(batch))
             else:
-                ins.append(REPLICATED if how is None else tile(how.dim, aval.shape[how.dim], mesh.size, stored=True))
+                ins.append(REPLICATED if how is None else how.split(aval.shape[how.dim], mesh.size))
         natural = infer.place(block, ins)
         wants: list[Form | None] = []
         for given, source, aval in zip(natural.given, step.sources, step.jaxpr.out_avals, strict=True):
             how = self.layouts[source] if source is not None else None
             if how is not None:
-                wants.append(tile(how.dim, aval.shape[how.dim], mesh.size))
+                wants.append(form(how.split(aval.shape[how.dim], mesh.size)))
             elif source is None and isinstance(given, Split) and _stays(given, mesh.size):
                 wants.append(form(given))
             else:
@@ -219,8 +219,8 @@ class Program:
             mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False,
         )(*args)  # fmt: skip
         self._padded_outputs = [
-            (i, layout(p.dim, p.chunk * mesh.size - p.size))
-            for i, p in enumerate(placed.outs) if isinstance(p, Split) and p.is_padded(mesh.size)
+            (i, layout(p.dim, p.chunk * (p.group or mesh.size) - p.size, mesh.size // (p.group or mesh.size)))
+            for i, p in enumerate(placed.outs) if isinstance(p, Split) and (p.group or p.is_padded(mesh.size))
         ]  # fmt: skip
         # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
         return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
@@ -233,8 +233,8 @@ class OtherTypesError(Exception):
 def _stays(p: Split, devices: int) -> bool:
     """Whether an aux value comes back as it is split: the devices divide it, or it was asked for in shards."""
     if p.stored:
-        return p.asked and p.outer == 1 and p.chunk == -(-p.size // devices)
-    return p.outer == 1 and not p.is_padded(devices) and not p.whole
+        return p.asked and p.outer == 1 and p.chunk == -(-p.size // (p.group or devices))
+    return not p.group and p.outer == 1 and not p.is_padded(devices) and not p.whole
 
 
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:

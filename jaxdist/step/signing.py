@@ -193,7 +193,7 @@ class Signer:
     def _is_kept(self, x: Any) -> bool:
         """Whether a leaf is on the mesh as state is, which an earlier call returned: not split along the first axis."""
         if type(x) is Padded:
-            return x.layout.dim != 0
+            return x.layout.dim != 0 or x.layout.groups > 1
         own = getattr(x, "sharding", None)
         if getattr(own, "mesh", None) != self._placer.mesh:
             return False

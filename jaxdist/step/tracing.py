@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 
 from jaxdist.ir.trace import stepping, trace
 from jaxdist.mesh import AXIS
+from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose
 from jaxdist.placements.marks import Marks, marks
+from jaxdist.runtime.context import hosts_of
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.matching import flows, match
 from jaxdist.step.signature import Signature, Static, constants_back, is_array
@@ -65,7 +67,12 @@ class TracedStep:
 
 
 def traced(
-    step: StepJaxpr, signature: Signature, avals: Sequence[Any], mesh: Mesh, level: int | None = None
+    step: StepJaxpr,
+    signature: Signature,
+    avals: Sequence[Any],
+    mesh: Mesh,
+    level: int | None = None,
+    hosts: Sequence[Any] | None = None,
 ) -> TracedStep:
     """What placements are settled from.
 
@@ -75,6 +82,7 @@ def traced(
       avals: their types; the batch's with all examples.
       mesh: one axis, ``"data"``.
       level: of ZeRO, in place of those that the step says.
+      hosts: of each device; None: as the job knows them.
     """
     closed, tree, checked = step
     shapes = [a.shape for a in avals]
@@ -82,14 +90,16 @@ def traced(
 
     def chosen(shape: tuple[int, ...]) -> int | None:
         if shape not in dims:
-            how = choose(shape, mesh.size)
+            how = choose(shape, parts)
             dims[shape] = how.dim if how else None
         return dims[shape]
 
-    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu")
+    shared = group(closed, hosts or hosts_of(mesh))
+    parts = shared or mesh.size
+    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared)
     block = infer.block(closed)
     found = marks(infer, block, level)
-    layouts = found.layouts(shapes, mesh.size)
+    layouts = found.layouts(shapes, parts, mesh.size // parts)
     dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
     follows = flows(infer, block)
     batch = set(signature.batch)

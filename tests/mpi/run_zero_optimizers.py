@@ -1,4 +1,6 @@
-"""`jaxdist.zero` in one MPI job: `python run_zero_optimizers.py COMMUNICATOR EXPECTED.pickle I`; JSON from the root.
+"""`jaxdist.zero` in one MPI job: `python run_zero_optimizers.py COMMUNICATOR EXPECTED.pickle I [WITHIN]`.
+
+JSON from the root.
 
 One step trains them all, the first at level 1 + I % 3 and so on.
 """
@@ -24,8 +26,9 @@ def main() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     ctx = jaxdist.init(communicator=sys.argv[1])
     expected = pickle.loads(Path(sys.argv[2]).read_bytes())
+    within = int(sys.argv[4]) if len(sys.argv) > 4 else None
     levels = [1 + (int(sys.argv[3]) + i) % 3 for i in range(len(expected))]
-    got = optimizers.run_sharded(list(expected), levels, ctx.rank, ctx.size)
+    got = optimizers.run_sharded(list(expected), levels, ctx.rank, ctx.size, within=within)
     # Each rank compares what it holds.
     report = {
         f"{name}, level {level}": max(

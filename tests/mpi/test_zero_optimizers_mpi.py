@@ -36,11 +36,19 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("ranks", "communicator", "shift"), [(2, "xla", 0), (2, "mpi", 1), (3, "xla", 2), (3, "mpi", 0)]
+    ("ranks", "communicator", "shift", "within"),
+    [
+        (2, "xla", 0, ""),
+        (2, "mpi", 1, ""),
+        (3, "xla", 2, ""),
+        (3, "mpi", 0, ""),
+        (4, "xla", 1, "2"),
+        (4, "mpi", 2, "2"),
+    ],
 )
-def test_as_on_one_device(ranks: int, communicator: str, shift: int, expected: tuple[str, int]) -> None:
+def test_as_on_one_device(ranks: int, communicator: str, shift: int, within: str, expected: tuple[str, int]) -> None:
     path, count = expected
-    result = jobs.mpirun(ranks, [SCRIPT, communicator, path, str(shift)], timeout=300)
+    result = jobs.mpirun(ranks, [SCRIPT, communicator, path, str(shift), *([within] if within else [])], timeout=300)
     assert result.returncode == 0, result.output
     found = re.search(r"^.*REPORT (.*)$", result.stdout, re.MULTILINE)
     assert found, result.output

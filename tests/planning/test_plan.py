@@ -55,8 +55,8 @@ def abstract(tx: Any = ADAM, rows: int = 2 * N) -> tuple[Any, Any, Any]:
     return params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
 
 
-def planned(level: Any, topology: str = f"{N}xcpu", **options: Any) -> Plan:
-    tx = jaxdist.zero(ADAM, level)
+def planned(level: Any, topology: str = f"{N}xcpu", within: Any = None, **options: Any) -> Plan:
+    tx = jaxdist.zero(ADAM, level, within)
     return jaxdist.plan(step_of(tx), *abstract(tx), topology=topology, **options)
 
 
@@ -221,6 +221,18 @@ def test_the_time_of_a_collective() -> None:
     found = jaxdist.plan(step_of(tx, bucket_bytes=1 << 30), *abstract(tx), topology="8xcpu", levels=()).own.total
     kind = KINDS["cpu"]
     assert found.seconds == pytest.approx(found.count * kind.latency + found.sent / kind.link)
+
+
+def test_bytes_between_hosts() -> None:
+    flat, hybrid = (planned(3, "4x2xcpu", within, levels=()).own for within in (None, "host"))
+    assert flat.total.between == flat.total.sent  # one ring through all
+    by_kind = {row.kind: row for row in hybrid.traffic}
+    assert by_kind["all-gather"].between == by_kind["reduce-scatter"].between == 0
+    slices = (SHAPES["layers"][0] * WIDTH * WIDTH + WIDTH * 13) // 2  # the gradient of `small` is one number
+    assert by_kind["all-reduce"].between == 2 * 1.5 * 4 * slices + 7  # a ring of four hosts for each half; the loss
+    assert hybrid.total.between < 0.75 * flat.total.between
+    assert hybrid.bytes["parameters"] > flat.bytes["parameters"]
+    assert "between hosts" in str(planned(3, "4x2xcpu", levels=()))
 
 
 def test_batches_that_the_devices_do_not_divide() -> None:

@@ -108,17 +108,20 @@ def loss(params: dict[str, Any], seen: dict[str, Any], poisoned: bool = False) -
     return total
 
 
-def step_of(names: Sequence[str], levels: Sequence[Any] | None = None, shapes: Shapes = SHAPES) -> Callable[..., Any]:
+def step_of(
+    names: Sequence[str], levels: Sequence[Any] | None = None, shapes: Shapes = SHAPES, within: int | None = None
+) -> Callable[..., Any]:
     """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
 
     Args:
       names: of the entries.
       levels: of `jaxdist.zero` for each; None: a plain step, for one device.
       shapes: of the model's leaves.
+      within: groups of so many devices; as of `jaxdist.zero`.
     """
     txs: dict[str, Any] = {name: ENTRIES[name].make() for name in names}
     if levels is not None:
-        txs = {name: jaxdist.zero(tx, level) for (name, tx), level in zip(txs.items(), levels, strict=True)}
+        txs = {name: jaxdist.zero(tx, level, within) for (name, tx), level in zip(txs.items(), levels, strict=True)}
 
     def one(name: str, params: Any, opt_state: Any, seen: Any) -> Any:
         entry = ENTRIES[name]
@@ -157,10 +160,16 @@ def run_plain(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
 
 
 def run_sharded(
-    names: Sequence[str], levels: Sequence[Any], rank: int = 0, size: int = 1, shapes: Shapes = SHAPES, **settings: Any
+    names: Sequence[str],
+    levels: Sequence[Any],
+    rank: int = 0,
+    size: int = 1,
+    shapes: Shapes = SHAPES,
+    within: int | None = None,
+    **settings: Any,
 ) -> Any:
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
-    step = jaxdist.data_parallel(step_of(names, levels, shapes), **settings)
+    step = jaxdist.data_parallel(step_of(names, levels, shapes, within), **settings)
     state = start(names, shapes)
     n = BATCH // size
     for i in range(STEPS):
@@ -182,7 +191,7 @@ def _leaf_gap(x: np.ndarray, y: Any) -> float:
         return 0.0
     assert np.isfinite(x).all()
     scale, how = 1 + np.abs(x).max(), y.layout if isinstance(y, Padded) else Layout(0)
-    whole, inside = (how.padded(a) for a in (x, np.ones(x.shape, bool))) if how.pad else (x, np.ones(x.shape, bool))
+    whole, inside = (a if how.is_plain else how.padded(a) for a in (x, np.ones(x.shape, bool)))
     worst = 0.0
     for shard in physical(y).addressable_shards:
         difference = np.abs(np.asarray(shard.data) - whole[shard.index])[inside[shard.index]]

@@ -82,20 +82,20 @@ def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
 
 
 @functools.cache
-def case(name: str, level: int = 0) -> Case:
-    """A case by its name, its optimizer at a level of `jaxdist.zero`; built once."""
-    token = _level.set(level)
+def case(name: str, level: int = 0, within: int | None = None) -> Case:
+    """A case by its name, its optimizer at a level of `jaxdist.zero`, within groups of devices; built once."""
+    token = _level.set((level, within))
     try:
         return CASES[name]()
     finally:
         _level.reset(token)
 
 
-_level: ContextVar[int] = ContextVar("level", default=0)
+_level: ContextVar[tuple[int, int | None]] = ContextVar("level", default=(0, None))
 
 
 def _zero(tx: Any) -> Any:
-    return jaxdist.zero(tx, _level.get())  # type: ignore[arg-type]
+    return jaxdist.zero(tx, *_level.get())  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -513,9 +513,10 @@ def optimizer(name: str, tx: Any) -> Case:
 
 
 @functools.cache
-def idiom(name: str, rows: int, level: int = 0) -> Case:
-    """A case of the catalogue of `idioms`, its optimizer at a level of `jaxdist.zero`, for `rows` examples."""
-    step, state = idioms.IDIOMS[name](lambda tx: jaxdist.zero(tx, level) if level else tx)  # type: ignore[arg-type]
+def idiom(name: str, rows: int, level: int = 0, within: int | None = None) -> Case:
+    """A case of the catalogue of `idioms`, its optimizer as in `case`, for `rows` examples."""
+    zero = lambda tx: jaxdist.zero(tx, level, within) if level else tx  # type: ignore[arg-type]
+    step, state = idioms.IDIOMS[name](zero)
     return Case(name, step, state, lambda i: idioms.batch(i, rows))
 
 

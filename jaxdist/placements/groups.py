@@ -1,0 +1,80 @@
+"""Groups of devices that share what `jaxdist.zero` keeps in shards: all, those of a host, or so many in a row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxdist.ir.interpreter import subjaxprs
+
+Within = int | str | None
+"""Which devices share a leaf: None: all; ``"host"``: those of a host; a number: so many in a row."""
+
+HOST = "host"
+
+
+def check_within(within: Any) -> None:
+    """Refuse what is no `Within`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if within is None or within == HOST or (type(within) is int and within > 0):
+        return
+    raise ValueError(
+        f"within={within!r}: None (all devices share a leaf), 'host' (those of each host) or a number of devices"
+    )
+
+
+def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
+    """How many devices in a row share what a step keeps in shards; 0: all.
+
+    Args:
+      closed: the step.
+      hosts: of each device, in order, the host.
+
+    Raises:
+      ValueError: the devices can't be grouped so, or the step asks for several kinds of groups.
+    """
+    asked = {_size(within, hosts) for within in _asked(closed.jaxpr)}
+    if len(asked) > 1:
+        raise ValueError(
+            f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(asked)))} devices: "
+            "one step has groups of one size. Give each jaxdist.zero and jaxdist.shard in it the same `within`"
+        )
+    found = asked.pop() if asked else 0
+    return 0 if found == len(hosts) else found
+
+
+def _size(within: Within, hosts: Sequence[Any]) -> int:
+    n = len(hosts)
+    if within is None or n == 1:
+        return n
+    if within == HOST:
+        each = Counter(hosts)
+        size = each[hosts[0]]
+        in_a_row = all(hosts[i] == hosts[i - i % size] for i in range(n))
+        if set(each.values()) != {size} or not in_a_row:
+            raise ValueError(
+                f"within='host' needs as many devices on each host, their ranks in a row; the hosts of the {n} devices "
+                f"are {', '.join(map(str, hosts[:16]))}{', ...' if n > 16 else ''}. Start as many processes on each "
+                "host, one host after the other"
+            )
+        return size
+    assert isinstance(within, int)
+    if n % within:
+        raise ValueError(f"within={within}: groups of {within} devices don't divide the {n} devices of the job")
+    return within
+
+
+def _asked(jaxpr: Jaxpr) -> set[Within]:
+    found: set[Within] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jaxdist_shard" and eqn.params["level"]:
+            found.add(eqn.params["within"])
+        for sub in subjaxprs(eqn):
+            found |= _asked(sub)
+    return found

@@ -1,0 +1,204 @@
+"""Hybrid sharding, ``zero(..., within=)``: in shards within groups of devices, and whole in each group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers
+import oracle
+import pytest
+import quick
+from jax.sharding import Mesh
+
+import jaxdist
+from jaxdist.placements import small
+from jaxdist.placements.layouts import Padded
+
+MESHES = [(4, 2), (8, 4), (8, 2)]
+"""Devices, and how many of them share a leaf: 2x2, 2x4, 4x2."""
+
+
+@pytest.fixture(autouse=True)
+def _in_parts() -> Iterator[None]:
+    """Small steps too are computed in parts: it is these that are looked at."""
+    shipped, small.limits = small.limits, small.Limits(fewer=10**9)
+    with quick.compilation():
+        yield
+    small.limits = shipped
+
+
+def mesh(devices: int) -> Mesh:
+    return Mesh(jax.devices()[:devices], ("data",))
+
+
+# --- as on one device
+
+
+@pytest.mark.parametrize("name", ["clip_adamw", "lamb", "multisteps", "odd_parameters", "transformer"])
+@pytest.mark.parametrize("way", [(*MESHES[0], 3), (*MESHES[1], 2), (*MESHES[2], 1)], ids=str)
+def test_as_on_one_device(name: str, way: tuple[int, int, int]) -> None:
+    devices, within, level = way
+    case = oracle.case(name, level, within)
+    got = oracle.run_decorated(case, mesh=mesh(devices))
+    assert oracle.difference(oracle.expected(name), got) < case.tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [(*m, level) for m in MESHES for level in (1, 2, 3)], ids=str)
+def test_optimizers_as_on_one_device(way: tuple[int, int, int]) -> None:
+    devices, within, level = way
+    names = ["chain", "lamb", "adafactor", "muon"]
+    want = optimizers.run_plain(names)
+    got = optimizers.run_sharded(names, [level] * len(names), within=within, mesh=mesh(devices))
+    assert optimizers.gap(want, got) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["infonce", "moco_queue", "moe_expert_choice", "gradient_accumulation", "transformer_scanned", "aux_in_order"],
+)
+def test_idioms_as_on_one_device(name: str) -> None:
+    want = oracle.leaves(oracle.run_plain(oracle.idiom(name, 24), 2, 24))
+    for devices, within, level in ((4, 2, 3), (8, 4, 2)):
+        got = oracle.run_decorated(oracle.idiom(name, 24, level, within), steps=2, rows=24, mesh=mesh(devices))
+        assert oracle.difference(want, got) < 1e-10
+
+
+# --- what is sent, and what is kept
+
+
+def mlp(level: Any, within: Any) -> tuple[Any, Any, Any]:
+    tx = jaxdist.zero(optax.adamw(1e-2), level, within)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return jnp.mean(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    rng = np.random.default_rng(0)
+    params = {"a": jnp.asarray(rng.normal(size=(16, 24))), "b": jnp.asarray(rng.normal(size=(24, 7)))}
+    return step, (params, tx.init(params)), rng.normal(size=(16, 16))
+
+
+def groups(text: str) -> dict[str, list[tuple[tuple[tuple[int, ...], ...], int]]]:
+    """Of a compiled program: by kind, who takes part in each collective, and its result's entries on a device."""
+    found: dict[str, list[Any]] = {}
+    pattern = r"= \(?\w+\[([\d,]*)\][^=]*? (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=\{([\d,{}]+)\}"
+    for shape, kind, who in re.findall(pattern, text):
+        parts = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+\d", who))
+        found.setdefault(kind, []).append((parts, int(np.prod([int(n) for n in shape.split(",") if n]))))
+    return found
+
+
+IN, ACROSS, ALL = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_nothing_crosses_the_groups_but_slices(level: Any) -> None:
+    step, state, x = mlp(level, 2)
+    decorated = jaxdist.data_parallel(step, mesh=mesh(4))
+    found = groups(decorated.lower(*state, x).compile().as_text())
+    assert {who for who, _ in found["all-gather"]} == {IN}
+    assert {who for who, _ in found["reduce-scatter"]} == {IN}
+    sums = {who: sum(size for its, size in found["all-reduce"] if its == who) for who, _ in found["all-reduce"]}
+    assert sums == {ACROSS: (16 * 24 + 24 * 7) // 2, ALL: 1}  # half of the gradients; the loss
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_group_keeps_what_all_devices_would(level: Any, devices: int) -> None:
+    step, state, x = mlp(level, 2)
+    *state, _ = jaxdist.data_parallel(step, mesh=mesh(devices))(*state, x)
+    flat, whole = mlp(level, None), mlp(0, None)
+    *flat_state, _ = jaxdist.data_parallel(flat[0], mesh=mesh(2))(*flat[1], x)
+    row = jaxdist.memory({"state": state}).total
+    assert row == jaxdist.memory({"state": flat_state}).total
+    assert row.device < jaxdist.memory({"state": whole[1]}).total.device
+    params = state[0]
+    assert isinstance(params["a"], Padded) == (level == 3)
+    assert params["a"].shape == (16, 24)
+
+
+def test_a_group_of_all_devices_is_none() -> None:
+    step, state, x = mlp(3, 4)
+    (params, _, _) = jaxdist.data_parallel(step, mesh=mesh(4))(*state, x)
+    assert isinstance(params["a"], jax.Array)
+
+
+def test_groups_of_one_keep_everything() -> None:
+    step, state, x = mlp(3, 1)
+    *state, _ = jaxdist.data_parallel(step, mesh=mesh(4))(*state, x)
+    assert jaxdist.memory(state).total.device == jaxdist.memory(state).total.whole
+
+
+# --- shard, unshard, checkpoints, check_sync, evaluation, plans
+
+
+def test_shard_and_unshard() -> None:
+    tree = {"even": jnp.arange(12.0).reshape(4, 3), "odd": jnp.arange(5.0), "one": jnp.ones(())}
+    held = jaxdist.shard(tree, within=2)
+    assert repr(held["odd"]) == "Padded(float64[5/data], pad=1, groups=4)"
+    assert jaxdist.memory(held).total.device == (6 + 3 + 1) * 8
+    back = jaxdist.unshard(held)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(back), strict=True))
+    assert np.array_equal(np.asarray(held["odd"]), tree["odd"])
+    jaxdist.check_sync(held)
+
+
+def test_a_state_can_change_its_groups_on_the_way() -> None:
+    expected, found = mlp(0, None), None
+    for level, within in ((3, 2), (3, 4), (2, None), (1, 2), (3, None)):
+        step, state, x = mlp(level, within)
+        *found, _ = jaxdist.data_parallel(step, mesh=mesh(8))(*(found or state), x)
+    state = expected[1]
+    for _ in range(5):
+        *state, _ = jax.jit(expected[0])(*state, expected[2])
+    assert oracle.difference(oracle.leaves(state), jaxdist.unshard(found)) < 1e-10
+
+
+def test_evaluating_functions_take_them() -> None:
+    held = jaxdist.shard({"w": jnp.arange(12.0).reshape(4, 3)}, within=4)
+    x = np.random.default_rng(0).normal(size=(16, 4))
+    got = jaxdist.data_parallel(lambda p, x: jnp.mean(x @ p["w"]), donate=False)(held, x)
+    assert abs(got - np.mean(x @ np.arange(12.0).reshape(4, 3))) < 1e-12
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_checkpoints_from_and_to_any_layout(tmp_path: Path, odd: bool) -> None:
+    tree = {"w": jnp.arange(60.0).reshape(12, 5) if not odd else jnp.arange(7.0), "n": 3}
+    layouts = [jaxdist.shard(tree["w"], within=within) for within in (2, 4, None)] + [tree["w"]]
+    for i, w in enumerate(layouts):
+        jaxdist.save(tmp_path / f"{i}", {"w": w, "n": 3}, step=1)
+        for like in layouts:
+            back = jaxdist.restore(tmp_path / f"{i}", like={"w": like, "n": 0})
+            assert type(back["w"]) is type(like)
+            assert getattr(back["w"], "layout", None) == getattr(like, "layout", None)
+            assert np.array_equal(np.asarray(back["w"]), tree["w"])
+
+
+def test_as_a_batch_they_are_refused() -> None:
+    rows = jaxdist.shard(jnp.arange(32.0).reshape(16, 2), within=2)
+    with pytest.raises(ValueError, match="batch leaf x is kept in shards within groups of devices, which is for state"):
+        jaxdist.data_parallel(lambda w, x: jnp.mean(w * x), batch_argnums=1)(jnp.ones(2), rows)
+    # Beside a batch with as many rows it is taken for state.
+    got = jaxdist.data_parallel(lambda w, x: jnp.sum(w * x))(rows, np.ones((16, 2)))
+    assert got == np.arange(32.0).sum()
+
+
+def test_what_does_not_divide_the_devices() -> None:
+    step, state, x = mlp(2, 3)
+    with pytest.raises(ValueError, match="groups of 3 devices don't divide the 4 devices"):
+        jaxdist.data_parallel(step, mesh=mesh(4))(*state, x)
+    with pytest.raises(ValueError, match="within='node'"):
+        jaxdist.zero(optax.sgd(0.1), 2, within="node")
