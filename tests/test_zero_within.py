@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,13 @@ import optax
 import optimizers
 import oracle
 import pytest
-import quick
 from jax.sharding import Mesh
 
 import jaxdist
-from jaxdist.placements import small
 from jaxdist.placements.layouts import Padded
 
 MESHES = [(4, 2), (8, 4), (8, 2)]
 """Devices, and how many of them share a leaf: 2x2, 2x4, 4x2."""
-
-
-@pytest.fixture(autouse=True)
-def _in_parts() -> Iterator[None]:
-    """Small steps too are computed in parts: it is these that are looked at."""
-    shipped, small.limits = small.limits, small.Limits(fewer=10**9)
-    with quick.compilation():
-        yield
-    small.limits = shipped
 
 
 def mesh(devices: int) -> Mesh:
@@ -104,6 +92,7 @@ def groups(text: str) -> dict[str, list[tuple[tuple[tuple[int, ...], ...], int]]
 IN, ACROSS, ALL = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_nothing_crosses_the_groups_but_slices(level: Any) -> None:
     step, state, x = mlp(level, 2)

@@ -94,9 +94,7 @@ class Control:
                 server = rendezvous.bind(addresses[0][0], [port for _, port in addresses])
             port = server.getsockname()[1]
             host = addresses[0][0] if addresses else "0.0.0.0"
-            joined = rendezvous.gather(
-                server, size, key, timeout, f"tcp://{host}:{port}",
-            )  # fmt: skip
+            joined = rendezvous.gather(server, size, key, timeout, f"tcp://{host}:{port}")
             self._hub = Hub(self, joined.connections)
             self.process.wait_gone = self._hub.wait_gone
             target = self._hub.watch
@@ -182,10 +180,7 @@ class Control:
         self._listeners[tag] = hook
 
     def where_is(
-        self,
-        *,
-        this: Callable[[], int] | None = None,
-        others: Callable[[list[int]], str | None] | None = None,
+        self, *, this: Callable[[], int] | None = None, others: Callable[[list[int]], str | None] | None = None
     ) -> None:
         """Whom to ask where ranks are.
 
