@@ -51,12 +51,13 @@ class Lowering(Protocol):
     def run(self, closed: Any, *args: Any) -> list[Any]: ...
 
 
-def lowering(communicator: str | Rules, mesh: Mesh) -> Lowering:
+def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowering:
     """The lowering rules of a communicator.
 
     Args:
       communicator: ``"xla"``, ``"mpi"``, or a table of rules.
       mesh: the devices.
+      in_host: how many in a row are on one host, if there are several hosts; 0: that is no matter.
 
     Raises:
       ValueError: for any other name.
@@ -64,7 +65,7 @@ def lowering(communicator: str | Rules, mesh: Mesh) -> Lowering:
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
-        own = GlooLowering() if _over_gloo(mesh) else XlaLowering()
+        own = GlooLowering(in_host) if _over_gloo(mesh) else XlaLowering()
         return own if isinstance(communicator, str) else own.with_rules(communicator)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering

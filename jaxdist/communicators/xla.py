@@ -24,7 +24,7 @@ from jaxdist.ir.primitives import (
     reduced,
     slices,
 )
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, Groups, across, within
 
 
 class XlaLowering(Interpreter):
@@ -79,10 +79,15 @@ class GlooLowering(XlaLowering):
     * XLA would widen 16-bit floats on their way: compressed gradients are exchanged bit for bit.
     * XLA starts all collectives that are ready at once, in threads that then wait for each other's turns: each
       reduction starts when the one before has ended.
+    * Gloo knows nothing of hosts: what is large is added up within each first, then the slices between them.
+
+    Args:
+      in_host: how many devices in a row are on one host; 0: that is no matter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_host: int = 0) -> None:
         super().__init__()
+        self._in_host = in_host
         self.rules |= {
             all_reduce_p: self._all_reduce,
             compat.reduce_scatter_p: self._reduce_scatter,
@@ -102,14 +107,11 @@ class GlooLowering(XlaLowering):
         if not x.size:
             return reduced(x, **eqn.params)
         x = self._after(x)
-        wire = eqn.params["wire"]
-        if wire is None:
-            out = reduced(x, **eqn.params)
+        wire, groups = eqn.params["wire"], eqn.params["groups"]
+        if groups is None and self._in_host and x.nbytes >= _LARGE:
+            out = _by_hosts(x, wire, self._in_host)
         else:
-            groups = eqn.params["groups"]
-            size = len(groups[0]) if groups else lax.axis_size(AXIS)
-            all_to_all, all_gather = (functools.partial(move, groups=groups) for move in (_all_to_all, _all_gather))
-            out = exchange.all_reduce(x, wire, size, all_to_all, all_gather)
+            out = _all_reduce(x, wire, groups)
         return self._then(out)
 
     def _after(self, x: Any) -> Any:
@@ -138,6 +140,28 @@ class GlooLowering(XlaLowering):
         )
         total = parts.sum(0).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
+
+
+_LARGE = 1 << 16
+"""Bytes from which less between hosts is worth two more messages within them."""
+
+
+def _all_reduce(x: Any, wire: str | None, groups: Groups | None) -> Any:
+    if wire is None:
+        return lax.psum(x, AXIS, axis_index_groups=groups)
+    size = len(groups[0]) if groups else lax.axis_size(AXIS)
+    all_to_all, all_gather = (functools.partial(move, groups=groups) for move in (_all_to_all, _all_gather))
+    return exchange.all_reduce(x, wire, size, all_to_all, all_gather)
+
+
+def _by_hosts(x: Any, wire: str | None, in_host: int) -> Any:
+    """The sum over all devices: to slices within each host, these between the hosts, and together again."""
+    devices = lax.axis_size(AXIS)
+    host = within(devices, in_host)
+    part = exchange.reduce_scatter(x.reshape(-1), 0, wire, in_host, functools.partial(_all_to_all, groups=host))
+    part = _all_reduce(part, wire, across(devices, in_host))
+    whole = _all_gather(part.astype(wire or x.dtype), host).reshape(-1)
+    return whole[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:

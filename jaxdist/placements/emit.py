@@ -20,22 +20,19 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, Groups, across, within
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.plan import Placed
 from jaxdist.placements.values import (
     REPLICATED,
     Form,
-    Groups,
     Partial,
     Replicated,
     Split,
-    across,
     form,
     local_shape,
     wide,
-    within,
 )
 
 

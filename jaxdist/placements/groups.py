@@ -49,6 +49,15 @@ def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
     return 0 if found == len(hosts) else found
 
 
+def in_host(hosts: Sequence[Any]) -> int:
+    """How many devices in a row each host has; 0: there are no such groups, or one of all devices."""
+    try:
+        size = _size(HOST, hosts)
+    except ValueError:
+        return 0
+    return size if 1 < size < len(hosts) else 0
+
+
 def _size(within: Within, hosts: Sequence[Any]) -> int:
     n = len(hosts)
     if within is None or n == 1:

@@ -126,24 +126,6 @@ def tile(dim: int, size: int, devices: int, stored: bool = False, group: int = 0
     return Split(dim, size, -(-size // (group or devices)), stored=stored, group=group)
 
 
-Groups = tuple[tuple[int, ...], ...]
-
-
-def within(devices: int, group: int) -> Groups | None:
-    """The groups of so many devices in a row; None: all are one.
-
-    Example:
-      >>> within(4, 2), across(4, 2), within(4, 0)
-      (((0, 1), (2, 3)), ((0, 2), (1, 3)), None)
-    """
-    return tuple(tuple(range(i, i + group)) for i in range(0, devices, group)) if group else None
-
-
-def across(devices: int, group: int) -> Groups:
-    """The devices that have the same place in their groups."""
-    return tuple(tuple(range(i, devices, group)) for i in range(group))
-
-
 def local_shape(shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
     """Of what a device holds."""
     return placement.shape(shape) if isinstance(placement, Split) else tuple(shape)

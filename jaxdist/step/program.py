@@ -18,11 +18,13 @@ from jaxdist.ir.wire import transfers
 from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
+from jaxdist.placements.groups import in_host
 from jaxdist.placements.layouts import Layout, Padded, layout, sharding
 from jaxdist.placements.plan import Placed
 from jaxdist.placements.small import at_once
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
+from jaxdist.runtime.context import hosts_of
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
 from jaxdist.step.tracing import TracedStep
 
@@ -215,7 +217,7 @@ class Program:
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
         outs = jax.shard_map(
-            lambda *xs: lowering(self._communicator, mesh).run(closed, *xs),
+            lambda *xs: lowering(self._communicator, mesh, in_host(hosts_of(mesh))).run(closed, *xs),
             mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False,
         )(*args)  # fmt: skip
         self._padded_outputs = [

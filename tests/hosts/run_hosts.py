@@ -1,4 +1,4 @@
-"""A rank of a job across hosts: `run_hosts.py train EXPECTED COMMUNICATOR CONNECTOR`, or `loop COMMUNICATOR`.
+"""A rank of a job across hosts: `run_hosts.py train EXPECTED COMMUNICATOR CONNECTOR [LEVEL]`, or `loop COMMUNICATOR`.
 
 `train`: the root prints a JSON line of where each rank is and how far its result is from one device's. `loop`: train
 until something ends it.
@@ -23,10 +23,10 @@ import jaxdist
 CASE = "clip_adamw"
 
 
-def train(expected: str, communicator: str, connector: str) -> None:
-    """A short training, compared on every rank."""
+def train(expected: str, communicator: str, connector: str, level: str = "0") -> None:
+    """A short training, compared on every rank; at a level of ZeRO it is in shards within hosts."""
     ctx = jaxdist.init(connector, communicator)
-    got = oracle.run_decorated(oracle.case(CASE), ctx.rank, ctx.size)
+    got = oracle.run_decorated(oracle.case(CASE, int(level), "host"), ctx.rank, ctx.size)
     gap = oracle.difference(pickle.loads(Path(expected).read_bytes()), got)
     ranks = ctx.control.exchange("ranks", (socket.gethostname(), ctx.local_rank, ctx.local_size, gap))
     if ctx.is_root:

@@ -53,6 +53,16 @@ def test_the_installation_of_hosts_is_tested(hosts: Hosts) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(("communicator", "level"), [("xla", "3"), ("mpi", "2")])
+def test_in_shards_within_hosts(hosts: Hosts, expected: str, communicator: str, level: str) -> None:
+    mpirun = [jobs.mpirun_path(), "-np", "4", *NETWORK, "-H", "node1:2,node2:2"]
+    result = hosts.run(
+        "node1", [*mpirun, sys.executable, SCRIPT, "train", expected, communicator, "auto", level], CLUSTER
+    )
+    check(result, TWO_EACH, communicator)
+
+
+@pytest.mark.mpi
 def test_open_mpi_host_file(hosts: Hosts, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\nnode2 slots=2\n")

@@ -82,7 +82,7 @@ def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
 
 
 @functools.cache
-def case(name: str, level: int = 0, within: int | None = None) -> Case:
+def case(name: str, level: int = 0, within: int | str | None = None) -> Case:
     """A case by its name, its optimizer at a level of `jaxdist.zero`, within groups of devices; built once."""
     token = _level.set((level, within))
     try:
@@ -91,7 +91,7 @@ def case(name: str, level: int = 0, within: int | None = None) -> Case:
         _level.reset(token)
 
 
-_level: ContextVar[tuple[int, int | None]] = ContextVar("level", default=(0, None))
+_level: ContextVar[tuple[int, int | str | None]] = ContextVar("level", default=(0, None))
 
 
 def _zero(tx: Any) -> Any:

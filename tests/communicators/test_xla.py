@@ -1,0 +1,63 @@
+"""`jaxdist.communicators.xla`: what becomes of a reduction between CPU processes, here of virtual devices."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.communicators import xla
+from jaxdist.ir.primitives import all_reduce_p
+
+MESH = Mesh(jax.devices(), ("data",))
+HOST, BETWEEN = "{{0,1},{2,3},{4,5},{6,7}}", "{{0,2,4,6},{1,3,5,7}}"
+
+
+def summed(x: Any, in_host: int, wire: str | None = None) -> Any:
+    """The sum over eight devices, as a program."""
+
+    def reduce(x: Any) -> Any:
+        return all_reduce_p.bind(x[0], axes=("data",), wire=wire, groups=None)
+
+    def local(x: Any) -> Any:
+        closed = jax.make_jaxpr(reduce, axis_env=[("data", 8)])(x)
+        return xla.GlooLowering(in_host).run(closed, x)[0]
+
+    return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False))
+
+
+def moved(program: Any, x: Any) -> set[tuple[str, str]]:
+    text = program.lower(x).compile().as_text()
+    return set(re.findall(r"(all-reduce|all-to-all|all-gather)\(.*?replica_groups=([\d,{}]+\}\})", text))
+
+
+@pytest.mark.parametrize("shape", [(1 << 13,), (3, 5, 7, 97)])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int32"])
+def test_large_sums_within_each_host_first(shape: tuple[int, ...], dtype: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, *shape)), dtype)
+    assert x[0].nbytes >= xla._LARGE // 2
+    program = summed(x, 2)
+    np.testing.assert_array_equal(program(x), x.sum(0))
+    if x[0].nbytes >= xla._LARGE:
+        assert moved(program, x) == {("all-to-all", HOST), ("all-reduce", BETWEEN), ("all-gather", HOST)}
+
+
+@pytest.mark.parametrize(("size", "in_host"), [(1 << 12, 2), (1 << 14, 0)])
+def test_small_ones_and_those_of_one_host_at_once(size: int, in_host: int) -> None:
+    x = jnp.ones((8, size), jnp.float32)
+    program = summed(x, in_host)
+    np.testing.assert_array_equal(program(x), 8)
+    assert moved(program, x) == {("all-reduce", "{{0,1,2,3,4,5,6,7}}")}
+
+
+def test_compressed() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 1 << 14)), jnp.float32)
+    program = summed(x, 2, wire="bfloat16")
+    np.testing.assert_allclose(program(x), x.sum(0), atol=0.1)
+    assert {groups for _, groups in moved(program, x)} == {HOST, BETWEEN}
