@@ -69,10 +69,12 @@ class Layout:
         return x if self.is_plain else x[(slice(None),) * self.dim + (slice(self.logical(x.shape)[self.dim]),)]
 
 
-@functools.cache
 def layout(dim: int, pad: int, groups: int = 1) -> Layout:
     """The one `Layout` of these values: they are compared by identity in every call of a step."""
-    return Layout(dim, pad, groups)
+    return _layout(dim, pad, groups)  # the cache tells calls with and without a default apart
+
+
+_layout = functools.cache(Layout)
 
 
 def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), groups: int = 1) -> Layout | None:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxdist.ir.primitives import mark
 from jaxdist.placements.groups import check_within, group
+from jaxdist.placements.layouts import layout
 
 
 def step(*asked: Any) -> Any:
@@ -64,3 +65,8 @@ def test_groups_that_do_not_divide_the_devices() -> None:
 def test_what_is_no_group(within: Any) -> None:
     with pytest.raises(ValueError, match=f"within={within!r}: None .* 'host' .* or a number of devices"):
         check_within(within)
+
+
+def test_there_is_one_layout_of_each_kind() -> None:
+    assert layout(0, 1) is layout(0, 1, 1)
+    assert layout(0, 1) is not layout(0, 1, 2)
