@@ -3,7 +3,7 @@
 | name | what |
 |---|---|
 | `jaxdist COMMUNICATOR LEVEL` | `jaxdist.data_parallel`, at levels 1 to 3 with `jaxdist.zero` |
-| … `bucket=BYTES`, `compress=bf16` | with this option |
+| … `bucket=BYTES`, `compress=bf16`, `within=host` | with this option |
 | `gloo per leaf`, `gloo flat` | `shard_map`; a `pmean` of each gradient, of all gradients in one buffer |
 | `mpi4jax per leaf`, `mpi4jax flat` | a local `jit` with `mpi4jax.allreduce` in it |
 | `constraints LEVEL` | `jit` over global arrays with sharding constraints: level 0, 1 or 3 |
@@ -102,7 +102,7 @@ class Steps:
             settings["bucket_bytes"] = int(given["bucket"])
         if "compress" in given:
             settings["compress"] = given["compress"]
-        mine = tx if level == 0 else jaxdist.zero(tx, level)  # type: ignore[arg-type]
+        mine = tx if level == 0 else jaxdist.zero(tx, level, given.get("within"))  # type: ignore[arg-type]
 
         @jaxdist.data_parallel(**settings)
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -1,0 +1,129 @@
+"""Two hosts with a slow link between them: shards over all ranks, and within hosts.
+
+    python benchmarks/hosts.py --models MLP-10M,GPT-10M --rounds 7 --json hosts.json
+
+The hosts are network namespaces of this machine (root needed), two ranks each, with a link of `--rate` between them, as
+`tc tbf` makes it; within a host ranks talk over the loopback device. All ranks share the cores there are, so that only
+ratios within a round say something. Over gloo; float32, Adam.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("hosts", "support")]
+
+VARIANTS = {
+    "level 0": "jaxdist xla 0",
+    "level 3": "jaxdist xla 3",
+    "level 3, within hosts": "jaxdist xla 3 within=host",
+    "level 2": "jaxdist xla 2",
+    "level 2, within hosts": "jaxdist xla 2 within=host",
+    "one buffer by hand": "gloo flat",
+}
+PAIRS = [
+    ("level 3, within hosts", "level 3"),
+    ("level 2, within hosts", "level 2"),
+    ("level 0", "one buffer by hand"),
+]
+
+
+def rank(model: str, rounds: int, steps: int) -> None:
+    """One rank of the job: the variants by turns; the root prints all times."""
+    from jax_steps import Steps
+
+    import jaxdist
+
+    ctx = jaxdist.init(communicator="xla")
+    make = Steps(model)
+    variants = {name: make(what) for name, what in VARIANTS.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    losses = {name: [float(variant.step()) for _ in range(3)] for name, variant in variants.items()}
+    for _ in range(rounds):
+        for name, variant in variants.items():
+            variant.step()
+            variant.wait()
+            ctx.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                variant.step()
+            variant.wait()
+            times[name].append((time.perf_counter() - start) / steps * 1e3)
+    if ctx.is_root:
+        print("REPORT " + json.dumps({"ms": times, "losses": losses}), flush=True)
+
+
+def measure(models: list[str], rate: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Each model, in a job across the hosts."""
+    import jobs
+    from namespaces import Hosts
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Hosts(2, Path(folder))
+        try:
+            for name in hosts.names:
+                shape = f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 100ms"
+                subprocess.run(hosts.command(name, shape.split()), check=True)
+            for model in models:
+                command = [jobs.mpirun_path(), "-np", "4", "--mca", "btl_tcp_if_include", "10.77.0.0/24"]
+                command += ["-H", "node1:2,node2:2", sys.executable, __file__, "--rank", model]
+                command += ["--rounds", str(rounds), "--steps", str(steps)]
+                result = hosts.run("node1", command, timeout=900)
+                report_ = re.search(r"REPORT (.*)$", result.stdout, re.MULTILINE)
+                assert report_, result.output
+                found[model] = json.loads(report_[1])
+        finally:
+            hosts.close()
+    return {"machine": report.machine(), "command": report.command(), "rate": rate, "models": found}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The tables."""
+    models = results["models"]
+    for model, found in models.items():
+        first = found["losses"]["level 0"]
+        for name, losses in found["losses"].items():
+            worst = max(abs(a - b) / abs(a) for a, b in zip(first, losses, strict=True))
+            assert worst < 1e-3, (model, name, losses, first)
+    ms = [[name, *(report.number(report.spread(m["ms"][name]).median) for m in models.values())] for name in VARIANTS]
+    ratios = [
+        [f"{a} / {b}", *(report.ratio(m["ms"], a, [b]) for m in models.values())] for a, b in PAIRS
+    ]  # fmt: skip
+    return "\n\n".join(
+        [
+            f"Two hosts of two ranks each, {results['rate']} between them, over gloo. Medians of ms a step.",
+            report.table(["", *models], ms),
+            "Medians of the ratios within rounds (smallest-largest).",
+            report.table(["", *models], ratios),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", default="MLP-10M,GPT-10M")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    report.add_arguments(parser, pictures=False)
+    args = parser.parse_args()
+    if args.rank:
+        rank(args.rank, args.rounds, args.steps)
+        return
+    report.write(args, measure(args.models.split(","), args.rate, args.rounds, args.steps), markdown)
+
+
+if __name__ == "__main__":
+    main()
