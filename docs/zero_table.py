@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 import jaxdist
 from jaxdist.ir.interpreter import subjaxprs
 from jaxdist.ir.primitives import gather_shards_p
-from jaxdist.placements.plan import Placed, nbytes
+from jaxdist.placements.strategy import Placed, nbytes
 
 FILE = Path(__file__).with_name("zero-optimizers.md")
 DEVICES = 4

@@ -140,7 +140,7 @@ def shard(tree: Any, within: Within = None) -> Any:
     """
     check_within(within)
     if inside_step():
-        return _marked(tree, "asked", 3, within)
+        return _marked(tree, "requested", 3, within)
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
@@ -185,7 +185,7 @@ def unshard(tree: Any) -> Any:
 def _sharder(within: Within) -> Any:
     # A tuple around each leaf: not the next value of the argument, which would be kept as it came.
     def shard_leaves(leaves: list[Any]) -> list[Any]:
-        return [(mark(x, "asked", 3, within),) for x in leaves]
+        return [(mark(x, "requested", 3, within),) for x in leaves]
 
     return data_parallel(shard_leaves, batch_argnums=(), donate=False)
 

@@ -42,7 +42,7 @@ shard_p = Primitive("jaxdist_shard")
 """``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
 ``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, an ``"update"`` whose parameters were not
-given, or ``"asked"`` for by the user; ``level``: of ZeRO; ``within``: which devices share it (see `placements.groups`).
+given, or ``"requested"`` by the user; ``level``: of ZeRO; ``within``: which devices share it (see `placements.groups`).
 What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
 """
 

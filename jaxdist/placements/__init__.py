@@ -5,7 +5,7 @@
 | `values` | the placements: Replicated, Split, Partial, Deferred |
 | `block` | a step as a flat list of operations |
 | `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
-| `infer`, `plan` | the walk that settles the placement of each value, and what it settles |
+| `infer`, `strategy` | the walk that settles the placement of each value, and what it settles |
 | `summands`, `shapes`, `own_rows`, `random_bits`, `loops`, `control_flow` | what it knows of such operations |
 | `marks`, `marked`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
 | `emit`, `run` | the program of one device, once |

@@ -22,7 +22,7 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, refuse, settled, special
 from jaxdist.placements.loops import inside, join
-from jaxdist.placements.plan import Plan
+from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
     REPLICATED,
@@ -36,7 +36,7 @@ from jaxdist.placements.values import (
 
 
 @special("cond")
-def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
     given = [p if isinstance(p, Partial) else inside(p) for p in ins[1:]]
     blocks = [infer.block(b, node.backward) for b in branches(node.eqn.params)]
@@ -60,11 +60,11 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         return emitter.bind(node, args, {**node.eqn.params, "branches": tuple(emitter.body(one) for one in placed)})
 
     gives = [Replicated() if isinstance(p, Replicated) else p for p in gives]
-    return Plan([REPLICATED, *map(form, given)], gives, run, bodies=placed)
+    return Strategy([REPLICATED, *map(form, given)], gives, run, bodies=placed)
 
 
 @special(*CHECKPOINT)
-def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
     block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
     given = [p if isinstance(p, Partial) else inside(p) for p in ins]
@@ -77,14 +77,14 @@ def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         jaxpr = compat.with_constants_as_inputs(closed.jaxpr)
         return emitter.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
 
-    return Plan([form(p) for p in given], gives, run, bodies=[placed])
+    return Strategy([form(p) for p in given], gives, run, bodies=[placed])
 
 
 # --- code of the user's own for each device
 
 
 @special("shard_map")
-def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """What the specs say; the body is a device's program already."""
     params, n = node.eqn.params, walk.n
     mesh = params["mesh"]
@@ -103,7 +103,7 @@ def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
         return _Untyped().run(closed, *args)
 
-    return Plan(takes, gives, run, exchanges=True)
+    return Strategy(takes, gives, run, exchanges=True)
 
 
 _TYPED = {*INLINED, *CONTROL_FLOW}  # whose bodies are; a kernel's is not
@@ -146,7 +146,7 @@ def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:
 
 
 @special("debug_callback", "debug_print")
-def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """On the root, once, with whole values."""
     if any("Ordered" in type(effect).__name__ for effect in node.eqn.effects):
         raise refuse(node, "ordered=True is not possible on several devices: JAX orders effects on one device only")
@@ -155,11 +155,11 @@ def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         lax.cond(emitter.index == 0, lambda xs: [emitter.bind(node, xs), ()][1], lambda xs: (), tuple(args))
         return []
 
-    return Plan([REPLICATED] * len(ins), [], run, why=f"{node.name} shows whole values")
+    return Strategy([REPLICATED] * len(ins), [], run, why=f"{node.name} shows whole values")
 
 
 @special("pure_callback", "io_callback")
-def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """On the root; what it returns goes to all."""
     outs = [walk.block.avals[o] for o in node.outs]
 
@@ -173,15 +173,15 @@ def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         results = lax.cond(emitter.index == 0, call, nothing, tuple(args))
         return [emitter.from_root(x) for x in results]
 
-    return Plan(
+    return Strategy(
         [REPLICATED] * len(ins), [REPLICATED] * len(outs), run, exchanges=True, why="a callback runs on the root"
     )
 
 
 @special("rng_uniform")
-def _rng_uniform(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _rng_uniform(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Drawn by the root: each device would draw something else."""
-    return Plan(
+    return Strategy(
         [REPLICATED] * len(ins), [REPLICATED] * len(node.outs),
         lambda emitter, node, xs: [emitter.from_root(x) for x in emitter.bind(node, xs)], exchanges=True,
     )  # fmt: skip

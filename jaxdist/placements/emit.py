@@ -23,7 +23,7 @@ from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p,
 from jaxdist.mesh import AXIS, Groups, across, within
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.plan import Placed
+from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import (
     REPLICATED,
     Form,
@@ -67,17 +67,17 @@ class Emitter:
             self._forms[i][REPLICATED] = value
         for i, to, x in zip(self.block.inputs, self.placed.ins, xs, strict=True):
             self._forms[i][to] = x
-        for node, plan in zip(self.block.nodes, self.placed.plans, strict=True):
+        for node, strategy in zip(self.block.nodes, self.placed.strategies, strict=True):
             self._backward = node.backward
-            if plan.make is not None:
-                self._makers[node.outs[0]] = plan.make, node
+            if strategy.make is not None:
+                self._makers[node.outs[0]] = strategy.make, node
                 continue
-            operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, plan.takes, strict=True)]
-            assert plan.run is not None
-            outs = plan.run(self, node, operands)
+            operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, strategy.takes, strict=True)]
+            assert strategy.run is not None
+            outs = strategy.run(self, node, operands)
             if node.name in SHAPE_ONLY:
                 self._formed[node.outs[0]] = node
-            for i, placement, x in zip(node.outs, plan.gives, outs, strict=True):
+            for i, placement, x in zip(node.outs, strategy.gives, outs, strict=True):
                 whole = isinstance(placement, Split) and placement.whole
                 self._forms[i][REPLICATED if whole else form(placement)] = x
         return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.outs, strict=True)]

@@ -39,13 +39,13 @@ def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
     Raises:
       ValueError: the devices can't be grouped so, or the step asks for several kinds of groups.
     """
-    asked = {_size(within, hosts) for within in _asked(closed.jaxpr)}
-    if len(asked) > 1:
+    sizes = {_size(within, hosts) for within in _requested(closed.jaxpr)}
+    if len(sizes) > 1:
         raise ValueError(
-            f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(asked)))} devices: "
+            f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(sizes)))} devices: "
             "one step has groups of one size. Give each jaxdist.zero and jaxdist.shard in it the same `within`"
         )
-    found = asked.pop() if asked else 0
+    found = sizes.pop() if sizes else 0
     return 0 if found == len(hosts) else found
 
 
@@ -79,11 +79,11 @@ def _size(within: Within, hosts: Sequence[Any]) -> int:
     return within
 
 
-def _asked(jaxpr: Jaxpr) -> set[Within]:
+def _requested(jaxpr: Jaxpr) -> set[Within]:
     found: set[Within] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jaxdist_shard" and eqn.params["level"]:
             found.add(eqn.params["within"])
         for sub in subjaxprs(eqn):
-            found |= _asked(sub)
+            found |= _requested(sub)
     return found

@@ -21,8 +21,8 @@ from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.marked import marked
-from jaxdist.placements.plan import Move, Placed, Plan, nbytes
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
+from jaxdist.placements.strategy import Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import (
     DEFERRED,
@@ -106,7 +106,7 @@ class Infer:
     def level(self, node: Node) -> int:
         """Of a mark; 0: it says nothing."""
         own, role = node.eqn.params["level"], node.eqn.params["role"]
-        return own if self._level is None or role == "asked" else self._level
+        return own if self._level is None or role == "requested" else self._level
 
     def shard(self, dim: int, size: int) -> Split:
         """How a marked value is split along a dimension."""
@@ -167,15 +167,15 @@ class Walk:
             if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
                 summed.add(self.inputs[i])
         for node in block.nodes:
-            plan = self.plan(node)
-            self.placed.plans.append(plan)
-            for i, to in zip(node.ins, plan.takes, strict=True):
+            strategy = self.strategy(node)
+            self.placed.strategies.append(strategy)
+            for i, to in zip(node.ins, strategy.takes, strict=True):
                 if to is None:
                     continue
                 if isinstance(self.at[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
                     summed.add(self.inputs[i])
-                self.note(node, i, to, plan.why)
-            for i, placement in zip(node.outs, plan.gives, strict=True):
+                self.note(node, i, to, strategy.why)
+            for i, placement in zip(node.outs, strategy.gives, strict=True):
                 self.at[i] = placement
                 settled = self._settled(i, placement)
                 if not isinstance(settled, Partial):
@@ -202,20 +202,20 @@ class Walk:
 
     # --- one operation
 
-    def plan(self, node: Node) -> Plan:
+    def strategy(self, node: Node) -> Strategy:
         """How an operation runs, given how its operands come."""
         ins = [self.at[i] for i in node.ins]
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
-        if any(isinstance(p, Partial) for p in ins) and (plan := linear(self, node, ins)):
-            return plan
+        if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
+            return strategy
         marked = self.infer.marked(self.block)
         for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
             if isinstance(ins[k], Partial) and i in marked:
                 ins[k] = self.infer.shard(marked[i], self.block.avals[i].shape[marked[i]])
         special = SPECIAL.get(node.name)
-        if special and (plan := special(self, node, ins)):
-            return plan
+        if special and (strategy := special(self, node, ins)):
+            return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
             return self.alike(node, ins)
         return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
@@ -227,19 +227,19 @@ class Walk:
     def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.block.avals[i].shape for i in values]
 
-    def alike(self, node: Node, ins: Sequence[Placement]) -> Plan:
+    def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Of operands that every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
         if aval is not None and aval.ndim and node.name in DEFERRABLE:
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
                 const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
-                return Plan([None] * len(ins), [Deferred(const)], make=make_elementwise)
+                return Strategy([None] * len(ins), [Deferred(const)], make=make_elementwise)
         if node.name == "random_split" and node.outs:
-            return Plan([None], [DEFERRED], make=make_whole)
-        return Plan([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
+            return Strategy([None], [DEFERRED], make=make_whole)
+        return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
 
-    def whole(self, node: Node, ins: Sequence[Placement]) -> Plan:
+    def whole(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Computed by every device, on whole operands; what follows may be cut again for nothing."""
         gives: list[Placement] = []
         for o in node.outs:
@@ -249,7 +249,7 @@ class Walk:
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
         if node.eqn.effects:
             why = f"{node.name} has an effect"
-        return Plan([REPLICATED] * len(ins), gives, run_as_is, why=why)
+        return Strategy([REPLICATED] * len(ins), gives, run_as_is, why=why)
 
     def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
         """Which dimension of a result holds the batch, if it can be cut."""
@@ -270,15 +270,15 @@ class Walk:
                 return next((d for d in dims if shape[d] % self.n == 0), dims[0])
         return None
 
-    def by_factors(self, node: Node, ins: Sequence[Placement], described: Factors | None) -> Plan | None:
+    def by_factors(self, node: Node, ins: Sequence[Placement], described: Factors | None) -> Strategy | None:
         """Cut along the factor for which least has to move."""
         if described is None:
             return None
-        best: tuple[Any, Plan] | None = None
+        best: tuple[Any, Strategy] | None = None
         for factor, split in self.candidates(node, ins, described):
-            plan, cost = self.cut(node, ins, described, factor, split)
-            if plan and (best is None or cost < best[0]):
-                best = cost, plan
+            strategy, cost = self.cut(node, ins, described, factor, split)
+            if strategy and (best is None or cost < best[0]):
+                best = cost, strategy
         return best and best[1]
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
@@ -308,7 +308,7 @@ class Walk:
 
     def cut(
         self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
-    ) -> tuple[Plan | None, Any]:
+    ) -> tuple[Strategy | None, Any]:
         """The operation with one factor cut, and what moves for it."""
         takes: list[Form] = []
         cost = 0
@@ -337,7 +337,7 @@ class Walk:
                     gives.append(replace(form(split.at(d)), stored=stored))  # type: ignore[arg-type]
                 else:
                     return None, None
-            return Plan(takes, gives, Cut(described, factor, split, None)), (cost, 0, factor)
+            return Strategy(takes, gives, Cut(described, factor, split, None)), (cost, 0, factor)
         if kind == "sum":
             if not all(is_wide(o.dtype) for o in outs):
                 return None, None
@@ -350,14 +350,14 @@ class Walk:
             nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
         ):
             return None, None  # to gather what is stored is less than to reduce what is made of it
-        return Plan(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
+        return Strategy(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
 
 
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
 
 
-Special = Callable[[Walk, Node, Sequence[Placement]], Plan | None]
+Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
 SPECIAL: dict[str, Special] = {}
 """Operations that need more than their factors; None from one of these: as any other."""
 

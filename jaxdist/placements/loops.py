@@ -16,8 +16,8 @@ from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import ADDITION
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, settled, special
-from jaxdist.placements.plan import Placed, Plan, nbytes
 from jaxdist.placements.report import work
+from jaxdist.placements.strategy import Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
     REPLICATED,
@@ -43,7 +43,7 @@ def inside(p: Placement) -> Placement:
     """As a body is given it."""
     if isinstance(p, Partial):
         return REPLICATED
-    return replace(p, whole=False, asked=False) if isinstance(p, Split) else settled(p)
+    return replace(p, whole=False, requested=False) if isinstance(p, Split) else settled(p)
 
 
 def join(a: Placement, b: Placement) -> Placement:
@@ -52,10 +52,10 @@ def join(a: Placement, b: Placement) -> Placement:
         return a
     if isinstance(a, Split):
         if isinstance(b, Split) and a.stored and not b.stored:
-            return replace(a, stored=False) if form(a) == form(b) else replace(b, whole=False, asked=False)
+            return replace(a, stored=False) if form(a) == form(b) else replace(b, whole=False, requested=False)
         return a
     if isinstance(b, Split):
-        return replace(b, whole=False, asked=False)
+        return replace(b, whole=False, requested=False)
     if isinstance(a, Partial) and isinstance(b, Partial):
         return Partial(a.gradient and b.gradient, group=a.group) if a.group == b.group else REPLICATED
     return REPLICATED
@@ -115,14 +115,14 @@ class _Carries:
 
 
 @special("scan")
-def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer, params = walk.infer, node.eqn.params
     scan = Scan.of(params)
     first, count, rest = scan.consts, scan.carries, scan.consts + scan.carries
     block = infer.block(scan.body, node.backward)
     over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
-    if over_batch and (plan := _own_turns(walk, node, ins, block, first, rest)):
-        return plan
+    if over_batch and (strategy := _own_turns(walk, node, ins, block, first, rest)):
+        return strategy
     consts = [inside(p) for p in ins[:first]]
     xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
@@ -152,7 +152,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
             p = infer.shard(dim - 1, shape[dim]) if dim else REPLICATED
         p = settled(p)
         wants.append(form(p))
-        outer = replace(p, dim=p.dim + 1, whole=False, asked=False) if isinstance(p, Split) else p
+        outer = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
         gives.append(Replicated() if isinstance(outer, Replicated) else outer)
     placed = place(xs, carries.at, carries.loose, wants)
 
@@ -160,7 +160,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         return emitter.bind(node, args, {**params, "jaxpr": emitter.body(placed)})
 
     takes = [form(p) for p in (*consts, *carries.at, *xs)]
-    return Plan(takes, gives, run, bodies=[placed])
+    return Strategy(takes, gives, run, bodies=[placed])
 
 
 def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
@@ -174,7 +174,9 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
     return tile(even[0], aval.shape[even[0]], infer.devices, p.stored, p.group) if even else REPLICATED
 
 
-def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int) -> Plan | None:
+def _own_turns(
+    walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int
+) -> Strategy | None:
     """A loop over the batch whose turns have nothing to do with each other but that they are added up."""
     if any(has_effect(n.eqn) or n.name in ("jaxdist_shard", "shard_map") for n in block.nodes):
         return None
@@ -214,22 +216,22 @@ def _own_turns(walk: Walk, node: Node, ins: Sequence[Placement], block: Block, f
     takes: list[Form] = [REPLICATED] * first + [summand] * count + [to] * (len(ins) - rest)
     gives: list[Placement] = [replace(summand, gradient=node.backward)] * count
     gives += [replace(split, whole=False)] * (len(node.outs) - count)
-    return Plan(takes, gives, run)
+    return Strategy(takes, gives, run)
 
 
 @special("while")
-def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer, params = walk.infer, node.eqn.params
     loop = While.of(params)
     cond, body = infer.block(loop.cond, node.backward), infer.block(loop.body, node.backward)
     *given, initial = loop.split(ins)
-    asked, consts = ([inside(p) for p in ps] for ps in given)
+    cond_consts, consts = ([inside(p) for p in ps] for ps in given)
     if cond.avals[cond.outputs[0]].shape:
-        return _batched_while(walk, node, ins, asked, consts, cond, body)
+        return _batched_while(walk, node, ins, cond_consts, consts, cond, body)
     carries = _Carries(infer, body, initial, loop.body_consts)
 
     def again(carry: Sequence[Placement]) -> Placed:
-        return infer.place(cond, [*asked, *carry], [REPLICATED])
+        return infer.place(cond, [*cond_consts, *carry], [REPLICATED])
 
     def needed(carry: Sequence[Placement]) -> frozenset[int]:
         return frozenset(i - loop.cond_consts for i in again(carry).summed)
@@ -243,46 +245,46 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
         new = {"cond_jaxpr": emitter.body(more), "body_jaxpr": emitter.body(placed)}
         return emitter.bind(node, args, {**params, **new})
 
-    takes = [form(p) for p in (*asked, *consts, *carries.at)]
-    return Plan(takes, carries.given, run, bodies=[more, placed])
+    takes = [form(p) for p in (*cond_consts, *consts, *carries.at)]
+    return Strategy(takes, carries.given, run, bodies=[more, placed])
 
 
 def _batched_while(
     walk: Walk,
     node: Node,
     ins: Sequence[Placement],
-    asked: Sequence[Placement],
+    cond_consts: Sequence[Placement],
     consts: Sequence[Placement],
     cond: Block,
     body: Block,
-) -> Plan:
+) -> Strategy:
     """``vmap`` of a loop: it runs until the last example is done, and those that are done stay as they are.
 
     If nothing is exchanged in its turns each device stops with the last of its own examples.
     """
     infer, params = walk.infer, node.eqn.params
     rank, avals = len(cond.avals[cond.outputs[0]].shape), [walk.block.avals[o] for o in node.outs]
-    splits = [p for p in (*asked, *consts, *ins) if isinstance(p, Split) and p.dim < rank]
+    splits = [p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank]
     carried: list[Placement] = [REPLICATED] * len(avals)
-    plans: list[tuple[Placed, Placed]] = []
+    strategies: list[tuple[Placed, Placed]] = []
     for split in splits[:1]:
         to = form(split)
         if all(a.shape[split.dim] == split.outer * split.size for a in avals):
-            more = infer.place(cond, [*asked, *[to] * len(avals)], [to])
+            more = infer.place(cond, [*cond_consts, *[to] * len(avals)], [to])
             placed = infer.place(body, [*consts, *[to] * len(avals)], [to] * len(avals))
             if _is_local(infer, more) and _is_local(infer, placed):
-                plans, carried = [(more, placed)], [replace(split, whole=False)] * len(avals)
-    if not plans:
-        asked, consts = [REPLICATED] * len(asked), [REPLICATED] * len(consts)
-        more = infer.place(cond, [*asked, *carried], [REPLICATED])
-        plans = [(more, infer.place(body, [*consts, *carried], [REPLICATED] * len(avals)))]
-    more, placed = plans[0]
+                strategies, carried = [(more, placed)], [replace(split, whole=False)] * len(avals)
+    if not strategies:
+        cond_consts, consts = [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts)
+        more = infer.place(cond, [*cond_consts, *carried], [REPLICATED])
+        strategies = [(more, infer.place(body, [*consts, *carried], [REPLICATED] * len(avals)))]
+    more, placed = strategies[0]
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         new = {"cond_jaxpr": emitter.body(more), "body_jaxpr": emitter.body(placed)}
         return emitter.bind(node, args, {**params, **new})
 
-    return Plan([form(p) for p in (*asked, *consts, *carried)], carried, run)
+    return Strategy([form(p) for p in (*cond_consts, *consts, *carried)], carried, run)
 
 
 def _is_local(infer: Infer, placed: Placed) -> bool:

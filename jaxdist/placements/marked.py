@@ -20,7 +20,7 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
     for node in reversed(block.nodes):
         if node.name == "jaxdist_shard":
             dim = infer.choose(block.avals[node.ins[0]].shape)
-            if dim is not None and node.eqn.params["role"] != "asked" and infer.level(node) > 0:
+            if dim is not None and node.eqn.params["role"] != "requested" and infer.level(node) > 0:
                 found.setdefault(node.ins[0], dim)
             continue
         dims = [found[o] for o in node.outs if o in found]

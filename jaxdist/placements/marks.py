@@ -17,7 +17,7 @@ from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose
 
-_KEPT = {"state": 1, "parameter": 3, "asked": 0}
+_KEPT = {"state": 1, "parameter": 3, "requested": 0}
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _node(
     name, params, nothing = node.name, node.eqn.params, [None] * len(node.outs)
     if name == "jaxdist_shard":
         role, own = params["role"], params["level"]
-        if role != "asked":
+        if role != "requested":
             found.levels.add(own)
             own = own if level is None else level
         if role == "update":
@@ -110,7 +110,7 @@ def _node(
         if isinstance(args[0], _From):
             if role in ("state", "parameter"):
                 found.roles.setdefault(args[0].index, role)
-            if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "asked"):
+            if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "requested"):
                 found.sharded.add(args[0].index)
     if name in SAME:
         return args[: len(node.outs)]

@@ -14,15 +14,15 @@ from jax import lax
 
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
-from jaxdist.placements.plan import Plan
 from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import Cut
+from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import Placement, Split
 
 
 @special("gather", *(name for name in FACTORS if name.startswith("scatter")))
-def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if not any(isinstance(p, Split) for p in ins):
         return None
     numbers = node.eqn.params["dimension_numbers"]
@@ -53,9 +53,9 @@ def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
             results = (held,)
         reduced = {f: kind for f, kind in described.reduced.items() if f != factor}
         described = replace(described, operands=(held, indices, *others), results=results, reduced=reduced)
-        plan = walk.by_factors(node, ins, described)
-        if plan is not None and isinstance(plan.run, Cut) and plan.run.factor == factor:
-            return replace(plan, run=_OwnRows(plan.run, row, column))
+        strategy = walk.by_factors(node, ins, described)
+        if strategy is not None and isinstance(strategy.run, Cut) and strategy.run.factor == factor:
+            return replace(strategy, run=_OwnRows(strategy.run, row, column))
         return None
     return None
 

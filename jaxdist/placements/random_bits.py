@@ -21,18 +21,18 @@ from jax import lax
 from jaxdist import compat
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
-from jaxdist.placements.plan import Plan
 from jaxdist.placements.run import make_whole
+from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form
 
 
 @special("random_bits")
-def _bits(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _bits(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if not isinstance(ins[0], (Replicated, Deferred)):
         return None
     keys = walk.block.avals[node.ins[0]]
     make = _make_bits if compat.makes_bits_by_place(keys.dtype) else make_whole
-    return Plan([None], [DEFERRED], make=make)
+    return Strategy([None], [DEFERRED], make=make)
 
 
 def _make_bits(emitter: Any, node: Node, to: Any) -> Any:

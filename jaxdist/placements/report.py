@@ -14,7 +14,7 @@ from rich.table import Table
 from jaxdist.ir.control_flow import Scan
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.plan import Move, Placed, Plan
+from jaxdist.placements.strategy import Move, Placed, Strategy
 from jaxdist.placements.values import Replicated, Split, reshaped
 
 _WORTH_SAYING = 0.01
@@ -133,8 +133,8 @@ def _times(node: Node) -> int:
 def _moves(placed: Placed, times: int) -> Iterator[tuple[Move, int]]:
     for move in placed.own:
         yield move, times
-    for node, plan in zip(placed.block.nodes, placed.plans, strict=True):
-        for body in plan.bodies:
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        for body in strategy.bodies:
             yield from _moves(body, times * _times(node))
 
 
@@ -161,16 +161,16 @@ def _work(placed: Placed, times: int, given: Sequence[Rows] | None = None) -> It
         p = placed.at[i]
         split = isinstance(p, Split) and not p.stored
         at[i] = frozenset([p.dim]) if split else given[k] if given else frozenset()
-    for node, plan in zip(block.nodes, placed.plans, strict=True):
+    for node, strategy in zip(block.nodes, placed.strategies, strict=True):
         for o, dims in zip(node.outs, _follow(block, node, at), strict=True):
             at[o] = dims
-        for body in plan.bodies:
+        for body in strategy.bodies:
             yield from _work(body, times * _times(node), _inside(node, body, at))
-        if plan.bodies or plan.make is not None:
+        if strategy.bodies or strategy.make is not None:
             continue
         over = any(at[i] for i in (*node.ins, *node.outs))
-        whole = all(isinstance(p, Replicated) for p in plan.takes)
-        yield node, times * flops(block, node, plan), over and whole
+        whole = all(isinstance(p, Replicated) for p in strategy.takes)
+        yield node, times * flops(block, node, strategy), over and whole
 
 
 def _follow(block: Block, node: Node, at: Sequence[Rows]) -> Sequence[Rows]:
@@ -205,21 +205,21 @@ def _inside(node: Node, body: Placed, at: Sequence[Rows]) -> list[Rows] | None:
     return outer[len(outer) - n :] if n <= len(outer) and node.name != "while" else None
 
 
-def flops(block: Block, node: Node, plan: Plan | None = None) -> int:
+def flops(block: Block, node: Node, strategy: Strategy | None = None) -> int:
     """Of an operation as a device runs it; of a contraction, and an entry of anything else as one.
 
     Args:
       block: of the operation.
       node: the operation.
-      plan: how it is placed; None: on one device.
+      strategy: how it is placed; None: on one device.
     """
 
     def size(i: int, p: object) -> int:
         shape = block.avals[i].shape
         return math.prod(p.shape(shape) if isinstance(p, Split) else shape)
 
-    takes = plan.takes if plan else [None] * len(node.ins)
-    gives = plan.gives if plan else [None] * len(node.outs)
+    takes = strategy.takes if strategy else [None] * len(node.ins)
+    gives = strategy.gives if strategy else [None] * len(node.outs)
     if node.name == "dot_general":
         (contracted, _), _ = node.eqn.params["dimension_numbers"]
         p, shape = takes[0], block.avals[node.ins[0]].shape

@@ -1,4 +1,4 @@
-"""Ways to run an operation: what a plan does with what a device holds of the operands."""
+"""Ways to run an operation: what a strategy does with what a device holds of the operands."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from jaxdist.ir.primitives import counts
 from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
-from jaxdist.placements.plan import Plan
 from jaxdist.placements.run import run_as_is
+from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import (
     DEFERRED,
     REPLICATED,
@@ -30,13 +30,13 @@ from jaxdist.placements.values import (
 
 
 @special("reshape")
-def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     p = ins[0]
     if len(ins) > 1 or node.eqn.params["dimensions"] is not None:
         return None
     old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
     if isinstance(p, Deferred):
-        return Plan([None], [Deferred(p.const)], make=_make_reshaped)
+        return Strategy([None], [Deferred(p.const)], make=_make_reshaped)
     if not isinstance(p, Split):
         return None
     to = reshaped(p, old, new)
@@ -46,7 +46,7 @@ def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         return [lax.reshape(xs[0], to.shape(new))]
 
-    return Plan([form(p)], [replace(to, whole=False, asked=False)], run)
+    return Strategy([form(p)], [replace(to, whole=False, requested=False)], run)
 
 
 def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
@@ -61,7 +61,7 @@ def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
 
 
 @special("transpose")
-def _transpose(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _transpose(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if not isinstance(ins[0], Deferred):
         return None
 
@@ -69,11 +69,11 @@ def _transpose(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
         before = form(to.at(node.eqn.params["permutation"][to.dim])) if isinstance(to, Split) else to
         return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
 
-    return Plan([None], [Deferred(ins[0].const)], make=make)
+    return Strategy([None], [Deferred(ins[0].const)], make=make)
 
 
 @special("squeeze")
-def _squeeze(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _squeeze(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0]:
         return None
     kept = [d for d in range(len(walk.shapes(node.ins)[0])) if d not in node.eqn.params["dimensions"]]
@@ -82,26 +82,26 @@ def _squeeze(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
         before = form(to.at(kept[to.dim])) if isinstance(to, Split) else to
         return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
 
-    return Plan([None], [Deferred(ins[0].const)], make=make)
+    return Strategy([None], [Deferred(ins[0].const)], make=make)
 
 
 @special("broadcast_in_dim")
-def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     p, dims = ins[0], node.eqn.params["broadcast_dimensions"]
     if len(ins) > 1:
         return None
     old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
     if isinstance(p, Split) and old[p.dim] == new[dims[p.dim]] and (not p.stored or math.prod(old) == math.prod(new)):
-        to = replace(p.at(int(dims[p.dim])), whole=False, asked=False)
+        to = replace(p.at(int(dims[p.dim])), whole=False, requested=False)
 
         def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
             return emitter.bind(node, xs, {**node.eqn.params, "shape": to.shape(new), "sharding": None})
 
-        return Plan([form(p)], [to], run)
+        return Strategy([form(p)], [to], run)
     if not new:
         return None
     const = p.const if isinstance(p, (Replicated, Deferred)) else None
-    return Plan([None], [Deferred(const)], make=_make_broadcast)
+    return Strategy([None], [Deferred(const)], make=_make_broadcast)
 
 
 def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
@@ -116,8 +116,8 @@ def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
 
 
 @special("iota")
-def _iota(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
-    return None if ins else Plan([], [DEFERRED], make=_make_iota)
+def _iota(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    return None if ins else Strategy([], [DEFERRED], make=_make_iota)
 
 
 def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
@@ -133,7 +133,7 @@ def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
 
 
 @special("concatenate")
-def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Of pieces of one size along the batch: each device keeps its slice of each piece."""
     d = node.eqn.params["dimension"]
     splits = [p for p in ins if isinstance(p, Split)]
@@ -150,20 +150,20 @@ def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | Non
     if any(isinstance(p, Split) and form(p) != to for p, to in zip(ins, takes, strict=True)):
         return None
     total = sum(s[d] // block.size for s in shapes)
-    return Plan(takes, [replace(form(block), outer=total)], run_as_is)  # type: ignore[arg-type]
+    return Strategy(takes, [replace(form(block), outer=total)], run_as_is)  # type: ignore[arg-type]
 
 
 @special("tile")
-def _tile(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _tile(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Of the batch: each device repeats its own slice."""
     p, reps = ins[0], node.eqn.params["reps"]
     if not isinstance(p, Split) or reps[p.dim] == 1:
         return None
-    return Plan([form(p)], [replace(p, outer=p.outer * reps[p.dim], whole=False, asked=False)], run_as_is)
+    return Strategy([form(p)], [replace(p, outer=p.outer * reps[p.dim], whole=False, requested=False)], run_as_is)
 
 
 @special("slice")
-def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Whole blocks of a batch that was put together of several."""
     p, params = ins[0], node.eqn.params
     if not isinstance(p, Split):
@@ -181,11 +181,11 @@ def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
         starts[d], limits[d] = first * p.chunk, last * p.chunk
         return emitter.bind(node, xs, {**params, "start_indices": tuple(starts), "limit_indices": tuple(limits)})
 
-    return Plan([form(p)], [to], run)
+    return Strategy([form(p)], [to], run)
 
 
 @special("split")
-def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Whole blocks of a batch that was put together of several."""
     p, params = ins[0], node.eqn.params
     if not isinstance(p, Split) or p.dim != params["axis"] or any(s % p.size for s in params["sizes"]):
@@ -195,11 +195,11 @@ def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, xs, {**params, "sizes": tuple(b * p.chunk for b in blocks)})
 
-    return Plan([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored, group=p.group) for b in blocks], run)
+    return Strategy([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored, group=p.group) for b in blocks], run)
 
 
 @special("rev")
-def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Along the batch: each device's own part, which then changes places."""
     p = ins[0]
     if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
@@ -211,41 +211,41 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
         return [lax.ppermute(emitter.bind(node, xs)[0], AXIS, ends)]
 
     if jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
-        return Plan([form(p)], [form(p)], run, exchanges=True)
+        return Strategy([form(p)], [form(p)], run, exchanges=True)
     return None
 
 
 @special("jaxdist_shard")
-def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """From here on in shards (`jaxdist.zero`)."""
     p, params = ins[0], node.eqn.params
     shape = walk.shapes(node.ins)[0]
-    asked = params["role"] in ("asked", "state")
+    requested = params["role"] in ("requested", "state")
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         return xs
 
     dim = walk.infer.choose(shape)
     if not walk.infer.level(node):
-        return Plan([form(p)], [p if not isinstance(p, Deferred) else REPLICATED], run)
+        return Strategy([form(p)], [p if not isinstance(p, Deferred) else REPLICATED], run)
     if isinstance(p, Split) and p.stored and (params["role"] != "gradient" or p.dim == dim):
-        return Plan([form(p)], [replace(p, asked=asked, whole=False)], run)
+        return Strategy([form(p)], [replace(p, requested=requested, whole=False)], run)
     if dim is None:
         to = REPLICATED if not isinstance(p, Split) else p
-        return Plan([form(to)], [to], run)
-    to = replace(walk.infer.shard(dim, shape[dim]), asked=asked)
-    return Plan([form(to)], [to], run)
+        return Strategy([form(to)], [to], run)
+    to = replace(walk.infer.shard(dim, shape[dim]), requested=requested)
+    return Strategy([form(to)], [to], run)
 
 
 @special("jaxdist_plain", "reshard", "sharding_constraint", "mesh_cast", "device_put", "pvary")
-def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """The value itself: a decorated step inside another one, and what only says where a value is."""
     gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
-    return Plan([form(p) for p in gives], gives, lambda emitter, node, xs: xs)
+    return Strategy([form(p) for p in gives], gives, lambda emitter, node, xs: xs)
 
 
 @special("jaxdist_count")
-def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
+def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Of what each device holds."""
     to = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
 
@@ -255,4 +255,4 @@ def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Plan:
             x = emitter.masked(x, to, 0)
         return [emitter.gather(counts(x)[None], 0, emitter.n)]
 
-    return Plan([to], [REPLICATED], run, exchanges=True)
+    return Strategy([to], [REPLICATED], run, exchanges=True)

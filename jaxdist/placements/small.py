@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.plan import Move, Placed, nbytes
 from jaxdist.placements.report import moves, work
+from jaxdist.placements.strategy import Move, Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Placement, Split
 
 

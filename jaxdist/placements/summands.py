@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxdist.ir.operations import ADDITION, LINEAR
 from jaxdist.placements.block import Node
-from jaxdist.placements.plan import Plan
 from jaxdist.placements.run import run_wide
+from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split
 
 
@@ -31,7 +31,7 @@ def _goes_on(walk: Any, node: Node) -> bool:
     )
 
 
-def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
+def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """The operation applied to summands, where the sum of the results is the result for the sum."""
     name, avals = node.name, [walk.block.avals[i] for i in node.ins]
     if len(node.outs) != 1:
@@ -71,7 +71,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Plan | None:
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
     if not ok:
         return None
-    return Plan(takes, [Partial(gradient, made, group)], run_wide)
+    return Strategy(takes, [Partial(gradient, made, group)], run_wide)
 
 
 def _is_plain(dtype: Any) -> bool:

@@ -48,7 +48,7 @@ class Split:
       chunk: of a block on a device.
       outer: number of blocks.
       stored: it is kept so between steps (`jaxdist.zero`), or is computed from nothing else; else it is of the batch.
-      asked: `jaxdist.shard` or the optimizer's `init` wants it so.
+      requested: `jaxdist.shard` or the optimizer's `init` wants it so.
       whole: all of it is on each device as well, so nothing has to move for that.
       group: the devices that share it are so many in a row, and each such group has all of it; 0: all devices.
     """
@@ -58,7 +58,7 @@ class Split:
     chunk: int
     outer: int = 1
     stored: bool = False
-    asked: bool = False
+    requested: bool = False
     whole: bool = False
     group: int = 0
 
@@ -153,7 +153,7 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
 
     Example:
       >>> reshaped(Split(0, 5, 2), (5, 3), (15,))
-      Split(dim=0, size=15, chunk=6, outer=1, stored=False, asked=False, whole=False, group=0)
+      Split(dim=0, size=15, chunk=6, outer=1, stored=False, requested=False, whole=False, group=0)
       >>> reshaped(Split(1, 4, 1), (3, 4), (12,)).outer
       3
     """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxdist.placements.plan import Placed
+from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import Partial, Split
 
 
@@ -32,12 +32,13 @@ def _walk(placed: Placed, ends: Sequence[bool], found: dict[int, frozenset[int]]
     leads, follows = [False] * len(block.avals), [False] * len(block.avals)
     for i, ends_well in zip(block.outputs, ends, strict=True):
         leads[i] |= ends_well
-    for node, plan in zip(reversed(block.nodes), reversed(placed.plans), strict=True):
+    for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
         lead = any(leads[o] for o in node.outs)
         batch = any(
-            follows[o] or (isinstance(p, Split) and not p.stored) for o, p in zip(node.outs, plan.gives, strict=True)
+            follows[o] or (isinstance(p, Split) and not p.stored)
+            for o, p in zip(node.outs, strategy.gives, strict=True)
         )
-        for body in plan.bodies:
+        for body in strategy.bodies:
             ends = [leads[o] and not follows[o] for o in node.outs]
             inner = _walk(
                 body, ends if len(ends) == len(body.block.outputs) else [False] * len(body.block.outputs), found
@@ -48,8 +49,8 @@ def _walk(placed: Placed, ends: Sequence[bool], found: dict[int, frozenset[int]]
             follows[i] |= batch
     good = frozenset(
         o
-        for node, plan in zip(block.nodes, placed.plans, strict=True)
-        for o, p in zip(node.outs, plan.gives, strict=True)
+        for node, strategy in zip(block.nodes, placed.strategies, strict=True)
+        for o, p in zip(node.outs, strategy.gives, strict=True)
         if isinstance(p, Partial) and p.gradient and leads[o] and not follows[o]
         and block.avals[o].ndim and jnp.issubdtype(block.avals[o].dtype, jnp.floating)
     )  # fmt: skip

@@ -23,7 +23,7 @@ from jaxdist.ir.fingerprint import constants
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.placements import report
-from jaxdist.placements.plan import Placed
+from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step import debugging, finite, modules, stages

@@ -20,8 +20,8 @@ from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.groups import in_host
 from jaxdist.placements.layouts import Layout, Padded, layout, sharding
-from jaxdist.placements.plan import Placed
 from jaxdist.placements.small import at_once
+from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
@@ -235,7 +235,7 @@ class OtherTypesError(Exception):
 def _stays(p: Split, devices: int) -> bool:
     """Whether an aux value comes back as it is split: the devices divide it, or it was asked for in shards."""
     if p.stored:
-        return p.asked and p.outer == 1 and p.chunk == -(-p.size // (p.group or devices))
+        return p.requested and p.outer == 1 and p.chunk == -(-p.size // (p.group or devices))
     return not p.group and p.outer == 1 and not p.is_padded(devices) and not p.whole
 
 

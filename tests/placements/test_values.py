@@ -49,7 +49,7 @@ def test_slices() -> None:
 
 
 def test_forms_are_what_a_device_holds() -> None:
-    assert form(Split(1, 8, 2, 1, stored=True, asked=True, whole=True)) == Split(1, 8, 2)
+    assert form(Split(1, 8, 2, 1, stored=True, requested=True, whole=True)) == Split(1, 8, 2)
     assert form(Replicated(3)) == form(DEFERRED) == REPLICATED
     assert form(Partial(gradient=True, made=False)) == PARTIAL
 

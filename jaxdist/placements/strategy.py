@@ -1,4 +1,4 @@
-"""What inference settles: a plan for each operation, and all of a block's together."""
+"""What inference settles: a strategy for each operation, and all of a block's together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.placements.values import Form, Partial, Placement, Split
 
 
 @dataclass(eq=False)
-class Plan:
+class Strategy:
     """How an operation runs on the devices.
 
     Attributes:
@@ -68,7 +68,7 @@ class Placed:
     Attributes:
       block: its operations.
       ins: how it is given its inputs.
-      plans: by operation.
+      strategies: by operation.
       at: by value: its placement.
       outs: in which form it returns its outputs.
       given: how they come.
@@ -79,7 +79,7 @@ class Placed:
 
     block: Block
     ins: tuple[Form, ...]
-    plans: list[Plan] = field(default_factory=list)
+    strategies: list[Strategy] = field(default_factory=list)
     at: list[Any] = field(default_factory=list)
     outs: tuple[Form, ...] = ()
     given: tuple[Placement, ...] = ()
@@ -107,13 +107,13 @@ class Placed:
     @property
     def moves(self) -> list[Move]:
         """What changes its form, in loops and branches too."""
-        return [*self.own, *(move for plan in self.plans for body in plan.bodies for move in body.moves)]
+        return [*self.own, *(move for strategy in self.strategies for body in strategy.bodies for move in body.moves)]
 
     @property
     def communicates(self) -> bool:
         """Whether a device waits for others in it."""
         return bool(self.moves) or any(
-            plan.exchanges or any(body.communicates for body in plan.bodies) for plan in self.plans
+            strategy.exchanges or any(body.communicates for body in strategy.bodies) for strategy in self.strategies
         )
 
 
