@@ -145,6 +145,21 @@ def test_shard_and_unshard() -> None:
     jaxdist.check_sync(held)
 
 
+@pytest.mark.parametrize("shape", [(8, 3), (13, 7)])
+def test_a_group_whose_copy_differs_is_named(shape: tuple[int, ...]) -> None:
+    held = jaxdist.shard(jnp.zeros(shape), within=2)
+    parts = [np.array(shard.data) for shard in held.array.addressable_shards]
+    parts[5] += 1  # of the third group, the second slice
+    arrays = [
+        jax.device_put(part, shard.device) for part, shard in zip(parts, held.array.addressable_shards, strict=True)
+    ]
+    array = jax.make_array_from_single_device_arrays(held.array.shape, held.array.sharding, arrays)
+    with pytest.raises(
+        jaxdist.SyncError, match=r"slice 2 of 2, has other bits on rank 0 device .*5 than on rank 0 device"
+    ):
+        jaxdist.check_sync({"w": Padded(array, held.layout)})
+
+
 def test_a_state_can_change_its_groups_on_the_way() -> None:
     expected, found = mlp(0, None), None
     for level, within in ((3, 2), (3, 4), (2, None), (1, 2), (3, None)):

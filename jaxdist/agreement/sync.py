@@ -31,9 +31,9 @@ def check_sync(tree: Any) -> None:
 
     What is whole on each device (replicated) must have the same bits on every device of every process, so NaN equals
     NaN and 0.0 differs from -0.0. So must arrays of NumPy, Python's numbers and strings. Of arrays in shards the type
-    and the layout are compared; of other leaves (functions, objects) the Python type. Only checksums (CRC-32) travel,
-    over the control channel: nothing is gathered. Bytes are read where they lie, at about 2 GB/s a core; arrays of
-    a GPU are copied to the host first.
+    and the layout are compared, and the bits of slices that several groups of devices have; of other leaves (functions,
+    objects) the Python type. Only checksums (CRC-32) travel, over the control channel: nothing is gathered. Bytes are
+    read where they lie, at about 2 GB/s a core; arrays of a GPU are copied to the host first.
 
     A collective: every process must call it. Waits for the arrays to be computed.
 
@@ -65,11 +65,13 @@ class Leaf(NamedTuple):
       name: its path in the tree.
       kind: type, shape and layout.
       sums: (device, checksum) wherever this process has the whole value; empty if only `kind` is compared.
+      slices: the same of each slice that several groups of devices have, by its name.
     """
 
     name: str
     kind: str
     sums: tuple[tuple[str, int], ...]
+    slices: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
 
 
 def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
@@ -87,12 +89,15 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
             leaves = describe(tree)
         except Exception as error:
             raise SyncError(f"{prefix} can't be compared: {type(error).__name__}: {error}") from error
-        said = [(leaf.name, leaf.kind, leaf.sums[:1] and leaf.sums[0][1]) for leaf in leaves]
-        uniform = all(len({s for _, s in leaf.sums}) < 2 for leaf in leaves)
-        return Part(leaves, told=(hashlib.sha256(repr(said).encode()).hexdigest(), uniform))
+        wholes = [(leaf.name, leaf.kind, leaf.sums[:1] and leaf.sums[0][1]) for leaf in leaves]
+        uniform = all(len({s for _, s in sums}) < 2 for leaf in leaves for _, sums in (("", leaf.sums), *leaf.slices))
+        slices = grouped((name, sums[0][1]) for leaf in leaves for name, sums in leaf.slices)
+        return Part(leaves, told=(_digest(wholes), uniform, {name: _digest(sums) for name, sums in slices.items()}))
 
     leaves, told = on_every_rank(context, tag, examine, raises=(SyncError,))
-    if len(set(told)) == 1 and all(uniform for _, uniform in told):
+    slices = grouped(one for *_, own in told for one in own.items())
+    alike = len({digest for digest, *_ in told}) == 1 and all(len(set(digests)) == 1 for digests in slices.values())
+    if alike and all(uniform for _, uniform, _ in told):
         return
     found = differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
     if not found:
@@ -127,12 +132,16 @@ def differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
         if len(kinds) > 1:
             found.append(f"{name} is {listed(kinds)}")
             continue
-        groups = grouped((s, (rank, device)) for rank, table in enumerate(tables) for device, s in table[name].sums)
-        if len(groups) > 1:
-            holders = [len(table[name].sums) for table in tables]
-            most, *rest = sorted(groups.values(), key=len, reverse=True)  # of equals the one with the lowest rank
-            odd = "; others again on ".join(_places(group, holders) for group in rest)
-            found.append(f"{name} ({next(iter(kinds))}) has other bits on {odd} than on {_places(most, holders)}")
+        parts = [{"": table[name].sums, **dict(table[name].slices)} for table in tables]
+        for part in sorted({part for own in parts for part in own}):
+            sums = [own.get(part, ()) for own in parts]
+            groups = grouped((s, (rank, device)) for rank, own in enumerate(sums) for device, s in own)
+            if len(groups) > 1:
+                holders = list(map(len, sums))
+                most, *rest = sorted(groups.values(), key=len, reverse=True)  # of equals the one with the lowest rank
+                odd = "; others again on ".join(_places(group, holders) for group in rest)
+                where = f"{name} ({next(iter(kinds))}){part and f', {part},'}"
+                found.append(f"{where} has other bits on {odd} than on {_places(most, holders)}")
     return found
 
 
@@ -150,7 +159,8 @@ def _leaf(name: str, x: Any) -> Leaf:
         n = len(x.array.sharding.device_set)
         shared = f" in groups of {n // x.layout.groups}" if x.layout.groups > 1 else ""
         padded = ", padded" if x.layout.pad else ""
-        return Leaf(name, f"{_type(x)} in shards along axis {x.layout.dim} over {n} devices{shared}{padded}", ())
+        kind = f"{_type(x)} in shards along axis {x.layout.dim} over {n} devices{shared}{padded}"
+        return Leaf(name, kind, (), _slices(x, n // x.layout.groups) if x.layout.groups > 1 else ())
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise ValueError(f"{name} was donated to a step, which may have written over it: check what came back")
@@ -158,7 +168,7 @@ def _leaf(name: str, x: Any) -> Leaf:
         if not own.is_fully_replicated:
             spec = f" by {own.spec}" if isinstance(own, NamedSharding) else ""
             return Leaf(name, f"{_type(x)} in shards{spec} over {n} devices", ())
-        parts = [(str(shard.device), _checksum_array(shard.data)) for shard in x.addressable_shards]
+        parts = [(str(shard.device), _checksum(_on_host(shard.data))) for shard in x.addressable_shards]
         return Leaf(name, f"{_type(x)} on {n} device{'s' * (n != 1)}", tuple(parts))
     if isinstance(x, (bool, int, float, complex, str, bytes)):
         return Leaf(name, type(x).__name__, (("", _checksum_scalar(x)),))
@@ -169,14 +179,28 @@ def _leaf(name: str, x: Any) -> Leaf:
     return Leaf(name, f"{_type(host)} on the host", sums)
 
 
+def _slices(x: Padded, count: int) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+    """Of the slices that this process has."""
+    dim = x.layout.dim
+    rows = x.array.shape[dim] // (x.layout.groups * count)
+    found = []
+    for shard in x.array.addressable_shards:
+        i = (shard.index[dim].start or 0) // rows % count
+        real = (slice(None),) * dim + (slice(max(0, x.shape[dim] - i * rows)),)  # padding may be anything
+        found.append((i, (str(shard.device), _checksum(_on_host(shard.data)[real]))))
+    return tuple((f"slice {i + 1} of {count}", tuple(sums)) for i, sums in grouped(found).items())
+
+
+def _digest(x: Any) -> str:
+    return hashlib.sha256(repr(x).encode()).hexdigest()
+
+
 def _type(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def _checksum_array(x: jax.Array) -> int:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return _checksum(np.asarray(x))
+def _on_host(x: jax.Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
 def _checksum_scalar(x: Any) -> int:
