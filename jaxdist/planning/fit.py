@@ -54,7 +54,7 @@ class Candidate:
         """The line that chooses it; "": the step as it is written."""
         if self.row.level is None:
             return ""
-        within = "" if self.row.within is None else f", within={self.row.within!r}"
+        within = "" if self.row.within is None else f", within={json.dumps(self.row.within)}"
         return f"tx = jaxdist.zero(tx, level={self.row.level}{within})"
 
 
@@ -114,7 +114,7 @@ class Fit:
     def _table(self) -> Table:
         several = self.plan.topology.hosts > 1
         seconds = sum(one.row.compile_seconds for one in self.candidates)
-        table = Table(title=f"one step, on one device ({len(self.candidates)} programs, compiled in {seconds:.0f} s)")
+        table = Table(title=f"one step, on one device ({len(self.candidates)} candidates in {seconds:.0f} s)")
         table.add_column("level")
         if several:
             table.add_column("within")
@@ -137,7 +137,7 @@ def fit(step: Callable[..., Any], *args: Any, topology: str | Topology, levels: 
     """Find the ZeRO level and the groups of devices with which a step fits the devices' memory, in the least time.
 
     The step is compiled at each level; with several hosts of several devices both for state in shards over all devices
-    and for ``within="host"``: at most seven programs, and that of the step as it is written if it is none of them. The
+    and for ``within="host"``: at most seven programs, and the step as it is written if it is none of them. The
     rest is as for `plan`, by which each candidate's bytes and collectives are read.
 
     The time of a step is that of its FLOPs at a part of what the data sheet says, of its state, read and written once

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -114,6 +116,7 @@ class Elsewhere:
         if unknown := [level for level in levels if level not in LEVELS]:
             raise ValueError(f"levels: there is no ZeRO level {unknown[0]!r}; valid: 0, 1, 2, 3")
         self._step, self._args, self._levels = step, args, levels
+        self._programs: dict[Any, Compiled] = {}
         devices, self.compiled_for, self.notes = _devices(self.topology)
         self._mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
         self.hosts = [i // self.topology.per_host for i in range(self.topology.devices)]
@@ -124,7 +127,12 @@ class Elsewhere:
         """The step for these devices: as written, or at another level, for other groups, for another batch."""
         began = time.monotonic()
         ahead = self._step.ahead(self._mesh, self._args, level, scale, self.hosts, shared)
-        return Compiled.of(ahead, self._mesh.size, began)
+        # Levels 1 and 2 are often one program, and its compilation is most of the time.
+        key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
+        if key not in self._programs:
+            self._programs[key] = Compiled.of(ahead, self._mesh.size, began)
+            return self._programs[key]
+        return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
     def level_of(self, written: Compiled) -> int | None:
         """Of the step as it is written; None: there is not just one."""
