@@ -114,22 +114,24 @@ class Fit:
     def _table(self) -> Table:
         several = self.plan.topology.hosts > 1
         seconds = sum(one.row.compile_seconds for one in self.candidates)
-        table = Table(title=f"one step, on one device ({len(self.candidates)} candidates in {seconds:.0f} s)")
+        table = Table(
+            title=f"one step on one device, in ms ({len(self.candidates)} candidates, compiled in {seconds:.0f} s)"
+        )
         table.add_column("level")
         if several:
             table.add_column("within")
         wires = ("wire in host", "between hosts") if several else ("wire",)
         for name in ("peak", "fits", "compute", "state", *wires, "hidden", "step"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=name == "fits")
         table.add_column("")
         for one in self.candidates:
             row = one.row
             level = "as written" if row.level is None else str(row.level)
             within = [] if not several else ["all" if row.within is None else str(row.within)] if row.level else [""]
-            fits = "yes" if row.fits else f"{readable(self._missing(one))} missing"
+            fits = "yes" if row.fits else f"lacks {readable(self._missing(one))}"
             times = (one.compute, one.state, one.in_host, *((one.between,) if several else ()), one.hidden, one.seconds)
             said = ["chosen"] * (one is self.chosen) + ["this step"] * row.own
-            table.add_row(level, *within, readable(row.peak), fits, *map(duration, times), ", ".join(said))
+            table.add_row(level, *within, readable(row.peak), fits, *(f"{1e3 * x:.2f}" for x in times), ", ".join(said))
         return table
 
 

@@ -110,7 +110,7 @@ def test_why_and_the_line_of_code() -> None:
     for word in (
         f"chosen: {found.chosen.code}",
         "between hosts",
-        "missing",
+        "lacks",
         "this step",
         "40% of the 0.25",
         "jax.checkpoint",
