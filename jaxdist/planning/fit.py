@@ -92,7 +92,8 @@ class Fit:
         return json.dumps(figures, indent=2)
 
     def __str__(self) -> str:
-        kind = self.plan.topology.kind
+        kind, several = self.plan.topology.kind, self.plan.topology.hosts > 1
+        wires = "in host, between: messages in and between hosts" if several else "wire: messages"
         out = io.StringIO()
         console = Console(file=out, width=120, markup=False, highlight=False)
         console.print(self.plan.headline)
@@ -102,7 +103,9 @@ class Fit:
         console.print(f"why: {self.why}")
         console.print(
             f"compute: {kind.flops * REACHED / 1e12:g} TFLOP/s, {REACHED:.0%} of the {kind.flops / 1e12:g} of a device "
-            f"in bfloat16; state: read and written once, at {kind.bandwidth / 1e9:g} GB/s"
+            f"in bfloat16; state: read and written once, at {kind.bandwidth / 1e9:.0f} GB/s; "
+            f"{wires}; "
+            "hidden: those that run beside what is computed"
         )
         for line in self.plan.assumed:
             console.print(line)
@@ -120,9 +123,9 @@ class Fit:
         table.add_column("level")
         if several:
             table.add_column("within")
-        wires = ("wire in host", "between hosts") if several else ("wire",)
+        wires = ("in host", "between") if several else ("wire",)
         for name in ("peak", "fits", "compute", "state", *wires, "hidden", "step"):
-            table.add_column(name, justify="right", no_wrap=name == "fits")
+            table.add_column(name, justify="right", no_wrap=True)
         table.add_column("")
         for one in self.candidates:
             row = one.row

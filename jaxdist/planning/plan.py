@@ -211,8 +211,8 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
             reason = str(error).splitlines()[0]
             notes.append(
                 f"compiled for {topology.devices} virtual CPU devices, for want of JAX's compiler for NVIDIA GPUs "
-                f"({reason}): temporaries are those of another compiler, and no overlap is known. No GPU is needed for "
-                "it: pip install 'jaxdist[cuda12]'"
+                f"({reason}): temporaries are those of another compiler, sums in 16 bits travel in 32, and no overlap "
+                "is known. No GPU is needed for it: pip install 'jaxdist[cuda12]'"
             )
     elif topology.hosts > 1:
         notes.append("compiled as for virtual devices of one process; gloo and MPI between hosts send other messages")
