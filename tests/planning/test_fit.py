@@ -147,7 +147,7 @@ def test_without_zero_there_is_one() -> None:
     assert found.chosen.code == ""
     assert "nothing to choose from" in found.why
     assert "chosen: the step as it is written" in str(found)
-    assert "between" not in str(found)
+    assert "in host" not in str(found)
 
 
 def test_groups_of_the_steps_own() -> None:
