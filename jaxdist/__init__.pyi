@@ -25,6 +25,7 @@ from jaxdist.observe.metrics import read_metrics, run_log
 from jaxdist.observe.profile import profile
 from jaxdist.per_device import per_device
 from jaxdist.placements.registry import register
+from jaxdist.planning.fit import fit
 from jaxdist.planning.memory import memory
 from jaxdist.planning.plan import plan
 from jaxdist.planning.topology import Topology
@@ -51,6 +52,7 @@ __all__ = [
     "check_sync",
     "data_parallel",
     "explain",
+    "fit",
     "fold_rank",
     "gather",
     "gather_for_metrics",

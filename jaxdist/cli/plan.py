@@ -30,6 +30,14 @@ def plan(
         str, typer.Option(help="DEVICESxKIND or HOSTSxDEVICESxKIND; kinds: A100-40, A100-80, H100, H200, B200, cpu.")
     ] = "8xH100",
     levels: Annotated[str, typer.Option(help="ZeRO levels to compare, with commas between them.")] = "0,1,2,3",
+    fitted: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Find the level and the groups of devices (all, or those of each host) that fit, in the least "
+            "estimated time. Microbatches and what jax.checkpoint recomputes stay as the step has them.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Also draw the bytes by level: a .png, .pdf or .svg.")
@@ -44,6 +52,7 @@ def plan(
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA complains about each program that does not fit
     import jax
 
+    from jaxdist.planning.fit import Fit, fit
     from jaxdist.planning.plan import plan as make_plan
     from jaxdist.planning.topology import Topology
 
@@ -56,11 +65,11 @@ def plan(
         made = _function(what)(**_arguments(options or []))
         if not isinstance(made, tuple) or not made:
             raise ValueError(f"{what} returned {type(made).__name__}, expected a tuple (step, *args)")
-        found = make_plan(*made, topology=wanted, levels=chosen)
+        found = (fit if fitted else make_plan)(*made, topology=wanted, levels=chosen)
     except (ValueError, TypeError, OSError) as problem:
         raise typer.BadParameter(str(problem)) from None
     if picture is not None:
-        draw(found, picture)
+        draw(found.plan if isinstance(found, Fit) else found, picture)
     print(found.to_json() if as_json else found)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxdist import compat
 from jaxdist.mesh import AXIS
+from jaxdist.placements.groups import HOST, in_host
 from jaxdist.planning import schedule
 from jaxdist.planning.report import LevelPlan, Plan, Traffic, fraction, total_of
 from jaxdist.planning.topology import Topology
@@ -75,48 +78,127 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
       Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3 (where the memory goes); Patarasuk and Yuan, *Bandwidth
       optimal all-reduce algorithms for clusters of workstations*, JPDC 2009 (bytes of a ring).
     """
-    if isinstance(topology, str):
-        topology = Topology.parse(topology)
-    if isinstance(step, functools.partial) and not step.keywords:  # a decorated method
-        step, args = step.func, (*step.args, *args)
-    if not isinstance(step, DataParallel):
-        raise TypeError(f"plan takes a step decorated with jaxdist.data_parallel, not {step!r}")
-    if unknown := [level for level in levels if level not in LEVELS]:
-        raise ValueError(f"levels: there is no ZeRO level {unknown[0]!r}; valid: 0, 1, 2, 3")
-    devices, compiled_for, notes = _devices(topology)
-    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-    began = time.monotonic()
-    hosts = [i // topology.per_host for i in range(topology.devices)]
-    ahead = step.ahead(mesh, args, hosts=hosts)
-    own = next(iter(ahead.levels)) if len(ahead.levels) == 1 else None
-    if not ahead.levels:
-        notes.append("the step does not use jaxdist.zero: there are no other levels to compare it with")
-        levels = ()
-    elif own is None:
-        notes.append(
-            f"the step uses jaxdist.zero at several levels, {sorted(ahead.levels)}: each in turn for all of it"
-        )
-    if 3 in levels and not ahead.knows_parameters and own != 3:
-        notes.append(
-            "no level 3: no argument of the step has the updates added; tell which: tx.update(grads, opt_state, params)"
-        )
-        levels = [level for level in levels if level != 3]
-
-    compiled = _Compiled.of(ahead, mesh.size, time.monotonic() - began)
-    activations, problem = _activations(step, mesh, args, hosts, compiled)
-    notes.extend([problem] if problem else [])
-    memory = int(topology.kind.memory * (1 if topology.kind.name == "cpu" else fraction()))
+    there = Elsewhere(step, args, topology, levels)
+    written = there.compiled()
+    own = there.level_of(written)
+    wanted = there.others(written)
+    activations = there.activations(written)
     found = []
-    for level in sorted({*levels, own}, key=lambda level: -1 if level is None else level):
-        one = compiled
-        if level != own:
-            began = time.monotonic()
-            one = _Compiled.of(step.ahead(mesh, args, level, hosts=hosts), mesh.size, time.monotonic() - began)
-        found.append(_level(one, level, level == own, topology, memory, activations, compiled_for))
-    if compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
-        notes.append(f"{', '.join(large)}: XLA orders what does not fit so as to save memory, not to overlap anything")
-    name = getattr(step, "__name__", "step")
-    return Plan(name, topology, compiled_for, memory, tuple(found), tuple(notes))
+    for level in sorted({*wanted, own}, key=lambda level: -1 if level is None else level):
+        one = written if level == own else there.compiled(level)
+        found.append(there.row(one, level, level == own, activations))
+    if there.compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
+        there.notes.append(
+            f"{', '.join(large)}: XLA orders what does not fit so as to save memory, not to overlap anything"
+        )
+    return there.plan(found)
+
+
+class Elsewhere:
+    """A step, its arguments, and the devices that it is planned for.
+
+    Attributes:
+      topology: the devices.
+      compiled_for: ``"cuda"`` or ``"cpu"``.
+      hosts: of each device.
+      memory: bytes of a device that JAX takes.
+      notes: what there is to say.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], args: tuple[Any, ...], topology: str | Topology, levels: Sequence[int]
+    ) -> None:
+        self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
+        if isinstance(step, functools.partial) and not step.keywords:  # a decorated method
+            step, args = step.func, (*step.args, *args)
+        if not isinstance(step, DataParallel):
+            raise TypeError(f"a plan is of a step decorated with jaxdist.data_parallel, not of {step!r}")
+        if unknown := [level for level in levels if level not in LEVELS]:
+            raise ValueError(f"levels: there is no ZeRO level {unknown[0]!r}; valid: 0, 1, 2, 3")
+        self._step, self._args, self._levels = step, args, levels
+        self._programs: dict[Any, Compiled] = {}
+        devices, self.compiled_for, self.notes = _devices(self.topology)
+        self._mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        self.hosts = [i // self.topology.per_host for i in range(self.topology.devices)]
+        kind = self.topology.kind
+        self.memory = int(kind.memory * (1 if kind.name == "cpu" else fraction()))
+
+    def compiled(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Compiled:
+        """The step for these devices: as written, or at another level, for other groups, for another batch."""
+        began = time.monotonic()
+        ahead = self._step.ahead(self._mesh, self._args, level, scale, self.hosts, shared)
+        # Levels 1 and 2 are often one program, and its compilation is most of the time.
+        key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
+        if key not in self._programs:
+            self._programs[key] = Compiled.of(ahead, self._mesh.size, began)
+            return self._programs[key]
+        return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
+
+    def level_of(self, written: Compiled) -> int | None:
+        """Of the step as it is written; None: there is not just one."""
+        levels = written.ahead.levels
+        return next(iter(levels)) if len(levels) == 1 else None
+
+    def others(self, written: Compiled) -> list[int]:
+        """Those of the levels asked for at which the step can be; a note says why not at the rest."""
+        levels, own = list(self._levels), self.level_of(written)
+        if not written.ahead.levels:
+            self.notes.append("the step does not use jaxdist.zero: there are no other levels to compare it with")
+            return []
+        if own is None:
+            several = sorted(written.ahead.levels)
+            self.notes.append(f"the step uses jaxdist.zero at several levels, {several}: each in turn for all of it")
+        if 3 in levels and not written.ahead.knows_parameters and own != 3:
+            self.notes.append(
+                "no level 3: no argument of the step has the updates added; tell which: "
+                "tx.update(grads, opt_state, params)"
+            )
+            levels = [level for level in levels if level != 3]
+        return levels
+
+    def activations(self, written: Compiled) -> int | None:
+        """Bytes of temporaries that are proportional to the batch; None: they are not known, and a note says why."""
+        problem = ""
+        for factor in (0.5, 2.0):
+            try:
+                other = self.compiled(scale=factor)
+            except Exception as error:  # whatever a step makes of a batch of another size
+                problem = problem or (str(error).strip() or type(error).__name__).splitlines()[0]
+                continue
+            slope = (other.temporaries - written.temporaries) / (factor - 1)
+            return min(max(0, round(slope)), written.temporaries)
+        self.notes.append(f"activations are not told apart: the step can't be compiled for another batch ({problem})")
+        return None
+
+    def row(self, one: Compiled, level: int | None, own: bool, activations: int | None) -> LevelPlan:
+        """What is read off a program."""
+        sizes: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
+        for x in one.ahead.arguments:
+            sizes[_kind(x)] += x.bytes
+        if activations is None:
+            sizes["gradients, activations, temporaries"] = one.temporaries
+        else:
+            held = min(activations, one.temporaries)
+            sizes["gradients and temporaries"] = one.temporaries - held
+            sizes["activations"] = held
+        sizes["results"] = one.results
+        kept = {kind: size for kind, size in sizes.items() if size or kind not in ("other state", "results")}
+        rows: dict[str, list[Traffic]] = {}
+        for c in one.collectives:
+            if c.devices > 1:
+                rows.setdefault(c.kind, []).append(traffic_of(c, self.topology, self.compiled_for == "cuda"))
+        traffic = tuple(total_of(kind, several) for kind, several in rows.items())
+        shared = one.ahead.shared
+        within = None if not shared else HOST if shared == in_host(self.hosts) else shared
+        return LevelPlan(
+            level, own, kept, one.peak, one.peak <= self.memory, traffic, one.collectives, one.seconds, within,
+            one.ahead.flops,
+        )  # fmt: skip
+
+    def plan(self, found: Sequence[LevelPlan]) -> Plan:
+        """The whole of it."""
+        name = getattr(self._step, "__name__", "step")
+        return Plan(name, self.topology, self.compiled_for, self.memory, tuple(found), tuple(self.notes))
 
 
 def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
@@ -129,8 +211,8 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
             reason = str(error).splitlines()[0]
             notes.append(
                 f"compiled for {topology.devices} virtual CPU devices, for want of JAX's compiler for NVIDIA GPUs "
-                f"({reason}): temporaries are those of another compiler, and no overlap is known. No GPU is needed for "
-                "it: pip install 'jaxdist[cuda12]'"
+                f"({reason}): temporaries are those of another compiler, sums in 16 bits travel in 32, and no overlap "
+                "is known. No GPU is needed for it: pip install 'jaxdist[cuda12]'"
             )
     elif topology.hosts > 1:
         notes.append("compiled as for virtual devices of one process; gloo and MPI between hosts send other messages")
@@ -138,16 +220,26 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    arguments: tuple[Held, ...]
+class Compiled:
+    """A step, compiled.
+
+    Attributes:
+      ahead: of the compilation.
+      collectives: of the program.
+      results: bytes of those that do not take an argument's place.
+      peak: bytes on a device.
+      seconds: that it took.
+    """
+
+    ahead: Ahead
     collectives: tuple[schedule.Collective, ...]
-    results: int  # bytes of those that do not take an argument's place
+    results: int
     peak: int
     seconds: float
 
     @classmethod
-    def of(cls, ahead: Ahead, devices: int, traced_seconds: float) -> _Compiled:
-        began = time.monotonic()
+    def of(cls, ahead: Ahead, devices: int, began: float) -> Compiled:
+        """Compile it, and read it."""
         compiled = ahead.lowered.compile()
         analysis = compiled.memory_analysis()
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -157,56 +249,12 @@ class _Compiled:
         # Arguments that the step does not use are not the program's, and still there.
         peak += max(0, sum(x.bytes for x in ahead.arguments) - analysis.argument_size_in_bytes)
         found = tuple(schedule.collectives(compiled.as_text(), devices))
-        return cls(ahead.arguments, found, results, peak, traced_seconds + time.monotonic() - began)
+        return cls(ahead, found, results, peak, time.monotonic() - began)
 
     @property
     def temporaries(self) -> int:
         """What is neither argument nor result."""
-        return self.peak - self.results - sum(x.bytes for x in self.arguments)
-
-
-def _activations(
-    step: DataParallel, mesh: Mesh, args: tuple[Any, ...], hosts: Sequence[int], own: _Compiled
-) -> tuple[int | None, str]:
-    """Bytes of temporaries that are proportional to the batch; or None, and why they are not known."""
-    problem = ""
-    for factor in (0.5, 2.0):
-        try:
-            other = _Compiled.of(step.ahead(mesh, args, scale=factor, hosts=hosts), mesh.size, 0)
-        except Exception as error:  # whatever a step makes of a batch of another size
-            problem = problem or (str(error).strip() or type(error).__name__).splitlines()[0]
-            continue
-        slope = (other.temporaries - own.temporaries) / (factor - 1)
-        return min(max(0, round(slope)), own.temporaries), ""
-    return None, f"activations are not told apart: the step can't be compiled for another batch ({problem})"
-
-
-def _level(
-    one: _Compiled,
-    level: int | None,
-    own: bool,
-    topology: Topology,
-    memory: int,
-    activations: int | None,
-    compiled_for: str,
-) -> LevelPlan:
-    sizes: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
-    for x in one.arguments:
-        sizes[_kind(x)] += x.bytes
-    if activations is None:
-        sizes["gradients, activations, temporaries"] = one.temporaries
-    else:
-        held = min(activations, one.temporaries)
-        sizes["gradients and temporaries"] = one.temporaries - held
-        sizes["activations"] = held
-    sizes["results"] = one.results
-    kept = {kind: size for kind, size in sizes.items() if size or kind not in ("other state", "results")}
-    rows: dict[str, list[Traffic]] = {}
-    for c in one.collectives:
-        if c.devices > 1:
-            rows.setdefault(c.kind, []).append(_traffic(c, topology, compiled_for == "cuda"))
-    traffic = tuple(total_of(kind, several) for kind, several in rows.items())
-    return LevelPlan(level, own, kept, one.peak, one.peak <= memory, traffic, one.collectives, one.seconds)
+        return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments)
 
 
 def _kind(x: Held) -> str:
@@ -218,7 +266,8 @@ def _kind(x: Held) -> str:
     return "parameters" if re.search(r"\bparam(s|eters)?\b", x.name) else "other state"
 
 
-def _traffic(c: schedule.Collective, topology: Topology, scheduled: bool) -> Traffic:
+def traffic_of(c: schedule.Collective, topology: Topology, scheduled: bool) -> Traffic:
+    """What a collective sends, and how long that takes."""
     speed, latency = topology.speed(c.groups)
     seconds = c.sent / speed + c.times * latency
     overlapped = float(c.overlapped) if scheduled else None

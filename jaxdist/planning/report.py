@@ -8,10 +8,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from jaxdist.placements.groups import Within
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
 from jaxdist.planning.topology import Topology
@@ -76,6 +78,8 @@ class LevelPlan:
       traffic: one row for each kind of collective.
       collectives: each one, as compiled.
       compile_seconds: that it took to trace and compile.
+      within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
+      flops: of a device in a step.
     """
 
     level: int | None
@@ -86,6 +90,8 @@ class LevelPlan:
     traffic: tuple[Traffic, ...]
     collectives: tuple[schedule.Collective, ...]
     compile_seconds: float
+    within: Within = None
+    flops: int = 0
 
     @property
     def total(self) -> Traffic:
@@ -95,7 +101,8 @@ class LevelPlan:
     @property
     def name(self) -> str:
         """For a person."""
-        return "as written" if self.level is None else f"level {self.level}"
+        within = "" if self.within is None else f" within {self.within}"
+        return ("as written" if self.level is None else f"level {self.level}") + within
 
 
 @dataclass(frozen=True)
@@ -123,40 +130,54 @@ class Plan:
         """The step as it is written."""
         return next(one for one in self.levels if one.own)
 
-    def to_json(self) -> str:
-        """All figures (bytes, seconds, shares between 0 and 1) as a JSON object."""
+    def figures(self) -> dict[str, Any]:
+        """Bytes, seconds, shares between 0 and 1."""
         kind = dataclasses.asdict(self.topology.kind)
         del kind["target"]
         levels = [
             {
-                "level": one.level, "own": one.own, "bytes": one.bytes, "peak": one.peak, "fits": one.fits,
+                "level": one.level, "within": one.within, "own": one.own, "bytes": one.bytes, "peak": one.peak,
+                "fits": one.fits, "flops": one.flops,
                 "traffic": [dataclasses.asdict(row) for row in (*one.traffic, one.total)],
                 "compile_seconds": one.compile_seconds,
             }
             for one in self.levels
         ]  # fmt: skip
         topology = {"hosts": self.topology.hosts, "per_host": self.topology.per_host, "kind": kind}
-        return json.dumps(
-            {
-                "step": self.step, "topology": topology, "compiled_for": self.compiled_for, "memory": self.memory,
-                "levels": levels, "notes": self.notes,
-            },
-            indent=2,
-        )  # fmt: skip
+        return {
+            "step": self.step, "topology": topology, "compiled_for": self.compiled_for, "memory": self.memory,
+            "levels": levels, "notes": self.notes,
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        """All figures as a JSON object."""
+        return json.dumps(self.figures(), indent=2)
 
     def __str__(self) -> str:
-        kind = self.topology.kind
         out = io.StringIO()
         console = Console(file=out, width=120, markup=False, highlight=False)
-        console.print(f"step {self.step!r} on {self.topology}: {self.topology.devices} devices ({kind.model})")
+        console.print(self.headline)
         console.print(self._bytes())
         console.print(self._traffic())
-        share = "" if kind.name == "cpu" else f" of {readable(kind.memory)} ({FRACTION}={fraction():g})"
-        console.print(f"memory: JAX takes {readable(self.memory)}{share}")
-        console.print(f"links: {self.topology.links}; times are for these speeds and nothing else on the way")
-        for note in self.notes:
-            console.print(f"note: {note}")
+        for line in self.assumed:
+            console.print(line)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    @property
+    def headline(self) -> str:
+        """Of what it is."""
+        return f"step {self.step!r} on {self.topology}: {self.topology.devices} devices ({self.topology.kind.model})"
+
+    @property
+    def assumed(self) -> list[str]:
+        """Memory, links and notes, for a person."""
+        kind = self.topology.kind
+        share = "" if kind.name == "cpu" else f" of {readable(kind.memory)} ({FRACTION}={fraction():g})"
+        return [
+            f"memory: JAX takes {readable(self.memory)}{share}",
+            f"links: {self.topology.links}; times are for these speeds and nothing else on the way",
+            *(f"note: {note}" for note in self.notes),
+        ]
 
     def _bytes(self) -> Table:
         table = Table(title="bytes on one device")
@@ -168,10 +189,11 @@ class Plan:
             table.add_row(kind, *("" if size is None else readable(size) for size in sizes))
         table.add_section()
         table.add_row("peak", *(readable(one.peak) for one in self.levels))
-        table.add_row("fits", *(self._fits(one) for one in self.levels))
+        table.add_row("fits", *(self.fits(one) for one in self.levels))
         return table
 
-    def _fits(self, one: LevelPlan) -> str:
+    def fits(self, one: LevelPlan) -> str:
+        """Whether a level fits, for a person."""
         if one.fits or self.topology.kind.name == "cpu":
             return "yes" if one.fits else "no"
         needed = one.peak / self.topology.kind.memory
@@ -190,10 +212,11 @@ class Plan:
             for i, row in enumerate(rows):
                 share = "" if row.overlapped is None else f"{row.overlapped:.0%}"
                 sizes = map(readable, (row.bytes, row.sent, *([row.between] if between else [])))
-                cells = (str(row.count), *sizes, _time(row.seconds), share)
+                cells = (str(row.count), *sizes, duration(row.seconds), share)
                 table.add_row(one.name if i == 0 else "", row.kind, *cells)
         return table
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """For a person."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

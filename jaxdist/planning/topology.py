@@ -7,6 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+REACHED = 0.4
+"""Of a device's FLOPs: what a step of large matrix products takes for granted, its other operations included."""
+
 _ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 
 
@@ -22,6 +25,8 @@ class Kind:
       network: bytes a second that a device sends to another host, if all devices of its host do.
       latency: seconds that a collective takes at least, within a host.
       network_latency: seconds that it takes at least between hosts.
+      flops: that it does in a second, by its data sheet: in bfloat16, without sparsity.
+      bandwidth: bytes a second that it reads or writes of its memory.
       target: what XLA's compiler has to know of a GPU, as its text proto; "": a CPU.
     """
 
@@ -32,12 +37,14 @@ class Kind:
     network: float
     latency: float = 10e-6
     network_latency: float = 30e-6
+    flops: float = 0
+    bandwidth: float = 0
     target: str = ""
 
 
 def _gpu(
     name: str, model: str, memory: int, link: float, network: float, *,
-    capability: int, cores: int, fpus: int, shared: int, l2: int, clock: float, bandwidth: float,
+    capability: int, cores: int, fpus: int, shared: int, l2: int, clock: float, bandwidth: float, flops: float,
 ) -> Kind:  # fmt: skip
     extension = _ACCELERATED if capability >= 9 else ""
     target = f"""
@@ -54,15 +61,17 @@ def _gpu(
       dnn_version_info {{ major: 9 minor: 10 }}
       device_description_str: "{model}"
     """
-    return Kind(name, model, memory, link, network, target=target)
+    return Kind(name, model, memory, link, network, flops=flops, bandwidth=bandwidth, target=target)
 
 
-_AMPERE = {"capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41}
-_HOPPER = {"capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98}
-_BLACKWELL = {"capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965}
+_AMPERE = {"flops": 312e12, "capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41}
+_HOPPER = {"flops": 989e12, "capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98}
+_BLACKWELL = {
+    "flops": 2250e12, "capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965,
+}  # fmt: skip
 
 # Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
-# NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s).
+# NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
 KINDS = {
     kind.name.lower(): kind
     for kind in (
@@ -71,8 +80,9 @@ KINDS = {
         _gpu("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
         _gpu("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
         _gpu("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
-        # Through memory as between two processes over MPI (benchmarks), and ten Gb/s for each host.
-        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 1e-4, 3e-4),
+        # Through memory as between two processes over MPI (benchmarks), and ten Gb/s for each host, whose devices share
+        # what eight cores and two channels of memory do.
+        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 1e-4, 3e-4, flops=1e12, bandwidth=40e9),
     )
 }
 
@@ -126,7 +136,7 @@ class Topology:
             own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             kind = Kind(
                 "cpu", kind.model, own // per_host, kind.link, kind.network / per_host,
-                kind.latency, kind.network_latency,
+                kind.latency, kind.network_latency, kind.flops / per_host, kind.bandwidth / per_host,
             )  # fmt: skip
         return cls(hosts, per_host, kind)
 

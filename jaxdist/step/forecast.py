@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose, sharding
+from jaxdist.placements.plan import Placed
+from jaxdist.placements.report import work
+from jaxdist.placements.values import REPLICATED
 from jaxdist.step.placer import abstract, batch_problem, in_shards
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
@@ -43,12 +46,16 @@ class Ahead:
       levels: of the uses of `jaxdist.zero` in the step, as it was written.
       knows_parameters: whether it is known which arguments are the parameters.
       arguments: of the step.
+      shared: how many devices in a row share what is kept in shards; 0: all.
+      flops: of a device, an entry of anything but a contraction as one.
     """
 
     lowered: Any
     levels: frozenset[int]
     knows_parameters: bool
     arguments: tuple[Held, ...]
+    shared: int
+    flops: int
 
 
 def ahead(
@@ -60,6 +67,7 @@ def ahead(
     level: int | None = None,
     scale: float = 1,
     hosts: Sequence[Any] | None = None,
+    shared: int | None = None,
 ) -> Ahead:
     """The step for other devices than this job's, which need not be here; nothing is sent, no array is made.
 
@@ -73,6 +81,7 @@ def ahead(
       level: of ZeRO, in place of that which the step says.
       scale: times as many examples as those of the batch.
       hosts: of each device.
+      shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
 
     Raises:
       ValueError: the batch can't be divided over the devices.
@@ -85,12 +94,13 @@ def ahead(
     if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
         raise ValueError(problem)
     step = jaxpr_of(settings.step, signature, avals, mesh, settings.axis_name, settings.check_finite)
-    trace = traced(step, signature, avals, mesh, level, hosts)
+    trace = traced(step, signature, avals, mesh, level, hosts, shared)
     layouts = list(trace.layouts)
     for i in signature.state:
         if in_shards(leaves[i]):
             layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
-    program = cache.make(trace, signature, avals, layouts, mesh, "xla")
+    seen: list[Placed | None] = []
+    program = cache.make(trace, signature, avals, layouts, mesh, "xla", lambda _, placed: seen.append(placed))
     splits = dict(zip(signature.batch, program.batch, strict=True))
     held = []
     for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):
@@ -100,9 +110,13 @@ def ahead(
             shape = (splits[i].chunk * mesh.size, *shape[1:])
         held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
     lowered = program.ahead("lower", [held[i] for i in signature.state], [held[i] for i in signature.batch])
+    block = trace.infer.block(trace.jaxpr)
+    placed = seen[-1] or trace.infer.place(block, [REPLICATED] * len(block.inputs))  # None: on one device
     sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
     roles = [*map(trace.marks.roles.get, range(len(held)))]
-    return Ahead(lowered, frozenset(trace.marks.levels), "parameter" in roles, tuple(
+    arguments = tuple(
         Held(name, "batch" if is_batch else role or "", size)
         for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
-    ))  # fmt: skip
+    )
+    levels = frozenset(trace.marks.levels)
+    return Ahead(lowered, levels, "parameter" in roles, arguments, trace.infer.group, work(placed))

@@ -73,6 +73,7 @@ def traced(
     mesh: Mesh,
     level: int | None = None,
     hosts: Sequence[Any] | None = None,
+    shared: int | None = None,
 ) -> TracedStep:
     """What placements are settled from.
 
@@ -83,6 +84,7 @@ def traced(
       mesh: one axis, ``"data"``.
       level: of ZeRO, in place of those that the step says.
       hosts: of each device; None: as the job knows them.
+      shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
     """
     closed, tree, checked = step
     shapes = [a.shape for a in avals]
@@ -94,7 +96,8 @@ def traced(
             dims[shape] = how.dim if how else None
         return dims[shape]
 
-    shared = group(closed, hosts or hosts_of(mesh))
+    if shared is None:
+        shared = group(closed, hosts or hosts_of(mesh))
     parts = shared or mesh.size
     infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared)
     block = infer.block(closed)

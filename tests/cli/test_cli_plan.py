@@ -68,6 +68,8 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["script.py:make", "size=4"], "unexpected keyword argument 'size'"),
         (["script.py:make", "--topology=8xTPU"], "valid: A100-40, A100-80, H100, H200, B200, cpu"),
         (["script.py:make", "--levels=a"], "expected numbers from 0 to 3"),
+        (["script.py:make", "--topology=2xcpu", "--fit", "--levels=7"], "there is no ZeRO level 7"),
+        (["script.py:make", "--topology=2xTPU", "--fit"], "there is no kind"),
         (["script.py:make", "--topology=2xcpu", "--plot=x.txt"], "--plot"),
     ],
 )
@@ -77,6 +79,21 @@ def test_what_is_refused(args: list[str], said: str, tmp_path: Path, monkeypatch
     code, text = plan(*args)
     assert code == 2
     assert said in text
+
+
+def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    code, text = plan("script.py:make", "--topology=2xcpu", "--fit", "--plot", "fit.png")
+    assert code == 0, text
+    assert "chosen: the step as it is written" in text
+    assert "jax.checkpoint" in text
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG\r\n")
+    code, text = plan("script.py:make", "--topology=2xcpu", "--fit", "--json")
+    assert json.loads(text)["chosen"] == 0
+    code, text = plan(f"{GPT}:planned", "layers=1", "width=32", "--topology=2xcpu", "--levels=1", "--fit")
+    assert code == 0, text
+    assert "chosen: tx = jaxdist.zero(tx, level=1)" in text
 
 
 def test_a_script_reads_its_own_arguments(jaxdist, tmp_path: Path):
