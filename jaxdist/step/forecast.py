@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose, sharding
-from jaxdist.placements.plan import Placed
 from jaxdist.placements.report import work
+from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED
 from jaxdist.step.placer import abstract, batch_problem, in_shards
 from jaxdist.step.program_cache import ProgramCache
