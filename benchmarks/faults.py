@@ -204,7 +204,8 @@ def judge(
 
 # Who speaks is not who is to blame.
 _SPEAKER = re.compile(
-    r"^\[jaxdist rank \d+\] |(?<!on )rank \d+( has waited|: )|timed out on rank \d+|MPI_ABORT.*|process rank \d+ .* calling$"
+    r"^\[jaxdist rank \d+\] |(?<!on )rank \d+( has waited|: )|timed out on rank \d+|MPI_ABORT.*"
+    r"|process rank \d+ .* calling$"
 )
 
 
