@@ -13,7 +13,7 @@ from jaxdist.ir.primitives import slices
 Move = Callable[[Any], Any]
 
 
-def all_reduce(x: Any, wire: Any, size: int, all_to_all: Move, all_gather: Move) -> Any:
+def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move) -> Any:
     """The sum of `x` over the devices, its bytes in another dtype on the wire.
 
     Each device adds up one part of it in float32 (or wider, as `x` is): rounded when the parts are sent and when the

@@ -35,10 +35,6 @@ MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
 
 
-_LARGE = 1 << 20
-"""Bytes from which an exchange of parts, added up by XLA, is faster than MPI's all-reduce."""
-
-
 def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], **_: Any) -> Any:
     return [x.update(shape=shape, weak_type=False), token]
 
@@ -145,11 +141,10 @@ class MpiLowering(Interpreter):
     def _gradient(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         comm = self._comm(eqn)
         wire, size = eqn.params["wire"], comm.Get_size()
-        large = x.nbytes >= _LARGE and jnp.issubdtype(x.dtype, jnp.inexact)
-        if not x.size or (wire is None and not large):
+        if not x.size or wire is None:
             return self._all_reduce(comm, x, "sum")
         return exchange.all_reduce(
-            x, wire or x.dtype, size,
+            x, wire, size,
             all_to_all=lambda parts: self._exchange("alltoall", comm, parts, parts.shape),
             all_gather=lambda part: self._exchange("allgather", comm, part, (size, *part.shape)),
         )  # fmt: skip
