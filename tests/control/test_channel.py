@@ -162,9 +162,10 @@ if what == "alarm" and rank == 2:
     time.sleep(0.2)
     sys.exit("my own error")
 if what == "bye":
-    control.close()
-    if rank == 0:
+    if rank == 1:
         time.sleep(1)
+    control.close()
+    assert control.all_left(30)  # as the end of a job waits: who goes before all have said goodbye has died
     print("cpu", time.process_time() < 20)
     sys.exit(0)
 if what == "idle":
