@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ PAIRS = [
 def rank(model: str, rounds: int, steps: int) -> None:
     """One rank of the job: the variants by turns; the root prints all times."""
     from jax_steps import Steps
+    from worker import run
 
     import jaxdist
 
@@ -51,14 +51,7 @@ def rank(model: str, rounds: int, steps: int) -> None:
     losses = {name: [float(variant.step()) for _ in range(3)] for name, variant in variants.items()}
     for _ in range(rounds):
         for name, variant in variants.items():
-            variant.step()
-            variant.wait()
-            ctx.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                variant.step()
-            variant.wait()
-            times[name].append((time.perf_counter() - start) / steps * 1e3)
+            times[name].append(run(variant, steps))
     if ctx.is_root:
         print("REPORT " + json.dumps({"ms": times, "losses": losses}), flush=True)
 

@@ -46,13 +46,13 @@ class XlaLowering(Interpreter):
         """These rules, but for some collectives others (see `jaxdist.communicators.Rules`)."""
         for name, rule in own.items():
             primitive, names = _NAMED[name]
-            ours = self.rules.get(primitive)
+            ours = self.rules.get(primitive, _as_is)
 
             def lower(
                 _: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names, ours: Any = ours
             ) -> Any:
                 if eqn.params.get("groups", eqn.params.get("axis_index_groups")) is not None:
-                    return ours(self, eqn, x) if ours else compat.bind(eqn, eqn.params, [x])
+                    return ours(self, eqn, x)
                 out = rule(x, **{k: eqn.params[k] for k in names})
                 return out if not eqn.primitive.multiple_results else [out]
 
@@ -70,6 +70,11 @@ _NAMED: dict[str, tuple[Primitive, tuple[str, ...]]] = {
     "min": (p.pmin_p, ()),
     "permute": (p.ppermute_p, ("perm",)),
 }
+
+
+def _as_is(_: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+    outs = compat.bind(eqn, eqn.params, [x])
+    return outs if eqn.primitive.multiple_results else outs[0]
 
 
 class GlooLowering(XlaLowering):
