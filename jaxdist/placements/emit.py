@@ -125,7 +125,7 @@ class Emitter:
             if REPLICATED in forms:
                 return self.cut(forms[REPLICATED], to)
             if summand is not None:
-                if self.infer.scatters(summand, to, aval):
+                if self.infer.scatters(summand, to):
                     return self._scatter(i, forms[summand], summand, to)
                 return self.cut(self.take(i, REPLICATED), to)
             own = next(f for f in forms if isinstance(f, Split))

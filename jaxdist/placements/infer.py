@@ -120,7 +120,7 @@ class Infer:
         if isinstance(placement, Partial):
             if isinstance(to, Partial):
                 return ("", 0) if to.group == placement.group else ("all-reduce", 2 * size)
-            scattered = isinstance(to, Split) and self.scatters(placement, to, aval)
+            scattered = isinstance(to, Split) and self.scatters(placement, to)
             return ("reduce-scatter", size) if scattered else ("all-reduce", 2 * size)
         if isinstance(placement, Split) and not placement.whole and form(placement) != to:
             if isinstance(to, Split) and self.exchanges(placement, to, aval):
@@ -128,13 +128,9 @@ class Infer:
             return "all-gather", size
         return "", 0
 
-    def is_plain(self, split: Split, aval: Any) -> bool:
-        """Whether slices are those that a reduce-scatter makes."""
-        return split.outer == 1 and split.chunk == -(-aval.shape[split.dim] // (split.group or self.devices))
-
-    def scatters(self, summand: Partial, to: Split, aval: Any) -> bool:
+    def scatters(self, summand: Partial, to: Split) -> bool:
         """Whether a reduce-scatter brings summands into slices; what is left is added up across groups."""
-        return self.is_plain(to, aval) and summand.group in (0, to.group)
+        return to.is_tile(self.devices) and summand.group in (0, to.group)
 
     def exchanges(self, a: Split, b: Split, aval: Any) -> bool:
         """Whether an all-to-all brings slices along one dimension into slices along another."""

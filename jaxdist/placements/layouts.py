@@ -77,6 +77,12 @@ def layout(dim: int, pad: int, groups: int = 1) -> Layout:
 _layout = functools.cache(Layout)
 
 
+def layout_of(split: Split, devices: int) -> Layout:
+    """Of what is kept as it is placed; the inverse of `Layout.split`."""
+    parts = split.group or devices
+    return layout(split.dim, split.chunk * parts - split.size, devices // parts)
+
+
 def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), groups: int = 1) -> Layout | None:
     """The layout of a leaf that is to be kept in shards: along the dimension that pads least, the largest of these.
 

@@ -32,7 +32,7 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
         elif node.name in ("reshape", "squeeze"):
             old, new = (block.avals[i].shape for i in (node.ins[0], node.outs[0]))
             before = reshaped(infer.shard(dim, new[dim]), new, old)
-            if before is not None and infer.is_plain(before, block.avals[node.ins[0]]):
+            if before is not None and before.is_tile(infer.devices):
                 found.setdefault(node.ins[0], before.dim)
         elif node.name in ELEMENTWISE:
             shape = block.avals[node.outs[0]].shape

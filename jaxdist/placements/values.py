@@ -75,6 +75,10 @@ class Split:
         """Whether some device holds padding."""
         return self.chunk * (self.group or devices) != self.size
 
+    def is_tile(self, devices: int) -> bool:
+        """Whether these are the usual slices: those that a reduce-scatter makes, and that are kept between steps."""
+        return self.outer == 1 and self.chunk == -(-self.size // (self.group or devices))
+
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the slice."""
         return (*shape[: self.dim], self.rows, *shape[self.dim + 1 :])

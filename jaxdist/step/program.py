@@ -19,7 +19,7 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.groups import in_host
-from jaxdist.placements.layouts import Layout, Padded, layout, sharding
+from jaxdist.placements.layouts import Layout, Padded, layout_of, sharding
 from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
@@ -221,8 +221,8 @@ class Program:
             mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False,
         )(*args)  # fmt: skip
         self._padded_outputs = [
-            (i, layout(p.dim, p.chunk * (p.group or mesh.size) - p.size, mesh.size // (p.group or mesh.size)))
-            for i, p in enumerate(placed.outs) if isinstance(p, Split) and (p.group or p.is_padded(mesh.size))
+            (i, how) for i, p in enumerate(placed.outs)
+            if isinstance(p, Split) and not (how := layout_of(p, mesh.size)).is_plain
         ]  # fmt: skip
         # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
         return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
@@ -235,7 +235,7 @@ class OtherTypesError(Exception):
 def _stays(p: Split, devices: int) -> bool:
     """Whether an aux value comes back as it is split: the devices divide it, or it was asked for in shards."""
     if p.stored:
-        return p.requested and p.outer == 1 and p.chunk == -(-p.size // (p.group or devices))
+        return p.requested and p.is_tile(devices)
     return not p.group and p.outer == 1 and not p.is_padded(devices) and not p.whole
 
 
