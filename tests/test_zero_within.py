@@ -191,6 +191,16 @@ def test_checkpoints_from_and_to_any_layout(tmp_path: Path, odd: bool) -> None:
             assert np.array_equal(np.asarray(back["w"]), tree["w"])
 
 
+def test_a_checkpoint_of_slices_gathers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = jaxdist.shard(jnp.arange(60.0).reshape(12, 5), within=2)
+    monkeypatch.setattr("jaxdist.checkpoint.writing.unshard", None)
+    monkeypatch.setattr(Padded, "__array__", None)
+    jaxdist.save(tmp_path, {"w": w}, step=1)
+    monkeypatch.undo()
+    back = jaxdist.restore(tmp_path, like={"w": np.zeros((12, 5))})
+    assert np.array_equal(back["w"], np.arange(60.0).reshape(12, 5))
+
+
 def test_as_a_batch_they_are_refused() -> None:
     rows = jaxdist.shard(jnp.arange(32.0).reshape(16, 2), within=2)
     with pytest.raises(ValueError, match="batch leaf x is kept in shards within groups of devices, which is for state"):

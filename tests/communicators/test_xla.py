@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jaxdist
 from jaxdist.communicators import xla
 from jaxdist.ir.primitives import all_reduce_p
 
@@ -32,8 +33,8 @@ def summed(x: Any, in_host: int, wire: str | None = None) -> Any:
     return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False))
 
 
-def moved(program: Any, x: Any) -> set[tuple[str, str]]:
-    text = program.lower(x).compile().as_text()
+def moved(program: Any, *args: Any) -> set[tuple[str, str]]:
+    text = program.lower(*args).compile().as_text()
     return set(re.findall(r"(all-reduce|all-to-all|all-gather)\(.*?replica_groups=([\d,{}]+\}\})", text))
 
 
@@ -54,6 +55,14 @@ def test_small_ones_and_those_of_one_host_at_once(size: int, in_host: int) -> No
     program = summed(x, in_host)
     np.testing.assert_array_equal(program(x), 8)
     assert moved(program, x) == {("all-reduce", "{{0,1,2,3,4,5,6,7}}")}
+
+
+def test_a_step_on_several_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxdist.step.program.hosts_of", lambda mesh: ["a", "a", "b", "b", "c", "c", "d", "d"])
+    monkeypatch.setattr("jaxdist.communicators._over_gloo", lambda mesh: True)
+    step = jaxdist.data_parallel(lambda w, x: jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), donate=False)
+    found = moved(step, jnp.ones((128, 128)), np.ones((8, 128)))
+    assert {("all-to-all", HOST), ("all-reduce", BETWEEN), ("all-gather", HOST)} <= found
 
 
 def test_compressed() -> None:
