@@ -36,6 +36,7 @@ class GPT(nn.Module):
     context: int
     dtype: jnp.dtype = jnp.float32
     dropout: float = 0.0
+    remat: bool = True
 
     @nn.compact
     def __call__(self, bytes_BxT: jax.Array) -> jax.Array:
@@ -43,7 +44,7 @@ class GPT(nn.Module):
         place = self.param("place", nn.initializers.normal(0.02), (self.context, self.width), self.dtype)
         x_BxTxD = embed(bytes_BxT.astype(jnp.int32)) + place[: bytes_BxT.shape[1]]
         # One layer's activations at a time, and at ZeRO level 3 one layer's parameters.
-        layer = nn.remat(Block, prevent_cse=False)
+        layer = nn.remat(Block, prevent_cse=False) if self.remat else Block
         stack = nn.scan(
             layer, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=self.layers
         )

@@ -1,6 +1,7 @@
 """`jaxdist plan`: what a step takes on devices that are not here, as tables, JSON and a picture."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import os
@@ -35,9 +36,16 @@ def plan(
         typer.Option(
             "--fit",
             help="Find the level and the groups of devices (all, or those of each host) that fit, in the least "
-            "estimated time. Microbatches and what jax.checkpoint recomputes stay as the step has them.",
+            "estimated time. Microbatches and what jax.checkpoint recomputes stay as the step has them, or --vary.",
         ),
     ] = False,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=V1,V2,...",
+            help="With --fit: also find the best of these values of an argument of the function; may be repeated.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Also draw the bytes by level: a .png, .pdf or .svg.")
@@ -62,12 +70,20 @@ def plan(
         chosen = _levels(levels)
         if picture is not None:
             check_plot(picture, "--plot")
-        made = _function(what)(**_arguments(options or []))
-        if not isinstance(made, tuple) or not made:
-            raise ValueError(f"{what} returned {type(made).__name__}, expected a tuple (step, *args)")
-        found = (fit if fitted else make_plan)(*made, topology=wanted, levels=chosen)
+        make, fixed, varied = _function(what), _arguments(options or []), _varied(vary or [])
+        if varied and not fitted:
+            raise ValueError("--vary is for --fit, which chooses between the values")
+        if both := varied.keys() & fixed.keys():
+            raise ValueError(f"{min(both)!r} is given as an argument and to --vary: it is one or the other")
+        if varied:
+            found = fit(functools.partial(make, **fixed), topology=wanted, levels=chosen, vary=varied)
+        else:
+            made = make(**fixed)
+            if not isinstance(made, tuple) or not made:
+                raise ValueError(f"{what} returned {type(made).__name__}, expected a tuple (step, *args)")
+            found = (fit if fitted else make_plan)(*made, topology=wanted, levels=chosen)
     except (ValueError, TypeError, OSError) as problem:
-        raise typer.BadParameter(str(problem)) from None
+        raise typer.BadParameter("; ".join([str(problem), *getattr(problem, "__notes__", [])])) from None
     if picture is not None:
         draw(found.plan if isinstance(found, Fit) else found, picture)
     print(found.to_json() if as_json else found)
@@ -120,11 +136,30 @@ def _arguments(options: list[str]) -> dict[str, Any]:
         name, equals, text = option.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"{option!r}: expected NAME=VALUE")
-        try:
-            arguments[name] = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text, text))
-        except (ValueError, SyntaxError):
-            arguments[name] = text
+        arguments[name] = _value(text)
     return arguments
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _varied(options: list[str]) -> dict[str, list[Any]]:
+    """The values of each name."""
+    varied: dict[str, list[Any]] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--vary {option!r}: expected NAME=VALUE,VALUE")
+        if name in varied:
+            raise ValueError(f"--vary: {name!r} is given twice; its values go together: {name}=VALUE,VALUE")
+        varied[name] = [_value(part) for part in (part.strip() for part in text.split(",")) if part]
+        if not varied[name]:
+            raise ValueError(f"--vary {option!r}: no values for {name!r}")
+    return varied
 
 
 def draw(plan: "Plan", path: Path) -> None:
@@ -138,7 +173,7 @@ def draw(plan: "Plan", path: Path) -> None:
 
     figure = Figure(figsize=(2 + 1.6 * len(plan.levels), 5), layout="constrained")
     axes = figure.subplots()
-    names = [one.name + "\n(this step)" * one.own for one in plan.levels]
+    names = [f"{one.built}\n" * bool(one.built) + one.name + "\n(this step)" * one.own for one in plan.levels]
     bottom = [0.0] * len(names)
     visible = max(one.peak for one in plan.levels) / 500
     for kind in dict.fromkeys(kind for one in plan.levels for kind, size in one.bytes.items() if size > visible):

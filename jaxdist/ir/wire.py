@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxdist import compat
 from jaxdist.ir.fingerprint import moves, place
 from jaxdist.ir.interpreter import live, subjaxprs
+from jaxdist.mesh import Groups
 
 _KINDS = {
     **dict.fromkeys(
@@ -38,6 +39,7 @@ class Transfer:
       devices: that take part.
       place: in which loops and branches; "" for none.
       times: how often in a step; a while loop counts as one turn, and each branch of a cond as taken.
+      groups: of devices that each act by themselves; None: all are one.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Transfer:
     devices: int
     place: str
     times: int
+    groups: Groups | None = None
 
     @property
     def bytes(self) -> int:
@@ -122,4 +125,7 @@ def _transfers(eqn: JaxprEqn, devices: int, on_cpu: bool, where: str, times: int
         floating = jnp.issubdtype(dtype, jnp.floating)
         if on_cpu and wire is None and kind == "all-reduce" and floating:
             dtype = jnp.promote_types(dtype, jnp.float32)
-        yield Transfer(kind, str(dtype), elements, int(bucket[-1]) if bucket else 1, n, where.removesuffix(": "), times)
+        yield Transfer(
+            kind, str(dtype), elements, int(bucket[-1]) if bucket else 1, n, where.removesuffix(": "), times,
+            tuple(map(tuple, groups)) if groups else None,
+        )  # fmt: skip

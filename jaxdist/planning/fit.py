@@ -1,61 +1,40 @@
-"""`fit`: the ZeRO level and the groups of devices with which a step fits, in the least time."""
+"""`fit`: the ZeRO level, the groups of devices and what a step is built with, so that it fits in the least time."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from jaxdist.placements.groups import in_host
+from jaxdist.planning.candidates import (
+    MOST,
+    Candidate,
+    Search,
+    built,
+    choices,
+    named_of,
+    options,
+    search,
+    written,
+)
+from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.memory import readable
-from jaxdist.planning.plan import LEVELS, Elsewhere, traffic_of
-from jaxdist.planning.report import FRACTION, LevelPlan, Plan, duration
+from jaxdist.planning.report import FRACTION, STATE, Plan, duration
 from jaxdist.planning.topology import REACHED, Topology
 
-_STATE = ("parameters", "optimizer state", "other state")
 _NOT_VARIED = (
-    "the number of microbatches and what jax.checkpoint recomputes are as the step has them; other values are other "
-    "steps, to be fitted in turn"
+    "the number of microbatches and what jax.checkpoint recomputes are as the step has them; to try others: vary=, on "
+    "the command line --vary"
 )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A step at one level, for one kind of groups. Times in seconds.
-
-    Attributes:
-      row: bytes, collectives, FLOPs.
-      compute: that the FLOPs take.
-      state: that it takes to read the state once, and to write it.
-      in_host: of collectives within hosts.
-      between: of collectives between hosts.
-      hidden: of both, while something is computed; as far as the schedule is known.
-    """
-
-    row: LevelPlan
-    compute: float
-    state: float
-    in_host: float
-    between: float
-    hidden: float
-
-    @property
-    def seconds(self) -> float:
-        """Of the step: what is computed, and messages that nothing hides."""
-        return self.compute + self.state + self.in_host + self.between - self.hidden
-
-    @property
-    def code(self) -> str:
-        """The line that chooses it; "": the step as it is written."""
-        if self.row.level is None:
-            return ""
-        within = "" if self.row.within is None else f", within={json.dumps(self.row.within)}"
-        return f"tx = jaxdist.zero(tx, level={self.row.level}{within})"
+_SIZES = "the batches are not of one size: candidates are compared by the time of as much data"
+_NAMED = 3
+"""Candidates that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +42,8 @@ class Fit:
     """What `fit` has found; prints as a table.
 
     Attributes:
-      plan: of all candidates: their bytes and collectives.
-      candidates: in the order of their levels.
+      plan: of all candidates that were compiled: their bytes and collectives.
+      candidates: all that were considered, in the order of what they are built with and of their levels.
       chosen: that which fits and takes the least time; None: nothing fits.
       why: a sentence.
     """
@@ -75,15 +54,18 @@ class Fit:
     why: str
 
     def to_json(self) -> str:
-        """All figures (bytes, seconds, FLOPs) as a JSON object; ``"chosen"`` is an index into ``"candidates"``."""
+        """All figures (bytes, seconds, FLOPs) as a JSON object; ``"chosen"`` is an index into ``"candidates"``. Where
+        ``"compiled"`` is false, peak and seconds are at least so many, and ``"fits"`` may be null."""
         figures = self.plan.figures()
+        del figures["levels"]
         figures["candidates"] = [
             {
-                **row, "missing": self._missing(one), "compute": one.compute, "state": one.state,
-                "in_host": one.in_host, "between": one.between, "hidden": one.hidden, "seconds": one.seconds,
-                "code": one.code,
+                "choice": {name: _plain(value) for name, value in one.choice.items()}, **one.row.figures(),
+                "compiled": one.compiled, "fits": one.fits, "missing": self._missing(one), "compute": one.compute,
+                "state": one.state, "in_host": one.in_host, "between": one.between, "hidden": one.hidden,
+                "seconds": one.seconds, "code": one.code,
             }
-            for one, row in zip(self.candidates, figures.pop("levels"), strict=True)
+            for one in self.candidates
         ]  # fmt: skip
         figures["reached"] = REACHED
         figures["chosen"] = None if self.chosen is None else self.candidates.index(self.chosen)
@@ -95,7 +77,7 @@ class Fit:
         kind, several = self.plan.topology.kind, self.plan.topology.hosts > 1
         wires = "in host, between: messages in and between hosts" if several else "wire: messages"
         out = io.StringIO()
-        console = Console(file=out, width=120, markup=False, highlight=False)
+        console = Console(file=out, width=120 + 16 * len(self._names), markup=False, highlight=False)
         console.print(self.plan.headline)
         console.print(self._table())
         if self.chosen is not None:
@@ -105,7 +87,7 @@ class Fit:
             f"compute: {kind.flops * REACHED / 1e12:g} TFLOP/s, {REACHED:.0%} of the {kind.flops / 1e12:g} of a device "
             f"in bfloat16; state: read and written once, at {kind.bandwidth / 1e9:.0f} GB/s; "
             f"{wires}; "
-            "hidden: those that run beside what is computed"
+            "hidden: those that run beside what is computed" + "; >: at least, not compiled" * (not self._all_compiled)
         )
         for line in self.plan.assumed:
             console.print(line)
@@ -114,136 +96,197 @@ class Fit:
     def _missing(self, one: Candidate) -> int:
         return max(0, one.row.peak - self.plan.memory)
 
+    @property
+    def _names(self) -> list[str]:
+        """Of what is varied."""
+        return list(self.candidates[0].choice)
+
+    @property
+    def _all_compiled(self) -> bool:
+        return all(one.compiled for one in self.candidates)
+
     def _table(self) -> Table:
         several = self.plan.topology.hosts > 1
         seconds = sum(one.row.compile_seconds for one in self.candidates)
+        count = sum(one.compiled for one in self.candidates)
+        which = "" if self._all_compiled else f"{count} of them "
         table = Table(
-            title=f"one step on one device, in ms ({len(self.candidates)} candidates, compiled in {seconds:.0f} s)"
+            title=f"one step on one device, in ms ({len(self.candidates)} candidates, {which}compiled in {seconds:.0f} "
+            "s)"
         )
-        table.add_column("level")
-        if several:
-            table.add_column("within")
+        for name in (*self._names, "level", *(["within"] if several else [])):
+            table.add_column(name)
         wires = ("in host", "between") if several else ("wire",)
         for name in ("peak", "fits", "compute", "state", *wires, "hidden", "step"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("")
         for one in self.candidates:
-            row = one.row
+            row, least = one.row, "" if one.compiled else "> "
             level = "as written" if row.level is None else str(row.level)
             within = [] if not several else ["all" if row.within is None else str(row.within)] if row.level else [""]
-            fits = "yes" if row.fits else f"lacks {readable(self._missing(one))}"
-            times = (one.compute, one.state, one.in_host, *((one.between,) if several else ()), one.hidden, one.seconds)
-            said = ["chosen"] * (one is self.chosen) + ["this step"] * row.own
-            table.add_row(level, *within, readable(row.peak), fits, *(f"{1e3 * x:.2f}" for x in times), ", ".join(said))
+            fits = {True: "yes", False: f"lacks {least}{readable(self._missing(one))}", None: ""}[one.fits]
+            times = (one.compute, one.state, one.in_host, *((one.between,) if several else ()), one.hidden)
+            said = ["chosen"] * (one is self.chosen) + ["this step"] * (row.own and not one.made_by)
+            table.add_row(
+                *map(str, one.choice.values()), level, *within, least + readable(row.peak), fits,
+                *(f"{1e3 * x:.2f}" for x in times), f"{least}{1e3 * one.seconds:.2f}", ", ".join(said),
+            )  # fmt: skip
         return table
 
 
-def fit(step: Callable[..., Any], *args: Any, topology: str | Topology, levels: Sequence[int] = LEVELS) -> Fit:
+def fit(
+    step: Callable[..., Any],
+    *args: Any,
+    topology: str | Topology,
+    levels: Sequence[int] = LEVELS,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+) -> Fit:
     """Find the ZeRO level and the groups of devices with which a step fits the devices' memory, in the least time.
 
     The step is compiled at each level; with several hosts of several devices both for state in shards over all devices
     and for ``within="host"``: at most seven programs, and the step as it is written if it is none of them. The
     rest is as for `plan`, by which each candidate's bytes and collectives are read.
 
+    With `vary` also what the step is built with: the number of microbatches, what `jax.checkpoint` recomputes, or
+    whatever else a function takes that makes the step. Each choice is traced once, and for each level and groups its
+    program is emitted. From that follow the least memory that it needs (arguments and results) and the least time that
+    it takes (messages hidden as far as it computes, if there is a schedule to hide them). What may be the fastest is
+    compiled first, until one that fits takes no longer than any other may: at most ten compilations. If that many are
+    not enough, `why` says what is left.
+
     The time of a step is that of its FLOPs at a part of what the data sheet says, of its state, read and written once
     at the full speed of the memory, and of its messages at the full speed of the links, without those that the schedule
     hides. It orders the candidates and is not what you will measure. Without a schedule (see `plan`) nothing is taken
-    to be hidden, which is to the disadvantage of candidates that send more.
-
-    How many microbatches there are and what `jax.checkpoint` recomputes is not varied: that is written in the step.
+    to be hidden, which is to the disadvantage of candidates that send more. If choices have batches of several sizes,
+    it is the time of as much data that is compared.
 
     Args:
-      step: decorated with `jaxdist.data_parallel`.
+      step: decorated with `jaxdist.data_parallel`. With `vary`: a function that returns such a step and what it would
+        be called with, ``(step, *args)``.
       *args: what the step would be called with, as for `plan`.
       topology: the devices, as for `plan`.
       levels: of ZeRO, to be tried.
+      vary: arguments of the function, by name, with the values to be tried.
 
     Returns:
       The candidates: ``print`` them, or take `chosen` (None: nothing fits), its ``code``, and ``to_json()``.
 
     Raises:
-      TypeError: `step` is not a decorated step.
-      ValueError: no such topology or level, or a batch that the devices don't divide.
+      TypeError: `step` is not a decorated step; with `vary`, not a function that takes these names and returns one.
+      ValueError: no such topology or level, a batch that the devices don't divide, or a name without values.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
-      >>> tx = jaxdist.zero(optax.adam(1e-3), level=0)
-      >>> @jaxdist.data_parallel
-      ... def step(w, opt_state, batch):
-      ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
-      ...     updates, opt_state = tx.update(grads, opt_state, w)
-      ...     return optax.apply_updates(w, updates), opt_state
-      >>> w = jax.ShapeDtypeStruct((1000, 100), jnp.float32)
-      >>> found = jaxdist.fit(step, w, jax.eval_shape(tx.init, w), jax.ShapeDtypeStruct((64, 1000), jnp.float32),
-      ...                     topology="4xcpu", levels=(1, 3))
+      >>> def make(microbatches):
+      ...     tx = jaxdist.zero(optax.adam(1e-3), level=0)
+      ...     @jaxdist.data_parallel
+      ...     def step(w, opt_state, batch):
+      ...         loss_fn = lambda w, batch: jnp.mean((batch @ w) ** 2)
+      ...         _, grads = jaxdist.value_and_grad(loss_fn, microbatches=microbatches)(w, batch)
+      ...         updates, opt_state = tx.update(grads, opt_state, w)
+      ...         return optax.apply_updates(w, updates), opt_state
+      ...     w = jax.ShapeDtypeStruct((1000, 100), jnp.float32)
+      ...     return step, w, jax.eval_shape(tx.init, w), jax.ShapeDtypeStruct((64, 1000), jnp.float32)
+      >>> found = jaxdist.fit(*make(1), topology="4xcpu", levels=(1, 3))
       >>> [one.row.name for one in found.candidates], found.chosen.row.fits
       (['level 0', 'level 1', 'level 3'], True)
+      >>> found = jaxdist.fit(make, topology="4xcpu", levels=(1, 3), vary={"microbatches": [1, 2]})
+      >>> len(found.candidates), found.chosen.choice
+      (6, {'microbatches': 1})
     """
-    there = Elsewhere(step, args, topology, levels)
-    written = there.compiled()
-    own = there.level_of(written), written.ahead.shared
-    groups = {0, in_host(there.hosts)}
-    wanted = {(level, shared) for level in there.others(written) for shared in (groups if level else {0})}
-    rows = []
-    for level, shared in sorted({own, *wanted}, key=lambda one: (-1 if one[0] is None else one[0], one[1])):
-        one = written if (level, shared) == own else there.compiled(level, shared)
-        rows.append(there.row(one, level, (level, shared) == own, None))
-    candidates = tuple(_candidate(row, there) for row in rows)
-    fitting = [one for one in candidates if one.row.fits]
-    chosen = min(fitting, key=lambda one: (one.seconds, one.row.peak), default=None)
-    activations = there.activations(written) if chosen is None else None
-    there.notes.append(_NOT_VARIED)
+    if vary is None:
+        there = Elsewhere(step, args, topology, levels)
+        among = options(there)
+        rows = [one.compile() for one in among]
+        candidates = tuple(one for one, _ in rows)
+        fitting = [one for one in candidates if one.row.fits]
+        chosen = min(fitting, key=lambda one: (one.seconds, one.row.peak), default=None)
+        found = Search(candidates, chosen, ())
+        own = next(needs for one, needs in rows if one.row.own)
+        activations = there.activations(own) if chosen is None else None
+        there.note(_NOT_VARIED)
+    else:
+        if args:
+            raise TypeError("vary: the function that makes the step is called with these names, and with nothing else")
+        there, among = _varied(step, vary, topology, levels)
+        found, activations = search(among), None
+        if any(one.share != 1 for one in found.candidates):
+            there.note(_SIZES)
     if there.compiled_for != "cuda":
-        there.notes.append("no schedule is known: no message is taken to be hidden")
-    plan = there.plan(rows)
-    return Fit(plan, candidates, chosen, _why(plan, candidates, chosen, activations))
+        there.note("no schedule is known: no message is taken to be hidden")
+    plan = there.plan([_labelled(one) for one in found.candidates if one.compiled])
+    return Fit(plan, found.candidates, found.chosen, _why(plan, found, activations, vary is not None))
 
 
-def _candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
-    kind, scheduled = there.topology.kind, there.compiled_for == "cuda"
-    compute = row.flops / (kind.flops * REACHED)
-    state = 2 * sum(row.bytes.get(name, 0) for name in _STATE) / kind.bandwidth
-    in_hosts = between = hidden = 0.0
-    for c in row.collectives:
-        if c.devices > 1:
-            traffic = traffic_of(c, there.topology, scheduled)
-            if traffic.between:
-                between += traffic.seconds
-            else:
-                in_hosts += traffic.seconds
-            hidden += traffic.seconds * (traffic.overlapped or 0)
-    return Candidate(row, compute, state, in_hosts, between, min(hidden, compute))
+def _varied(make: Callable[..., Any], vary: Mapping[str, Sequence[Any]], topology: Any, levels: Sequence[int]) -> Any:
+    """The devices, and the options of all choices."""
+    there, among, name = None, [], named_of(make)
+    for choice in choices(make, vary):
+        try:
+            step, *args = built(make, choice)
+            here = Elsewhere(step, tuple(args), topology, levels) if there is None else there.beside(step, tuple(args))
+            there = there or here
+            among += options(here, choice, name)
+        except Exception as error:
+            error.add_note(f"in {written(name, choice)}, as vary asks for")
+            raise
+    return there, among
 
 
-def _why(plan: Plan, candidates: Sequence[Candidate], chosen: Candidate | None, activations: int | None) -> str:
+def _labelled(one: Candidate) -> Any:
+    return dataclasses.replace(one.row, built=", ".join(f"{k}={v}" for k, v in one.choice.items()))
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+
+
+def _why(plan: Plan, found: Search, activations: int | None, varied: bool) -> str:
+    chosen, candidates = found.chosen, found.candidates
+    left = ""
+    if found.left:
+        least = min(found.left, key=lambda one: one.cost)
+        left = (
+            f"; after {MOST} compilations {len(found.left)} others are left that may fit and take less time, first "
+            f"{least.name} (at least {duration(least.seconds)})"
+        )
     if chosen is None:
-        return _nothing(plan, min(candidates, key=lambda one: one.row.peak).row, activations)
-    faster = sorted((one for one in candidates if one.seconds < chosen.seconds), key=lambda one: -one.seconds)
+        return _nothing(plan, candidates, activations, varied) + left
     if len(candidates) == 1:
-        return f"{chosen.row.name} fits, and there is nothing to choose from"
-    if not faster:
-        return f"{chosen.row.name} fits, and none takes less time"
-    lacks = ", ".join(
-        f"{one.row.name} ({duration(one.seconds)}) by {readable(one.row.peak - plan.memory)}" for one in faster
+        return f"{chosen.name} fits, and there is nothing to choose from"
+    faster = sorted(
+        (one for one in candidates if one.cost < chosen.cost and one.fits is False), key=lambda one: -one.cost
     )
-    return f"{chosen.row.name} takes the least time of those that fit; faster ones are too large: {lacks}"
+    if not faster:
+        return f"{chosen.name} fits, and none takes less time" + left
+    named = faster[:_NAMED] if varied else faster
+    lacks = ", ".join(
+        f"{one.name} ({duration(one.seconds)}) by {readable(one.row.peak - plan.memory)}" for one in named
+    )
+    more = f", and {len(faster) - len(named)} more" * (len(faster) > len(named))
+    return f"{chosen.name} takes the least time of those that fit; faster ones are too large: {lacks}{more}{left}"
 
 
-def _nothing(plan: Plan, nearest: LevelPlan, activations: int | None) -> str:
+def _nothing(plan: Plan, candidates: Sequence[Candidate], activations: int | None, varied: bool) -> str:
     """What is missing where nothing fits, and what would help."""
-    state = sum(nearest.bytes.get(name, 0) for name in _STATE)
+    best = min([one for one in candidates if one.compiled] or candidates, key=lambda one: one.row.peak)
+    nearest = best.row
+    state = sum(nearest.bytes.get(name, 0) for name in STATE)
     helps = []
     if nearest.level is None:
         helps.append("jaxdist.zero around the optimizer")
     elif nearest.level:
         helps.append(f"more devices ({readable(state)} are state, in shards)")
     share = "activations" if activations is None else f"activations, {readable(activations)} of the step as written"
+    more = "other values to vary: " if varied else ""
     helps.append(
-        f"microbatches by jaxdist.value_and_grad(..., microbatches=k), or jax.checkpoint around the layers ({share})"
+        f"{more}microbatches by jaxdist.value_and_grad(..., microbatches=k), or jax.checkpoint around the layers "
+        f"({share})"
     )
-    if plan.topology.kind.name != "cpu" and (needed := plan.fits(nearest)) != "no":
+    if best.compiled and plan.topology.kind.name != "cpu" and (needed := plan.fits(nearest)) != "no":
         helps.append(f"a larger {FRACTION} (it fits {needed})")
+    least = "" if best.compiled else "at least "
     return (
-        f"nothing fits: {nearest.name} comes nearest, and {readable(nearest.peak - plan.memory)} are missing on each "
-        f"device. What helps: {'; '.join(helps)}"
+        f"nothing fits: {best.name} comes nearest, and {least}{readable(nearest.peak - plan.memory)} are missing on "
+        f"each device. What helps: {'; '.join(helps)}"
     )

@@ -18,6 +18,8 @@ from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
 from jaxdist.planning.topology import Topology
 
+STATE = ("parameters", "optimizer state", "other state")
+"""Of the kinds of bytes, those that are kept from step to step."""
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MOST = 0.95
 """Of a device's memory: the rest is taken by the driver, NCCL and the kernels themselves."""
@@ -80,6 +82,7 @@ class LevelPlan:
       compile_seconds: that it took to trace and compile.
       within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
       flops: of a device in a step.
+      built: what the step was built with, for a person; "": that was not varied.
     """
 
     level: int | None
@@ -92,6 +95,16 @@ class LevelPlan:
     compile_seconds: float
     within: Within = None
     flops: int = 0
+    built: str = ""
+
+    def figures(self) -> dict[str, Any]:
+        """Bytes, seconds, shares between 0 and 1."""
+        return {
+            "level": self.level, "within": self.within, "own": self.own, "bytes": self.bytes, "peak": self.peak,
+            "fits": self.fits, "flops": self.flops,
+            "traffic": [dataclasses.asdict(row) for row in (*self.traffic, self.total)],
+            "compile_seconds": self.compile_seconds,
+        }  # fmt: skip
 
     @property
     def total(self) -> Traffic:
@@ -134,19 +147,10 @@ class Plan:
         """Bytes, seconds, shares between 0 and 1."""
         kind = dataclasses.asdict(self.topology.kind)
         del kind["target"]
-        levels = [
-            {
-                "level": one.level, "within": one.within, "own": one.own, "bytes": one.bytes, "peak": one.peak,
-                "fits": one.fits, "flops": one.flops,
-                "traffic": [dataclasses.asdict(row) for row in (*one.traffic, one.total)],
-                "compile_seconds": one.compile_seconds,
-            }
-            for one in self.levels
-        ]  # fmt: skip
         topology = {"hosts": self.topology.hosts, "per_host": self.topology.per_host, "kind": kind}
         return {
             "step": self.step, "topology": topology, "compiled_for": self.compiled_for, "memory": self.memory,
-            "levels": levels, "notes": self.notes,
+            "levels": [one.figures() for one in self.levels], "notes": self.notes,
         }  # fmt: skip
 
     def to_json(self) -> str:

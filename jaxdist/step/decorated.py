@@ -29,7 +29,7 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.step import debugging, finite, modules, stages
 from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
-from jaxdist.step.forecast import Ahead, ahead
+from jaxdist.step.forecast import Forecast
 from jaxdist.step.latest import Latest, expected, types
 from jaxdist.step.method import Method
 from jaxdist.step.placer import ELSEWHERE, Placer
@@ -345,14 +345,11 @@ class DataParallel(Generic[R]):
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
         return any(self._placer.layout(leaves[i]) is ELSEWHERE for i in signature.state)
 
-    def ahead(
-        self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1, hosts: Any = None,
-        shared: int | None = None,
-    ) -> Ahead:  # fmt: skip
-        """The step for other devices than this job's, which need not be here (see `jaxdist.step.forecast.ahead`)."""
+    def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None) -> Forecast:
+        """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
-        return ahead(self._settings, self._cache, signature, leaves, mesh, level, scale, hosts, shared)
+        return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts)
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""

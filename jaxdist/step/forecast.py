@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXIS
-from jaxdist.placements.layouts import choose, sharding
+from jaxdist.placements.layouts import Layout, choose, sharding
 from jaxdist.placements.report import work
-from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED
 from jaxdist.step.placer import abstract, batch_problem, in_shards
+from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import jaxpr_of, traced
+from jaxdist.step.tracing import StepJaxpr, jaxpr_of, traced
 
 
 class Held(NamedTuple):
@@ -42,34 +44,33 @@ class Ahead:
     """A step for devices that need not be here.
 
     Attributes:
-      lowered: as of ``jax.jit(step).lower``.
+      program: of one device, as it is lowered.
       levels: of the uses of `jaxdist.zero` in the step, as it was written.
       knows_parameters: whether it is known which arguments are the parameters.
       arguments: of the step.
+      results: bytes of a device's results that can't take the place of an argument, at least.
       shared: how many devices in a row share what is kept in shards; 0: all.
       flops: of a device, an entry of anything but a contraction as one.
+      lower: as ``jax.jit(step).lower``, for these arguments.
     """
 
-    lowered: Any
+    program: ClosedJaxpr
     levels: frozenset[int]
     knows_parameters: bool
     arguments: tuple[Held, ...]
+    results: int
     shared: int
     flops: int
+    lower: Callable[[], Any]
+
+    @functools.cached_property
+    def lowered(self) -> Any:
+        """As of ``jax.jit(step).lower``."""
+        return self.lower()
 
 
-def ahead(
-    settings: Settings,
-    cache: ProgramCache,
-    signature: Signature,
-    leaves: Sequence[Any],
-    mesh: Mesh,
-    level: int | None = None,
-    scale: float = 1,
-    hosts: Sequence[Any] | None = None,
-    shared: int | None = None,
-) -> Ahead:
-    """The step for other devices than this job's, which need not be here; nothing is sent, no array is made.
+class Forecast:
+    """A call of a step on other devices than this job's, which need not be here; nothing is sent, no array is made.
 
     Args:
       settings: of the step.
@@ -78,45 +79,93 @@ def ahead(
       leaves: of its arguments, arrays or `jax.ShapeDtypeStruct`s; those of the batch with the examples of all devices
         together.
       mesh: of them.
-      level: of ZeRO, in place of that which the step says.
-      scale: times as many examples as those of the batch.
       hosts: of each device.
-      shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
-
-    Raises:
-      ValueError: the batch can't be divided over the devices.
     """
-    avals = [abstract(x) for x in leaves]
-    for i in signature.batch if scale != 1 else ():
-        shape = avals[i].shape
-        avals[i] = jax.ShapeDtypeStruct((round(shape[0] * scale), *shape[1:]), avals[i].dtype)
-    names = [signature.names[i] for i in signature.batch]
-    if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
-        raise ValueError(problem)
-    step = jaxpr_of(settings.step, signature, avals, mesh, settings.axis_name, settings.check_finite)
-    trace = traced(step, signature, avals, mesh, level, hosts, shared)
-    layouts = list(trace.layouts)
-    for i in signature.state:
-        if in_shards(leaves[i]):
-            layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
-    seen: list[Placed | None] = []
-    program = cache.make(trace, signature, avals, layouts, mesh, "xla", lambda _, placed: seen.append(placed))
-    splits = dict(zip(signature.batch, program.batch, strict=True))
-    held = []
-    for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):
-        split = NamedSharding(mesh, P(AXIS)) if i in splits else sharding(mesh, how)
-        shape = how.physical(a.shape) if how else a.shape
-        if i in splits:
-            shape = (splits[i].chunk * mesh.size, *shape[1:])
-        held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
-    lowered = program.ahead("lower", [held[i] for i in signature.state], [held[i] for i in signature.batch])
-    block = trace.infer.block(trace.jaxpr)
-    placed = seen[-1] or trace.infer.place(block, [REPLICATED] * len(block.inputs))  # None: on one device
-    sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
-    roles = [*map(trace.marks.roles.get, range(len(held)))]
-    arguments = tuple(
-        Held(name, "batch" if is_batch else role or "", size)
-        for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
-    )
-    levels = frozenset(trace.marks.levels)
-    return Ahead(lowered, levels, "parameter" in roles, arguments, trace.infer.group, work(placed))
+
+    def __init__(
+        self,
+        settings: Settings,
+        cache: ProgramCache,
+        signature: Signature,
+        leaves: Sequence[Any],
+        mesh: Mesh,
+        hosts: Sequence[Any] | None = None,
+    ):
+        self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
+        self._mesh, self._hosts = mesh, hosts
+        self._jaxprs: dict[float, StepJaxpr] = {}
+
+    def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
+        """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for.
+
+        Args:
+          level: of ZeRO, in place of that which the step says.
+          shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
+          scale: times as many examples as those of the batch.
+
+        Raises:
+          ValueError: the batch can't be divided over the devices.
+        """
+        signature, mesh = self._signature, self._mesh
+        avals = self._types(scale)
+        trace = traced(self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared)
+        layouts = list(trace.layouts)
+        for i in signature.state:
+            if in_shards(self._leaves[i]):
+                layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
+        program = self._cache.make(trace, signature, avals, layouts, mesh, "xla")
+        emitted, placed = program.emitted()
+        held = self._held(program, avals, layouts)
+        sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
+        roles = [*map(trace.marks.roles.get, range(len(held)))]
+        arguments = tuple(
+            Held(name, "batch" if is_batch else role or "", size)
+            for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
+        )
+        if placed is None:  # on one device
+            block = trace.infer.block(trace.jaxpr)
+            placed = trace.infer.place(block, [REPLICATED] * len(block.inputs))
+        given = [held[i] for i in signature.state], [held[i] for i in signature.batch]
+        return Ahead(
+            emitted, frozenset(trace.marks.levels), "parameter" in roles, arguments,
+            max(0, _results(emitted) - sum(sizes[i] for i in program.donated)), trace.infer.group, work(placed),
+            lambda: program.ahead("lower", *given),
+        )  # fmt: skip
+
+    def _types(self, scale: float) -> list[Any]:
+        signature = self._signature
+        avals = [abstract(x) for x in self._leaves]
+        for i in signature.batch if scale != 1 else ():
+            shape = avals[i].shape
+            avals[i] = jax.ShapeDtypeStruct((round(shape[0] * scale), *shape[1:]), avals[i].dtype)
+        names = [signature.names[i] for i in signature.batch]
+        if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
+            raise ValueError(problem)
+        return avals
+
+    def _jaxpr(self, scale: float, avals: Sequence[Any]) -> StepJaxpr:
+        if scale not in self._jaxprs:
+            of = self._settings
+            self._jaxprs[scale] = jaxpr_of(of.step, self._signature, avals, self._mesh, of.axis_name, of.check_finite)
+        return self._jaxprs[scale]
+
+    def _held(self, program: Program, avals: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+        """The arguments as they are kept."""
+        mesh, splits = self._mesh, dict(zip(self._signature.batch, program.batch, strict=True))
+        held = []
+        for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):
+            split = NamedSharding(mesh, P(AXIS)) if i in splits else sharding(mesh, how)
+            shape = how.physical(a.shape) if how else a.shape
+            if i in splits:
+                shape = (splits[i].chunk * mesh.size, *shape[1:])
+            held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
+        return held
+
+
+def _results(program: ClosedJaxpr) -> int:
+    """Bytes of a device's results, without arguments that are returned as they came."""
+    inputs = set(program.jaxpr.invars)
+    results: dict[Any, Any] = {
+        v: v.aval for v in program.jaxpr.outvars if not isinstance(v, Literal) and v not in inputs
+    }
+    return sum(aval.size * aval.dtype.itemsize for aval in results.values())

@@ -81,6 +81,7 @@ class Program:
         self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
         self._traced: tuple[ClosedJaxpr, Placed | None] | None = None
         self._before = self._traced  # what was traced ahead of the first call, in which nobody would be told of it
+        self._emitted: tuple[ClosedJaxpr, Placed, list[Placement]] | None = None
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
         returned = {i for i in step.sources if i is not None}
@@ -104,6 +105,11 @@ class Program:
     def use(self, executable: jax.stages.Compiled) -> None:
         """Run what was compiled ahead, where it fits."""
         self._executable = executable
+
+    @property
+    def donated(self) -> list[int]:
+        """Positions of the leaves whose memory it may take."""
+        return [self.signature.state[k] for k in self._given_up]
 
     @property
     def donates(self) -> bool:
@@ -184,6 +190,20 @@ class Program:
 
         return at_once(infer, infer.place(block, ins, wants), ins, messages), ins
 
+    def emitted(self) -> tuple[ClosedJaxpr, Placed | None]:
+        """What a device runs, and how it is placed (None: on one device): for who wants to know it before JAX lowers
+        it."""
+        if self._mesh.size == 1:
+            return self._step.jaxpr, None
+        if self._emitted is None:
+            self._emitted = self._emit()
+        return self._emitted[:2]
+
+    def _emit(self) -> tuple[ClosedJaxpr, Placed, list[Placement]]:
+        fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
+        placed, ins = self.place(fused)
+        return fused(placed), placed, ins
+
     def _fused(self, placed: Placed) -> ClosedJaxpr:
         """What a device runs, its collectives in buckets."""
         step, mesh = self._step, self._mesh
@@ -210,9 +230,7 @@ class Program:
             self._report(step.jaxpr, None)
             outs = Interpreter({}).run(step.jaxpr, *args)
             return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
-        fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
-        placed, ins = self.place(fused)
-        closed = fused(placed)
+        closed, placed, ins = self._emitted or self._emit()
         self._report(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]

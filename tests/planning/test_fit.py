@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import jaxdist
-from jaxdist.planning import fit as fitting
-from jaxdist.planning import plan as planning
+from jaxdist.planning import candidates
+from jaxdist.planning import elsewhere as planning
 from jaxdist.planning.report import LevelPlan
 from jaxdist.planning.schedule import Collective
 from jaxdist.planning.topology import KINDS, REACHED, Topology
@@ -70,8 +70,8 @@ def test_the_best_of_a_sweep(fits: int, sweep: list[LevelPlan], monkeypatch: pyt
     """Whichever of them the step is written with, and however many fit."""
     memory = sorted(one.peak for one in sweep)[fits - 1]
     compiled = []
-    of = planning.Compiled.of
-    monkeypatch.setattr(planning.Compiled, "of", lambda *args: (compiled.append(1), of(*args))[1])
+    of = planning.Needs.compiled
+    monkeypatch.setattr(planning.Needs, "compiled", lambda *args: (compiled.append(1), of(*args))[1])
     written = {7: (0, None), 4: (1, "host"), 1: (3, None)}[fits]
     found = jaxdist.fit(*case(jaxdist.zero(ADAM, *cast(Any, written))), topology=of_memory(memory))
     assert len(compiled) <= 7
@@ -176,7 +176,7 @@ def test_what_is_hidden() -> None:
         groups = (((0, 1), (2, 3)), ((0, 2), (1, 3)))
         sent = tuple(Collective("all-reduce", "f32", 10**9, g, 1, o) for g, o in zip(groups, overlapped, strict=True))
         row = LevelPlan(1, True, {"parameters": 10**9}, 0, True, (), sent, 0, None, int(flops * kind.flops * REACHED))
-        return fitting._candidate(row, there)
+        return candidates.candidate(row, there)
 
     one = candidate(1, True, False)
     in_host, between = 1e9 / kind.link + kind.latency, 1e9 / kind.network + kind.network_latency

@@ -20,7 +20,7 @@ import jaxdist
 from jaxdist import compat
 from jaxdist.communicators import compiler_options
 from jaxdist.ir.wire import Transfer
-from jaxdist.planning.plan import LEVELS
+from jaxdist.planning.elsewhere import LEVELS
 from jaxdist.planning.report import Plan
 from jaxdist.planning.topology import KINDS, Topology
 from jaxdist.runtime import commlog

@@ -1,0 +1,270 @@
+"""The candidates of `fit`: what their time and memory are at least, and which of them are compiled."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxdist.placements.groups import in_host
+from jaxdist.planning.elsewhere import Elsewhere, Needs, traffic_of
+from jaxdist.planning.report import STATE, LevelPlan
+from jaxdist.planning.topology import REACHED
+from jaxdist.step.forecast import Ahead
+
+MOST = 10
+"""Compilations, where what the step is built with is varied."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step at one level, for one kind of groups. Times in seconds.
+
+    Attributes:
+      row: bytes, collectives, FLOPs.
+      compute: that the FLOPs take.
+      state: that it takes to read the state once, and to write it.
+      in_host: of collectives within hosts.
+      between: of collectives between hosts.
+      hidden: of both, while something is computed; as far as the schedule is known.
+      compiled: otherwise peak and times are at least these.
+      choice: what the step is built with, where that is varied.
+      made_by: the name of the function that builds it.
+      share: of the data of the largest batch among the candidates.
+    """
+
+    row: LevelPlan
+    compute: float
+    state: float
+    in_host: float
+    between: float
+    hidden: float
+    compiled: bool = True
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    made_by: str = ""
+    share: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step: what is computed, and messages that nothing hides."""
+        return self.compute + self.state + self.in_host + self.between - self.hidden
+
+    @property
+    def cost(self) -> float:
+        """The time that candidates are compared by: for as much data."""
+        return self.seconds / self.share
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it does; None: it is not known, as it was not compiled."""
+        return self.row.fits if self.compiled or not self.row.fits else None
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return f"{written(self.made_by, self.choice)} at {self.row.name}" if self.made_by else self.row.name
+
+    @property
+    def code(self) -> str:
+        """What chooses it; "": the step as it is written."""
+        lines = [written(self.made_by, self.choice)] if self.made_by else []
+        if self.row.level is not None:
+            within = "" if self.row.within is None else f", within={json.dumps(self.row.within)}"
+            lines.append(f"tx = jaxdist.zero(tx, level={self.row.level}{within})")
+        return "; ".join(lines)
+
+
+def written(name: str, choice: Mapping[str, Any]) -> str:
+    """A call, as in code.
+
+    Example:
+      >>> written("make", {"microbatches": 4, "remat": True})
+      'make(microbatches=4, remat=True)'
+    """
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in choice.items())})"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate that can be compiled.
+
+    Attributes:
+      there: its step on the devices.
+      ahead: emitted.
+      level: of ZeRO; None: as the step is written.
+      own: whether the step is written so.
+      bound: what it takes at least.
+    """
+
+    there: Elsewhere
+    ahead: Ahead
+    level: int | None
+    own: bool
+    bound: Candidate
+
+    def compile(self, began: float | None = None) -> tuple[Candidate, Needs]:
+        """What it takes, and its program."""
+        needs = self.there.compile(self.ahead, began)
+        found = candidate(self.there.row(needs, self.level, self.own, None), self.there)
+        of = self.bound
+        return replace(found, choice=of.choice, made_by=of.made_by, share=of.share), needs
+
+
+def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
+    """With the times of what it computes, reads and sends."""
+    kind, scheduled = there.topology.kind, there.compiled_for == "cuda"
+    compute = row.flops / (kind.flops * REACHED)
+    state = 2 * sum(row.bytes.get(name, 0) for name in STATE) / kind.bandwidth
+    in_hosts = between = hidden = 0.0
+    for c in row.collectives:
+        if c.devices > 1:
+            traffic = traffic_of(c, there.topology, scheduled)
+            if traffic.between:
+                between += traffic.seconds
+            else:
+                in_hosts += traffic.seconds
+            hidden += traffic.seconds * (traffic.overlapped or 0)
+    return Candidate(row, compute, state, in_hosts, between, min(hidden, compute))
+
+
+def options(there: Elsewhere, choice: Mapping[str, Any] | None = None, made_by: str = "") -> list[Option]:
+    """A step as it is written, and at each other level and for each kind of groups; emitted, and not compiled.
+
+    Args:
+      there: the step on the devices.
+      choice: what it was built with.
+      made_by: the name of the function that built it.
+    """
+    as_written = there.emitted()
+    own = there.level_of(as_written), as_written.shared
+    groups = {0, in_host(there.hosts)}
+    wanted = {(level, shared) for level in there.others(as_written) for shared in (groups if level else {0})}
+    found = []
+    for level, shared in sorted({own, *wanted}, key=lambda one: (-1 if one[0] is None else one[0], one[1])):
+        ahead = as_written if (level, shared) == own else there.emitted(level, shared)
+        bound = candidate(there.row(there.bound(ahead), level, (level, shared) == own, None), there)
+        bound = replace(bound, compiled=False, choice=choice or {}, made_by=made_by)
+        found.append(Option(there, ahead, level, (level, shared) == own, bound))
+    return found
+
+
+def choices(make: Callable[..., Any], vary: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Each of the ways to build a step: a value for each name.
+
+    Args:
+      make: takes them by name.
+      vary: the values of each.
+
+    Raises:
+      TypeError: `make` does not take one of the names.
+      ValueError: a name without values.
+
+    Example:
+      >>> choices(lambda a, b: ..., {"a": [1, 2], "b": [True, True]})
+      [{'a': 1, 'b': True}, {'a': 2, 'b': True}]
+    """
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        parameters = ()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    several: list[list[Any]] = []
+    for name, values in vary.items():
+        if name not in named and not open_ended:
+            raise TypeError(f"vary: {named_of(make)} takes no argument {name!r}; it takes {', '.join(sorted(named))}")
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise ValueError(f"vary: {name}={values!r}: expected a list of values")
+        if not values:
+            raise ValueError(f"vary: no values for {name!r}")
+        several.append(list({repr(value): value for value in values}.values()))
+    return [dict(zip(vary, values, strict=True)) for values in itertools.product(*several)]
+
+
+def named_of(make: Callable[..., Any]) -> str:
+    """Of a function, for a person."""
+    return getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", None) or "make"
+
+
+def built(make: Callable[..., Any], choice: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The step and its arguments.
+
+    Raises:
+      TypeError: `make` returned something else.
+    """
+    made = make(**choice)
+    if not isinstance(made, tuple) or not made:
+        call = written(named_of(make), choice)
+        raise TypeError(f"{call} returned {type(made).__name__}, expected a tuple (step, *args)")
+    return made
+
+
+@dataclass(frozen=True)
+class Search:
+    """What has been found.
+
+    Attributes:
+      candidates: in the order of the options; those that were not compiled with their bounds.
+      chosen: that which fits and takes the least time; None: nothing that was compiled fits.
+      left: those that may fit in less time, but for which there was no compilation left.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    left: tuple[Candidate, ...]
+
+
+def search(among: Sequence[Option]) -> Search:
+    """Compile what may be the fastest until one that fits takes no longer than any other may.
+
+    Args:
+      among: the candidates, on the same devices.
+    """
+    largest = max(one.bound.row.bytes["batch"] for one in among)
+    among = [replace(one, bound=_shared(one.bound, largest)) for one in among]
+    compiled: dict[int, tuple[Candidate, int]] = {}
+    waiting = [i for i, one in enumerate(among) if one.bound.row.fits]
+    chosen = None
+
+    def order(i: int) -> tuple[bool, float, int]:
+        bound = among[i].bound
+        return _is_too_large(among[i], among, compiled), bound.cost, bound.row.peak
+
+    before = among[0].there.compilations
+    while waiting and among[0].there.compilations - before < MOST:
+        if chosen is not None:
+            waiting = [i for i in waiting if among[i].bound.cost < chosen.cost]
+            if not waiting:
+                break
+        i = min(waiting, key=order)
+        waiting.remove(i)
+        one, needs = among[i].compile(time.monotonic())
+        compiled[i] = one, needs.temporaries
+        if one.row.fits and (chosen is None or (one.cost, one.row.peak) < (chosen.cost, chosen.row.peak)):
+            chosen = one
+    left = [among[i].bound for i in waiting if chosen is None or among[i].bound.cost < chosen.cost]
+    found = tuple(compiled[i][0] if i in compiled else one.bound for i, one in enumerate(among))
+    return Search(found, chosen, tuple(left))
+
+
+def _shared(bound: Candidate, largest: int) -> Candidate:
+    size = bound.row.bytes["batch"]
+    return replace(bound, share=size / largest if size else 1.0)
+
+
+def _is_too_large(one: Option, among: Sequence[Option], compiled: Mapping[int, tuple[Candidate, int]]) -> bool:
+    """Whether what has been compiled suggests so: the same step at another level has about the same activations.
+
+    A lower level has whole gradients among its temporaries, which are not there at a higher one.
+    """
+    for i, (found, temporaries) in compiled.items():
+        if among[i].there is one.there:
+            lower = (found.row.level or 0) < (one.level or 0)
+            less = found.row.bytes["parameters"] if lower else 0
+            if one.bound.row.peak + max(0, temporaries - less) > one.there.memory:
+                return True
+    return False

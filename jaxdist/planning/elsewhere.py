@@ -1,0 +1,266 @@
+"""A step on devices that are not here: emitted, compiled, and what is read off either."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxdist import compat
+from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.mesh import AXIS
+from jaxdist.placements.groups import HOST, in_host
+from jaxdist.planning import schedule
+from jaxdist.planning.report import LevelPlan, Plan, Traffic, fraction, total_of
+from jaxdist.planning.topology import Topology
+from jaxdist.step.decorated import DataParallel
+from jaxdist.step.forecast import Ahead, Held
+
+LEVELS = (0, 1, 2, 3)
+
+
+class Elsewhere:
+    """A step, its arguments, and the devices that it is planned for.
+
+    Attributes:
+      topology: the devices.
+      compiled_for: ``"cuda"`` or ``"cpu"``.
+      hosts: of each device.
+      memory: bytes of a device that JAX takes.
+      notes: what there is to say.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], args: tuple[Any, ...], topology: str | Topology, levels: Sequence[int]
+    ) -> None:
+        self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
+        if unknown := [level for level in levels if level not in LEVELS]:
+            raise ValueError(f"levels: there is no ZeRO level {unknown[0]!r}; valid: 0, 1, 2, 3")
+        self._levels = levels
+        self._programs: dict[Any, Needs] = {}
+        self.hosts = [i // self.topology.per_host for i in range(self.topology.devices)]
+        kind = self.topology.kind
+        self.memory = int(kind.memory * (1 if kind.name == "cpu" else fraction()))
+        step, args = _decorated(step, args)
+        devices, self.compiled_for, self.notes = _devices(self.topology)
+        self._mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        self._step, self._forecast = step, step.forecast(self._mesh, args, self.hosts)
+
+    def beside(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Elsewhere:
+        """Another step on the same devices; what has been compiled and what there is to say they have in common."""
+        other = copy.copy(self)
+        step, args = _decorated(step, args)
+        other._step, other._forecast = step, step.forecast(self._mesh, args, self.hosts)
+        return other
+
+    @property
+    def compilations(self) -> int:
+        """How many there have been."""
+        return len(self._programs)
+
+    def emitted(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
+        """The step for these devices: as written, or at another level, for other groups, for another batch."""
+        return self._forecast.ahead(level, shared, scale)
+
+    def compiled(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Needs:
+        """The same, compiled."""
+        began = time.monotonic()
+        return self.compile(self.emitted(level, shared, scale), began)
+
+    def compile(self, ahead: Ahead, began: float | None = None) -> Needs:
+        """What it needs, by XLA's own account."""
+        began = time.monotonic() if began is None else began
+        # Levels 1 and 2 are often one program, and its compilation is most of the time.
+        key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
+        if key not in self._programs:
+            self._programs[key] = Needs.compiled(ahead, self._mesh.size, began)
+            return self._programs[key]
+        return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
+
+    def bound(self, ahead: Ahead) -> Needs:
+        """What it needs at least, before it is compiled."""
+        return Needs.bound(ahead, self._mesh.size, self.compiled_for == "cpu")
+
+    def level_of(self, written: Ahead) -> int | None:
+        """Of the step as it is written; None: there is not just one."""
+        return next(iter(written.levels)) if len(written.levels) == 1 else None
+
+    def others(self, written: Ahead) -> list[int]:
+        """Those of the levels asked for at which the step can be; a note says why not at the rest."""
+        levels, own = list(self._levels), self.level_of(written)
+        if not written.levels:
+            self.note("the step does not use jaxdist.zero: there are no other levels to compare it with")
+            return []
+        if own is None:
+            several = sorted(written.levels)
+            self.note(f"the step uses jaxdist.zero at several levels, {several}: each in turn for all of it")
+        if 3 in levels and not written.knows_parameters and own != 3:
+            self.note(
+                "no level 3: no argument of the step has the updates added; tell which: "
+                "tx.update(grads, opt_state, params)"
+            )
+            levels = [level for level in levels if level != 3]
+        return levels
+
+    def note(self, text: str) -> None:
+        """Say it, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def activations(self, written: Needs) -> int | None:
+        """Bytes of temporaries that are proportional to the batch; None: they are not known, and a note says why."""
+        problem = ""
+        for factor in (0.5, 2.0):
+            try:
+                other = self.compiled(scale=factor)
+            except Exception as error:  # whatever a step makes of a batch of another size
+                problem = problem or (str(error).strip() or type(error).__name__).splitlines()[0]
+                continue
+            slope = (other.temporaries - written.temporaries) / (factor - 1)
+            return min(max(0, round(slope)), written.temporaries)
+        self.note(f"activations are not told apart: the step can't be compiled for another batch ({problem})")
+        return None
+
+    def row(self, one: Needs, level: int | None, own: bool, activations: int | None) -> LevelPlan:
+        """What a program needs, for a person."""
+        sizes: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
+        for x in one.ahead.arguments:
+            sizes[_kind(x)] += x.bytes
+        if activations is None:
+            sizes["gradients, activations, temporaries"] = one.temporaries
+        else:
+            held = min(activations, one.temporaries)
+            sizes["gradients and temporaries"] = one.temporaries - held
+            sizes["activations"] = held
+        sizes["results"] = one.results
+        kept = {kind: size for kind, size in sizes.items() if size or kind not in ("other state", "results")}
+        rows: dict[str, list[Traffic]] = {}
+        for c in one.collectives:
+            if c.devices > 1:
+                rows.setdefault(c.kind, []).append(traffic_of(c, self.topology, self.compiled_for == "cuda"))
+        traffic = tuple(total_of(kind, several) for kind, several in rows.items())
+        shared = one.ahead.shared
+        within = None if not shared else HOST if shared == in_host(self.hosts) else shared
+        return LevelPlan(
+            level, own, kept, one.peak, one.peak <= self.memory, traffic, one.collectives, one.seconds, within,
+            one.ahead.flops,
+        )  # fmt: skip
+
+    def plan(self, found: Sequence[LevelPlan]) -> Plan:
+        """The whole of it."""
+        name = getattr(self._step, "__name__", "step")
+        return Plan(name, self.topology, self.compiled_for, self.memory, tuple(found), tuple(self.notes))
+
+
+def _decorated(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[DataParallel, tuple[Any, ...]]:
+    if isinstance(step, functools.partial) and not step.keywords:  # a decorated method
+        step, args = step.func, (*step.args, *args)
+    if not isinstance(step, DataParallel):
+        raise TypeError(f"a plan is of a step decorated with jaxdist.data_parallel, not of {step!r}")
+    return step, args
+
+
+def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
+    """Devices to compile for, of which platform, and what there is to say about it."""
+    notes = []
+    if topology.kind.name != "cpu":
+        try:
+            return compat.gpus_elsewhere(topology.kind.target, topology.hosts, topology.per_host), "cuda", notes
+        except ImportError as error:
+            reason = str(error).splitlines()[0]
+            notes.append(
+                f"compiled for {topology.devices} virtual CPU devices, for want of JAX's compiler for NVIDIA GPUs "
+                f"({reason}): temporaries are those of another compiler, sums in 16 bits travel in 32, and no overlap "
+                "is known. No GPU is needed for it: pip install 'jaxdist[cuda12]'"
+            )
+    elif topology.hosts > 1:
+        notes.append("compiled as for virtual devices of one process; gloo and MPI between hosts send other messages")
+    return compat.cpus_elsewhere(topology.devices), "cpu", notes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a step needs of a device.
+
+    Attributes:
+      ahead: the step.
+      collectives: of the program.
+      results: bytes of those that do not take an argument's place.
+      peak: bytes on a device.
+      seconds: that it took to find out.
+    """
+
+    ahead: Ahead
+    collectives: tuple[schedule.Collective, ...]
+    results: int
+    peak: int
+    seconds: float
+
+    @classmethod
+    def compiled(cls, ahead: Ahead, devices: int, began: float) -> Needs:
+        """Compile it, and read it."""
+        compiled = ahead.lowered.compile()
+        analysis = compiled.memory_analysis()
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        # What is allocated: XLA takes its temporaries as one block. Its `peak_memory_in_bytes` is how much of them is
+        # in use at once, a little less (and on CPUs it leaves them out).
+        peak = analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
+        # Arguments that the step does not use are not the program's, and still there.
+        peak += max(0, sum(x.bytes for x in ahead.arguments) - analysis.argument_size_in_bytes)
+        found = tuple(schedule.collectives(compiled.as_text(), devices))
+        return cls(ahead, found, results, peak, time.monotonic() - began)
+
+    @classmethod
+    def bound(cls, ahead: Ahead, devices: int, on_cpu: bool) -> Needs:
+        """At least: arguments and results without temporaries; collectives as they are handed to XLA, as if it merged
+        all that it can, and where it has a schedule hid them all."""
+        found = tuple(_sent_at_least(transfers(ahead.program, devices, on_cpu), devices, on_cpu))
+        arguments = sum(x.bytes for x in ahead.arguments)
+        return cls(ahead, found, ahead.results, arguments + ahead.results, 0.0)
+
+    @property
+    def temporaries(self) -> int:
+        """What is neither argument nor result."""
+        return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments)
+
+
+def _sent_at_least(found: Mapping[Transfer, int], devices: int, on_cpu: bool) -> Iterator[schedule.Collective]:
+    """As collectives: one for all of a kind in a loop, and where XLA is known not to merge it each by itself."""
+    merged: dict[Any, list[tuple[Transfer, int]]] = {}
+    for i, (one, count) in enumerate(found.items()):
+        alone = i if on_cpu and one.kind != "all-reduce" else None
+        merged.setdefault((one.kind, one.groups, one.place, one.times, alone), []).append((one, count))
+    for (kind, groups, where, times, alone), several in merged.items():
+        size = sum(one.bytes * count for one, count in several)
+        if alone is not None:
+            [(one, count)] = several
+            size, times = one.bytes, times * count
+        dtype = "+".join(dict.fromkeys(one.dtype for one, _ in several))
+        yield schedule.Collective(kind, dtype, size, groups or (tuple(range(devices)),), times, not on_cpu, where)
+
+
+def _kind(x: Held) -> str:
+    roles = {"batch": "batch", "parameter": "parameters", "state": "optimizer state"}
+    if x.role in roles:
+        return roles[x.role]
+    if re.search(r"\bopt(imizer)?(_?state)?\b", x.name):
+        return "optimizer state"
+    return "parameters" if re.search(r"\bparam(s|eters)?\b", x.name) else "other state"
+
+
+def traffic_of(c: schedule.Collective, topology: Topology, scheduled: bool) -> Traffic:
+    """What a collective sends, and how long that takes."""
+    speed, latency = topology.speed(c.groups)
+    seconds = c.sent / speed + c.times * latency
+    overlapped = float(c.overlapped) if scheduled else None
+    between = c.sent * topology.crossings(c.groups)
+    return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
