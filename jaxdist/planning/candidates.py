@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxdist.ir.liveness import held_at_once
 from jaxdist.placements.groups import in_host
 from jaxdist.planning.elsewhere import Elsewhere, Needs, traffic_of
 from jaxdist.planning.report import STATE, LevelPlan
@@ -98,6 +100,7 @@ class Option:
       level: of ZeRO; None: as the step is written.
       own: whether the step is written so.
       bound: what it takes at least.
+      held: bytes of values that it makes and holds at once, before a compiler has fused any.
     """
 
     there: Elsewhere
@@ -105,6 +108,7 @@ class Option:
     level: int | None
     own: bool
     bound: Candidate
+    held: int
 
     def compile(self, began: float | None = None) -> tuple[Candidate, Needs]:
         """What it takes, and its program."""
@@ -148,7 +152,8 @@ def options(there: Elsewhere, choice: Mapping[str, Any] | None = None, made_by: 
         ahead = as_written if (level, shared) == own else there.emitted(level, shared)
         bound = candidate(there.row(there.bound(ahead), level, (level, shared) == own, None), there)
         bound = replace(bound, compiled=False, choice=choice or {}, made_by=made_by)
-        found.append(Option(there, ahead, level, (level, shared) == own, bound))
+        held = held_at_once(ahead.program.jaxpr)
+        found.append(Option(there, ahead, level, (level, shared) == own, bound, held))
     return found
 
 
@@ -221,34 +226,35 @@ class Search:
 def search(among: Sequence[Option]) -> Search:
     """Compile what may be the fastest until one that fits takes no longer than any other may.
 
+    What is not expected to fit comes last: whether the search ends before is for the bounds to say.
+
     Args:
       among: the candidates, on the same devices.
     """
+    there = among[0].there
     largest = max(one.bound.row.bytes["batch"] for one in among)
     among = [replace(one, bound=_shared(one.bound, largest)) for one in among]
-    compiled: dict[int, tuple[Candidate, int]] = {}
+    compiled: dict[int, Candidate] = {}
+    ratios: dict[int, float] = {}
     waiting = [i for i, one in enumerate(among) if one.bound.row.fits]
     chosen = None
 
     def order(i: int) -> tuple[bool, float, int]:
-        bound = among[i].bound
-        return _is_too_large(among[i], among, compiled), bound.cost, bound.row.peak
+        peak = _expected(among[i], [(among[k], ratio) for k, ratio in ratios.items()])
+        too_large = peak > there.memory
+        return too_large, peak if too_large else among[i].bound.cost, among[i].bound.row.peak
 
-    before = among[0].there.compilations
-    while waiting and among[0].there.compilations - before < MOST:
-        if chosen is not None:
-            waiting = [i for i in waiting if among[i].bound.cost < chosen.cost]
-            if not waiting:
-                break
+    before = there.compilations
+    while waiting and there.compilations - before < MOST:
         i = min(waiting, key=order)
         waiting.remove(i)
         one, needs = among[i].compile(time.monotonic())
-        compiled[i] = one, needs.temporaries
+        compiled[i], ratios[i] = one, needs.temporaries / max(1, among[i].held)
         if one.row.fits and (chosen is None or (one.cost, one.row.peak) < (chosen.cost, chosen.row.peak)):
             chosen = one
-    left = [among[i].bound for i in waiting if chosen is None or among[i].bound.cost < chosen.cost]
-    found = tuple(compiled[i][0] if i in compiled else one.bound for i, one in enumerate(among))
-    return Search(found, chosen, tuple(left))
+            waiting = [k for k in waiting if among[k].bound.cost < one.cost]
+    found = tuple(compiled.get(i, one.bound) for i, one in enumerate(among))
+    return Search(found, chosen, tuple(among[i].bound for i in waiting))
 
 
 def _shared(bound: Candidate, largest: int) -> Candidate:
@@ -256,15 +262,8 @@ def _shared(bound: Candidate, largest: int) -> Candidate:
     return replace(bound, share=size / largest if size else 1.0)
 
 
-def _is_too_large(one: Option, among: Sequence[Option], compiled: Mapping[int, tuple[Candidate, int]]) -> bool:
-    """Whether what has been compiled suggests so: the same step at another level has about the same activations.
-
-    A lower level has whole gradients among its temporaries, which are not there at a higher one.
-    """
-    for i, (found, temporaries) in compiled.items():
-        if among[i].there is one.there:
-            lower = (found.row.level or 0) < (one.level or 0)
-            less = found.row.bytes["parameters"] if lower else 0
-            if one.bound.row.peak + max(0, temporaries - less) > one.there.memory:
-                return True
-    return False
+def _expected(one: Option, compiled: Sequence[tuple[Option, float]]) -> float:
+    """Its peak, if its temporaries are as much of what it holds at once as those of the programs compiled so far: of
+    the same step at other levels, if there are any."""
+    ratios = [ratio for other, ratio in compiled if other.there is one.there] or [ratio for _, ratio in compiled]
+    return one.bound.row.peak + (statistics.median(ratios) * one.held if ratios else 0)

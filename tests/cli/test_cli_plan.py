@@ -42,7 +42,7 @@ def step(w, x):
     return w - jax.grad(lambda w: jnp.mean(x @ w))(w)
 def make(width=4, name="w"):
     return step, jax.ShapeDtypeStruct((width,), jnp.float32), jax.ShapeDtypeStruct((8, width), jnp.float32)
-def nothing():
+def nothing(width=4):
     return step
 """
 
@@ -70,6 +70,14 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["script.py:make", "--levels=a"], "expected numbers from 0 to 3"),
         (["script.py:make", "--topology=2xcpu", "--fit", "--levels=7"], "there is no ZeRO level 7"),
         (["script.py:make", "--topology=2xTPU", "--fit"], "there is no kind"),
+        (["script.py:make", "--vary=width=4,8"], "--vary is for --fit"),
+        (["script.py:make", "--fit", "--vary=width=4,8", "width=4"], "'width' is given as an argument and to --vary"),
+        (["script.py:make", "--fit", "--vary=size=4,8"], "make takes no argument 'size'; it takes name, width"),
+        (["script.py:make", "--fit", "--vary=width="], "no values for 'width'"),
+        (["script.py:make", "--fit", "--vary=width"], "expected NAME=VALUE,VALUE"),
+        (["script.py:make", "--fit", "--vary=width=4", "--vary=width=8"], "'width' is given twice"),
+        (["script.py:nothing", "--fit", "--vary=width=4"], "nothing(width=4) returned DataParallel, expected a tuple"),
+        (["script.py:make", "--fit", "--vary=width=4", "size=4"], "unexpected keyword argument 'size'"),
         (["script.py:make", "--topology=2xcpu", "--plot=x.txt"], "--plot"),
     ],
 )
@@ -94,6 +102,24 @@ def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     code, text = plan(f"{GPT}:planned", "layers=1", "width=32", "--topology=2xcpu", "--levels=1", "--fit")
     assert code == 0, text
     assert "chosen: tx = jaxdist.zero(tx, level=1)" in text
+
+
+def test_what_is_varied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    vary = ["--fit", "--vary", "width=16,4", "--vary", "name=w,true", "--topology=2xcpu"]
+    code, text = plan("script.py:make", *vary, "--plot", "fit.png")
+    assert code == 0, text
+    assert "chosen: make(width=16, name='w')" in text
+    assert "the time of as much data" in text
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG\r\n")
+    code, text = plan("script.py:make", *vary, "--json")
+    choices = [one["choice"] for one in json.loads(text)["candidates"]]
+    assert choices == [{"width": width, "name": name} for width in (16, 4) for name in ("w", True)]
+    remat = [f"{GPT}:planned", "layers=1", "width=32", "--fit", "--vary=remat=true,false", "--levels=1"]
+    code, text = plan(*remat, "--topology=2xcpu")
+    assert code == 0, text
+    assert "chosen: planned(remat=False); tx = jaxdist.zero(tx, level=1)" in text
 
 
 def test_a_script_reads_its_own_arguments(jaxdist, tmp_path: Path):

@@ -1,0 +1,247 @@
+"""`fit(make, vary=...)` finds with few compilations what a sweep that compiles everything finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import statistics
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import jaxdist
+from jaxdist.planning import candidates as searching
+from jaxdist.planning import elsewhere
+from jaxdist.planning.candidates import MOST, Candidate
+from jaxdist.planning.topology import KINDS, Topology
+from jaxdist.step.forecast import Forecast
+
+ADAM = optax.adam(1e-3)
+SMALL_GPU = dataclasses.replace(KINDS["h100"], name="cpu")  # compiled without JAX's compiler for GPUs
+ONE_HOST, TWO_HOSTS = Topology(1, 8, SMALL_GPU), Topology.parse("2x4xcpu")
+
+
+def gpt_loss(remat: bool, p: Any, tokens: Any) -> Any:
+    """A causal transformer of 3 layers in a scan."""
+
+    def layer(x: Any, w: Any) -> Any:
+        q, k, v = jnp.split(x @ w["in"], 3, axis=-1)
+        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), jnp.einsum("bqd,bkd->bqk", q, k), -1e9)
+        x = x + jax.nn.softmax(scores) @ v
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, p["embed"][tokens[:, :-1]], p["layers"])
+    return optax.softmax_cross_entropy_with_integer_labels(x @ p["embed"].T, tokens[:, 1:]).mean()
+
+
+def gpt(microbatches: int = 1, remat: bool = False) -> tuple[Any, ...]:
+    shapes = {"in": (3, 32, 96), "up": (3, 32, 128), "down": (3, 128, 32)}
+    params = {"embed": of((64, 32)), "layers": {name: of(shape) for name, shape in shapes.items()}}
+    return built(functools.partial(gpt_loss, remat), params, of((64, 33), jnp.int32), microbatches)
+
+
+def mlp_loss(remat: bool, p: Any, x: Any) -> Any:
+    for w in p:
+        x = (jax.checkpoint if remat else lambda f: f)(lambda x, w: jnp.tanh(x @ w))(x, w)
+    return jnp.mean(x**2)
+
+
+def mlp(microbatches: int = 1, remat: bool = False, rows: int = 8192) -> tuple[Any, ...]:
+    params = [of((64, 128)), of((128, 128)), of((128, 128)), of((128, 24))]
+    return built(functools.partial(mlp_loss, remat), params, of((rows, 64)), microbatches)
+
+
+def of(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def built(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> tuple[Any, ...]:
+    tx = jaxdist.zero(ADAM, 1)
+
+    @jaxdist.data_parallel
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jaxdist.value_and_grad(loss_fn, microbatches=microbatches)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step, params, jax.eval_shape(tx.init, params), batch
+
+
+def with_memory(topology: Topology, size: int) -> Topology:
+    return dataclasses.replace(topology, kind=dataclasses.replace(topology.kind, memory=size))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows with each compilation; what an earlier `fit` has emitted or compiled of a step only counts."""
+    emitted: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
+    seen: list[Any] = []
+    ahead, compiled = Forecast.ahead, elsewhere.Needs.compiled
+
+    def emitted_once(self: Any, *which: Any) -> Any:
+        key = (self._settings.step, *which)
+        if key not in emitted:
+            emitted[key] = ahead(self, *which)
+        return emitted[key]
+
+    def compiled_once(ahead: Any, devices: int, began: float) -> Any:
+        key = ahead.lowered.as_text(), ahead.arguments
+        seen.append(key)
+        if key not in known:
+            known[key] = compiled(ahead, devices, began)
+        return dataclasses.replace(known[key], ahead=ahead)
+
+    monkeypatch.setattr(Forecast, "ahead", emitted_once)
+    monkeypatch.setattr(elsewhere.Needs, "compiled", compiled_once)
+    return seen
+
+
+VARY = {"microbatches": [1, 4], "remat": [False, True]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("function", [gpt, mlp])
+def test_as_good_as_a_sweep(function: Any, topology: Topology, compiled: list[Any]) -> None:
+    """However much memory there is."""
+    make = functools.cache(function)
+    sweep: list[tuple[dict[str, Any], Candidate]] = []
+    for values in itertools.product(*VARY.values()):
+        choice = dict(zip(VARY, values, strict=True))
+        found = jaxdist.fit(*make(**choice), topology=with_memory(topology, 1 << 40))
+        sweep += [(choice, one) for one in found.candidates]
+    peaks = sorted({one.row.peak for _, one in sweep})
+    best_of, counts = set(), []
+    for memory in [peaks[0] - 1, *peaks]:
+        compiled.clear()
+        found = jaxdist.fit(make, topology=with_memory(topology, memory), vary=VARY)
+        counts.append(len(compiled))
+        assert len(found.candidates) == len(sweep)
+        for (choice, expected), one in zip(sweep, found.candidates, strict=True):
+            assert (one.choice, one.row.level, one.row.within) == (choice, expected.row.level, expected.row.within)
+            if one.compiled:
+                assert (one.row.peak, one.seconds) == (expected.row.peak, expected.seconds)
+                assert one.fits == (expected.row.peak <= memory)
+            else:
+                assert one.row.peak <= expected.row.peak
+                assert one.seconds <= expected.seconds * (1 + 1e-9)
+                assert one.fits is None or expected.row.peak > memory
+        fitting = [(choice, one) for choice, one in sweep if one.row.peak <= memory]
+        if not fitting:
+            assert found.chosen is None
+            assert found.why.startswith("nothing fits: ")
+            continue
+        assert found.chosen is not None, (memory, found.why)
+        assert found.chosen.row.peak <= memory
+        choice, best = min(fitting, key=lambda one: (one[1].seconds, one[1].row.peak))
+        assert found.chosen.seconds <= 1.05 * best.seconds
+        best_of.add((*choice.values(), best.row.level, best.row.within))
+    assert max(counts) <= MOST
+    assert statistics.median(counts) < len(sweep) / 3
+    assert len(best_of) > 2  # memory decides
+
+
+def test_the_table_and_the_code() -> None:
+    vary = {"microbatches": [1, 4], "remat": [True]}
+    free = jaxdist.fit(mlp, topology=TWO_HOSTS, levels=(1, 3), vary=vary)
+    assert free.chosen is not None
+    memory = free.chosen.row.peak - 1
+    found = jaxdist.fit(mlp, topology=with_memory(TWO_HOSTS, memory), levels=(1, 3), vary=vary)
+    assert len(found.candidates) == 2 * 4
+    one = found.chosen
+    assert one is not None
+    within = "" if one.row.within is None else ', within="host"'
+    assert one.code == (
+        f"mlp(microbatches={one.choice['microbatches']}, remat=True); "
+        f"tx = jaxdist.zero(tx, level={one.row.level}{within})"
+    )
+    assert one.name in found.why
+    assert "faster ones are too large: mlp(microbatches=" in found.why
+    text = str(found)
+    for word in (f"chosen: {one.code}", "microbatches", "remat", "│ > ", "not compiled", "lacks "):
+        assert word in text
+    assert "this step" not in text
+    said = json.loads(found.to_json())
+    assert said["candidates"][said["chosen"]]["choice"] == one.choice
+    assert [one["compiled"] for one in said["candidates"]] == [one.compiled for one in found.candidates]
+    assert {one["fits"] for one in said["candidates"]} == {True, False, None}
+    assert [one.built for one in found.plan.levels] == [
+        f"microbatches={one.choice['microbatches']}, remat=True" for one in found.candidates if one.compiled
+    ]
+
+
+def test_what_is_the_same_is_compiled_once(compiled: list[Any]) -> None:
+    """And what does not change the step costs nothing."""
+
+    def make(microbatches: int, name: str) -> Any:
+        return mlp(microbatches)
+
+    found = jaxdist.fit(
+        make, topology=with_memory(ONE_HOST, 900_000), levels=(1, 2), vary={"microbatches": [1], "name": ["a", "b"]}
+    )
+    assert len(found.candidates) == 4
+    assert all(one.compiled and not one.fits for one in found.candidates)
+    assert len(compiled) == 1
+
+
+def test_nothing_fits() -> None:
+    found = jaxdist.fit(mlp, topology=with_memory(ONE_HOST, 1000), levels=(1, 3), vary={"microbatches": [1, 4]})
+    assert found.chosen is None
+    assert not any(one.compiled for one in found.candidates)
+    assert found.why.startswith("nothing fits: mlp(microbatches=")
+    assert "at level 3 comes nearest, and at least" in found.why
+    assert "other values to vary" in found.why
+    json.loads(found.to_json())
+    bound = max(one.row.peak for one in found.candidates)
+    found = jaxdist.fit(mlp, topology=with_memory(ONE_HOST, bound), levels=(3,), vary={"microbatches": [1]})
+    assert found.chosen is None
+    assert [one.compiled for one in found.candidates] == [True, True]
+    assert "at least" not in found.why
+
+
+def test_after_so_many_compilations_it_ends(monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
+    monkeypatch.setattr(searching, "MOST", 1)
+    vary = {"microbatches": [1, 2]}
+    peaks = [jaxdist.fit(*mlp(k), topology=ONE_HOST, levels=(1,)).candidates[0].row.peak for k in (1, 2)]
+    compiled.clear()
+    found = jaxdist.fit(mlp, topology=with_memory(ONE_HOST, min(peaks) - 1), levels=(1,), vary=vary)
+    assert len(compiled) == 1
+    assert found.chosen is None
+    assert "1 others are left that may fit and take less time, first mlp(microbatches=" in found.why
+
+
+def test_batches_of_several_sizes() -> None:
+    """A smaller batch takes less time; and more for as much data."""
+    found = jaxdist.fit(mlp, topology=TWO_HOSTS, levels=(1,), vary={"rows": [1024, 8192]})
+    small, *_, large = found.candidates
+    assert found.chosen is not None
+    assert found.chosen.choice == {"rows": 8192}
+    assert small.share == 1 / 8
+    assert small.seconds < large.seconds
+    assert "compared by the time of as much data" in str(found)
+
+
+def test_what_is_refused() -> None:
+    fit = functools.partial(jaxdist.fit, topology=ONE_HOST)
+    with pytest.raises(TypeError, match="vary: mlp takes no argument 'layers'; it takes microbatches, remat, rows"):
+        fit(mlp, vary={"layers": [1]})
+    with pytest.raises(ValueError, match="no values for 'remat'"):
+        fit(mlp, vary={"remat": []})
+    with pytest.raises(ValueError, match="expected a list of values"):
+        fit(mlp, vary={"remat": cast(Any, True)})
+    with pytest.raises(TypeError, match="and with nothing else"):
+        fit(mlp, 1, vary={"remat": [True]})
+    with pytest.raises(TypeError, match=r"<lambda>\(a=1\) returned int, expected a tuple"):
+        fit(lambda a: a, vary={"a": [1]})
+    with pytest.raises(TypeError, match=r"decorated with jaxdist\.data_parallel"):
+        fit(lambda a: (mlp, a), vary={"a": [1]})
+    with pytest.raises(ValueError, match="microbatches") as caught:
+        fit(mlp, vary={"microbatches": [3]})
+    assert "in mlp(microbatches=3), as vary asks for" in caught.value.__notes__
