@@ -216,11 +216,13 @@ class Search:
       candidates: in the order of the options; those that were not compiled with their bounds.
       chosen: that which fits and takes the least time; None: nothing that was compiled fits.
       left: those that may fit in less time, but for which there was no compilation left.
+      expected: how many of these are expected to fit, by what the compiled ones need.
     """
 
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     left: tuple[Candidate, ...]
+    expected: int = 0
 
 
 def search(among: Sequence[Option]) -> Search:
@@ -254,7 +256,8 @@ def search(among: Sequence[Option]) -> Search:
             chosen = one
             waiting = [k for k in waiting if among[k].bound.cost < one.cost]
     found = tuple(compiled.get(i, one.bound) for i, one in enumerate(among))
-    return Search(found, chosen, tuple(among[i].bound for i in waiting))
+    expected = sum(not order(i)[0] for i in waiting)
+    return Search(found, chosen, tuple(among[i].bound for i in waiting), expected)
 
 
 def _shared(bound: Candidate, largest: int) -> Candidate:

@@ -234,13 +234,16 @@ class Needs:
 
 
 def _sent_at_least(found: Mapping[Transfer, int], devices: int, on_cpu: bool) -> Iterator[schedule.Collective]:
-    """As collectives: one for all of a kind in a loop, and where XLA is known not to merge it each by itself."""
+    """As collectives: what XLA may merge as one. For CPUs that is all-reduces; for GPUs all of a kind, and reductions
+    are moved out of loops."""
     merged: dict[Any, list[tuple[Transfer, int]]] = {}
     for i, (one, count) in enumerate(found.items()):
-        alone = i if on_cpu and one.kind != "all-reduce" else None
-        merged.setdefault((one.kind, one.groups, one.place, one.times, alone), []).append((one, count))
-    for (kind, groups, where, times, alone), several in merged.items():
-        size = sum(one.bytes * count for one, count in several)
+        place = one.place, one.times, i if on_cpu and one.kind != "all-reduce" else None
+        moves = not on_cpu and one.kind in ("all-reduce", "reduce-scatter")
+        merged.setdefault((one.kind, one.groups, None if moves else place), []).append((one, count))
+    for (kind, groups, place), several in merged.items():
+        where, times, alone = place or ("", 1, None)
+        size = sum(one.bytes * one.times * count for one, count in several) // times
         if alone is not None:
             [(one, count)] = several
             size, times = one.bytes, times * count

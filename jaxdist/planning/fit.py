@@ -247,8 +247,8 @@ def _why(plan: Plan, found: Search, activations: int | None, varied: bool) -> st
     if found.left:
         least = min(found.left, key=lambda one: one.cost)
         left = (
-            f"; after {MOST} compilations {len(found.left)} others are left that may fit and take less time, first "
-            f"{least.name} (at least {duration(least.seconds)})"
+            f"; after {MOST} compilations {len(found.left)} faster ones were not compiled, the fastest of them "
+            f"{least.name} (at least {duration(least.seconds)}); expected to fit: {found.expected or 'none'} of them"
         )
     if chosen is None:
         return _nothing(plan, candidates, activations, varied) + left

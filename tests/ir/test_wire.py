@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
-from jaxdist.ir.wire import Transfer
+from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.runtime import commlog
 
 N = 8  # virtual devices
@@ -68,6 +68,18 @@ def test_small_gradients_of_a_loop_travel_after_it(seen: list[Counter[Transfer]]
     jaxdist.data_parallel(sgd)(small, BATCH[:, :16])
     (found,) = seen
     assert found == Counter([Transfer("all-reduce", "float32", 4 * 16 * 16 + 16 * 3 + 3 + 1, 4, N, "", 1)])
+
+
+def test_groups() -> None:
+    """Each act by themselves."""
+    pairs = ((0, 1), (2, 3))
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    total = jax.shard_map(
+        lambda x: lax.psum(lax.all_to_all(x, "data", 0, 0, tiled=True, axis_index_groups=pairs), "data"),
+        mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    found = list(transfers(jax.make_jaxpr(total)(jnp.ones(8)), 4, on_cpu=True))
+    assert [(one.kind, one.devices, one.groups) for one in found] == [("all-to-all", 2, pairs), ("all-reduce", 4, None)]
 
 
 def test_each_alone(seen: list[Counter[Transfer]]) -> None:

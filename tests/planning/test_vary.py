@@ -214,7 +214,8 @@ def test_after_so_many_compilations_it_ends(monkeypatch: pytest.MonkeyPatch, com
     found = jaxdist.fit(mlp, topology=with_memory(ONE_HOST, min(peaks) - 1), levels=(1,), vary=vary)
     assert len(compiled) == 1
     assert found.chosen is None
-    assert "1 others are left that may fit and take less time, first mlp(microbatches=" in found.why
+    assert "compilations 1 faster ones were not compiled, the fastest of them mlp(microbatches=" in found.why
+    assert found.why.endswith("expected to fit: 1 of them")
 
 
 def test_batches_of_several_sizes() -> None:
