@@ -21,6 +21,7 @@ from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.marked import marked
+from jaxdist.placements.owners import with_owners
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
 from jaxdist.placements.strategy import Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
@@ -49,6 +50,7 @@ class Infer:
       level: of ZeRO, in place of that which the marks say.
       on_cpu: whether they are CPUs.
       group: how many in a row share what is marked; 0: all.
+      split: ``"slices"`` or ``"owners"`` for what works on whole matrices; None: the cheaper one.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Infer:
         level: int | None = None,
         on_cpu: bool = True,
         group: int = 0,
+        split: str | None = None,
     ):
+        self.split = split
         self.devices, self.choose, self._level, self.on_cpu, self.group = devices, choose, level, on_cpu, group
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Placed] = {}
@@ -92,7 +96,10 @@ class Infer:
         if key not in self._placed:
             natural = (id(block), ins, (None,) * len(wants), loose)
             if natural not in self._placed:
-                self._placed[natural] = Walk(self, block, ins, loose).placed
+                placed = Walk(self, block, ins, loose).placed
+                if (owned := with_owners(self, placed)) is not None:
+                    placed = replace(Walk(self, owned, ins, loose).placed, matrices=placed.matrices)
+                self._placed[natural] = placed
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)
         return self._placed[key]
