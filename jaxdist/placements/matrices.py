@@ -78,7 +78,8 @@ def has_whole_work(placed: Placed) -> bool:
     """Whether there is any in a block, or in the bodies in it."""
     moved = bytes_moved(placed)
     return placed.matrices > 0 or any(
-        is_whole_work(node, strategy, moved) for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True)
+        is_whole_work(node, strategy, moved)
+        for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True)
     )
 
 

@@ -78,7 +78,10 @@ class _Run:
         comes = {i: to for i, to in zip(node.ins, self.takes, strict=True) if isinstance(to, Split)}
         leaves = dict(zip(node.outs, self.gives, strict=True))
         ins, outs = (
-            {k: list(dict.fromkeys(i for one in works for i in values(one.component))) for k, works in self.works.items()}
+            {
+                k: list(dict.fromkeys(i for one in works for i in values(one.component)))
+                for k, works in self.works.items()
+            }
             for values in (lambda c: [i for i in c.ins if i in comes], lambda c: c.outs)
         )
         there = _Parcels(ins, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in comes.items()})

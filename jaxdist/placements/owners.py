@@ -5,8 +5,8 @@ device that has least. A stack of matrices, as of layers that a loop runs over, 
 instead. Where slices do it for less they keep it.
 
 References:
-  Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer divided
-  over the devices); Graham, *Bounds on multiprocessing timing anomalies*, 1969 (the largest first).
+  Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer
+  divided over the devices); Graham, *Bounds on multiprocessing timing anomalies*, 1969 (the largest first).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 
 from jaxdist.ir.operations import CONTRACTION
 from jaxdist.placements.block import Block, Node
+from jaxdist.placements.groups import asked
 from jaxdist.placements.matrices import Component, bytes_moved, components, is_whole_work
 from jaxdist.placements.report import flops, work
 from jaxdist.placements.strategy import Placed, nbytes
@@ -29,6 +30,9 @@ _BYTE = {True: 32, False: 1024}
 """FLOPs that take as long as a byte between devices: of CPUs, of others."""
 _MESSAGES = 1 << 18
 """FLOPs that take as long as the two messages, there and back."""
+
+Way = Literal["slices", "owners"] | None
+"""How what works on whole matrices is done; None: the cheaper way."""
 
 owners_p = Primitive("jaxdist_owners")
 """Some components, each computed by one device, or a stack of matrices by all. Never bound: it names the operation."""
@@ -62,6 +66,34 @@ class Owned(Node):
     @property
     def name(self) -> str:
         return owners_p.name
+
+
+def check_split(split: Any) -> None:
+    """Refuse what is no `Way`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if split not in (None, "slices", "owners"):
+        raise ValueError(
+            f"split={split!r}: None (the cheaper way), 'owners' (whole matrices travel to one device each) or 'slices' "
+            "(what works on whole matrices gathers them)"
+        )
+
+
+def way(closed: ClosedJaxpr) -> Way:
+    """What the marks of a step ask for.
+
+    Raises:
+      ValueError: both.
+    """
+    found = asked(closed.jaxpr, "split") - {None}
+    if len(found) > 1:
+        raise ValueError(
+            "the step has an update with split='slices' and one with split='owners': give each jaxdist.zero in it the "
+            "same `split`, or none"
+        )
+    return found.pop() if found else None
 
 
 def with_owners(infer: Any, placed: Placed) -> Block | None:
@@ -169,7 +201,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Placed | None:
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
-    """A block with an operation in place of each group of components, its operations in an order in which they can run."""
+    """A block with an operation in place of each group of components, in an order in which all can run."""
     group_of = {id(node): k for k, group in enumerate(works) for one in group for node in one.component.nodes}
     groups = []
     for group in works:

@@ -18,6 +18,7 @@ from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose
 from jaxdist.placements.marks import Marks, marks
+from jaxdist.placements.owners import way
 from jaxdist.runtime.context import hosts_of
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.matching import flows, match
@@ -99,7 +100,7 @@ def traced(
     if shared is None:
         shared = group(closed, hosts or hosts_of(mesh))
     parts = shared or mesh.size
-    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared)
+    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared, way(closed))
     block = infer.block(closed)
     found = marks(infer, block, level)
     layouts = found.layouts(shapes, parts, mesh.size // parts)
