@@ -31,8 +31,8 @@ def zero(
     """`tx`, in a decorated step with its state, the gradients and the parameters in shards: ZeRO.
 
     The step's other lines stay as they are, and so does what it computes. Each device keeps and updates one slice of
-    each leaf, along one of its dimensions. What works on whole matrices (Muon, Shampoo, SOAP, GaLore) is divided over the
-    devices: each matrix travels to one of them and back. Other work that slices can't do gathers its operands first.
+    each leaf, along one of its dimensions. What works on whole matrices (Muon, Shampoo, SOAP, GaLore) is divided over
+    the devices: each matrix travels to one and back. Other work that slices can't do gathers its operands first.
     Leaves with fewer entries than there are devices stay whole. Outside a decorated step this is `tx`.
 
     The structure of the optimizer's state is that of `tx`. Wrap all of the optimizer, rather than a part of a chain:
@@ -57,8 +57,8 @@ def zero(
 
     Raises:
       TypeError: `tx` is no gradient transformation.
-      ValueError: another level, `within` or `split`; (from ``update``) state or gradients that don't belong to the parameters;
-        (when the step is compiled) groups of that size don't divide the devices.
+      ValueError: another level, `within` or `split`; (from ``update``) state or gradients that don't belong to the
+        parameters; (when the step is compiled) groups of that size don't divide the devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax

@@ -217,7 +217,7 @@ def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptur
         return jax.tree.map(lambda m: -0.1 * m / (1 + jnp.sort(m.ravel())[m.size // 2] ** 2), updates), updates
 
     sorting = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), median)
-    for tx in (jaxdist.zero(sorting, 2), jaxdist.zero(sorting, 3)):
+    for tx in (jaxdist.zero(sorting, 2, split="slices"), jaxdist.zero(sorting, 3, split="slices")):
         step = jaxdist.data_parallel(step_of(tx))
         with caplog.at_level(logging.WARNING, "jaxdist"):
             run(step, state_of(tx))
@@ -225,7 +225,7 @@ def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptur
         assert "gathers 560 B from shards: sort needs all of it" in said
         assert "test_zero.py:" in said
         caplog.clear()
-    for tx in (jaxdist.zero(ADAM, 3), jaxdist.zero(optax.contrib.muon(1e-2), 2)):
+    for tx in (jaxdist.zero(ADAM, 3), jaxdist.zero(optax.contrib.muon(1e-2), 2), jaxdist.zero(sorting, 2)):
         run(jaxdist.data_parallel(step_of(tx)), state_of(tx))
         assert not caplog.messages
 

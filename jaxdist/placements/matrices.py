@@ -19,7 +19,7 @@ from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CONTRACTION, ELEMENTWISE, FOR_ITSELF, LINEAR
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import Placed, Strategy
-from jaxdist.placements.values import Partial, Placement, Split
+from jaxdist.placements.values import Partial, Placement, Replicated, Split
 
 
 @dataclass(eq=False)
@@ -129,6 +129,7 @@ class _Finder:
         for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
             self._enter(node, strategy, is_whole)
         self._whole = whole
+        self._moved = bytes_moved(placed)
 
     def _root(self, component: int) -> int:
         while self._parents[component] != component:
@@ -168,6 +169,13 @@ class _Finder:
             return False
         return _is_pure(node, strategy, self._most)
 
+    def _takes_all(self, node: Node) -> bool:
+        """Whether it would gather what comes back in slices, as the entry that is picked from a sorted array."""
+        at, avals = self.placed.at, self.block.avals
+        there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
+                    if self.infer.choose(avals[i].shape) is not None)  # fmt: skip
+        return self._moved[id(node)] > 0 or (there and all(isinstance(at[o], Replicated) for o in node.outs))
+
     def found(self) -> list[Component]:
         """The components, without what only follows from them."""
         members: dict[tuple[int, int], list[Node]] = {}
@@ -178,7 +186,7 @@ class _Finder:
             if component < 0:
                 continue
             key = stage, self._root(component)
-            if whole or any(key in needed.get(o, ()) for o in node.outs):
+            if whole or self._takes_all(node) or any(key in needed.get(o, ()) for o in node.outs):
                 members.setdefault(key, []).append(node)
                 for i in node.ins:
                     needed.setdefault(i, set()).add(key)
