@@ -26,6 +26,7 @@ def mesh(devices: int) -> Mesh:
 
 
 def trained(step: Any, params: Any, opt_state: Any, steps: int = 4) -> Any:
+    loss: Any = None
     for i in range(steps):
         x = np.random.default_rng(i).normal(size=(24, params[0].shape[-2]))
         params, opt_state, loss = step(params, opt_state, x)

@@ -59,26 +59,28 @@ class Component:
         return block
 
 
-def is_whole_work(node: Node, strategy: Strategy, moved: Counter[int]) -> bool:
+def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved: Counter[int]) -> bool:
     """Whether an operation, as it is placed, gathers what is stored, or is repeated by every device.
 
     Args:
       node: the operation.
       strategy: how it is placed.
+      at: by value, its placement.
       moved: by id of a node: bytes that move for it.
     """
     if strategy.bodies:
         return any(has_whole_work(body) for body in strategy.bodies)
     if node.name in CONTRACTION:
         return moved[id(node)] > 0 or any(isinstance(p, Partial) for p in strategy.gives)
-    return bool(strategy.why) and node.name not in ELEMENTWISE | LINEAR
+    in_slices = any(isinstance(at[i], Split) for i in node.ins)
+    return bool(strategy.why) and in_slices and node.name not in ELEMENTWISE | LINEAR
 
 
 def has_whole_work(placed: Placed) -> bool:
     """Whether there is any in a block, or in the bodies in it."""
     moved = bytes_moved(placed)
     return placed.matrices > 0 or any(
-        is_whole_work(node, strategy, moved)
+        is_whole_work(node, strategy, placed.at, moved)
         for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True)
     )
 
@@ -99,7 +101,7 @@ def components(infer: Any, placed: Placed) -> list[Component]:
       placed: with its values in slices.
     """
     moved = bytes_moved(placed)
-    whole = [is_whole_work(n, s, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
+    whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []
     most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)

@@ -172,7 +172,7 @@ def _costs(placed: Placed, byte: int) -> tuple[dict[int, int], set[int]]:
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
         travel = max(moved[id(node)], reduced)
         costs[id(node)] = own + byte * travel + times * sum(sum(c.values()) for c, _ in inner)
-        alone = not strategy.bodies and node.name not in CONTRACTION and is_whole_work(node, strategy, moved)
+        alone = not strategy.bodies and node.name not in CONTRACTION and is_whole_work(node, strategy, placed.at, moved)
         if alone or any(found for _, found in inner):
             always.add(id(node))
     return costs, always

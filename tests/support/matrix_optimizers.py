@@ -26,7 +26,7 @@ def shampoo(rate: float = 0.05, every: int = 2) -> optax.GradientTransformation:
 
         return jnp.zeros((), jnp.int32), jax.tree.map(of, params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         count, leaves = state
 
         def one(g: Any, leaf: Any) -> Any:
@@ -37,7 +37,7 @@ def shampoo(rate: float = 0.05, every: int = 2) -> optax.GradientTransformation:
             roots = jax.lax.cond(count % every == 0, lambda: (root(left), root(right)), lambda: roots)
             return roots[0] @ g @ roots[1], ((left, right), roots)
 
-        flat, structure = jax.tree.flatten(grads)
+        flat, structure = jax.tree.flatten(updates)
         done = [one(g, leaf) for g, leaf in zip(flat, structure.flatten_up_to(leaves), strict=True)]
         new = [jax.tree.unflatten(structure, part) for part in zip(*done, strict=True)]
         return new[0], (count + 1, new[1])
@@ -61,13 +61,13 @@ def soap(rate: float = 0.02, every: int = 2) -> optax.GradientTransformation:
             "bases": bases,
         }
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         count = state["count"] + 1
 
         def first() -> Any:
-            sums = of_matrices(lambda g: g @ g.T, grads)
+            sums = of_matrices(lambda g: g @ g.T, updates)
             bases = jax.tree.map(lambda m: jnp.linalg.qr(m + jnp.eye(len(m)))[0], sums)
-            return jax.tree.map(jnp.zeros_like, grads), {**state, "count": count, "sums": sums, "bases": bases}
+            return jax.tree.map(jnp.zeros_like, updates), {**state, "count": count, "sums": sums, "bases": bases}
 
         def later() -> Any:
             def turned(g: Any, second: Any, basis: Any) -> Any:
@@ -77,17 +77,17 @@ def soap(rate: float = 0.02, every: int = 2) -> optax.GradientTransformation:
                 second = 0.9 * second + 0.1 * inside**2
                 return basis @ (inside / (jnp.sqrt(second) + 0.1)), second
 
-            flat, structure = jax.tree.flatten(grads)
+            flat, structure = jax.tree.flatten(updates)
             bases = structure.flatten_up_to(state["bases"])
             done = [turned(*leaf) for leaf in zip(flat, jax.tree.leaves(state["second"]), bases, strict=True)]
-            updates, second = (jax.tree.unflatten(structure, part) for part in zip(*done, strict=True))
-            sums = of_matrices(lambda g, m: 0.9 * m + g @ g.T, grads, state["sums"])
+            turns, second = (jax.tree.unflatten(structure, part) for part in zip(*done, strict=True))
+            sums = of_matrices(lambda g, m: 0.9 * m + g @ g.T, updates, state["sums"])
             bases = jax.lax.cond(
                 count % every == 0,
                 lambda: jax.tree.map(lambda m, b: jnp.linalg.qr((m + jnp.eye(len(m))) @ b)[0], sums, state["bases"]),
                 lambda: state["bases"],
             )
-            return updates, {"count": count, "second": second, "sums": sums, "bases": bases}
+            return turns, {"count": count, "second": second, "sums": sums, "bases": bases}
 
         return jax.lax.cond(count == 1, first, later)
 
@@ -97,13 +97,13 @@ def soap(rate: float = 0.02, every: int = 2) -> optax.GradientTransformation:
 def together(rate: float = 0.05) -> optax.GradientTransformation:
     """Newton-Schulz on all matrices in one loop, each divided by the norm of all of them in every turn."""
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         def turn(_: int, xs: Any) -> Any:
             norm = optax.global_norm(xs)
             xs = jax.tree.map(lambda x: x / norm, xs)
             return jax.tree.map(lambda x: 1.5 * x - 0.5 * x @ x.T @ x if x.ndim == 2 else x, xs)
 
-        return jax.lax.fori_loop(0, 3, turn, grads), state
+        return jax.lax.fori_loop(0, 3, turn, updates), state
 
     return optax.chain(optax.GradientTransformation(lambda params: (), update), optax.scale(-rate))
 
@@ -114,13 +114,13 @@ def ranks(rate: float = 0.05) -> optax.GradientTransformation:
     def init(params: Any) -> Any:
         return jax.tree.map(lambda p: (jnp.zeros(p.shape, bool), jnp.zeros(p.size, jnp.int8)), params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         def one(g: Any) -> Any:
             order = jnp.argsort(jnp.abs(g).ravel())
             large = jnp.abs(g) >= jnp.sort(jnp.abs(g).ravel())[g.size // 2]
             return jnp.where(large, jnp.sign(g), 0), (large, (order % 100).astype(jnp.int8))
 
-        flat, structure = jax.tree.flatten(grads)
+        flat, structure = jax.tree.flatten(updates)
         done = [one(g) for g in flat]
         return jax.tree.unflatten(structure, [u for u, _ in done]), jax.tree.unflatten(structure, [s for _, s in done])
 
