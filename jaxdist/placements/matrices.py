@@ -69,20 +69,13 @@ def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved
       moved: by id of a node: bytes that move for it.
     """
     if strategy.bodies:
-        return any(has_whole_work(body) for body in strategy.bodies)
+        return any(body.matrices for body in strategy.bodies)
     if node.name in CONTRACTION:
-        return moved[id(node)] > 0 or any(isinstance(p, Partial) for p in strategy.gives)
+        out: Any = node.eqn.outvars[0].aval
+        summed = isinstance(strategy.gives[0], Partial) and out.ndim > 1
+        return moved[id(node)] > 0 or summed
     in_slices = any(isinstance(at[i], Split) for i in node.ins)
     return bool(strategy.why) and in_slices and node.name not in ELEMENTWISE | LINEAR
-
-
-def has_whole_work(placed: Placed) -> bool:
-    """Whether there is any in a block, or in the bodies in it."""
-    moved = bytes_moved(placed)
-    return placed.matrices > 0 or any(
-        is_whole_work(node, strategy, placed.at, moved)
-        for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True)
-    )
 
 
 def bytes_moved(placed: Placed) -> Counter[int]:
