@@ -66,7 +66,7 @@ def test_what_is_between_belongs_to_it_and_what_follows_does_not() -> None:
 def test_an_entry_of_a_sorted_array_is_taken_by_its_owner() -> None:
     (one,) = found(lambda a: a * jnp.sort(a.ravel())[7], MATRIX)
     assert "sort" in names(one)
-    assert [node.eqn.outvars[0].aval.shape for node in one.nodes][-1] == (1,)
+    assert [str(node.eqn.outvars[0].aval) for node in one.nodes][-1] == "float64[1]"
 
 
 def test_products_of_products_are_joined() -> None:
