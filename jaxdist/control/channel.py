@@ -154,7 +154,7 @@ class Control:
             known = ""
             if self._whereabouts is not None:
                 here = self.notices.get(tag, {})
-                known = self._whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
+                known = self._whereabouts([r for r in self.others if r not in here])
                 turns += 1
                 if known is not None:
                     known = f" {known}."
@@ -300,6 +300,11 @@ class Control:
     def all_left(self, seconds: float) -> bool:
         """Whether, within this time, every rank has said goodbye, or the job is known to have failed."""
         return self.size == 1 or self.process.over.wait(seconds)
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [r for r in range(self.size) if r != self.rank]
 
     @property
     def ending(self) -> bool:

@@ -130,7 +130,6 @@ def end(control: Control, error: BaseException) -> NoReturn:
     """
     control.process.hold()
     _end(control, type(error), error)
-    raise AssertionError("depart returned")
 
 
 def may_be_aftermath(error: BaseException | None) -> bool:
@@ -146,7 +145,7 @@ def may_be_aftermath(error: BaseException | None) -> bool:
     return isinstance(error, _AFTERMATH) or "/gloo/" in str(error)
 
 
-def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> None:
+def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> NoReturn:
     if may_be_aftermath(error) and control.process.told_to_end(_CAUSE_SECONDS):
         control.process.depart(1)
     lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
@@ -168,7 +167,6 @@ def _end_interrupted(control: Control, place: str) -> NoReturn:
         _print_marked(control.rank, f"interrupted{place}")
     control.alarm(f"{control.who(control.rank)} was interrupted")
     control.process.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
-    raise AssertionError("depart returned")
 
 
 def end_if_exiting(control: Control, code: Any) -> None:

@@ -14,13 +14,11 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from jaxdist.control import handshake
-from jaxdist.control.handshake import Arrival, Hello, Member
+from jaxdist.control.handshake import Hello, Member
 from jaxdist.control.keys import Key, is_loopback
 
-_SILENCE, _SILENCE_LEAST = (
-    30.0,
-    3.0,
-)  # seconds without a sign of a host before it is taken for lost; or the job's timeout
+# Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
+_SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
 _SPARE = 64  # connections that may be in the handshake beside those of the ranks
 _TURNED_AWAY_SECONDS = 10.0  # after which a rank says that it is
 _WELCOME, _LATE, _REFUSED = b"W", b"T", b"R"  # what rank 0 says in the end
@@ -128,7 +126,8 @@ def gather(server: socket.socket, size: int, key: Key, timeout: float, address: 
             rank, _, member = arrival.hello
             problem = _problem(arrival.hello, size, members)
             ours = _plain(arrival.sock.getsockname()[0])
-            conn = _connection(arrival, key, timeout)
+            _watch_silence(arrival.sock, timeout)
+            conn = handshake.signed(arrival.sock, key, arrival.transcript, root=True)
             if problem:
                 connections[-1] = conn
                 refuse(_REFUSED, problem)
@@ -253,18 +252,13 @@ def _answer(conn: Connection, rank: int, size: int, host: str, deadline: float, 
     raise error(f"rank {rank} was refused by rank 0: {said.decode(errors='replace')}")
 
 
-def _connection(arrival: Arrival, key: Key, timeout: float) -> Connection:
-    _watch_silence(arrival.sock, timeout)
-    return handshake.signed(arrival.sock, key, arrival.transcript, root=True)
-
-
 def _watch_silence(sock: socket.socket, timeout: float) -> None:
     """A cut cable sends nothing: without keepalive the two ends of a connection would wait for ever.
 
     The other kernel answers it, so a process that is stopped or busy is not taken for lost.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds = max(_SILENCE_LEAST, min(_SILENCE, timeout))
+    seconds = max(_SILENCE_LEAST, min(_SILENCE_MOST, timeout))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", int(seconds / 3)),
