@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ import jax
 
 from jaxdist import compat
 from jaxdist.control.channel import Control, ControlError
+from jaxdist.control.stacks import of_the_user
 
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
@@ -60,10 +60,8 @@ def _run_has_said_it() -> bool:
 
 def _place(trace: TracebackType | None) -> str:
     """Where in the user's own code."""
-    own = str(Path(__file__).parents[1])
     for frame, line in reversed(list(traceback.walk_tb(trace))):
-        file = frame.f_code.co_filename
-        if not file.startswith((own, sys.prefix, sys.base_prefix, "<frozen")):
+        if of_the_user(file := frame.f_code.co_filename):
             return f" at {file}:{line}"
     return ""
 
