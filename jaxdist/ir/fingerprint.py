@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import live, subjaxprs
+from jaxdist.ir.interpreter import axes_of, live, subjaxprs
 from jaxdist.ir.primitives import group_reduce_p
 from jaxdist.mesh import AXIS
 
@@ -86,9 +86,7 @@ def moves(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective over the devices."""
     if eqn.primitive is group_reduce_p:  # it does not name the axis
         return True
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    named = AXIS in axes if isinstance(axes, (tuple, list)) else axes == AXIS
-    return named and eqn.primitive.name not in _SILENT
+    return AXIS in axes_of(eqn) and eqn.primitive.name not in _SILENT
 
 
 def _describe(eqn: JaxprEqn) -> str:
