@@ -21,7 +21,7 @@ from jaxdist.placements.marks import Marks, marks
 from jaxdist.runtime.context import hosts_of
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.matching import flows, match
-from jaxdist.step.signature import Signature, Static, constants_back, is_array
+from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array
 
 
 class StepJaxpr(NamedTuple):
@@ -143,7 +143,7 @@ def jaxpr_of(
             if check_finite:
                 found.look_at(result, "result")
         effects.refuse(step, signature.parameters, given, args, result)
-        constant = (bool, int, float, complex) if signature.numbers else ()
+        constant = NUMBERS if signature.numbers else ()
         result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
         outs, tree = jax.tree.flatten(result)
         trees.append((tree, tuple(found.names)))
