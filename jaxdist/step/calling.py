@@ -102,6 +102,12 @@ class Calling:
         return [*names[:places], *keywords]
 
 
+def apply(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) -> Any:
+    """Call a step with what `Calling.arrange` returns."""
+    places = len(args) - len(keywords)
+    return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
+
+
 def _static(name: str, value: Any) -> Static:
     try:
         hash(value)
