@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -19,6 +20,7 @@ from jaxdist.control.keys import Key, is_loopback
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 _SPARE = 64  # connections that may be in the handshake beside those of the ranks
 _TURNED_AWAY_SECONDS = 10.0  # after which a rank says that it is
 _WELCOME, _LATE, _REFUSED = b"W", b"T", b"R"  # what rank 0 says in the end
@@ -38,17 +40,25 @@ def loopback(host: str) -> str:
     return host if not is_loopback(host) or host == "::1" else "127.0.0.1"
 
 
-def interface_addresses() -> list[str]:
-    """The IPv4 addresses of this host's interfaces, loopback left out."""
+def interfaces() -> list[ipaddress.IPv4Interface]:
+    """The IPv4 addresses of this host's interfaces, with their networks."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:  # SIOCGIFADDR: works in a network namespace and without a resolver
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))
+            try:  # ioctl: works in a network namespace and without a resolver
+                address, mask = (
+                    socket.inet_ntoa(fcntl.ioctl(probe, ask, struct.pack("256s", name.encode()[:15]))[20:24])
+                    for ask in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+                )
             except OSError:
                 continue  # an interface without an IPv4 address
-            found.append(socket.inet_ntoa(answer[20:24]))
-    return [ip for ip in found if not is_loopback(ip)]
+            found.append(ipaddress.IPv4Interface(f"{address}/{mask}"))
+    return found
+
+
+def interface_addresses() -> list[str]:
+    """The IPv4 addresses of this host's interfaces, loopback left out."""
+    return [str(one.ip) for one in interfaces() if not one.ip.is_loopback]
 
 
 def bind(host: str, ports: Iterable[int]) -> socket.socket:
