@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Layout, Padded, layout, physical, sharding
 from jaxdist.placements.values import Split
@@ -222,8 +222,7 @@ def checksum(x: Any) -> int:
             x = jax.random.key_data(x)
         if not x.is_fully_addressable:
             return 0
-    host = np.ascontiguousarray(x)
-    return zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode()))
+    return fingerprint.checksum(np.asarray(x))
 
 
 def _filled(x: Any, rows: int) -> Any:
