@@ -167,7 +167,7 @@ class MpiLowering(Interpreter):
             return jnp.concatenate(pieces).reshape(x.shape)
         wide = _reducible(x)
         out = self._call(
-            "mpi_allreduce_ffi",
+            "allreduce",
             wide,
             nitems=x.size,
             op=_handle(getattr(_mpi(), op.upper())),
@@ -187,14 +187,14 @@ class MpiLowering(Interpreter):
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
-            f"mpi_{kind}_ffi", raw, shape, comm=_handle(comm),
+            kind, raw, shape, comm=_handle(comm),
             sendcount=count, recvcount=count, sendtype=dtype, recvtype=dtype,
         )  # fmt: skip
         return restore(out)
 
     def _call(
         self,
-        target: str,
+        kind: str,
         x: Any,
         shape: Sequence[int] | None = None,
         **attributes: int,
@@ -202,8 +202,8 @@ class MpiLowering(Interpreter):
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to move; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype)
-        out, self._token = _call_p(target.removeprefix("mpi_").removesuffix("_ffi")).bind(
-            x, self._token, target=target, shape=shape,
+        out, self._token = _call_p(kind).bind(
+            x, self._token, target=f"mpi_{kind}_ffi", shape=shape,
             attributes=tuple(sorted(attributes.items())),
         )  # fmt: skip
         return out
@@ -251,7 +251,7 @@ class MpiLowering(Interpreter):
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
-            "mpi_sendrecv_ffi", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
+            "sendrecv", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
             dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(comm), status=compat.mpi_status_ignore(),
         )  # fmt: skip
         # Nothing is written where nothing is received. The result must be used all the same: a call without use is
