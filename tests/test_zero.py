@@ -14,7 +14,7 @@ import optax.contrib
 import parity
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from jax.sharding import Mesh
+from parity import mesh
 
 import jaxdist
 from jaxdist.placements.layouts import Padded
@@ -22,10 +22,6 @@ from jaxdist.placements.layouts import Padded
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal(size=(5, 8))), "s": jnp.asarray(2.0)}
 BATCH = RNG.normal(size=(16, 6))
-
-
-def mesh(devices: int) -> Mesh:
-    return Mesh(jax.devices()[:devices], ("data",))
 
 
 def loss_fn(p: Any, x: Any) -> Any:

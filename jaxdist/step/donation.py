@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxdist.placements.layouts import Padded
 from jaxdist.step.calling import Calling
+from jaxdist.step.signature import leaf_name
 
 
 def without_aliases(state: list[Any]) -> list[Any]:
@@ -31,7 +32,7 @@ def name_deleted(
     about = isinstance(error, (RuntimeError, ValueError)) and ("deleted" in str(error) or "donated" in str(error))
     if not gone or not about:
         return
-    name = calling.of(len(args), keywords)[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
+    name = leaf_name(calling.of(len(args), keywords), gone[0])
     raise RuntimeError(
         f"step {step!r}: {name} was deleted: an earlier call of a step, which returned its next value, took "
         "its memory. Go on with what that call returned, or decorate with donate=False"

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.description import list_ranks, unlike_the_root
+from jaxdist.ir.fingerprint import type_text
 from jaxdist.runtime.context import Context
 from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum
 from jaxdist.step.program import Program
@@ -116,5 +117,4 @@ def _type_of(x: Any) -> str:
     dtype = (
         jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
     )
-    kind = f"{dtype}[{','.join(map(str, np.shape(x)))}]"
-    return kind + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")
+    return type_text(dtype, np.shape(x)) + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Layout, Padded, layout, physical, sharding
 from jaxdist.placements.values import Split
 from jaxdist.runtime.context import Context
+from jaxdist.step.signature import NUMBERS
 
 ELSEWHERE = object()
 """Of a leaf that is not on the mesh yet."""
@@ -83,9 +84,8 @@ class Placer:
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The root's value of each leaf, kept on the mesh as `layouts` say; the leaves given stay as they are."""
         if self.processes > 1:
-            spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
-            local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
-            leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
+            local = [None if spans(x) else _to_host(x) for x in leaves]
+            leaves = [x if spans(x) else v for x, v in zip(leaves, self.context.broadcast(local), strict=True)]
         return [
             self._replicate(x) if how is None else self.in_shards(x, how)
             for x, how in zip(leaves, layouts, strict=True)
@@ -93,7 +93,7 @@ class Placer:
 
     def in_shards(self, x: Any, how: Layout) -> Any:
         """A leaf, the same on every process, in shards."""
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if spans(x):
             x = x.addressable_data(0)  # whole
         x = np.asarray(x)
         parts = self.mesh.size // how.groups
@@ -111,13 +111,13 @@ class Placer:
         return array if how.is_plain else Padded(array, how)
 
     def _replicate(self, x: Any) -> Any:
-        if isinstance(x, (bool, int, float, complex)):
+        if isinstance(x, NUMBERS):
             return self._number(x)  # keeps its weak type
         if isinstance(x, _KeyData):
             return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
         # The step donates its state, and the caller keeps what it passed: never an alias of it (device_put makes one
         # on the first device, may_alias=False or not).
-        if self.processes == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        if self.processes == 1 or spans(x):
             return jax.device_put(jnp.copy(x), self.state_sharding)
         shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
         return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
@@ -143,7 +143,7 @@ class Placer:
         return list(leaves) if own else self.place_batch(leaves, splits)
 
     def _shard(self, x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if spans(x):
             return x if x.sharding == self.batch_sharding else jax.device_put(x, self.batch_sharding)
         rows, n = x.shape[0], len(self.local_devices)
         parts = [x] if n == 1 else [x[i * rows // n : (i + 1) * rows // n] for i in range(n)]
@@ -167,8 +167,7 @@ class Placer:
         aval = jax.typeof(physical(x))
         if type(x) is Padded:
             return jax.ShapeDtypeStruct(x.shape, aval.dtype)
-        spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
-        rows = getattr(x, "total", aval.shape[0] * (1 if spanning else self.processes))
+        rows = getattr(x, "total", aval.shape[0] * (1 if spans(x) else self.processes))
         weak = self.processes == 1 and aval.weak_type
         return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
 
@@ -188,9 +187,8 @@ class Placer:
                 )
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
-        spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in placed]
         own = 1 if self.processes == 1 else len(self.local_devices)
-        return batch_problem(names, placed, [self.mesh.size if s else own for s in spanning])
+        return batch_problem(names, placed, [self.mesh.size if spans(x) else own for x in placed])
 
 
 def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
@@ -212,6 +210,11 @@ def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence
     return None
 
 
+def spans(x: Any) -> bool:
+    """Whether a leaf is an array that lies on several processes."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
 def checksum(x: Any) -> int:
     """Of the bytes, type and shape of a leaf that this process has whole."""
     if isinstance(x, jax.Array):
@@ -219,8 +222,7 @@ def checksum(x: Any) -> int:
             x = jax.random.key_data(x)
         if not x.is_fully_addressable:
             return 0
-    host = np.ascontiguousarray(x)
-    return zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode()))
+    return fingerprint.checksum(np.asarray(x))
 
 
 def _filled(x: Any, rows: int) -> Any:
@@ -284,4 +286,4 @@ def _to_host(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return _KeyData(x)
         return x.item() if x.weak_type and x.ndim == 0 else np.asarray(x)
-    return x if isinstance(x, (bool, int, float, complex)) else np.asarray(x)
+    return x if isinstance(x, NUMBERS) else np.asarray(x)
