@@ -42,7 +42,8 @@ shard_p = Primitive("jaxdist_shard")
 """``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
 ``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, an ``"update"`` whose parameters were not
-given, or ``"requested"`` by the user; ``level``: of ZeRO; ``within``: which devices share it (see `placements.groups`).
+given, or ``"requested"`` by the user; ``level``: of ZeRO; ``within``: which devices share it (see `placements.groups`);
+``offload``: whether the state's leaves are kept in the host's memory.
 What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
 """
 
@@ -53,12 +54,14 @@ plain_p = Primitive("jaxdist_plain")
 """``x``, of a decorated step called on tracers: then it is the plain step, and must not be compiled by itself."""
 
 
-def mark(x: Any, role: str, level: int, within: int | str | None = None) -> Any:
+def mark(x: Any, role: str, level: int, within: int | str | None = None, offload: bool = False) -> Any:
     """Bind :data:`shard_p`, if `x` holds numbers."""
     if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer
         return x
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else shard_p.bind(x, role=role, level=level, within=within)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return shard_p.bind(x, role=role, level=level, within=within, offload=offload)
 
 
 # --- slices

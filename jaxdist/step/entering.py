@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.description import list_ranks, unlike_the_root
+from jaxdist.placements.layouts import Layout
 from jaxdist.runtime.context import Context
 from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum
 from jaxdist.step.program import Program
@@ -96,6 +97,7 @@ class Entering:
                 continue
             how = self._placer.layout(x)
             where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dim}"
+            where += " in the host's memory" if isinstance(how, Layout) and how.host else ""
             entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
             if not problem and (found := self._placer.state_problem(x)):
                 problem = f"state leaf {name} {found}"

@@ -19,12 +19,13 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.groups import in_host
-from jaxdist.placements.layouts import Layout, Padded, layout_of, sharding
+from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
 from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
+from jaxdist.step.offload import run_offloaded, to_host
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
 from jaxdist.step.tracing import TracedStep
 
@@ -88,7 +89,10 @@ class Program:
         self._given_up = [k for k, i in enumerate(state) if i in donate and i in returned]
         self._kept = [k for k, i in enumerate(state) if not (i in donate and i in returned)]
         self._pick = picker(self._given_up), picker(self._kept)
-        shardings = [sharding(mesh, self.layouts[i]) for i in state]
+        shardings = [sharding(mesh, how) for how in held]
+        # What is in the host's memory, and does not say so (see `compat.say_on_host`).
+        order = [(held[k], shardings[k]) for k in (*self._given_up, *self._kept)]
+        self._unsaid = [i for i, (how, own) in enumerate(order) if how and how.host and own.memory_kind != HOST]
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
         self._jitted = jax.jit(
@@ -143,6 +147,8 @@ class Program:
         """As ``jax.jit(f).lower``, or another of its methods."""
         known = self._traced
         ahead = getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+        if what == "lower" and self._unsaid:
+            compat.say_on_host(ahead, self._unsaid, HOST)
         if known is None:
             self._before = self._traced
         return ahead
@@ -205,11 +211,18 @@ class Program:
         )
         if types != self.types:
             raise OtherTypesError
-        weak = [aval.weak_type for aval in step.jaxpr.out_avals]
+        kept_as = [None if i is None else self.layouts[i] for i in step.sources]
+        offloaded = {i for i, how in enumerate(self.layouts) if how and how.host}
+
+        def results(outs: Sequence[Any]) -> list[Any]:
+            # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
+            weak = [aval.weak_type for aval in step.jaxpr.out_avals]
+            outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
+            return [to_host(x) if how and how.host else x for x, how in zip(outs, kept_as, strict=True)]
+
         if mesh.size == 1:
             self._report(step.jaxpr, None)
-            outs = Interpreter({}).run(step.jaxpr, *args)
-            return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
+            return results(run_offloaded(Interpreter({}), step.jaxpr, args, offloaded))
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
         closed = fused(placed)
@@ -217,15 +230,16 @@ class Program:
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
         outs = jax.shard_map(
-            lambda *xs: lowering(self._communicator, mesh, in_host(hosts_of(mesh))).run(closed, *xs),
+            lambda *xs: run_offloaded(
+                lowering(self._communicator, mesh, in_host(hosts_of(mesh))), closed, xs, offloaded
+            ),
             mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False,
         )(*args)  # fmt: skip
         self._padded_outputs = [
-            (i, how) for i, p in enumerate(placed.outs)
+            (i, kept_as[i] or how) for i, p in enumerate(placed.outs)
             if isinstance(p, Split) and not (how := layout_of(p, mesh.size)).is_plain
         ]  # fmt: skip
-        # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
-        return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
+        return results(outs)
 
 
 class OtherTypesError(Exception):
