@@ -36,6 +36,10 @@ group_reduce_p = Primitive("jaxdist_group_reduce")
 `lax.psum` takes groups of unequal size, but not where JAX types each value as replicated or varying.
 """
 
+fetch_p = Primitive("jaxdist_fetch")
+"""Its first ``count`` operands, brought from the host's memory to the device when the others have been computed."""
+fetch_p.multiple_results = True
+
 # --- marks
 
 shard_p = Primitive("jaxdist_shard")
@@ -99,6 +103,12 @@ def reduced(
     return lax.psum(x.astype(wire or x.dtype), axes, axis_index_groups=groups).astype(x.dtype)
 
 
+def fetched(*operands: Any, count: int) -> list[Any]:
+    """What :data:`fetch_p` computes."""
+    xs = lax.optimization_barrier(operands)[:count] if len(operands) > count else operands
+    return [jax.device_put(x, jax.memory.Space.Device) for x in xs]
+
+
 def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:
     return (*aval.shape[:dim], size, *aval.shape[dim + 1 :])
 
@@ -114,6 +124,9 @@ reduce_shard_p.def_abstract_eval(
 gather_shards_p.def_abstract_eval(
     lambda aval, *, dim, size, **_: aval.update(shape=_shard_shape(aval, dim, size), weak_type=False)
 )
+
+
+fetch_p.def_abstract_eval(lambda *avals, count: list(avals[:count]))
 
 
 def _group_transpose(ct: Any, _: Any, **params: Any) -> list[Any]:

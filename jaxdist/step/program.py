@@ -14,18 +14,19 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.interpreter import Interpreter
+from jaxdist.ir.primitives import fetch_p, fetched
 from jaxdist.ir.wire import transfers
 from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.groups import in_host
 from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
+from jaxdist.placements.offload import staged
 from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
-from jaxdist.step.offload import run_offloaded, to_host
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
 from jaxdist.step.tracing import TracedStep
 
@@ -86,6 +87,10 @@ class Program:
         self._padded_outputs: list[tuple[int, Layout]] = []
         returned = {i for i in step.sources if i is not None}
         state = signature.state
+        self._offloaded = {  # and its next value
+            i: step.sources.index(i) if i in step.sources else None
+            for i, how in enumerate(self.layouts) if how and how.host
+        }  # fmt: skip
         self._given_up = [k for k, i in enumerate(state) if i in donate and i in returned]
         self._kept = [k for k, i in enumerate(state) if not (i in donate and i in returned)]
         self._pick = picker(self._given_up), picker(self._kept)
@@ -194,7 +199,7 @@ class Program:
         """What a device runs, its collectives in buckets."""
         step, mesh = self._step, self._mesh
         may = compressible(placed, step.sources) if self._compress else {}
-        closed = Emitter(step.infer, placed, may, self._compress).program(local_types(placed))
+        closed = Emitter(step.infer, placed, may, self._compress, bool(self._offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
         ahead = in_shards // _GATHERED_AT_ONCE
         return Fuse(self._bucket_bytes, mesh.size, ahead, barriers=not self._on_cpu)(closed)
@@ -212,27 +217,26 @@ class Program:
         if types != self.types:
             raise OtherTypesError
         kept_as = [None if i is None else self.layouts[i] for i in step.sources]
-        offloaded = {i for i, how in enumerate(self.layouts) if how and how.host}
 
         def results(outs: Sequence[Any]) -> list[Any]:
             # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
             weak = [aval.weak_type for aval in step.jaxpr.out_avals]
             outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
-            return [to_host(x) if how and how.host else x for x, how in zip(outs, kept_as, strict=True)]
+            host = jax.memory.Space.Host
+            return [jax.device_put(x, host) if k and k.host else x for x, k in zip(outs, kept_as, strict=True)]
 
         if mesh.size == 1:
             self._report(step.jaxpr, None)
-            return results(run_offloaded(Interpreter({}), step.jaxpr, args, offloaded))
+            one = Interpreter({fetch_p: lambda _, eqn, *xs: fetched(*xs, **eqn.params)})
+            return results(one.run(staged(step.jaxpr, self._offloaded, 1), *args))
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
-        closed = fused(placed)
+        closed = staged(fused(placed), self._offloaded, mesh.size)
         self._report(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
         outs = jax.shard_map(
-            lambda *xs: run_offloaded(
-                lowering(self._communicator, mesh, in_host(hosts_of(mesh))), closed, xs, offloaded
-            ),
+            lambda *xs: lowering(self._communicator, mesh, in_host(hosts_of(mesh))).run(closed, *xs),
             mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False,
         )(*args)  # fmt: skip
         self._padded_outputs = [

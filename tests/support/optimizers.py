@@ -109,7 +109,11 @@ def loss(params: dict[str, Any], seen: dict[str, Any], poisoned: bool = False) -
 
 
 def step_of(
-    names: Sequence[str], levels: Sequence[Any] | None = None, shapes: Shapes = SHAPES, within: int | None = None
+    names: Sequence[str],
+    levels: Sequence[Any] | None = None,
+    shapes: Shapes = SHAPES,
+    within: int | None = None,
+    offload: bool = False,
 ) -> Callable[..., Any]:
     """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
 
@@ -118,10 +122,12 @@ def step_of(
       levels: of `jaxdist.zero` for each; None: a plain step, for one device.
       shapes: of the model's leaves.
       within: groups of so many devices; as of `jaxdist.zero`.
+      offload: as of `jaxdist.zero`.
     """
     txs: dict[str, Any] = {name: ENTRIES[name].make() for name in names}
     if levels is not None:
-        txs = {name: jaxdist.zero(tx, level, within) for (name, tx), level in zip(txs.items(), levels, strict=True)}
+        made = zip(txs.items(), levels, strict=True)
+        txs = {name: jaxdist.zero(tx, level, within, offload) for (name, tx), level in made}
 
     def one(name: str, params: Any, opt_state: Any, seen: Any) -> Any:
         entry = ENTRIES[name]
@@ -166,10 +172,11 @@ def run_sharded(
     size: int = 1,
     shapes: Shapes = SHAPES,
     within: int | None = None,
+    offload: bool = False,
     **settings: Any,
 ) -> Any:
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
-    step = jaxdist.data_parallel(step_of(names, levels, shapes, within), **settings)
+    step = jaxdist.data_parallel(step_of(names, levels, shapes, within, offload), **settings)
     state = start(names, shapes)
     n = BATCH // size
     for i in range(STEPS):
