@@ -39,7 +39,9 @@ class Entering:
         elsewhere = [i for i in program.signature.state if self._placer.layout(leaves[i]) is not program.layouts[i]]
         if not elsewhere:
             return
-        self._compare(program, elsewhere, leaves, call, differs)
+        # What is in shards goes to another memory as it is.
+        taken = [i for i in elsewhere if not isinstance(self._placer.layout(leaves[i]), Layout)]
+        self._compare(program, taken, leaves, call, differs)
         placed = self._placer.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x

@@ -88,7 +88,7 @@ class Placer:
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The root's value of each leaf, kept on the mesh as `layouts` say; the leaves given stay as they are."""
         if self.processes > 1:
-            spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
+            spanning = [isinstance(physical(x), jax.Array) and not x.is_fully_addressable for x in leaves]
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
             leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
         return [
