@@ -28,15 +28,7 @@ from jaxdist.communicators import exchange
 from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, retrace
-from jaxdist.ir.primitives import (
-    all_reduce_p,
-    fetch_p,
-    fetched,
-    gather_shards_p,
-    group_reduce_p,
-    joined,
-    reduce_shard_p,
-)
+from jaxdist.ir.primitives import all_reduce_p, fetch_p, fetched, gather_shards_p, group_reduce_p, joined, reduce_shard_p
 from jaxdist.mesh import AXIS
 
 MOST = 2**31 - 1
