@@ -28,7 +28,7 @@ from jaxdist.communicators import exchange
 from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, retrace
-from jaxdist.ir.primitives import all_reduce_p, fetch_p, fetched, gather_shards_p, group_reduce_p, joined, reduce_shard_p
+from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
 from jaxdist.mesh import AXIS
 
 MOST = 2**31 - 1
@@ -125,7 +125,7 @@ class MpiLowering(Interpreter):
                 p.all_to_all_p: self._all_to_all,
                 compat.reduce_scatter_p: self._reduce_scatter,
                 p.ppermute_p: self._permute,
-                fetch_p: lambda _, eqn, *xs: fetched(*xs, **eqn.params),
+                **FETCHED,
             }
         )
         for unsupported in (p.ragged_all_to_all_p,):

@@ -15,9 +15,8 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import (
+    FETCHED,
     all_reduce_p,
-    fetch_p,
-    fetched,
     first_entry,
     gather_shards_p,
     group_reduce_p,
@@ -41,7 +40,7 @@ class XlaLowering(Interpreter):
                 p.pmax_p: lambda _, eqn, x: _extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: _extreme(eqn, x, "min"),
                 group_reduce_p: lambda _, eqn, x: _extreme(eqn, x, eqn.params["op"]),
-                fetch_p: lambda _, eqn, *xs: fetched(*xs, **eqn.params),
+                **FETCHED,
             }
         )
 

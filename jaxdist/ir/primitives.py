@@ -103,10 +103,14 @@ def reduced(
     return lax.psum(x.astype(wire or x.dtype), axes, axis_index_groups=groups).astype(x.dtype)
 
 
-def fetched(*operands: Any, count: int) -> list[Any]:
-    """What :data:`fetch_p` computes."""
+def _fetched(_: Any, eqn: Any, *operands: Any) -> list[Any]:
+    count = eqn.params["count"]
     xs = lax.optimization_barrier(operands)[:count] if len(operands) > count else operands
     return [jax.device_put(x, jax.memory.Space.Device) for x in xs]
+
+
+FETCHED = {fetch_p: _fetched}
+"""A rule (see `ir.interpreter`) for what computes :data:`fetch_p`."""
 
 
 def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:

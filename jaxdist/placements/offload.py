@@ -10,6 +10,7 @@ Reference: Ren et al., *ZeRO-Offload*, USENIX ATC 2021 (there the host computes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist.errors import StepError
-from jaxdist.ir.interpreter import live
+from jaxdist.ir.interpreter import Interpreter, called, live, retrace
 from jaxdist.ir.primitives import fetch_p, shard_p
 from jaxdist.mesh import AXIS
 
@@ -57,6 +58,8 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], devices: in
             "zero(offload=True) is not possible in a step that has a callback with ordered=True: JAX can't compile "
             "ordered effects together with arrays in the host's memory. Leave ordered=True away"
         )
+    if devices == 1:  # as it was traced: the update may be a call
+        closed = retrace(functools.partial(_Flat({}).run, closed), closed.in_avals)
     jaxpr, eqns = closed.jaxpr, live(closed.jaxpr)
     origins = _origins(jaxpr, eqns, offloaded)
     stages = _stages(jaxpr, offloaded, origins)
@@ -77,6 +80,16 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], devices: in
         results = [jaxpr.outvars[k] for i in stage.arguments if (k := offloaded[i]) is not None]
         updated = [v for v in _variables(results) if v in done]
     return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names), debug_info=None), closed.consts)
+
+
+class _Flat(Interpreter):
+    """Evaluates operations one by one, calls in place."""
+
+    def touches(self, eqn: JaxprEqn) -> bool:
+        return called(eqn) is not None
+
+    def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
+        return ((i, i + 1) for i in range(len(eqns)))
 
 
 def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int | None]) -> dict[Any, _Origin]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.interpreter import Interpreter
-from jaxdist.ir.primitives import fetch_p, fetched
+from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
 from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
@@ -227,8 +227,7 @@ class Program:
 
         if mesh.size == 1:
             self._report(step.jaxpr, None)
-            one = Interpreter({fetch_p: lambda _, eqn, *xs: fetched(*xs, **eqn.params)})
-            return results(one.run(staged(step.jaxpr, self._offloaded, 1), *args))
+            return results(Interpreter(FETCHED).run(staged(step.jaxpr, self._offloaded, 1), *args))
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
         closed = staged(fused(placed), self._offloaded, mesh.size)

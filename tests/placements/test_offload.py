@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter
-from jaxdist.ir.primitives import fetch_p, fetched, mark
+from jaxdist.ir.primitives import FETCHED, mark
 from jaxdist.placements.offload import staged
 
 N = 4
@@ -57,7 +57,7 @@ def test_in_the_order_of_gradients() -> None:
     want = Interpreter({}).run(program(), *args)
     names = [eqn.primitive.name for eqn in closed.jaxpr.eqns]
     assert names.index("jaxdist_fetch") > max(i for i, name in enumerate(names) if name == "jaxdist_shard")
-    run = Interpreter({fetch_p: lambda _, eqn, *xs: fetched(*xs, **eqn.params)}).run
+    run = Interpreter(FETCHED).run
     got = jax.jit(lambda *xs: run(closed, *xs))(*args)
     assert all(jnp.allclose(a, b) for a, b in zip(got, want, strict=True))
 
@@ -86,3 +86,12 @@ def test_ordered_effects() -> None:
 
     with pytest.raises(StepError, match="ordered=True"):
         staged(jax.make_jaxpr(shown)(1.0), {0: 0}, N)
+
+
+def test_calls_are_looked_into() -> None:
+    """An optimizer may update all of its state in one."""
+    calls = jax.make_jaxpr(jax.jit(Interpreter(FETCHED).run, static_argnums=0), static_argnums=0)(
+        program(), *map(jnp.ones, SIZES), jnp.ones(3)
+    )
+    assert [eqn.primitive.name for eqn in calls.jaxpr.eqns] == ["jit"]
+    assert len(fetches(staged(calls, {i: i for i in range(4)}, 1))) == 2
