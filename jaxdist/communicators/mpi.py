@@ -28,7 +28,7 @@ from jaxdist.communicators import exchange
 from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
-from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p, slices
+from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import AXIS
 
 MOST = 2**31 - 1
@@ -126,6 +126,7 @@ class MpiLowering(Interpreter):
                 compat.reduce_scatter_p: self._reduce_scatter,
                 p.ppermute_p: self._permute,
                 p.ragged_all_to_all_p: self._unsupported,
+                **FETCHED,
             }
         )
         if comm is None:

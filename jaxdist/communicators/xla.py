@@ -15,6 +15,7 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.interpreter import Interpreter, groups_of
 from jaxdist.ir.primitives import (
+    FETCHED,
     all_reduce_p,
     first_entry,
     gather_shards_p,
@@ -39,6 +40,7 @@ class XlaLowering(Interpreter):
                 p.pmax_p: lambda _, eqn, x: _extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: _extreme(eqn, x, "min"),
                 group_reduce_p: lambda _, eqn, x: _extreme(eqn, x, eqn.params["op"]),
+                **FETCHED,
             }
         )
 

@@ -17,6 +17,7 @@ from jaxdist.compat.compilation import (
     for_any_device,
     on_compile,
     same_cache_key_on_all_ranks,
+    say_on_host,
     writes_cache,
 )
 from jaxdist.compat.config import platforms_asked, settings, use_settings

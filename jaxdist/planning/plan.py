@@ -18,7 +18,8 @@ from jaxdist import compat
 from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import HOST, in_host
 from jaxdist.planning import schedule
-from jaxdist.planning.report import LevelPlan, Plan, Traffic, fraction, total_of
+from jaxdist.planning.memory import readable
+from jaxdist.planning.report import LevelPlan, Plan, Traffic, duration, fraction, total_of
 from jaxdist.planning.topology import Topology
 from jaxdist.step.decorated import DataParallel
 from jaxdist.step.forecast import Ahead, Held
@@ -126,11 +127,12 @@ class Elsewhere:
     def compiled(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Compiled:
         """The step for these devices: as written, or at another level, for other groups, for another batch."""
         began = time.monotonic()
-        ahead = self._step.ahead(self._mesh, self._args, level, scale, self.hosts, shared)
+        apart = self.topology.kind.name != "cpu"
+        ahead = self._step.ahead(self._mesh, self._args, level, scale, self.hosts, shared, apart)
         # Levels 1 and 2 are often one program, and its compilation is most of the time.
         key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self._programs:
-            self._programs[key] = Compiled.of(ahead, self._mesh.size, began)
+            self._programs[key] = Compiled.of(ahead, self._mesh.size, began, self.compiled_for == "cpu")
             return self._programs[key]
         return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
@@ -174,7 +176,7 @@ class Elsewhere:
         """What is read off a program."""
         sizes: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
         for x in one.ahead.arguments:
-            sizes[_kind(x)] += x.bytes
+            sizes[_kind(x)] += 0 if x.host else x.bytes
         if activations is None:
             sizes["gradients, activations, temporaries"] = one.temporaries
         else:
@@ -192,12 +194,20 @@ class Elsewhere:
         within = None if not shared else HOST if shared == in_host(self.hosts) else shared
         return LevelPlan(
             level, own, kept, one.peak, one.peak <= self.memory, traffic, one.collectives, one.seconds, within,
-            one.ahead.flops,
+            one.ahead.flops, one.offloaded,
         )  # fmt: skip
 
     def plan(self, found: Sequence[LevelPlan]) -> Plan:
         """The whole of it."""
-        name = getattr(self._step, "__name__", "step")
+        name, speed = getattr(self._step, "__name__", "step"), self.topology.kind.host
+        if most := max(one.host for one in found):
+            self.notes.append(
+                f"up to {readable(most)} of a device's state are in the host's memory; to bring them and to put them "
+                f"back takes {duration(2 * most / speed)} of each step at PCIe's full speed, {speed / 1e9:g} GB/s, and "
+                "more if devices share it"
+            )
+            if self.compiled_for == "cpu":
+                self.notes.append("XLA for CPUs makes no such copies: where they are larger, they are the temporaries")
         return Plan(name, self.topology, self.compiled_for, self.memory, tuple(found), tuple(self.notes))
 
 
@@ -238,23 +248,33 @@ class Compiled:
     seconds: float
 
     @classmethod
-    def of(cls, ahead: Ahead, devices: int, began: float) -> Compiled:
+    def of(cls, ahead: Ahead, devices: int, began: float, on_cpu: bool) -> Compiled:
         """Compile it, and read it."""
         compiled = ahead.lowered.compile()
         analysis = compiled.memory_analysis()
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        held = sum(x.bytes for x in ahead.arguments if not x.host)
+        offloaded = sum(x.bytes for x in ahead.arguments if x.host)
+        arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+        if offloaded and on_cpu:  # XLA's account for CPUs knows one memory, and no copies from one to the other
+            arguments, temporaries = held, max(temporaries, offloaded)
         # What is allocated: XLA takes its temporaries as one block. Its `peak_memory_in_bytes` is how much of them is
         # in use at once, a little less (and on CPUs it leaves them out).
-        peak = analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
+        peak = arguments + results + temporaries
         # Arguments that the step does not use are not the program's, and still there.
-        peak += max(0, sum(x.bytes for x in ahead.arguments) - analysis.argument_size_in_bytes)
+        peak += max(0, held - arguments)
         found = tuple(schedule.collectives(compiled.as_text(), devices))
         return cls(ahead, found, results, peak, time.monotonic() - began)
 
     @property
     def temporaries(self) -> int:
         """What is neither argument nor result."""
-        return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments)
+        return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments if not x.host)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of a device's arguments in the host's memory."""
+        return sum(x.bytes for x in self.ahead.arguments if x.host)
 
 
 def _kind(x: Held) -> str:

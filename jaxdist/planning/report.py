@@ -80,6 +80,7 @@ class LevelPlan:
       compile_seconds: that it took to trace and compile.
       within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
       flops: of a device in a step.
+      host: bytes of its state in the host's memory, which are not in `bytes`.
     """
 
     level: int | None
@@ -92,6 +93,7 @@ class LevelPlan:
     compile_seconds: float
     within: Within = None
     flops: int = 0
+    host: int = 0
 
     @property
     def total(self) -> Traffic:
@@ -137,7 +139,7 @@ class Plan:
         levels = [
             {
                 "level": one.level, "within": one.within, "own": one.own, "bytes": one.bytes, "peak": one.peak,
-                "fits": one.fits, "flops": one.flops,
+                "fits": one.fits, "flops": one.flops, "host": one.host,
                 "traffic": [dataclasses.asdict(row) for row in (*one.traffic, one.total)],
                 "compile_seconds": one.compile_seconds,
             }
@@ -190,6 +192,9 @@ class Plan:
         table.add_section()
         table.add_row("peak", *(readable(one.peak) for one in self.levels))
         table.add_row("fits", *(self.fits(one) for one in self.levels))
+        if any(one.host for one in self.levels):
+            table.add_section()
+            table.add_row("in the host's memory", *(readable(one.host) for one in self.levels))
         return table
 
     def fits(self, one: LevelPlan) -> str:

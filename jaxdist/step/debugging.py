@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.layouts import Padded, on_device, physical
 from jaxdist.runtime.context import Context
 from jaxdist.step.placer import ELSEWHERE, Placer, spans
 from jaxdist.step.signature import NUMBERS, Signature, constants_back
@@ -97,5 +97,5 @@ def _local(x: Any) -> Any:
     if isinstance(x, NUMBERS):
         return x
     if isinstance(x, jax.Array) and (jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) or len(x.devices()) == 1):
-        return x
+        return on_device(x)
     return jax.numpy.asarray(np.asarray(x))

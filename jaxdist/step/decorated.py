@@ -347,12 +347,12 @@ class DataParallel(Generic[R]):
 
     def ahead(
         self, mesh: Mesh, args: tuple[Any, ...], level: int | None = None, scale: float = 1, hosts: Any = None,
-        shared: int | None = None,
+        shared: int | None = None, apart: bool | None = None,
     ) -> Ahead:  # fmt: skip
         """The step for other devices than this job's, which need not be here (see `jaxdist.step.forecast.ahead`)."""
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
-        return ahead(self._settings, self._cache, signature, leaves, mesh, level, scale, hosts, shared)
+        return ahead(self._settings, self._cache, signature, leaves, mesh, level, scale, hosts, shared, apart)
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""

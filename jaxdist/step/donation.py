@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import HOST, Padded, copied
 from jaxdist.step.calling import Calling
 from jaxdist.step.signature import leaf_name
 
@@ -19,7 +19,7 @@ def without_aliases(state: list[Any]) -> list[Any]:
     for x in state:
         twin = isinstance(x, jax.Array) and id(x) in seen
         seen.add(id(x))
-        out.append(jnp.copy(x) if twin else x)
+        out.append(copied(x, x.sharding) if twin and x.sharding.memory_kind == HOST else jnp.copy(x) if twin else x)
     return out
 
 

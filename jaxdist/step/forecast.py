@@ -29,12 +29,14 @@ class Held(NamedTuple):
     Attributes:
       name: of the leaf.
       role: ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``.
-      bytes: on a device.
+      bytes: of a device.
+      host: whether they are in the host's memory.
     """
 
     name: str
     role: str
     bytes: int
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def ahead(
     scale: float = 1,
     hosts: Sequence[Any] | None = None,
     shared: int | None = None,
+    apart: bool | None = None,
 ) -> Ahead:
     """The step for other devices than this job's, which need not be here; nothing is sent, no array is made.
 
@@ -82,6 +85,7 @@ def ahead(
       scale: times as many examples as those of the batch.
       hosts: of each device.
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
+      apart: whether the devices have a memory of their own, beside the host's; None: as they say.
 
     Raises:
       ValueError: the batch can't be divided over the devices.
@@ -94,7 +98,7 @@ def ahead(
     if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
         raise ValueError(problem)
     step = jaxpr_of(settings.step, signature, avals, mesh, settings.axis_name, settings.check_finite)
-    trace = traced(step, signature, avals, mesh, level, hosts, shared)
+    trace = traced(step, signature, avals, mesh, level, hosts, shared, apart)
     layouts = list(trace.layouts)
     for i in signature.state:
         if in_shards(leaves[i]):
@@ -115,8 +119,10 @@ def ahead(
     sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
     roles = [*map(trace.marks.roles.get, range(len(held)))]
     arguments = tuple(
-        Held(name, "batch" if is_batch else role or "", size)
-        for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
+        Held(name, "batch" if is_batch else role or "", size, bool(how and how.host))
+        for name, is_batch, role, size, how in zip(
+            signature.names, signature.is_batch, roles, sizes, layouts, strict=True
+        )
     )
     levels = frozenset(trace.marks.levels)
     return Ahead(lowered, levels, "parameter" in roles, arguments, trace.infer.group, work(placed))

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS
-from jaxdist.placements.layouts import Layout, Padded, layout, physical, sharding
+from jaxdist.placements.layouts import HOST, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.placements.values import Split
 from jaxdist.runtime.context import Context
 from jaxdist.step.signature import NUMBERS
@@ -57,15 +57,20 @@ class Placer:
         # An array of one device is not ours even if the mesh is that device: it would be donated.
         if not isinstance(own, NamedSharding) or own.mesh != self.mesh:
             return ELSEWHERE
+        host = own.memory_kind == HOST
+        if not host and own.memory_kind != self.state_sharding.memory_kind:
+            return ELSEWHERE
         if padded:
             how = x.layout
         elif own.is_fully_replicated:
-            how = None
+            how = on_host(None, x.shape, self.mesh.size) if host else None
+            if host and how is None:
+                return ELSEWHERE
         else:
             split = [d for d, axis in enumerate(own.spec) if axis in (AXIS, (AXIS,))]
-            if len(split) != 1 or own.memory_kind != self.state_sharding.memory_kind:
+            if len(split) != 1:
                 return ELSEWHERE
-            how = layout(split[0], 0)
+            how = layout(split[0], 0, host=host)
         if len(self._layouts) < 256:
             self._known[id(own)] = own, how  # kept alive here, so that the id stays its own
             self._layouts[id(own)] = how
@@ -84,15 +89,20 @@ class Placer:
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The root's value of each leaf, kept on the mesh as `layouts` say; the leaves given stay as they are."""
         if self.processes > 1:
-            local = [None if spans(x) else _to_host(x) for x in leaves]
-            leaves = [x if spans(x) else v for x, v in zip(leaves, self.context.broadcast(local), strict=True)]
+            spanning = [spans(physical(x)) for x in leaves]
+            local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
+            leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
         return [
             self._replicate(x) if how is None else self.in_shards(x, how)
             for x, how in zip(leaves, layouts, strict=True)
         ]
 
     def in_shards(self, x: Any, how: Layout) -> Any:
-        """A leaf, the same on every process, in shards."""
+        """A leaf, the same on every process, in shards; or one that is in these, in another memory."""
+        own = self.layout(x)
+        if isinstance(own, Layout) and own is not how:
+            array = copied(physical(x), sharding(self.mesh, how))
+            return array if how.is_plain else Padded(array, how)
         if spans(x):
             x = x.addressable_data(0)  # whole
         x = np.asarray(x)
@@ -105,7 +115,8 @@ class Placer:
             at = index[device] % parts
             part = x[(*before, slice(at * rows, (at + 1) * rows))]
             missing = [(0, rows - part.shape[how.dim] if d == how.dim else 0) for d in range(x.ndim)]
-            shards.append(jax.device_put(np.pad(part, missing), device))
+            place = SingleDeviceSharding(device, memory_kind=HOST if how.host else None)
+            shards.append(jax.device_put(np.pad(part, missing), place))
         shape = how.physical(x.shape)
         array = jax.make_array_from_single_device_arrays(shape, sharding(self.mesh, how), shards)
         return array if how.is_plain else Padded(array, how)

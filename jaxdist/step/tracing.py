@@ -16,7 +16,7 @@ from jaxdist.ir.trace import stepping, trace
 from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, choose
+from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
 from jaxdist.runtime.context import hosts_of
@@ -71,6 +71,7 @@ def traced(
     level: int | None = None,
     hosts: Sequence[Any] | None = None,
     shared: int | None = None,
+    apart: bool | None = None,
 ) -> TracedStep:
     """What placements are settled from.
 
@@ -82,6 +83,7 @@ def traced(
       level: of ZeRO, in place of those that the step says.
       hosts: of each device; None: as the job knows them.
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
+      apart: whether the devices have a memory of their own, beside the host's; None: as they say.
     """
     closed, tree = step.jaxpr, step.tree
     shapes = [a.shape for a in avals]
@@ -101,6 +103,11 @@ def traced(
     found = marks(infer, block, level)
     layouts = found.layouts(shapes, parts, mesh.size // parts)
     dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
+    if found.offloaded and (memory_apart(mesh) if apart is None else apart):
+        layouts = [
+            on_host(how, shape, mesh.size) if i in found.offloaded else how
+            for i, (how, shape) in enumerate(zip(layouts, shapes, strict=True))
+        ]
     follows = flows(infer, block)
     batch = set(signature.batch)
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]

@@ -112,8 +112,7 @@ def step_of(
     names: Sequence[str],
     levels: Sequence[Any] | None = None,
     shapes: Shapes = SHAPES,
-    within: int | None = None,
-    split: Any = None,
+    **asked: Any,
 ) -> Callable[..., Any]:
     """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
 
@@ -121,14 +120,11 @@ def step_of(
       names: of the entries.
       levels: of `jaxdist.zero` for each; None: a plain step, for one device.
       shapes: of the model's leaves.
-      within: groups of so many devices; as of `jaxdist.zero`.
-      split: likewise.
+      **asked: of `jaxdist.zero`, besides the level.
     """
     txs: dict[str, Any] = {name: ENTRIES[name].make() for name in names}
     if levels is not None:
-        txs = {
-            name: jaxdist.zero(tx, level, within, split) for (name, tx), level in zip(txs.items(), levels, strict=True)
-        }
+        txs = {name: jaxdist.zero(tx, level, **asked) for (name, tx), level in zip(txs.items(), levels, strict=True)}
 
     def one(name: str, params: Any, opt_state: Any, seen: Any) -> Any:
         entry = ENTRIES[name]
@@ -174,10 +170,12 @@ def run_sharded(
     shapes: Shapes = SHAPES,
     within: int | None = None,
     split: Any = None,
+    offload: bool = False,
     **settings: Any,
 ) -> Any:
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
-    step = jaxdist.data_parallel(step_of(names, levels, shapes, within, split), **settings)
+    asked = {"within": within, "split": split, "offload": offload}
+    step = jaxdist.data_parallel(step_of(names, levels, shapes, **asked), **settings)
     state = start(names, shapes)
     n = BATCH // size
     for i in range(STEPS):
