@@ -74,6 +74,22 @@ def test_stacked_layers(layers: int, split: Any) -> None:
     assert difference("muon", 2, shapes, split=split, mesh=mesh(4)) < 1e-10
 
 
+@pytest.mark.parametrize("shape", [(6, 8, 8), (6, 6, 4), (5, 6, 4)], ids=str)
+@pytest.mark.parametrize("split", [None, "owners"])
+def test_a_loop_over_layers_that_the_devices_do_not_divide(shape: Any, split: Any) -> None:
+    """A stack can't be given to them by layers then."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        turned = [jax.lax.map(lambda x: jnp.linalg.qr(x)[0] @ (x.T @ x), g) if g.ndim == 3 else g for g in grads]
+        return jax.tree.map(lambda u: -0.1 * u, turned), state
+
+    tx, params = optax.GradientTransformation(lambda _: (), update), parameters((6, shape[1]), shape)
+    sharded = jaxdist.zero(tx, 2, split=split)
+    want = trained(jax.jit(step_of(tx)), params, tx.init(params))
+    got = trained(jaxdist.data_parallel(step_of(sharded), mesh=mesh(4)), params, sharded.init(params))
+    assert optimizers.gap(want, got) < 1e-10
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_matrices_of_other_types(dtype: Any) -> None:
     tx = optax.chain(MAKERS["ranks"]())

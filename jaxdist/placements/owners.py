@@ -195,7 +195,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Placed | None:
     split = tile(0, length, infer.devices, stored=True, group=infer.group)
     block = component.block(placed.block)
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
-    found = infer.place(block, ins)
+    found = infer.in_slices(block, ins)  # a part that needs owners is none; they would look for a stack in it again
     apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
     return found if apart and not found.communicates else None
 
