@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 import jaxdist
 from jaxdist.ir.interpreter import subjaxprs
 from jaxdist.ir.primitives import gather_shards_p
+from jaxdist.placements.owners import owners_p
 from jaxdist.placements.strategy import Placed, nbytes
 
 FILE = Path(__file__).with_name("zero-optimizers.md")
@@ -41,6 +42,7 @@ level 2, {DEVICES} devices, parameters of shapes {", ".join(map(str, SHAPES.valu
   They travel together if none has to wait for another.
 - *gathers*: what a device needs in full besides the new parameters, as a share of the bytes of the parameters, and for
   which operations. In a loop: per iteration.
+- *owners*: work on whole matrices, each of which travels to one device and back.
 
 | transformation | runs on | reductions | gathers |
 |---|---|---|---|
@@ -56,6 +58,7 @@ class Row(NamedTuple):
       gathers: share of the parameters' bytes.
       operations: for which.
       others: gathers that nothing asked for by name, as a share: those of the new parameters.
+      owners: whether matrices have them.
     """
 
     reductions: int
@@ -63,13 +66,14 @@ class Row(NamedTuple):
     gathers: float
     operations: tuple[str, ...]
     others: float
+    owners: bool
 
     @property
     def line(self) -> str:
         """The cells of its line, but for the name."""
-        if not self.reductions and not self.gathers:
+        if not self.reductions and not self.gathers and not self.owners:
             return "slices, elementwise | | |"
-        runs = "slices" if not self.gathers else "slices, partly gathered"
+        runs = "slices" + ", partly gathered" * bool(self.gathers) + ", owners" * self.owners
         reduced = f"{self.reductions} ({self.bytes} B)" if self.reductions else ""
         gathered = f"{self.gathers:.0%}: {', '.join(self.operations)}" if self.gathers else ""
         return f"{runs} | {reduced} | {gathered} |"
@@ -99,6 +103,7 @@ def row(name: str) -> Row:
         own / parameters,
         tuple(sorted({move.node.name for move in gathered})),
         others / parameters,
+        any(move.node.name == owners_p.name for move in placed.moves),
     )
 
 

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
 from jaxdist.placements.groups import Within, check_within
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import Padded, on_device
+from jaxdist.placements.owners import Way, check_split
 from jaxdist.runtime.context import Context, started
 from jaxdist.step.data_parallel import data_parallel
 
@@ -25,12 +26,17 @@ _log = logging.getLogger("jaxdist")
 
 
 def zero(
-    tx: optax.GradientTransformation, level: Level = 1, within: Within = None
+    tx: optax.GradientTransformation,
+    level: Level = 1,
+    within: Within = None,
+    split: Way = None,
+    offload: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`tx`, in a decorated step with its state, the gradients and the parameters in shards: ZeRO.
 
     The step's other lines stay as they are, and so does what it computes. Each device keeps and updates one slice of
-    each leaf, along one of its dimensions; what works on whole arrays (a matrix factorisation, say) gathers them first.
+    each leaf, along one of its dimensions. What works on whole matrices (Muon, Shampoo, SOAP, GaLore) is divided over
+    the devices: each matrix travels to one and back. Other work that slices can't do gathers its operands first.
     Leaves with fewer entries than there are devices stay whole. Outside a decorated step this is `tx`.
 
     The structure of the optimizer's state is that of `tx`. Wrap all of the optimizer, rather than a part of a chain:
@@ -46,14 +52,21 @@ def zero(
       within: which devices share a leaf. None: all. ``"host"``: those of each host, or so many in a row; each such
         group then has all of it (hybrid sharding). Shards are gathered within a group; of the gradients only slices
         travel between the groups. For slow links between hosts, where a group has the memory.
+      split: how what works on whole matrices is done. ``"owners"``: each matrix by one device. ``"slices"``: by all, on
+        slices as far as that goes, gathering the rest: for a few matrices so large that one device takes too long.
+        None: the one that takes less by its FLOPs and bytes.
+      offload: whether the optimizer's state lies in the host's memory between steps (its arrays; numbers stay). A step
+        brings each leaf to its device when its gradient is there, and puts it back. For a state that does not fit: it
+        crosses PCIe twice in each step. Where there is one memory, on CPU devices, it says nothing.
 
     Returns:
       A transformation with the states, updates and extra arguments of `tx`.
 
     Raises:
-      TypeError: `tx` is no gradient transformation.
-      ValueError: another level or `within`; (from ``update``) state or gradients that don't belong to the parameters;
-        (when the step is compiled) groups of that size don't divide the devices.
+      TypeError: `tx` is no gradient transformation, `offload` no bool.
+      ValueError: another level, `within` or `split`; `offload` at level 0; (from ``update``) state or gradients that
+        don't belong to the parameters; (when the step is compiled) groups of that size don't divide the devices, or
+        these can't use the host's memory.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
@@ -80,13 +93,22 @@ def zero(
             "parameters)"
         )
     check_within(within)
+    check_split(split)
+    if type(offload) is not bool:
+        raise TypeError(f"zero(offload={offload!r}): True (the optimizer's state in the host's memory) or False")
+    if offload and not level:
+        raise ValueError(
+            "zero(level=0, offload=True): at level 0 each device has all of the optimizer's state, and the host's "
+            "memory would hold it as many times. Take level 1, 2 or 3"
+        )
     if not any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
         tx = optax.with_extra_args_support(tx)  # else it takes them already, of whatever class it is (`MultiSteps`)
     inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    marked = functools.partial(_marked, level=level, within=within, split=split)
 
     def init(params: Any) -> Any:
         state = inner.init(params)
-        return _marked(state, "state", level, within) if inside_step() else state
+        return marked(state, "state", offload=offload) if inside_step() else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not inside_step():
@@ -95,13 +117,13 @@ def zero(
         if level:
             _check(inner, updates, state, params, extra)
         updates, state = inner.update(
-            updates if _of_each_example(updates, params) else _marked(updates, "gradient", level, within),
-            _marked(state, "state", level, within),
-            _marked(params, "parameter", level, within),
+            updates if _of_each_example(updates, params) else marked(updates, "gradient", offload=offload),
+            marked(state, "state", offload=offload),
+            marked(params, "parameter"),
             **extra,
         )
         if params is None:  # then they are what these are added to
-            updates = _marked(updates, "update", level, within)
+            updates = marked(updates, "update")
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -174,7 +196,7 @@ def unshard(tree: Any) -> Any:
         if type(x) is Padded or not own.is_fully_replicated:
             split.setdefault(own.mesh, []).append(i)
         else:
-            leaves[i] = jnp.copy(x.addressable_data(0))
+            leaves[i] = jnp.copy(on_device(x).addressable_data(0))
     for mesh, at in split.items():
         for i, (whole,) in zip(at, _gatherer(mesh)([leaves[i] for i in at]), strict=True):
             leaves[i] = whole.addressable_data(0)
@@ -198,8 +220,8 @@ def _gatherer(mesh: Mesh) -> Any:
     return data_parallel(unshard_leaves, batch_argnums=(), donate=False, mesh=mesh)
 
 
-def _marked(tree: Any, role: str, level: int, within: Within) -> Any:
-    return jax.tree.map(lambda x: mark(x, role, level, within), tree)
+def _marked(tree: Any, role: str, level: int, within: Within, split: Way = None, offload: bool = False) -> Any:
+    return jax.tree.map(lambda x: mark(x, role, level, within, split, offload), tree)
 
 
 def _check(

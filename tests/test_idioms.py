@@ -10,10 +10,9 @@ import itertools
 import os
 
 import idioms
-import jax
 import oracle
+import parity
 import pytest
-from jax.sharding import Mesh
 
 pytestmark = pytest.mark.slow  # together
 
@@ -44,7 +43,7 @@ def test_as_on_one_device(name: str, way: tuple[int, int, bool]) -> None:
     devices, level, even = way
     size = examples(name, even)
     case = oracle.idiom(name, size, level)
-    got = oracle.run_decorated(case, steps=STEPS, rows=size, mesh=Mesh(jax.devices()[:devices], ("data",)))
+    got = oracle.run_decorated(case, steps=STEPS, rows=size, mesh=parity.mesh(devices))
     assert oracle.difference(oracle.run_plain(oracle.idiom(name, size), STEPS, size), got) <= case.tolerance
 
 

@@ -11,11 +11,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import oracle
+import parity
 import pytest
 import quick
-from jax.sharding import Mesh
 
 EVERYTHING = "JAXDIST_FULL" in os.environ
 NAMES = list(oracle.CASES)
@@ -32,7 +31,7 @@ def by_turns(ways: Sequence[Any]) -> list[Any]:
 
 
 def check(name: str, devices: int, level: int = 0, rows: int = oracle.BATCH) -> None:
-    case, mesh = oracle.case(name, level), Mesh(jax.devices()[:devices], ("data",))
+    case, mesh = oracle.case(name, level), parity.mesh(devices)
     got = oracle.run_decorated(case, rows=rows, mesh=mesh)
     assert oracle.difference(oracle.expected(name, rows), got) <= case.tolerance
 

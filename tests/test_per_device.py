@@ -11,7 +11,6 @@ import numpy as np
 import parity
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
@@ -163,7 +162,7 @@ def test_a_shard_map_of_ones_own() -> None:
 
 
 def test_over_the_mesh_of_the_step() -> None:
-    mesh = Mesh(jax.devices()[:2], ("data",))
+    mesh = parity.mesh(2)
     sizes = jaxdist.per_device(lambda x: jnp.full((1,), len(x)), P("data"), P("data"))
     got = jaxdist.data_parallel(lambda w, x: (w, sizes(x)), mesh=mesh)(W, X)[1]
     assert np.asarray(got).tolist() == [8, 8]

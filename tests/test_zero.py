@@ -14,7 +14,7 @@ import optax.contrib
 import parity
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from jax.sharding import Mesh
+from parity import mesh
 
 import jaxdist
 from jaxdist.placements.layouts import Padded
@@ -22,10 +22,6 @@ from jaxdist.placements.layouts import Padded
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal(size=(5, 8))), "s": jnp.asarray(2.0)}
 BATCH = RNG.normal(size=(16, 6))
-
-
-def mesh(devices: int) -> Mesh:
-    return Mesh(jax.devices()[:devices], ("data",))
 
 
 def loss_fn(p: Any, x: Any) -> Any:
@@ -217,7 +213,7 @@ def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptur
         return jax.tree.map(lambda m: -0.1 * m / (1 + jnp.sort(m.ravel())[m.size // 2] ** 2), updates), updates
 
     sorting = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), median)
-    for tx in (jaxdist.zero(sorting, 2), jaxdist.zero(sorting, 3)):
+    for tx in (jaxdist.zero(sorting, 2, split="slices"), jaxdist.zero(sorting, 3, split="slices")):
         step = jaxdist.data_parallel(step_of(tx))
         with caplog.at_level(logging.WARNING, "jaxdist"):
             run(step, state_of(tx))
@@ -225,7 +221,7 @@ def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptur
         assert "gathers 560 B from shards: sort needs all of it" in said
         assert "test_zero.py:" in said
         caplog.clear()
-    for tx in (jaxdist.zero(ADAM, 3), jaxdist.zero(optax.contrib.muon(1e-2), 2)):
+    for tx in (jaxdist.zero(ADAM, 3), jaxdist.zero(optax.contrib.muon(1e-2), 2), jaxdist.zero(sorting, 2)):
         run(jaxdist.data_parallel(step_of(tx)), state_of(tx))
         assert not caplog.messages
 

@@ -15,14 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 import optax.contrib
 import optimizers
 import pytest
-from jax.sharding import Mesh
 from optimizers import ENTRIES
+from parity import mesh
 
 pytestmark = pytest.mark.slow  # together
 
@@ -51,10 +50,6 @@ def trained(name: str) -> dict[str, np.ndarray]:
     entry = ENTRIES[name]
     params, _ = expected(next(i for i, group in enumerate(GROUPS) if name in group))[name]
     return {k: np.asarray(p) for k, p in entry.model(entry.trained(params)).items()}
-
-
-def mesh(devices: int) -> Mesh:
-    return Mesh(jax.devices()[:devices], ("data",))
 
 
 @pytest.mark.parametrize(("group", "level", "devices"), CASES)

@@ -13,17 +13,13 @@ import optax
 import optimizers
 import oracle
 import pytest
-from jax.sharding import Mesh
+from parity import mesh
 
 import jaxdist
 from jaxdist.placements.layouts import Padded
 
 MESHES = [(4, 2), (8, 4), (8, 2)]
 """Devices, and how many of them share a leaf: 2x2, 2x4, 4x2."""
-
-
-def mesh(devices: int) -> Mesh:
-    return Mesh(jax.devices()[:devices], ("data",))
 
 
 # --- as on one device

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.errors import SyncError
+from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 
@@ -159,7 +160,7 @@ def _leaf(name: str, x: Any) -> Leaf:
         n = len(x.array.sharding.device_set)
         shared = f" in groups of {n // x.layout.groups}" if x.layout.groups > 1 else ""
         padded = ", padded" if x.layout.pad else ""
-        kind = f"{_type(x)} in shards along axis {x.layout.dim} over {n} devices{shared}{padded}"
+        kind = f"{type_text(x.dtype, x.shape)} in shards along axis {x.layout.dim} over {n} devices{shared}{padded}"
         return Leaf(name, kind, (), _slices(x, n // x.layout.groups) if x.layout.groups > 1 else ())
     if isinstance(x, jax.Array):
         if x.is_deleted():
@@ -167,16 +168,16 @@ def _leaf(name: str, x: Any) -> Leaf:
         own, n = x.sharding, len(x.sharding.device_set)
         if not own.is_fully_replicated:
             spec = f" by {own.spec}" if isinstance(own, NamedSharding) else ""
-            return Leaf(name, f"{_type(x)} in shards{spec} over {n} devices", ())
+            return Leaf(name, f"{type_text(x.dtype, x.shape)} in shards{spec} over {n} devices", ())
         parts = [(str(shard.device), _checksum(_on_host(shard.data))) for shard in x.addressable_shards]
-        return Leaf(name, f"{_type(x)} on {n} device{'s' * (n != 1)}", tuple(parts))
+        return Leaf(name, f"{type_text(x.dtype, x.shape)} on {n} device{'s' * (n != 1)}", tuple(parts))
     if isinstance(x, (bool, int, float, complex, str, bytes)):
         return Leaf(name, type(x).__name__, (("", _checksum_scalar(x)),))
     if not hasattr(x, "__array__"):
         return Leaf(name, type(x).__name__, ())
     host = np.asarray(x)
     sums = () if host.dtype.hasobject else (("", _checksum(host)),)
-    return Leaf(name, f"{_type(host)} on the host", sums)
+    return Leaf(name, f"{type_text(host.dtype, host.shape)} on the host", sums)
 
 
 def _slices(x: Padded, count: int) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
@@ -193,10 +194,6 @@ def _slices(x: Padded, count: int) -> tuple[tuple[str, tuple[tuple[str, int], ..
 
 def _digest(x: Any) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()
-
-
-def _type(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def _on_host(x: jax.Array) -> np.ndarray:

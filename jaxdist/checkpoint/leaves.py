@@ -41,8 +41,6 @@ def kind(x: Any) -> Any:
         return "str"
     if type(x) in PYTHON:
         return type(x).__name__
-    if is_key(x):
-        return tuple(x.shape), str(x.dtype)
     return tuple(np.shape(x)), str(x.dtype)
 
 

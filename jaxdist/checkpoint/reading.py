@@ -135,10 +135,9 @@ def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
     if found is None:
         raise FileNotFoundError(f"{directory} is not a checkpoint: expected a step, such as run/checkpoints/100")
     record.check_files(directory, found)
-    arrays = {name: leaf for name, leaf in found.leaves.items() if leaf.dtype != "str"}
-    values = _arrays(directory, arrays, dict.fromkeys(arrays), {})
+    values = _arrays(directory, found.arrays, dict.fromkeys(found.arrays), {})
     return {
-        ".".join(name): values[name][0] if name in arrays else str(leaf.value) for name, leaf in found.leaves.items()
+        ".".join(name): values[name][0] if name in values else str(leaf.value) for name, leaf in found.leaves.items()
     }
 
 
@@ -159,6 +158,7 @@ def _elsewhere(root: Path, damaged: Saved | None) -> str:
 
 
 _Leaves = dict[tuple[str, ...], LeafRecord]
+_OTHER_BITS = "has other bits than were saved"
 
 
 def _read_own(ctx: Context, root: Path, wanted: Saved | None, step: int | None, like: Any) -> Part[tuple[Any, _Leaves]]:
@@ -199,9 +199,8 @@ def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...
     known = set(names)
     if extra := [name for name in found.leaves if name not in known]:
         raise CheckpointError(f"checkpoint {directory} has a leaf {'.'.join(extra[0])} that `like` has not")
-    arrays = {name: leaf for name, leaf in found.leaves.items() if leaf.dtype != "str"}
     places = {name: _on_mesh(x) for name, x in zip(names, leaves, strict=True)}
-    values = _arrays(directory, arrays, places, shares)
+    values = _arrays(directory, found.arrays, places, shares)
     out: list[Any] = []
     for name, x in zip(names, leaves, strict=True):
         leaf, place = found.leaves[name], places[name]
@@ -210,14 +209,14 @@ def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...
         elif place is None:
             out.append(_placed(values[name][0], x, leaf))
         else:
-            bounds, blocks = _cut(place, leaf.shape)[0], values[name]
-            out.append(_assembled(place, leaf.shape, dict(zip(bounds, blocks, strict=True))))
+            blocks = dict(zip(_cut(place, leaf.shape)[0], values[name], strict=True))
+            out.append(_assembled(place, leaf.shape, blocks))
     return jax.tree.unflatten(jax.tree.structure(like), out)
 
 
 def _arrays(
     directory: Path,
-    leaves: dict[tuple[str, ...], LeafRecord],
+    leaves: _Leaves,
     places: dict[tuple[str, ...], Any],
     shares: dict[tuple[str, ...], int],
 ) -> dict[tuple[str, ...], list[np.ndarray]]:
@@ -240,18 +239,16 @@ def _arrays(
         if not alone:
             shares[name] = share
         elif share != leaf.value:
-            raise reader.damaged(name, "has other bits than were saved")
+            raise reader.damaged(name, _OTHER_BITS)
     return values
 
 
-def _check_shares(
-    root: Path, wanted: Saved, leaves: dict[tuple[str, ...], LeafRecord], shares: list[dict[tuple[str, ...], int]]
-) -> None:
+def _check_shares(root: Path, wanted: Saved, leaves: _Leaves, shares: list[dict[tuple[str, ...], int]]) -> None:
     """Compare the checksums of arrays of which each rank has read a part."""
     for name in shares[0]:
         if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
             reader = ArrayReader(checkpoint_of(root, wanted.step), ITEM)
-            raise reader.damaged(name, "has other bits than were saved")
+            raise reader.damaged(name, _OTHER_BITS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -276,7 +273,7 @@ def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: dict[tuple[str, ...], LeafRecord]) -> None:
+def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: _Leaves) -> None:
     label = ".".join(name)
     of = f"leaf {label} of checkpoint {where}"
     if name not in leaves:

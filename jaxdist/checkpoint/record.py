@@ -54,6 +54,11 @@ class Record(NamedTuple):
     leaves: dict[tuple[str, ...], LeafRecord]
     files: dict[str, tuple[int, int | None]]
 
+    @property
+    def arrays(self) -> dict[tuple[str, ...], LeafRecord]:
+        """The leaves that are not strings."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.dtype != "str"}
+
 
 def write(directory: Path, saved: Saved, leaves: dict[tuple[str, ...], LeafRecord]) -> None:
     """Write the record of a checkpoint that is otherwise complete, and have it on disk."""

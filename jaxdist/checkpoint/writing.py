@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -37,7 +36,7 @@ from jaxdist.checkpoint.files import (
 from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
 from jaxdist.checkpoint.record import LeafRecord
 from jaxdist.errors import CheckpointError
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import Padded, copied
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
@@ -230,7 +229,7 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
         shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
         shards = shards and (ctx.size == 1 or not whole) and x.size > 0
         if shards:
-            x = _copied(x) if copy else x
+            x = copied(x, x.sharding) if copy else x
         elif ctx.is_root:
             x = np.array(x if whole else x.addressable_data(0), copy=copy or None)
         else:
@@ -238,13 +237,6 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
         about = LeafRecord(tuple(x.shape), str(x.dtype), 0, key)
         parts.append(_PendingLeaf(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
     return parts
-
-
-def _copied(x: jax.Array) -> jax.Array:
-    """Without a program of all processes, as which jnp.copy would run."""
-    return jax.make_array_from_single_device_arrays(
-        x.shape, x.sharding, [jnp.copy(s.data) for s in x.addressable_shards]
-    )
 
 
 def _write(ctx: Context, directory: Path, parts: list[_PendingLeaf]) -> dict[str, int]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from jaxdist.cli.doctor import versions
+from jaxdist.cli.output import complain, console, write_json
 from jaxdist.cli.run import run
 from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName
 
@@ -131,8 +131,7 @@ def bench(
             ],
             "versions": versions(),
         }
-        sys.stdout.write(json.dumps(merged, indent=2) + "\n")
-        sys.stdout.flush()
+        write_json(merged)
     if plot is not None:
         draw(results, plot)
 
@@ -218,20 +217,20 @@ def _as_rank(
     try:
         ctx = init(communicator=communicator)
     except (ValueError, RuntimeError, ImportError) as error:
-        print(f"jaxdist bench: {error}", file=sys.stderr, flush=True)
+        complain("bench", error)
         raise typer.Exit(1) from None
     try:
         _check_elements(names, sizes, dtype, ctx.size)
     except ValueError as error:
         if ctx.is_root:
-            print(f"jaxdist bench: {error}", file=sys.stderr, flush=True)
+            complain("bench", error)
         ctx.barrier()  # or the first to end would be reported as the one that failed
         raise typer.Exit(2) from None
     jax.config.update("jax_enable_x64", dtype.endswith("64"))
     rows = []
     for name in names:
         if ctx.is_root:
-            print(f"jaxdist bench: {ctx.communicator}, {ctx.size} rank(s): {name}", file=sys.stderr, flush=True)
+            complain("bench", f"{ctx.communicator}, {ctx.size} rank(s): {name}")
         its_sizes = sizes if name != "barrier" else [0]
         rows += [asdict(measure(ctx, name, size, dtype, seconds)) for size in its_sizes]
     hosts = ctx.control.exchange("jaxdist bench", socket.gethostname())
@@ -280,7 +279,7 @@ def _start(
             except typer.BadParameter as problem:
                 if must:
                     raise
-                print(f"jaxdist bench: without communicator {name}: {problem.message}", file=sys.stderr, flush=True)
+                complain("bench", f"without communicator {name}: {problem.message}")
                 continue
             results.append(json.loads(report.read_text()))
             show(results[-1])
@@ -291,9 +290,8 @@ def _start(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    # Not a terminal (as under mpirun): its 80 columns would fold the cells.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(
+    out = console()
+    out.print(
         f"communicator [b]{result['communicator']}[/b]: {result['processes']} rank(s) on {len(result['hosts'])} "
         f"host(s), {result['device']}, {result['dtype']}"
     )
@@ -315,7 +313,7 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{row['samples']} x {row['calls']}",
         )
         before = name
-    console.print(table)
+    out.print(table)
 
 
 def size_text(nbytes: int) -> str:

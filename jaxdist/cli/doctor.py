@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
     found["MPI library of mpi4py"] = f"{library.version} ({library.path})" if library.version else ""
     found["mpirun of `jaxdist run`"] = f"{mpirun.version} ({mpirun.path})" if mpirun else ""
     found["mpirun first on PATH"] = str(first or "")
-    found["CUDA plugin"] = next(filter(None, map(_version, _CUDA_PLUGINS)), "")
+    found["CUDA plugin"] = _cuda_plugin()
     return found
 
 
@@ -46,14 +46,15 @@ def findings() -> list[Finding]:
     return [*_mpi(), *_gpu(), *_machine()]
 
 
-_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-
-
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _cuda_plugin() -> str:
+    return _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
 
 
 def _mpi() -> Iterator[Finding]:
@@ -65,7 +66,7 @@ def _mpi() -> Iterator[Finding]:
     load = site.install() if not installed or mpirun is None else site.how_to_load(mpirun.path)
     yield Finding("mpi4py", not library.problem, library.problem or f"{library.version}, {library.path}", load)
     if mpirun is not None and not library.problem:
-        same = mpirun.family == library.family or "unknown" in (mpirun.family, library.family)
+        same = mpirun.fits(library)
         seen = "the same MPI" if same else f"{mpirun.path} is {mpirun.version}, mpi4py loads {library.version}"
         yield Finding("mpirun and mpi4py", same, seen, load)
     first = site.mpirun_on_path()
@@ -117,7 +118,7 @@ def _gpu() -> Iterator[Finding]:
     if not present:
         yield Finding("GPU", True, "no NVIDIA driver here: CPU")
         return
-    plugin = next(filter(None, map(_version, _CUDA_PLUGINS)), "")
+    plugin = _cuda_plugin()
     yield Finding(
         "GPU",
         bool(plugin),

@@ -1,9 +1,7 @@
 """`jaxdist info`: who the ranks are, what they would use, and what is missing."""
 
-import json
 import os
 import socket
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxdist.cli.doctor import Finding, findings, versions
+from jaxdist.cli.output import console, write_json
 
 
 def info(
@@ -71,21 +70,19 @@ def _report(ranks: list[dict[str, Any]], job: dict[str, Any], problem: str) -> d
 
 def _write(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
-        sys.stdout.flush()
+        write_json(report)
         return
-    # Not a terminal (as under mpirun): 80 columns would cut commands that are there to be pasted.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    out = console()
     if report["problem"]:
-        console.print(f"[red]jaxdist.init failed:[/red] {escape(report['problem'])}")
+        out.print(f"[red]jaxdist.init failed:[/red] {escape(report['problem'])}")
     else:
-        _print_ranks(console, report["job"], report["ranks"])
-    _print_versions(console, report["versions"])
-    _print_findings(console, [Finding(**finding) for finding in report["findings"]])
+        _print_ranks(out, report["job"], report["ranks"])
+    _print_versions(out, report["versions"])
+    _print_findings(out, [Finding(**finding) for finding in report["findings"]])
 
 
-def _print_ranks(console: Console, job: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    console.print(
+def _print_ranks(out: Console, job: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    out.print(
         f"{job['processes']} process(es), {job['devices']} device(s), "
         f"connector [b]{job['connector']}[/b], communicator [b]{job['communicator']}[/b]"
     )
@@ -96,19 +93,19 @@ def _print_ranks(console: Console, job: dict[str, Any], ranks: list[dict[str, An
         cells = [one["rank"], one["local_rank"], one["host"], one["pid"], one["cores"]]
         devices = escape(", ".join(one["devices"]))
         table.add_row(*map(str, cells), one["platform"], devices)
-    console.print(table)
+    out.print(table)
 
 
-def _print_versions(console: Console, found: dict[str, str]) -> None:
+def _print_versions(out: Console, found: dict[str, str]) -> None:
     table = Table("software", "version")
     for name, version in found.items():
         table.add_row(name, escape(version) if version else "[dim]not installed[/dim]")
-    console.print(table)
+    out.print(table)
 
 
-def _print_findings(console: Console, all_findings: list[Finding]) -> None:
+def _print_findings(out: Console, all_findings: list[Finding]) -> None:
     for finding in all_findings:
         mark = "[green]ok[/green] " if finding.ok else "[red]fix[/red]"
-        console.print(f"{mark} {finding.name}: {escape(finding.seen)}", soft_wrap=True)
+        out.print(f"{mark} {finding.name}: {escape(finding.seen)}", soft_wrap=True)
         if not finding.ok:
-            console.print(f"      {escape(finding.fix)}", soft_wrap=True, style="bold")
+            out.print(f"      {escape(finding.fix)}", soft_wrap=True, style="bold")

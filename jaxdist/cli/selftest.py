@@ -17,13 +17,13 @@ from rich.table import Table
 
 from jaxdist.cli.bench import in_job, names_in, size_text, time_text
 from jaxdist.cli.doctor import Finding, findings, versions
+from jaxdist.cli.output import WIDTH, complain, console
 from jaxdist.cli.run import run
 from jaxdist.connectors import site
 from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName
 from jaxdist.launch.mpi import find_mpirun
 
 _TAG = "jaxdist test"
-_WIDTH = 120
 _TIMEOUT = "60"  # seconds for ranks that do not come, if nothing else is said
 _TOLERANCE = 1e-10  # of float64
 _STEPS = 3
@@ -67,12 +67,12 @@ def self_test(
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     if ranks is None and hosts is None and hostfile is None:
         ranks = _default_ranks()
-    console = _console()
+    out = console()
     wrong: list[str] = []
     for name in names:
         why_not = _not_there() if name == "mpi" else ""
         if why_not and communicators is None:
-            console.print(f"communicator [b]mpi[/b] is not here: {escape(why_not)}", soft_wrap=True)
+            out.print(f"communicator [b]mpi[/b] is not here: {escape(why_not)}", soft_wrap=True)
             continue
         problem = _problem(name, ranks, launcher, hosts, hostfile)
         if problem:
@@ -80,12 +80,12 @@ def self_test(
     found = [finding for finding in findings() if not finding.ok]
     wrong += [f"{f.name}: {f.seen}" for f in found if f.name == "GPU" and os.environ.get("JAX_PLATFORMS") != "cpu"]
     for finding in found:
-        console.print(f"[yellow]note[/yellow] {finding.name}: {escape(finding.seen)}", soft_wrap=True)
-        console.print(f"     {escape(finding.fix)}", soft_wrap=True, style="bold")
+        out.print(f"[yellow]note[/yellow] {finding.name}: {escape(finding.seen)}", soft_wrap=True)
+        out.print(f"     {escape(finding.fix)}", soft_wrap=True, style="bold")
     for problem in wrong:
-        console.print(f"[red]wrong[/red] {escape(problem)}", soft_wrap=True)
+        out.print(f"[red]wrong[/red] {escape(problem)}", soft_wrap=True)
     verdict = "[red]Something is wrong.[/red]" if wrong else "[green]All is well.[/green]"
-    console.print(f"{verdict} ({time.monotonic() - begin:.0f} s)")
+    out.print(f"{verdict} ({time.monotonic() - begin:.0f} s)")
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -130,7 +130,7 @@ def _as_rank() -> int:
     try:
         ctx = init()
     except (ValueError, RuntimeError, ImportError) as error:
-        print(f"jaxdist test: {error}", file=sys.stderr, flush=True)
+        complain("test", error)
         return 1
     jax.config.update("jax_enable_x64", True)
     rows = list(_checks(ctx, time.monotonic() - begin))
@@ -229,19 +229,12 @@ def _print(ctx: Any, rows: Sequence[Finding]) -> None:
 
     device = jax.local_devices()[0]
     kind = device.platform if device.platform == "cpu" else device.device_kind
-    console = _console(as_rank=True)
+    # A rank's terminal may be Open MPI's own: what it writes goes through a pipe all the same.
+    out = Console(width=int(os.environ.get("COLUMNS", WIDTH)), force_terminal=False, highlight=False)
     table = Table(title=f"communicator {ctx.communicator}: {ctx.num_devices} x {kind}", title_justify="left")
     for column in ("", "check", "seen"):
         table.add_column(column)
     for row in rows:
         seen = row.seen if row.ok else f"{row.seen}: {row.fix}"
         table.add_row("[green]ok[/green]" if row.ok else "[red]wrong[/red]", escape(row.name), escape(seen))
-    console.print(table)
-
-
-def _console(as_rank: bool = False) -> Console:
-    # 80 columns, as where there is no terminal, would fold the cells. A rank's may be Open MPI's own: what it writes
-    # goes through a pipe all the same.
-    if as_rank:
-        return Console(width=int(os.environ.get("COLUMNS", _WIDTH)), force_terminal=False, highlight=False)
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    out.print(table)

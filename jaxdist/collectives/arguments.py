@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxdist.agreement.description import Description
 from jaxdist.collectives.call import PARAMETERS, Call, positive
 from jaxdist.collectives.numerics import OPS, reduction
+from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.trace import inside_step, on_device
 from jaxdist.runtime.context import get_context
 
@@ -192,5 +193,5 @@ def types_of(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def describe(head: str, structure: Any, types: tuple[Any, ...]) -> Description:
-    shown = (f"{dtype.name}[{','.join(map(str, shape))}]" for shape, dtype in types)
+    shown = (type_text(dtype.name, shape) for shape, dtype in types)
     return Description(head, tuple(zip(_names(structure), shown, strict=True)))

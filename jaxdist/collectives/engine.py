@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,11 +103,8 @@ class Eager:
 
     def _compare_aloud(self, mine: Description, problem: Exception | None, ready: Prepared | None) -> None:
         nbytes = sum(x.nbytes for x in ready.leaves) if ready else 0
-        print(
-            f"[jaxdist rank {self.ctx.rank}] eager collective {self._sequence}: {problem or mine}, {nbytes} bytes, "
-            f"fingerprint {mine.fingerprint:016x}",
-            file=sys.stderr,
-            flush=True,
+        self.ctx.control.say(
+            f"eager collective {self._sequence}: {problem or mine}, {nbytes} bytes, fingerprint {mine.fingerprint:016x}"
         )
         everyone = self.ctx.control.exchange("JAXDIST_DEBUG: an eager collective", mine, self.timeout)
         if problem or len(set(everyone)) > 1:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist import compat
+from jaxdist.collectives.numerics import reduction
 from jaxdist.ir.primitives import group_reduce_p
 from jaxdist.mesh import AXIS
 
@@ -33,7 +34,7 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     """The reduction of the devices' arrays, on each."""
     x = jnp.asarray(x)
     if op == "avg":
-        x = _mean_dtype(x)
+        x = x.astype(reduction(op, x.dtype).out)
     if not x.size:
         return x
     if op == "prod":
@@ -63,7 +64,7 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
     """This device's slice along `axis` of the reduction."""
     x = jnp.asarray(x)
     if op == "avg":
-        x = _mean_dtype(x)
+        x = x.astype(reduction(op, x.dtype).out)
     equal, n = _equal(groups, "reduce_scatter"), _size(groups, "reduce_scatter")
     if not x.size:
         return x[(slice(None),) * axis + (slice(x.shape[axis] // n),)]
@@ -125,11 +126,6 @@ def _varying(x: Any) -> Any:
     if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x)):
         return lax.pcast(x, AXIS, to="varying")
     return x
-
-
-def _mean_dtype(x: Any) -> Any:
-    """`x` in the dtype that `jnp.mean` would give its mean."""
-    return x.astype(jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), x.dtype)).dtype)
 
 
 def _local(parts: Any, op: str, axis: int) -> Any:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.collectives.call import Call, Group, merge, positive, split
 from jaxdist.collectives.numerics import reduction
+from jaxdist.communicators import exchange
 from jaxdist.control.channel import ControlError
 from jaxdist.runtime import gloo
 
@@ -336,14 +337,6 @@ def _as_bytes(raw: Any) -> Any:
 
 def _bits(x: Any) -> tuple[Any, Callable[[Any], Any]]:
     """`x` in an integer or common float dtype, bit for bit, and the way back."""
-    dtype = x.dtype
-    if dtype.kind == "b":
-        return x.astype(jnp.uint8), lambda y: y.astype(bool)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([x.real, x.imag], -1), lambda y: lax.complex(y[..., 0], y[..., 1])
-    if dtype.kind in "iuf" and dtype != jnp.float16:
-        return x, lambda y: y
-    if jnp.issubdtype(dtype, jnp.integer):  # int4 and narrower
-        return x.astype(jnp.int8), lambda y: y.astype(dtype)
-    bits = jnp.dtype(f"uint{8 * dtype.itemsize}")
-    return lax.bitcast_convert_type(x, bits), lambda y: lax.bitcast_convert_type(y, dtype)
+    return exchange.bits(x)

@@ -27,8 +27,8 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
-from jaxdist.ir.interpreter import Interpreter, retrace
-from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p
+from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
+from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import AXIS
 
 MOST = 2**31 - 1
@@ -125,11 +125,10 @@ class MpiLowering(Interpreter):
                 p.all_to_all_p: self._all_to_all,
                 compat.reduce_scatter_p: self._reduce_scatter,
                 p.ppermute_p: self._permute,
+                p.ragged_all_to_all_p: self._unsupported,
+                **FETCHED,
             }
         )
-        for unsupported in (p.ragged_all_to_all_p,):
-            self.rules[unsupported] = self._unsupported
-            self.rewritten.add(unsupported)
         if comm is None:
             comm = world(jax.process_index())
         self.comm = comm
@@ -169,7 +168,7 @@ class MpiLowering(Interpreter):
             return jnp.concatenate(pieces).reshape(x.shape)
         wide = _reducible(x)
         out = self._call(
-            "mpi_allreduce_ffi",
+            "allreduce",
             wide,
             nitems=x.size,
             op=_handle(getattr(_mpi(), op.upper())),
@@ -189,14 +188,14 @@ class MpiLowering(Interpreter):
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
-            f"mpi_{kind}_ffi", raw, shape, comm=_handle(comm),
+            kind, raw, shape, comm=_handle(comm),
             sendcount=count, recvcount=count, sendtype=dtype, recvtype=dtype,
         )  # fmt: skip
         return restore(out)
 
     def _call(
         self,
-        target: str,
+        kind: str,
         x: Any,
         shape: Sequence[int] | None = None,
         **attributes: int,
@@ -204,8 +203,8 @@ class MpiLowering(Interpreter):
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to move; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype)
-        out, self._token = _call_p(target.removeprefix("mpi_").removesuffix("_ffi")).bind(
-            x, self._token, target=target, shape=shape,
+        out, self._token = _call_p(kind).bind(
+            x, self._token, target=f"mpi_{kind}_ffi", shape=shape,
             attributes=tuple(sorted(attributes.items())),
         )  # fmt: skip
         return out
@@ -213,7 +212,7 @@ class MpiLowering(Interpreter):
     # --- rules for JAX's collectives
 
     def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
-        axes = _axes(eqn)
+        axes = axes_of(eqn, AXIS)
         own = tuple(axis for axis in axes if isinstance(axis, int))  # of vmap
         if own:
             x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](x, own).astype(x.dtype)
@@ -238,9 +237,7 @@ class MpiLowering(Interpreter):
 
     def _scattered(self, comm: Any, x: Any, dim: int, merge: bool = True) -> Any:
         """My slice along `dim` of each process's `x`, stacked in a new leading dimension."""
-        size = comm.Get_size()
-        shape = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
-        parts = jnp.moveaxis(x.reshape(shape), dim, 0)
+        parts = slices(x, dim, comm.Get_size())
         parts = parts if merge else parts.squeeze(dim + 1)
         return self._exchange("alltoall", comm, parts, parts.shape)
 
@@ -255,7 +252,7 @@ class MpiLowering(Interpreter):
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
-            "mpi_sendrecv_ffi", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
+            "sendrecv", raw, sendcount=x.size, recvcount=x.size, sendtype=dtype, recvtype=dtype,
             dest=dest, source=source, sendtag=0, recvtag=0, comm=_handle(comm), status=compat.mpi_status_ignore(),
         )  # fmt: skip
         # Nothing is written where nothing is received. The result must be used all the same: a call without use is
@@ -264,9 +261,9 @@ class MpiLowering(Interpreter):
 
     def _comm(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Any:
         """The communicator of an equation's groups, made by its members when they first lower one such."""
-        if (axes or _axes(eqn)) != (AXIS,):
+        if (axes or axes_of(eqn, AXIS)) != (AXIS,):
             self._unsupported(self, eqn)
-        groups = eqn.params.get("groups", eqn.params.get("axis_index_groups"))
+        groups = groups_of(eqn)
         if groups is None:
             return self.comm
         return _group(self.rank, next(tuple(g) for g in groups if self.rank in g))
@@ -375,12 +372,6 @@ class MpiLowering(Interpreter):
 def _pieces(x: Any) -> list[Any]:
     """`x` along its last dimension, in messages that MPI can count."""
     return [x[..., i : i + MOST] for i in range(0, x.shape[-1], MOST)]
-
-
-def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Over which axes a collective is: names, and numbers of the operand's own, which vmap put there."""
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", AXIS))
-    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def _merge(x: Any, dim: int) -> Any:

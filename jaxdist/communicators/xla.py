@@ -13,8 +13,9 @@ from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.ir.interpreter import Interpreter
+from jaxdist.ir.interpreter import Interpreter, groups_of
 from jaxdist.ir.primitives import (
+    FETCHED,
     all_reduce_p,
     first_entry,
     gather_shards_p,
@@ -39,6 +40,7 @@ class XlaLowering(Interpreter):
                 p.pmax_p: lambda _, eqn, x: _extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: _extreme(eqn, x, "min"),
                 group_reduce_p: lambda _, eqn, x: _extreme(eqn, x, eqn.params["op"]),
+                **FETCHED,
             }
         )
 
@@ -51,13 +53,12 @@ class XlaLowering(Interpreter):
             def lower(
                 _: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names, ours: Any = ours
             ) -> Any:
-                if eqn.params.get("groups", eqn.params.get("axis_index_groups")) is not None:
+                if groups_of(eqn) is not None:
                     return ours(self, eqn, x)
                 out = rule(x, **{k: eqn.params[k] for k in names})
                 return out if not eqn.primitive.multiple_results else [out]
 
             self.rules[primitive] = lower
-        self.rewritten = set(self.rules)
         return self
 
 
@@ -99,7 +100,6 @@ class GlooLowering(XlaLowering):
             reduce_shard_p: self._reduce_shard,
             gather_shards_p: self._gather_shards,
         }
-        self.rewritten = set(self.rules)
         self._last: Any = None
 
     def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -132,17 +132,14 @@ class GlooLowering(XlaLowering):
         return self._then(exchange.reduce_scatter(self._after(x), dim, wire, size, all_to_all))
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        whole = _all_gather(self._after(x), eqn.params["groups"])
-        return self._then(joined(whole, eqn.params["dim"], eqn.params["size"]))
+        return self._then(_gather_shards(eqn, self._after(x)))
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
         groups = eqn.params["axis_index_groups"]
         size = len(groups[0]) if groups else lax.axis_size(eqn.params["axis_name"])
-        parts = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
-        parts = lax.all_to_all(
-            jnp.moveaxis(parts, dim, 0), eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups
-        )
+        parts = slices(x, dim, size)
+        parts = lax.all_to_all(parts, eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups)
         total = parts.sum(0).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
 
@@ -176,9 +173,7 @@ def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
 
 
 def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
-    raw, back = exchange.bits(x)
-    whole = back(lax.all_gather(raw, AXIS, axis_index_groups=eqn.params["groups"]))
-    return joined(whole, eqn.params["dim"], eqn.params["size"])
+    return joined(_all_gather(x, eqn.params["groups"]), eqn.params["dim"], eqn.params["size"])
 
 
 def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:

@@ -17,12 +17,12 @@ from jaxdist.compat.compilation import (
     for_any_device,
     on_compile,
     same_cache_key_on_all_ranks,
+    say_on_host,
     writes_cache,
 )
 from jaxdist.compat.config import platforms_asked, settings, use_settings
-from jaxdist.compat.devices import backend_started, cpu_threads, cpus_elsewhere, gloo_at, gpus_elsewhere, one_cpu_device
+from jaxdist.compat.devices import backend_started, cpu_threads, cpus_elsewhere, gloo_at, gpus_elsewhere
 from jaxdist.compat.distributed import (
-    distributed_client_started,
     distributed_ids,
     key_value_store,
     mpi_status_ignore,

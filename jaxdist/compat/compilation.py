@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -76,6 +76,32 @@ def for_any_device(options: Any) -> Any:
     options = copy.deepcopy(options)
     options.device_assignment = xla_client.DeviceAssignment.create(np.zeros((1, 1), int))
     return options
+
+
+def say_on_host(lowered: Any, arguments: Collection[int], kind: str) -> None:
+    """Let a lowered program say that some of its arguments are in the host's memory, for devices that are not here.
+
+    These know of no memories, so that a `NamedSharding` over them forgets that it was told of one, and JAX says nothing
+    of the arguments (it does of results).
+
+    Args:
+      lowered: as of ``jax.jit(f).lower``.
+      arguments: their positions.
+      kind: JAX's name for the memory.
+    """
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+
+    module = lowered.compiler_ir()
+    main = next(op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
+    used = sorted(lowered._lowering.compile_args["kept_var_idx"])  # JAX drops the others
+    first = len(main.arg_attrs) - len(used)  # before them: constants
+    with module.context:
+        every = []
+        for i, old in enumerate(main.arg_attrs):
+            away = i >= first and used[i - first] in arguments
+            said = {attribute.name: attribute.attr for attribute in old}
+            every.append(ir.DictAttr.get({**said, "mhlo.memory_kind": ir.StringAttr.get(kind if away else "device")}))
+        main.arg_attrs = ir.ArrayAttr.get(every)
 
 
 @functools.cache

@@ -8,19 +8,12 @@ import importlib
 import os
 from typing import Any
 
-import jax
-
 
 def backend_started() -> bool:
     """Whether a JAX backend is up. jax 0.10-0.12: no public way to ask without starting one."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
-
-
-def one_cpu_device() -> None:
-    """One CPU device in this process, whatever XLA_FLAGS asks for (jax_num_cpu_devices wins)."""
-    jax.config.update("jax_num_cpu_devices", 1)
 
 
 def cpu_threads(count: int) -> None:

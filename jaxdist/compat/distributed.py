@@ -9,11 +9,6 @@ from typing import Any
 import jax
 
 
-def distributed_client_started() -> bool:
-    """Whether jax.distributed was initialized (public only as `is_initialized` since 0.4.38)."""
-    return jax.distributed.is_initialized()
-
-
 def distributed_ids() -> tuple[int, int]:
     """(process_id, num_processes) of jax.distributed; public only once a backend is up."""
     from jax._src import distributed

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.connectors.base import Connector, need
+from jaxdist.connectors.base import ENV, Connector, environment, need
 
 if TYPE_CHECKING:
     from jaxdist.connectors.launchers import Launched
@@ -17,7 +16,6 @@ __all__ = ["VALID", "Connector", "choose", "connect"]
 
 VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "local")
 _MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "barrier", "broadcast", "abort")
-_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def choose(env: Mapping[str, str] | None = None) -> str:
@@ -43,7 +41,7 @@ def choose(env: Mapping[str, str] | None = None) -> str:
     """
     from jaxdist.connectors import launchers, slurm
 
-    env = os.environ if env is None else env
+    env = environment(env)
     if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
         return env["JAXDIST_CONNECTOR"]
     launched = launchers.by_mpi(env)
@@ -54,7 +52,7 @@ def choose(env: Mapping[str, str] | None = None) -> str:
     if env.get("RANK") or env.get("WORLD_SIZE"):
         alone = env.get("WORLD_SIZE") == "1"
         need(
-            env, _ENV[:2] if alone else _ENV, "env://",
+            env, ENV[:2] if alone else ENV, "env://",
             "Set all of them on every process, or unset RANK and WORLD_SIZE to run one alone",
         )  # fmt: skip
         if alone:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What connector env:// needs; of a process alone only the first two."""
+
 
 @runtime_checkable
 class Connector(Protocol):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxdist.connectors import slurm
-from jaxdist.connectors.base import read_int
+from jaxdist.connectors.base import environment, read_int
 
 # What each launcher puts before RANK and SIZE. No other program sets these.
 _OWN_NAMES = (
@@ -83,7 +82,7 @@ def several(env: Mapping[str, str] | None = None) -> Launched | None:
       >>> several({"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}).by
       'srun'
     """
-    env = os.environ if env is None else env
+    env = environment(env)
     found, step = by_mpi(env), slurm.step(env)
     if found is not None and found.size != 1:
         return found

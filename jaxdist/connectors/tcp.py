@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.connectors.base import environment, local_position, need, read_int
+from jaxdist.connectors.base import ENV, environment, local_position, need, read_int
 from jaxdist.control.channel import Control
 from jaxdist.control.keys import Key
 from jaxdist.control.process import leave
@@ -114,8 +114,7 @@ def from_env(
     if size is not None:
         env["WORLD_SIZE"] = str(size)
     alone = env.get("WORLD_SIZE") == "1"
-    names = ("RANK", "WORLD_SIZE") if alone else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    need(env, names, "env://", _BY_HAND)
+    need(env, ENV[:2] if alone else ENV, "env://", _BY_HAND)
     size = read_int(env, "WORLD_SIZE", 1)
     rank = read_int(env, "RANK", 0, size - 1)
     local_rank = read_int(env, "LOCAL_RANK", 0, size - 1) if env.get("LOCAL_RANK") else None

@@ -92,9 +92,8 @@ class Control:
         if rank == 0:
             if server is None:
                 server = rendezvous.bind(addresses[0][0], [port for _, port in addresses])
-            port = server.getsockname()[1]
             host = addresses[0][0] if addresses else "0.0.0.0"
-            joined = rendezvous.gather(server, size, key, timeout, f"tcp://{host}:{port}")
+            joined = rendezvous.gather(server, size, key, timeout, f"tcp://{host}:{server.getsockname()[1]}")
             self._hub = Hub(self, joined.connections)
             self.process.wait_gone = self._hub.wait_gone
             target = self._hub.watch
@@ -124,8 +123,7 @@ class Control:
           The value of each rank.
 
         Raises:
-          ControlError: on every rank, if ranks are at different tags, if some did not come in
-            time, or if one has already left.
+          ControlError: on every rank, if ranks are at different tags, or some did not come in time or have left.
 
         Example:
           >>> Control(0, 1).exchange("step", {"loss": 1.0})
@@ -154,7 +152,7 @@ class Control:
             known = ""
             if self._whereabouts is not None:
                 here = self.notices.get(tag, {})
-                known = self._whereabouts([r for r in range(self.size) if r != self.rank and r not in here])
+                known = self._whereabouts([r for r in self.others if r not in here])
                 turns += 1
                 if known is not None:
                     known = f" {known}."
@@ -302,6 +300,11 @@ class Control:
         return self.size == 1 or self.process.over.wait(seconds)
 
     @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [r for r in range(self.size) if r != self.rank]
+
+    @property
     def ending(self) -> bool:
         """Whether the job is known to have failed."""
         return self.process.ending
@@ -366,12 +369,8 @@ class Control:
             self.process.over.set()
         elif kind == "post":
             self._call(self._listeners.get(message[1]), *message[2:])
-        elif kind == "result":
-            self.notices.pop(message[1], None)
-            self.waiting.clear()
-            self._answers.put(message)  # type: ignore[arg-type]
-        elif kind == "error":
-            for tag in [t for t in self.notices if t != "bye"]:
+        elif kind in ("result", "error"):
+            for tag in [message[1]] if kind == "result" else [t for t in self.notices if t != "bye"]:
                 self.notices.pop(tag, None)
             self.waiting.clear()
             self._answers.put(message)  # type: ignore[arg-type]

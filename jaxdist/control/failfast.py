@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ import jax
 
 from jaxdist import compat
 from jaxdist.control.channel import Control, ControlError
+from jaxdist.control.stacks import of_the_user
 
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
@@ -60,10 +60,8 @@ def _run_has_said_it() -> bool:
 
 def _place(trace: TracebackType | None) -> str:
     """Where in the user's own code."""
-    own = str(Path(__file__).parents[1])
     for frame, line in reversed(list(traceback.walk_tb(trace))):
-        file = frame.f_code.co_filename
-        if not file.startswith((own, sys.prefix, sys.base_prefix, "<frozen")):
+        if of_the_user(file := frame.f_code.co_filename):
             return f" at {file}:{line}"
     return ""
 
@@ -130,7 +128,6 @@ def end(control: Control, error: BaseException) -> NoReturn:
     """
     control.process.hold()
     _end(control, type(error), error)
-    raise AssertionError("depart returned")
 
 
 def may_be_aftermath(error: BaseException | None) -> bool:
@@ -146,7 +143,7 @@ def may_be_aftermath(error: BaseException | None) -> bool:
     return isinstance(error, _AFTERMATH) or "/gloo/" in str(error)
 
 
-def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> None:
+def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> NoReturn:
     if may_be_aftermath(error) and control.process.told_to_end(_CAUSE_SECONDS):
         control.process.depart(1)
     lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
@@ -168,7 +165,6 @@ def _end_interrupted(control: Control, place: str) -> NoReturn:
         _print_marked(control.rank, f"interrupted{place}")
     control.alarm(f"{control.who(control.rank)} was interrupted")
     control.process.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
-    raise AssertionError("depart returned")
 
 
 def end_if_exiting(control: Control, code: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from jaxdist.control.hub import PRINT_SECONDS
 from jaxdist.control.stacks import main_thread_stack
@@ -100,7 +101,7 @@ class Process:
 
         threading.Thread(target=end, daemon=True).start()
 
-    def depart(self, code: int, *, abort: bool = False) -> None:
+    def depart(self, code: int, *, abort: bool = False) -> NoReturn:
         """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort
         the others before they can say why.
 
@@ -115,7 +116,7 @@ class Process:
         leave(code, "", self._abort if abort else None)
 
 
-def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> None:
+def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> NoReturn:
     """End this process now, from any thread, whatever the main thread is doing.
 
     Args:

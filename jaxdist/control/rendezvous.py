@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -14,13 +15,12 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from jaxdist.control import handshake
-from jaxdist.control.handshake import Arrival, Hello, Member
+from jaxdist.control.handshake import Hello, Member
 from jaxdist.control.keys import Key, is_loopback
 
-_SILENCE, _SILENCE_LEAST = (
-    30.0,
-    3.0,
-)  # seconds without a sign of a host before it is taken for lost; or the job's timeout
+# Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
+_SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 _SPARE = 64  # connections that may be in the handshake beside those of the ranks
 _TURNED_AWAY_SECONDS = 10.0  # after which a rank says that it is
 _WELCOME, _LATE, _REFUSED = b"W", b"T", b"R"  # what rank 0 says in the end
@@ -40,17 +40,25 @@ def loopback(host: str) -> str:
     return host if not is_loopback(host) or host == "::1" else "127.0.0.1"
 
 
-def interface_addresses() -> list[str]:
-    """The IPv4 addresses of this host's interfaces, loopback left out."""
+def interfaces() -> list[ipaddress.IPv4Interface]:
+    """The IPv4 addresses of this host's interfaces, with their networks."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:  # SIOCGIFADDR: works in a network namespace and without a resolver
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))
+            try:  # ioctl: works in a network namespace and without a resolver
+                address, mask = (
+                    socket.inet_ntoa(fcntl.ioctl(probe, ask, struct.pack("256s", name.encode()[:15]))[20:24])
+                    for ask in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+                )
             except OSError:
                 continue  # an interface without an IPv4 address
-            found.append(socket.inet_ntoa(answer[20:24]))
-    return [ip for ip in found if not is_loopback(ip)]
+            found.append(ipaddress.IPv4Interface(f"{address}/{mask}"))
+    return found
+
+
+def interface_addresses() -> list[str]:
+    """The IPv4 addresses of this host's interfaces, loopback left out."""
+    return [str(one.ip) for one in interfaces() if not one.ip.is_loopback]
 
 
 def bind(host: str, ports: Iterable[int]) -> socket.socket:
@@ -128,7 +136,8 @@ def gather(server: socket.socket, size: int, key: Key, timeout: float, address: 
             rank, _, member = arrival.hello
             problem = _problem(arrival.hello, size, members)
             ours = _plain(arrival.sock.getsockname()[0])
-            conn = _connection(arrival, key, timeout)
+            _watch_silence(arrival.sock, timeout)
+            conn = handshake.signed(arrival.sock, key, arrival.transcript, root=True)
             if problem:
                 connections[-1] = conn
                 refuse(_REFUSED, problem)
@@ -253,18 +262,13 @@ def _answer(conn: Connection, rank: int, size: int, host: str, deadline: float, 
     raise error(f"rank {rank} was refused by rank 0: {said.decode(errors='replace')}")
 
 
-def _connection(arrival: Arrival, key: Key, timeout: float) -> Connection:
-    _watch_silence(arrival.sock, timeout)
-    return handshake.signed(arrival.sock, key, arrival.transcript, root=True)
-
-
 def _watch_silence(sock: socket.socket, timeout: float) -> None:
     """A cut cable sends nothing: without keepalive the two ends of a connection would wait for ever.
 
     The other kernel answers it, so a process that is stopped or busy is not taken for lost.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds = max(_SILENCE_LEAST, min(_SILENCE, timeout))
+    seconds = max(_SILENCE_LEAST, min(_SILENCE_MOST, timeout))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", int(seconds / 3)),

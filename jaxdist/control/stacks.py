@@ -11,7 +11,12 @@ import traceback
 from pathlib import Path
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_JAXDIST = f"{Path(__file__).parents[1]}/"
+_FOREIGN = ("<frozen", f"{Path(__file__).parents[1]}/", *_LIBRARIES)
+
+
+def of_the_user(file: str) -> bool:
+    """Whether it is code of the user's own, not of Python, a library or this one."""
+    return not file.startswith(_FOREIGN)
 
 
 def main_thread_line() -> str:
@@ -19,8 +24,7 @@ def main_thread_line() -> str:
     frames = _main_thread()
     if not frames:
         return "its end"
-    foreign = ("<frozen", _JAXDIST, *_LIBRARIES)
-    frame = next((frame for frame in frames if not frame.filename.startswith(foreign)), frames[0])
+    frame = next((frame for frame in frames if of_the_user(frame.filename)), frames[0])
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 

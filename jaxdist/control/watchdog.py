@@ -109,9 +109,8 @@ class Watchdog:
         ended = threading.Event()
 
         def watch() -> None:
-            others = [r for r in range(self._control.size) if r != self._control.rank]
             while not ended.wait(self._timeout):
-                where = self.whereabouts(others)
+                where = self.whereabouts(self._control.others)
                 if where is not None and not ended.is_set():
                     self._control.fail(f"{what} has taken longer than {self._timeout:g} s: {where}")
                     return
@@ -153,9 +152,8 @@ class Watchdog:
         if watched is None or watched.finished():
             self._watched[step] = newest, newest.since + self._timeout
         elif time.monotonic() > deadline:
-            others = [r for r in range(self._control.size) if r != self._control.rank]
-            absent = self.whereabouts([r for r in others if r not in self._control.notices.get("bye", {})],
-                                      step, watched.number)  # fmt: skip
+            left = self._control.notices.get("bye", {})
+            absent = self.whereabouts([r for r in self._control.others if r not in left], step, watched.number)
             waited = f"has waited for {time.monotonic() - watched.since:.0f} s"
             where = f"step {step!r}, call {watched.number}: rank {self._control.rank} {waited}"
             if watched.finished() or newest.finished():  # while we asked

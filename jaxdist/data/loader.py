@@ -125,11 +125,10 @@ class Loader:
         self._loop: object = None  # the latest one
 
         def check() -> dict[str, Any]:
-            smallest = {"batch_size": 1, "seed": 0, "workers": 0, "threads": 1, "prefetch": 0}
+            least = {"batch_size": 1, "threads": 1}
             given = {"batch_size": batch_size, "seed": seed, "workers": workers, "threads": threads}
             for name, value in (given | {"prefetch": prefetch}).items():
-                if isinstance(value, bool) or not hasattr(value, "__index__") or value < smallest[name]:
-                    raise ValueError(f"{name}={value!r}: expected an integer of at least {smallest[name]}")
+                _check_integer(f"{name}={value!r}", value, least.get(name, 0))
             if tail not in ("drop", "pad", "keep"):
                 raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
             self._source, length = open_source(source)
@@ -212,8 +211,7 @@ class Loader:
           >>> batches.epoch
           7
         """
-        if isinstance(epoch, bool) or not hasattr(epoch, "__index__") or epoch < 0:
-            raise ValueError(f"set_epoch({epoch!r}): expected an integer of at least 0")
+        _check_integer(f"set_epoch({epoch!r})", epoch, 0)
         if self._begun or epoch != self._epoch:
             self._go(operator.index(epoch), 0)
         self._loop = None
@@ -324,6 +322,11 @@ class Loader:
 
         advice = "Give the same data set (all of it) and settings on every rank"
         return on_every_rank(self._context, what, part, raises=_ERRORS, advice=lambda _: advice)[0]
+
+
+def _check_integer(given: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise ValueError(f"{given}: expected an integer of at least {least}")
 
 
 def gather_for_metrics(tree: Any, weight: Any) -> Any:

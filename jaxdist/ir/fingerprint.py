@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import live, subjaxprs
+from jaxdist.ir.interpreter import axes_of, live, subjaxprs
 from jaxdist.ir.primitives import group_reduce_p
 from jaxdist.mesh import AXIS
 
@@ -59,9 +59,13 @@ def constants(closed_jaxpr: ClosedJaxpr) -> str:
                 f"the step closes over an array of shape {raw.shape} that is spread over several processes: pass it as "
                 "an argument"
             )
-        host = np.asarray(raw)
-        found = zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode(), found))
+        found = checksum(np.asarray(raw), found)
     return f"{found:08x}"
+
+
+def checksum(host: np.ndarray, before: int = 0) -> int:
+    """Of the bytes, type and shape of an array, after that of others."""
+    return zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode(), before))
 
 
 def _values(closed_jaxpr: ClosedJaxpr) -> Iterator[Any]:
@@ -72,6 +76,11 @@ def _values(closed_jaxpr: ClosedJaxpr) -> Iterator[Any]:
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(item, (ClosedJaxpr, Jaxpr)):
                     yield from _values(compat.closed(item))
+
+
+def type_text(dtype: Any, shape: Sequence[int]) -> str:
+    """Of an array, as JAX writes it: float32[8,3]."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _lines(jaxpr: Jaxpr, where: str) -> Iterator[str]:
@@ -86,14 +95,12 @@ def moves(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective over the devices."""
     if eqn.primitive is group_reduce_p:  # it does not name the axis
         return True
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    named = AXIS in axes if isinstance(axes, (tuple, list)) else axes == AXIS
-    return named and eqn.primitive.name not in _SILENT
+    return AXIS in axes_of(eqn) and eqn.primitive.name not in _SILENT
 
 
 def _describe(eqn: JaxprEqn) -> str:
     avals: list[Any] = [v.aval for v in eqn.invars]
-    types = ", ".join(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in avals)
+    types = ", ".join(type_text(a.dtype, a.shape) for a in avals)
     plain = {name: _plain(value) for name, value in sorted(eqn.params.items())}
     params = "".join(f" {name}={value}" for name, value in plain.items() if value)
     return f"{eqn.primitive.name.removeprefix('jaxdist_')} {types}{params}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,18 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> 
     return {k: changed(v) for k, v in eqn.params.items()}
 
 
-def contains(jaxpr: Jaxpr, primitives: set[Primitive]) -> bool:
+def axes_of(eqn: JaxprEqn, unsaid: Any = ()) -> tuple[Any, ...]:
+    """Over which axes a collective is: names, and numbers of the operand's own, which vmap put there."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", unsaid))
+    return tuple(axes) if isinstance(axes, (tuple, list, frozenset)) else (axes,)
+
+
+def groups_of(eqn: JaxprEqn) -> Sequence[Sequence[int]] | None:
+    """The groups of devices that a collective is within; None: all are one."""
+    return eqn.params.get("groups", eqn.params.get("axis_index_groups"))
+
+
+def contains(jaxpr: Jaxpr, primitives: Collection[Primitive]) -> bool:
     """Whether an equation of `jaxpr`, or of a jaxpr inside it, binds one of `primitives`."""
     return any(
         eqn.primitive in primitives or any(contains(sub, primitives) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns
@@ -88,7 +99,6 @@ class Interpreter:
 
     def __init__(self, rules: Mapping[Primitive, Rule]):
         self.rules = dict(rules)
-        self.rewritten = set(self.rules)
         self._contains: dict[int, tuple[Jaxpr, bool]] = {}
 
     def run(self, closed: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -163,7 +173,7 @@ class Interpreter:
 
         def cached(jaxpr: Jaxpr) -> bool:
             if id(jaxpr) not in self._contains:  # keeps the jaxpr alive, so that its id stays its own
-                self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self.rewritten))
+                self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self.rules))
             return self._contains[id(jaxpr)][1]
 
         return any(map(cached, subjaxprs(eqn)))

@@ -27,6 +27,18 @@ CARRIES = (
 )  # fmt: skip
 """What comes out is a next value of an operand of its shape."""
 
+CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})
+
+FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2,
+                 "lu": 2 / 3, "qr": 4, "schur": 25, "svd": 20, "triangular_solve": 1, "tridiagonal": 4 / 3}  # fmt: skip
+"""Of matrices: FLOPs, over the product of both dimensions and the smaller one (Golub and Van Loan, *Matrix
+Computations*)."""
+
+FOR_ITSELF = frozenset({"debug_callback", "debug_print", "io_callback", "jaxdist_count", "jaxdist_plain",
+                        "jaxdist_shard", "pure_callback", "rng_uniform", "shard_map"})  # fmt: skip
+"""Not to be moved into what one device computes for all: marks, the user's own code for each device, and what is called
+on the root."""
+
 SAME_RANK = frozenset({"concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "slice", "sort",
                        "split"})  # fmt: skip
 """The results have the operand's dimensions, some of them longer or shorter."""

@@ -36,13 +36,19 @@ group_reduce_p = Primitive("jaxdist_group_reduce")
 `lax.psum` takes groups of unequal size, but not where JAX types each value as replicated or varying.
 """
 
+fetch_p = Primitive("jaxdist_fetch")
+"""Its first ``count`` operands, brought from the host's memory to the device when the others have been computed."""
+fetch_p.multiple_results = True
+
 # --- marks
 
 shard_p = Primitive("jaxdist_shard")
 """``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
 ``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, an ``"update"`` whose parameters were not
-given, or ``"requested"`` by the user; ``level``: of ZeRO; ``within``: which devices share it (see `placements.groups`).
+given, or ``"requested"`` by the user; ``level``: of ZeRO; ``within``: which devices share it (see `placements.groups`);
+``split``: how what needs all of it is done (see `placements.owners`); ``offload``: whether the state's leaves are kept
+in the host's memory.
 What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
 """
 
@@ -53,12 +59,16 @@ plain_p = Primitive("jaxdist_plain")
 """``x``, of a decorated step called on tracers: then it is the plain step, and must not be compiled by itself."""
 
 
-def mark(x: Any, role: str, level: int, within: int | str | None = None) -> Any:
+def mark(
+    x: Any, role: str, level: int, within: int | str | None = None, split: str | None = None, offload: bool = False
+) -> Any:
     """Bind :data:`shard_p`, if `x` holds numbers."""
     if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer
         return x
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else shard_p.bind(x, role=role, level=level, within=within)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return shard_p.bind(x, role=role, level=level, within=within, split=split, offload=offload)
 
 
 # --- slices
@@ -96,6 +106,16 @@ def reduced(
     return lax.psum(x.astype(wire or x.dtype), axes, axis_index_groups=groups).astype(x.dtype)
 
 
+def _fetched(_: Any, eqn: Any, *operands: Any) -> list[Any]:
+    count = eqn.params["count"]
+    xs = lax.optimization_barrier(operands)[:count] if len(operands) > count else operands
+    return [jax.device_put(x, jax.memory.Space.Device) for x in xs]
+
+
+FETCHED = {fetch_p: _fetched}
+"""A rule (see `ir.interpreter`) for what computes :data:`fetch_p`."""
+
+
 def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:
     return (*aval.shape[:dim], size, *aval.shape[dim + 1 :])
 
@@ -111,6 +131,9 @@ reduce_shard_p.def_abstract_eval(
 gather_shards_p.def_abstract_eval(
     lambda aval, *, dim, size, **_: aval.update(shape=_shard_shape(aval, dim, size), weak_type=False)
 )
+
+
+fetch_p.def_abstract_eval(lambda *avals, count: list(avals[:count]))
 
 
 def _group_transpose(ct: Any, _: Any, **params: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.errors import StepError
-from jaxdist.ir.interpreter import Interpreter, subjaxprs
+from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, subjaxprs
 from jaxdist.mesh import AXIS
 
 _log = logging.getLogger("jaxdist")
@@ -121,11 +121,6 @@ _COLLECTIVES = {
 }  # fmt: skip
 
 
-def _axes(eqn: JaxprEqn) -> set[Any]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return set(axes) if isinstance(axes, (tuple, list, frozenset)) else {axes}
-
-
 def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
     """Whether a collective over one of the axes is in it, outside a `shard_map`."""
     return any(_names(eqn, names) for eqn in jaxpr.eqns)
@@ -133,7 +128,7 @@ def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
 
 def _names(eqn: JaxprEqn, names: set[str]) -> bool:
     if eqn.primitive in _COLLECTIVES:
-        return bool(_axes(eqn) & names)
+        return not names.isdisjoint(axes_of(eqn))
     return eqn.primitive.name != "shard_map" and any(_named(sub, names) for sub in subjaxprs(eqn))
 
 
@@ -154,12 +149,12 @@ class Alone(Interpreter):
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         if eqn.primitive not in _COLLECTIVES or not self.touches(eqn):
             return super().eval_eqn(eqn, *args)
-        others = tuple(a for a in _axes(eqn) if a not in self.names)
+        others = tuple(a for a in axes_of(eqn) if a not in self.names)
         if others:
             key = "axes" if "axes" in eqn.params else "axis_name"
             return compat.bind(eqn, {**eqn.params, key: others}, args)
         name, params = eqn.primitive.name, eqn.params
-        if any(len(g) > 1 for g in params.get("axis_index_groups") or params.get("groups") or ()):
+        if any(len(g) > 1 for g in groups_of(eqn) or ()):
             raise self._beyond(eqn, "groups of several devices")
         if name == "axis_index":
             return [jnp.int32(0)]

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxdist import compat
 from jaxdist.ir.fingerprint import moves, place
-from jaxdist.ir.interpreter import live, subjaxprs
+from jaxdist.ir.interpreter import groups_of, live, subjaxprs
 from jaxdist.mesh import Groups
 
 _KINDS = {
@@ -113,7 +113,7 @@ def _walk(jaxpr: Jaxpr, devices: int, on_cpu: bool, where: str, times: int) -> I
 
 def _transfers(eqn: JaxprEqn, devices: int, on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
     kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
-    groups = eqn.params.get("groups") or eqn.params.get("axis_index_groups")
+    groups = groups_of(eqn)
     n = max(map(len, groups)) if groups else devices
     wire = eqn.params.get("wire")
     bucket = re.findall(r"bucket_of_(\d+)", compat.name_stack(eqn))

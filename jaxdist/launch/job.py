@@ -118,7 +118,7 @@ def choose(launcher: LauncherName, connector: ConnectorName, communicator: Commu
             raise ValueError(f"mpi4py is not installed: {site.install()}")
         return mpirun if must else None
     library = mpi_library()
-    if not library.problem and ("unknown" in (mpirun.family, library.family) or mpirun.family == library.family):
+    if not library.problem and mpirun.fits(library):
         return mpirun
     what = f"{mpirun.path} is {mpirun.version}, but {library.problem or f'mpi4py loads {library.version}'}"
     fix = f"To load its library: {site.how_to_load(mpirun.path)}"

@@ -85,6 +85,10 @@ class Mpirun:
             **({"OMPI_MCA_btl_tcp_if_include": network} if network else {}),
         }
 
+    def fits(self, library: "Library") -> bool:
+        """Whether it is of the same MPI as a library, as far as is known."""
+        return self.family == library.family or "unknown" in (self.family, library.family)
+
     def _major(self) -> int:
         match = re.search(r"\)\s+(\d+)\.", self.version)
         return int(match.group(1)) if match else 5

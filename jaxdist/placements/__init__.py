@@ -8,6 +8,7 @@
 | `infer`, `strategy` | the walk that settles the placement of each value, and what it settles |
 | `summands`, `shapes`, `own_rows`, `random_bits`, `loops`, `control_flow` | what it knows of such operations |
 | `marks`, `marked`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
+| `matrices`, `owners`, `owned` | work on whole matrices: found, given to devices, and run by them |
 | `emit`, `run` | the program of one device, once |
 | `small` | steps that are computed whole, in place of messages |
 | `wires` | which summands may travel compressed |
@@ -15,4 +16,11 @@
 | `report` | what moves, and what every device repeats |
 """
 
-from jaxdist.placements import control_flow, loops, own_rows, random_bits, shapes  # noqa: F401  (they enter their rules)
+from jaxdist.placements import (  # noqa: F401  (they enter their rules)
+    control_flow,
+    loops,
+    own_rows,
+    owned,
+    random_bits,
+    shapes,
+)

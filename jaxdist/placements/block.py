@@ -76,6 +76,12 @@ class Block:
         self.avals.append(aval)
         return len(self.avals) - 1
 
+    def count_uses(self) -> None:
+        """Find `uses`."""
+        self.uses = [0] * len(self.avals)
+        for i in (*self.outputs, *(i for node in self.nodes for i in node.ins)):
+            self.uses[i] += 1
+
 
 def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
     """A jaxpr as a block.
@@ -94,12 +100,7 @@ def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
             live.append(node)
             used.update(node.ins)
     block.traced, block.nodes = block.nodes, live[::-1]
-    block.uses = [0] * len(block.avals)
-    for i in block.outputs:
-        block.uses[i] += 1
-    for node in block.nodes:
-        for i in node.ins:
-            block.uses[i] += 1
+    block.count_uses()
     return block
 
 

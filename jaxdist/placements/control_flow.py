@@ -127,7 +127,6 @@ class _Untyped(Interpreter):
         )
         for name in ("broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
             self.rules[getattr(primitives, name)] = _without_sharding
-        self.rewritten = set(self.rules)
 
     def touches(self, eqn: Any) -> bool:
         return eqn.primitive.name in _TYPED

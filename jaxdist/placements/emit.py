@@ -44,6 +44,7 @@ class Emitter:
       placed: the block.
       compressible: by the id of a placed block: the values that may travel in `compress` (see `wires`).
       compress: a dtype; None: each travels in its own.
+      marks: whether those of `jaxdist.zero` stay, for the offload pass.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Emitter:
         placed: Placed,
         compressible: Mapping[int, frozenset[int]] | None = None,
         compress: str | None = None,
+        marks: bool = False,
     ):
         self.infer, self.placed, self.n = infer, placed, infer.devices
-        self.block = placed.block
+        self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
         self._forms: list[dict[Any, Any]] = [{} for _ in self.block.avals]
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}

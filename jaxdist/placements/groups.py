@@ -39,7 +39,7 @@ def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
     Raises:
       ValueError: the devices can't be grouped so, or the step asks for several kinds of groups.
     """
-    sizes = {_size(within, hosts) for within in _requested(closed.jaxpr)}
+    sizes = {_size(within, hosts) for within in asked(closed.jaxpr, "within")}
     if len(sizes) > 1:
         raise ValueError(
             f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(sizes)))} devices: "
@@ -79,11 +79,12 @@ def _size(within: Within, hosts: Sequence[Any]) -> int:
     return within
 
 
-def _requested(jaxpr: Jaxpr) -> set[Within]:
-    found: set[Within] = set()
+def asked(jaxpr: Jaxpr, what: str) -> set[Any]:
+    """What the marks of a step say of one of their parameters."""
+    found: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jaxdist_shard" and eqn.params["level"]:
-            found.add(eqn.params["within"])
+            found.add(eqn.params[what])
         for sub in subjaxprs(eqn):
-            found |= _requested(sub)
+            found |= asked(sub, what)
     return found

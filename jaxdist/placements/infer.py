@@ -21,6 +21,7 @@ from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.marked import marked
+from jaxdist.placements.owners import with_owners
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
 from jaxdist.placements.strategy import Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
@@ -49,6 +50,7 @@ class Infer:
       level: of ZeRO, in place of that which the marks say.
       on_cpu: whether they are CPUs.
       group: how many in a row share what is marked; 0: all.
+      split: ``"slices"`` or ``"owners"`` for what works on whole matrices; None: the cheaper one.
     """
 
     def __init__(
@@ -58,9 +60,12 @@ class Infer:
         level: int | None = None,
         on_cpu: bool = True,
         group: int = 0,
+        split: str | None = None,
     ):
+        self.split = split
         self.devices, self.choose, self._level, self.on_cpu, self.group = devices, choose, level, on_cpu, group
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
+        self._kept: list[Block] = []  # so that their ids stay their own
         self._placed: dict[Any, Placed] = {}
         self._wanted: dict[Any, dict[int, int]] = {}
 
@@ -92,10 +97,18 @@ class Infer:
         if key not in self._placed:
             natural = (id(block), ins, (None,) * len(wants), loose)
             if natural not in self._placed:
-                self._placed[natural] = Walk(self, block, ins, loose).placed
+                placed = self.in_slices(block, ins, loose)
+                if (owned := with_owners(self, placed)) is not None:
+                    placed = replace(Walk(self, owned, ins, loose).placed, matrices=placed.matrices)
+                self._placed[natural] = placed
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)
         return self._placed[key]
+
+    def in_slices(self, block: Block, ins: Sequence[Placement], loose: frozenset[int] = frozenset()) -> Placed:
+        """Settle the placements of a block without owners in it, other than in its bodies."""
+        self._kept.append(block)
+        return Walk(self, block, tuple(ins), loose).placed
 
     def marked(self, block: Block) -> dict[int, int]:
         """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""

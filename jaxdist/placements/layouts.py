@@ -3,6 +3,8 @@
 A shard is a slice along one dimension. Where the devices don't divide that dimension its end is padded: JAX has no
 arrays with shards of different sizes. Such a leaf is a `Padded`, which looks like the array without the padding.
 
+A slice may lie in the host's memory, from which its device takes it (`jaxdist.zero`, ``offload=True``).
+
 Reference: Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 5 (partitioning of the states of training).
 """
 
@@ -17,12 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXIS
 from jaxdist.placements.values import Split, tile
 
+HOST = "pinned_host"
+"""JAX's name for the host's memory that a device reads and writes by itself."""
 _WORTH_AVOIDING = 0.1
 
 
@@ -30,12 +34,14 @@ _WORTH_AVOIDING = 0.1
 class Layout:
     """The shards of a leaf: slices along `dim`, after `pad` entries were added at its end. Made by `layout`.
 
-    Each of `groups` of devices has all slices: the physical array holds them one group after the other.
+    Each of `groups` of devices has all slices: the physical array holds them one group after the other. `host`: they
+    are in the host's memory.
     """
 
     dim: int
     pad: int = 0
     groups: int = 1
+    host: bool = False
 
     @property
     def spec(self) -> P:
@@ -69,9 +75,9 @@ class Layout:
         return x if self.is_plain else x[(slice(None),) * self.dim + (slice(self.logical(x.shape)[self.dim]),)]
 
 
-def layout(dim: int, pad: int, groups: int = 1) -> Layout:
+def layout(dim: int, pad: int, groups: int = 1, host: bool = False) -> Layout:
     """The one `Layout` of these values: they are compared by identity in every call of a step."""
-    return _layout(dim, pad, groups)  # the cache tells calls with and without a default apart
+    return _layout(dim, pad, groups, host)  # the cache tells calls with and without a default apart
 
 
 _layout = functools.cache(Layout)
@@ -97,7 +103,7 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), grou
 
     Example:
       >>> choose((50257, 64), 8), choose((1023, 1023), 8), choose((3,), 8)
-      (Layout(dim=1, pad=0, groups=1), Layout(dim=0, pad=1, groups=1), None)
+      (Layout(dim=1, pad=0, groups=1, host=False), Layout(dim=0, pad=1, groups=1, host=False), None)
     """
     if devices == 1 or math.prod(shape) < devices:
         return None
@@ -107,6 +113,41 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), grou
 
     dim = min(range(len(shape)), key=cost)
     return layout(dim, -shape[dim] % devices, groups)
+
+
+def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | None:
+    """The layout of a leaf that is to be kept so, in the host's memory.
+
+    What each of several devices has whole stays with them, for it is small, and so do numbers, of which XLA wants some
+    on the device.
+
+    Example:
+      >>> on_host(choose((6, 4), 2), (6, 4), 2)
+      Layout(dim=0, pad=0, groups=1, host=True)
+      >>> on_host(None, (6, 4), 1), on_host(None, (6, 4), 2), on_host(None, (), 1)
+      (Layout(dim=0, pad=0, groups=1, host=True), None, None)
+    """
+    if how is not None:
+        return layout(how.dim, how.pad, how.groups, True)
+    return layout(0, 0, 1, True) if devices == 1 and math.prod(shape) > 1 and shape else None  # one slice, all of it
+
+
+def memory_apart(mesh: Mesh) -> bool:
+    """Whether the devices have a memory of their own, beside the host's. CPU devices have none.
+
+    Raises:
+      ValueError: they have, and can't use the host's.
+    """
+    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    device = own[0] if own else mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return False
+    if HOST not in (kinds := [memory.kind for memory in device.addressable_memories()]):
+        raise ValueError(
+            f"zero(offload=True) keeps state in the host's memory ({HOST}), which {device.platform} devices "
+            f"({device.device_kind}) can't use: they have {', '.join(kinds)}"
+        )
+    return True
 
 
 class Padded:
@@ -164,7 +205,8 @@ class Padded:
         own = self.array.sharding
         assert isinstance(own, NamedSharding)
         devices = np.asarray(own.mesh.devices).reshape(self.layout.groups, -1)
-        place = NamedSharding(Mesh(devices, ("group", AXIS)), P(*[None] * self.layout.dim, AXIS))
+        spec = P(*[None] * self.layout.dim, AXIS)
+        place = NamedSharding(Mesh(devices, ("group", AXIS)), spec, memory_kind=own.memory_kind)
         return jax.make_array_from_single_device_arrays(
             self.shape, place, [shard.data for shard in self.array.addressable_shards]
         )
@@ -208,7 +250,7 @@ class Padded:
 @functools.cache
 def _padded_sharding(sharding: NamedSharding, layout: Layout) -> NamedSharding:
     """An object of its own for each layout: a step tells by the sharding's identity how a leaf is kept."""
-    return NamedSharding(sharding.mesh, sharding.spec)
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def physical(x: Any) -> Any:
@@ -218,4 +260,21 @@ def physical(x: Any) -> Any:
 
 def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
     """Of a leaf's physical array."""
-    return NamedSharding(mesh, P() if how is None else how.spec)
+    spec = P() if how is None or mesh.size == 1 else how.spec  # as XLA says it of results
+    return NamedSharding(mesh, spec, memory_kind=HOST if how and how.host else None)
+
+
+def copied(x: jax.Array, place: Sharding) -> jax.Array:
+    """An array with copies of its shards, in the memory that `place` says: not a program of all processes."""
+    shards = []
+    for shard in x.addressable_shards:
+        own = SingleDeviceSharding(shard.device, memory_kind=place.memory_kind)
+        # By way of NumPy where a memory is the host's: `device_put` may make an alias.
+        away = HOST in (place.memory_kind, x.sharding.memory_kind)
+        shards.append(jax.device_put(np.array(shard.data), own) if away else jnp.copy(shard.data))
+    return jax.make_array_from_single_device_arrays(x.shape, place, shards)
+
+
+def on_device(x: jax.Array) -> jax.Array:
+    """An array as it is, or a copy of one that is in the host's memory."""
+    return copied(x, x.sharding.with_memory_kind("device")) if x.sharding.memory_kind == HOST else x

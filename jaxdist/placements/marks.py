@@ -43,6 +43,7 @@ class Marks:
       roles: by input: what it is to `jaxdist.zero`: ``"state"`` or ``"parameter"``.
       levels: of its uses in the step.
       sharded: inputs to keep in shards.
+      offloaded: inputs to keep in the host's memory.
       sliced: inputs of which a loop takes slices along the first dimension.
       updates: whether there is an update without parameters.
     """
@@ -50,6 +51,7 @@ class Marks:
     roles: dict[int, str] = field(default_factory=dict)
     levels: set[int] = field(default_factory=set)
     sharded: set[int] = field(default_factory=set)
+    offloaded: set[int] = field(default_factory=set)
     sliced: set[int] = field(default_factory=set)
     updates: bool = False
 
@@ -112,6 +114,8 @@ def _node(
                 found.roles.setdefault(args[0].index, role)
             if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "requested"):
                 found.sharded.add(args[0].index)
+                if params["offload"] and role == "state":
+                    found.offloaded.add(args[0].index)
     if name in SAME:
         return args[: len(node.outs)]
     update = next((a for a in args if isinstance(a, _Update)), None)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
+from jaxdist.ir.operations import FACTORISATION
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import Move, Placed, Strategy
@@ -206,7 +207,7 @@ def _inside(node: Node, body: Placed, at: Sequence[Rows]) -> list[Rows] | None:
 
 
 def flops(block: Block, node: Node, strategy: Strategy | None = None) -> int:
-    """Of an operation as a device runs it; of a contraction, and an entry of anything else as one.
+    """Of an operation as a device runs it; of a contraction or a factorisation, and an entry of anything else as one.
 
     Args:
       block: of the operation.
@@ -230,6 +231,10 @@ def flops(block: Block, node: Node, strategy: Strategy | None = None) -> int:
         kernel = p.shape(kernel) if isinstance(p, Split) else kernel
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * size(node.outs[0], gives[0]) * math.prod(kernel) // max(kernel[out], 1)
+    if node.name in FACTORISATION:
+        p, shape = takes[0], block.avals[node.ins[0]].shape
+        shape = p.shape(shape) if isinstance(p, Split) else shape
+        return round(FACTORISATION[node.name] * math.prod(shape) * min(shape[-2:]))
     numbers = [o for o in node.outs if not jax.numpy.issubdtype(block.avals[o].dtype, jax.dtypes.extended)]
     return sum(size(o, p) for o, p in zip(node.outs, gives, strict=True) if o in numbers)
 

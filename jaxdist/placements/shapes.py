@@ -223,7 +223,7 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     requested = params["role"] in ("requested", "state")
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        return xs
+        return emitter.bind(node, xs) if emitter.marks else xs
 
     dim = walk.infer.choose(shape)
     if not walk.infer.level(node):

@@ -75,6 +75,7 @@ class Placed:
       own: what changes its form, outside loops and branches.
       summed: inputs that came as summands and were added up inside.
       whole: every device computes all of it, in place of messages (`jaxdist.placements.small`).
+      matrices: how many components work on whole matrices in it (`jaxdist.placements.matrices`).
     """
 
     block: Block
@@ -86,6 +87,7 @@ class Placed:
     own: list[Move] = field(default_factory=list)
     summed: frozenset[int] = frozenset()
     whole: bool = False
+    matrices: int = 0
 
     def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
         """The same, with its outputs in these forms; None: as they come."""

@@ -29,7 +29,7 @@ class Candidate:
     Attributes:
       row: bytes, collectives, FLOPs.
       compute: that the FLOPs take.
-      state: that it takes to read the state once, and to write it.
+      state: that it takes to read the state once, and to write it; to bring it from the host's memory, and back.
       in_host: of collectives within hosts.
       between: of collectives between hosts.
       hidden: of both, while something is computed; as far as the schedule is known.
@@ -76,7 +76,8 @@ class Candidate:
         lines = [written(self.made_by, self.choice)] if self.made_by else []
         if self.row.level is not None:
             within = "" if self.row.within is None else f", within={json.dumps(self.row.within)}"
-            lines.append(f"tx = jaxdist.zero(tx, level={self.row.level}{within})")
+            offload = ", offload=True" if self.row.host else ""
+            lines.append(f"tx = jaxdist.zero(tx, level={self.row.level}{within}{offload})")
         return "; ".join(lines)
 
 
@@ -123,6 +124,7 @@ def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
     kind, scheduled = there.topology.kind, there.compiled_for == "cuda"
     compute = row.flops / (kind.flops * REACHED)
     state = 2 * sum(row.bytes.get(name, 0) for name in STATE) / kind.bandwidth
+    state += 2 * row.host / (kind.host or kind.bandwidth)
     in_hosts = between = hidden = 0.0
     for c in row.collectives:
         if c.devices > 1:

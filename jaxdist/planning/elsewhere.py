@@ -20,10 +20,11 @@ from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import HOST, in_host
 from jaxdist.planning import schedule
-from jaxdist.planning.report import LevelPlan, Plan, Traffic, fraction, total_of
+from jaxdist.planning.memory import readable
+from jaxdist.planning.report import LevelPlan, Plan, Traffic, duration, fraction, total_of
 from jaxdist.planning.topology import Topology
 from jaxdist.step.decorated import DataParallel
-from jaxdist.step.forecast import Ahead, Held
+from jaxdist.step.forecast import Ahead, Forecast, Held
 
 LEVELS = (0, 1, 2, 3)
 
@@ -53,14 +54,17 @@ class Elsewhere:
         step, args = _decorated(step, args)
         devices, self.compiled_for, self.notes = _devices(self.topology)
         self._mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-        self._step, self._forecast = step, step.forecast(self._mesh, args, self.hosts)
+        self._step, self._forecast = step, self._forecast_of(step, args)
 
     def beside(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Elsewhere:
         """Another step on the same devices; what has been compiled and what there is to say they have in common."""
         other = copy.copy(self)
         step, args = _decorated(step, args)
-        other._step, other._forecast = step, step.forecast(self._mesh, args, self.hosts)
+        other._step, other._forecast = step, self._forecast_of(step, args)
         return other
+
+    def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
+        return step.forecast(self._mesh, args, self.hosts, self.topology.kind.name != "cpu")
 
     @property
     def compilations(self) -> int:
@@ -82,7 +86,7 @@ class Elsewhere:
         # Levels 1 and 2 are often one program, and its compilation is most of the time.
         key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self._programs:
-            self._programs[key] = Needs.compiled(ahead, self._mesh.size, began)
+            self._programs[key] = Needs.compiled(ahead, self._mesh.size, began, self.compiled_for == "cpu")
             return self._programs[key]
         return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
@@ -134,7 +138,7 @@ class Elsewhere:
         """What a program needs, for a person."""
         sizes: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
         for x in one.ahead.arguments:
-            sizes[_kind(x)] += x.bytes
+            sizes[_kind(x)] += 0 if x.host else x.bytes
         if activations is None:
             sizes["gradients, activations, temporaries"] = one.temporaries
         else:
@@ -152,12 +156,20 @@ class Elsewhere:
         within = None if not shared else HOST if shared == in_host(self.hosts) else shared
         return LevelPlan(
             level, own, kept, one.peak, one.peak <= self.memory, traffic, one.collectives, one.seconds, within,
-            one.ahead.flops,
+            one.ahead.flops, one.offloaded,
         )  # fmt: skip
 
     def plan(self, found: Sequence[LevelPlan]) -> Plan:
         """The whole of it."""
-        name = getattr(self._step, "__name__", "step")
+        name, speed = getattr(self._step, "__name__", "step"), self.topology.kind.host
+        if most := max((one.host for one in found), default=0):
+            self.note(
+                f"up to {readable(most)} of a device's state are in the host's memory; to bring them and to put them "
+                f"back takes {duration(2 * most / speed)} of each step at PCIe's full speed, {speed / 1e9:g} GB/s, and "
+                "more if devices share it"
+            )
+            if self.compiled_for == "cpu":
+                self.note("XLA for CPUs makes no such copies: where they are larger, they are the temporaries")
         return Plan(name, self.topology, self.compiled_for, self.memory, tuple(found), tuple(self.notes))
 
 
@@ -206,16 +218,20 @@ class Needs:
     seconds: float
 
     @classmethod
-    def compiled(cls, ahead: Ahead, devices: int, began: float) -> Needs:
+    def compiled(cls, ahead: Ahead, devices: int, began: float, on_cpu: bool) -> Needs:
         """Compile it, and read it."""
         compiled = ahead.lowered.compile()
         analysis = compiled.memory_analysis()
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        held, offloaded = (sum(x.bytes for x in ahead.arguments if x.host == host) for host in (False, True))
+        arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+        if offloaded and on_cpu:  # XLA's account for CPUs knows one memory, and no copies from one to the other
+            arguments, temporaries = held, max(temporaries, offloaded)
         # What is allocated: XLA takes its temporaries as one block. Its `peak_memory_in_bytes` is how much of them is
         # in use at once, a little less (and on CPUs it leaves them out).
-        peak = analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
+        peak = arguments + results + temporaries
         # Arguments that the step does not use are not the program's, and still there.
-        peak += max(0, sum(x.bytes for x in ahead.arguments) - analysis.argument_size_in_bytes)
+        peak += max(0, held - arguments)
         found = tuple(schedule.collectives(compiled.as_text(), devices))
         return cls(ahead, found, results, peak, time.monotonic() - began)
 
@@ -224,13 +240,18 @@ class Needs:
         """At least: arguments and results without temporaries; collectives as they are handed to XLA, as if it merged
         all that it can, and where it has a schedule hid them all."""
         found = tuple(_sent_at_least(transfers(ahead.program, devices, on_cpu), devices, on_cpu))
-        arguments = sum(x.bytes for x in ahead.arguments)
+        arguments = sum(x.bytes for x in ahead.arguments if not x.host)
         return cls(ahead, found, ahead.results, arguments + ahead.results, 0.0)
 
     @property
     def temporaries(self) -> int:
         """What is neither argument nor result."""
-        return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments)
+        return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments if not x.host)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of a device's arguments in the host's memory."""
+        return sum(x.bytes for x in self.ahead.arguments if x.host)
 
 
 def _sent_at_least(found: Mapping[Transfer, int], devices: int, on_cpu: bool) -> Iterator[schedule.Collective]:

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.layouts import HOST, Padded, physical
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Row:
       whole: bytes of the arrays as you see them.
       device: bytes that one device holds of them.
       replicated: of these, of arrays that every device holds whole.
-      padding: of these, that only make a dimension divisible.
+      padding: that only make a dimension divisible.
+      host: bytes that one device has in the host's memory (`jaxdist.zero`, ``offload=True``).
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Row:
     device: int
     replicated: int
     padding: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,20 @@ class Memory:
     @property
     def total(self) -> Row:
         """The sum of the rows."""
-        columns = zip(*((r.leaves, r.whole, r.device, r.replicated, r.padding) for r in self.rows), strict=True)
-        leaves, whole, device, replicated, padding = map(sum, columns) if self.rows else (0,) * 5
-        return Row("total", leaves, whole, device, replicated, padding)
+        columns = zip(*((r.leaves, r.whole, r.device, r.replicated, r.padding, r.host) for r in self.rows), strict=True)
+        leaves, whole, device, replicated, padding, host = map(sum, columns) if self.rows else (0,) * 6
+        return Row("total", leaves, whole, device, replicated, padding, host)
 
     def __str__(self) -> str:
         table = Table(title="bytes on one device")
         table.add_column("")
-        for name in ("leaves", "whole", "on a device", "replicated", "padding"):
+        away = bool(self.total.host)
+        for name in ("leaves", "whole", "on a device", "replicated", "padding", *["in host memory"] * away):
             table.add_column(name, justify="right")
         for row in (*self.rows, self.total):
             if row.kind == "total":
                 table.add_section()
-            sizes = map(readable, (row.whole, row.device, row.replicated, row.padding))
+            sizes = map(readable, (row.whole, row.device, row.replicated, row.padding, *[row.host] * away))
             table.add_row(row.kind, str(row.leaves), *sizes)
         if self.compiled:
             table.add_section()
@@ -104,11 +107,13 @@ def memory(tree: Any, compiled: Any = None) -> Memory:
             "new results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
             "temporaries": analysis.temp_size_in_bytes,
         }
+        if analysis.host_argument_size_in_bytes:
+            figures["arguments in host memory"] = analysis.host_argument_size_in_bytes
     return Memory(tuple(_row(kind, leaves) for kind, leaves in kinds.items()), figures)
 
 
 def _row(kind: str, leaves: list[Any]) -> Row:
-    whole = device = replicated = padding = 0
+    whole = device = replicated = padding = host = 0
     for leaf in leaves:
         array = physical(leaf)
         itemsize = getattr(array, "dtype", np.asarray(0).dtype).itemsize
@@ -117,12 +122,15 @@ def _row(kind: str, leaves: list[Any]) -> Row:
         if isinstance(array, jax.Array):
             held = math.prod(array.sharding.shard_shape(array.shape)) * itemsize
         whole += size
-        device += held
         if isinstance(leaf, Padded):
             padding += held - round(size * leaf.layout.groups * held / (math.prod(array.shape) * itemsize))
+        if isinstance(array, jax.Array) and array.sharding.memory_kind == HOST:
+            host += held
+            continue
+        device += held
         if held == size:
             replicated += held
-    return Row(kind, len(leaves), whole, device, replicated, padding)
+    return Row(kind, len(leaves), whole, device, replicated, padding, host)
 
 
 def readable(size: int) -> str:

@@ -82,6 +82,7 @@ class LevelPlan:
       compile_seconds: that it took to trace and compile.
       within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
       flops: of a device in a step.
+      host: bytes of its state in the host's memory, which are not in `bytes`.
       built: what the step was built with, for a person; "": that was not varied.
     """
 
@@ -95,13 +96,14 @@ class LevelPlan:
     compile_seconds: float
     within: Within = None
     flops: int = 0
+    host: int = 0
     built: str = ""
 
     def figures(self) -> dict[str, Any]:
         """Bytes, seconds, shares between 0 and 1."""
         return {
             "level": self.level, "within": self.within, "own": self.own, "bytes": self.bytes, "peak": self.peak,
-            "fits": self.fits, "flops": self.flops,
+            "fits": self.fits, "flops": self.flops, "host": self.host,
             "traffic": [dataclasses.asdict(row) for row in (*self.traffic, self.total)],
             "compile_seconds": self.compile_seconds,
         }  # fmt: skip
@@ -194,6 +196,9 @@ class Plan:
         table.add_section()
         table.add_row("peak", *(readable(one.peak) for one in self.levels))
         table.add_row("fits", *(self.fits(one) for one in self.levels))
+        if any(one.host for one in self.levels):
+            table.add_section()
+            table.add_row("in the host's memory", *(readable(one.host) for one in self.levels))
         return table
 
     def fits(self, one: LevelPlan) -> str:

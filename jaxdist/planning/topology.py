@@ -27,6 +27,7 @@ class Kind:
       network_latency: seconds that it takes at least between hosts.
       flops: that it does in a second, by its data sheet: in bfloat16, without sparsity.
       bandwidth: bytes a second that it reads or writes of its memory.
+      host: bytes a second between it and its host's memory, each way.
       target: what XLA's compiler has to know of a GPU, as its text proto; "": a CPU.
     """
 
@@ -39,12 +40,14 @@ class Kind:
     network_latency: float = 30e-6
     flops: float = 0
     bandwidth: float = 0
+    host: float = 0
     target: str = ""
 
 
 def _gpu(
     name: str, model: str, memory: int, link: float, network: float, *,
     capability: int, cores: int, fpus: int, shared: int, l2: int, clock: float, bandwidth: float, flops: float,
+    host: float,
 ) -> Kind:  # fmt: skip
     extension = _ACCELERATED if capability >= 9 else ""
     target = f"""
@@ -61,17 +64,25 @@ def _gpu(
       dnn_version_info {{ major: 9 minor: 10 }}
       device_description_str: "{model}"
     """
-    return Kind(name, model, memory, link, network, flops=flops, bandwidth=bandwidth, target=target)
+    return Kind(name, model, memory, link, network, flops=flops, bandwidth=bandwidth, host=host, target=target)
 
 
-_AMPERE = {"flops": 312e12, "capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41}
-_HOPPER = {"flops": 989e12, "capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98}
+_AMPERE = {
+    "flops": 312e12, "capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41,
+    "host": 32e9,
+}  # fmt: skip
+_HOPPER = {
+    "flops": 989e12, "capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98,
+    "host": 64e9,
+}  # fmt: skip
 _BLACKWELL = {
     "flops": 2250e12, "capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965,
+    "host": 64e9,
 }  # fmt: skip
 
 # Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
 # NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
+# To the host: 16 lanes of PCIe 4 or 5.
 KINDS = {
     kind.name.lower(): kind
     for kind in (

@@ -58,7 +58,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     if size == 1:
         found = list(jax.local_devices())
         return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)))
-    if compat.backend_started() and not compat.distributed_client_started():
+    if compat.backend_started() and not jax.distributed.is_initialized():
         raise RuntimeError(
             f"rank {rank}: a JAX backend was already in use when jaxdist.init was called, so "
             f"this process can't join the other {size - 1}. Call jaxdist.init() first: before "
@@ -88,7 +88,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
     over_gloo = mine.platform == "cpu" and not compat.backend_started()
     if over_gloo:
-        compat.one_cpu_device()
+        jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
         compat.cpu_threads(devices.fair_threads(resources, rank))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if not platforms:
@@ -130,7 +130,7 @@ def _check_platforms(control: Control, resources: list[devices.Resources]) -> No
 
 def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int] | None, timeout: float) -> None:
     rank, size = control.rank, control.size
-    if compat.distributed_client_started():
+    if jax.distributed.is_initialized():
         if compat.distributed_ids() == (rank, size):
             return  # the user started it, with the same numbers
         raise RuntimeError(

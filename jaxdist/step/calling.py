@@ -28,15 +28,11 @@ class Calling:
         except (TypeError, ValueError):  # of C
             self._signature = None
         self._static = set(static_argnames)
-        names = self.names
-        for n in static_argnums:
-            if not -len(names) <= n < len(names):
-                raise ValueError(f"static_argnums={n}: the step has {len(names)} parameters")
-            self._static.add(names[n])
+        self._static |= self.named(static_argnums, "static_argnums")
         parameters = self._signature.parameters.values() if self._signature else ()
         unknown = self._static - {p.name for p in parameters}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"static_argnames={sorted(unknown)}: the step's parameters are {list(names)}")
+            raise ValueError(f"static_argnames={sorted(unknown)}: the step's parameters are {list(self.names)}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,8 +44,8 @@ class Calling:
         """Whether positional arguments are taken as they come."""
         return not self._static
 
-    def named(self, argnums: Sequence[int]) -> frozenset[str]:
-        """Names of the parameters at these positions.
+    def named(self, argnums: Sequence[int], what: str) -> frozenset[str]:
+        """Names of the parameters at these positions, which came as the argument `what`.
 
         Raises:
           ValueError: there are fewer.
@@ -57,7 +53,7 @@ class Calling:
         names = self.names
         for n in argnums:
             if not -len(names) <= n < len(names):
-                raise ValueError(f"donate_argnums={n}: the step has {len(names)} parameters")
+                raise ValueError(f"{what}={n}: the step has {len(names)} parameters")
         return frozenset(names[n] for n in argnums)
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -104,6 +100,12 @@ class Calling:
                 names.append(p.name)
         names += [f"argument {i}" for i in range(len(names), places)]
         return [*names[:places], *keywords]
+
+
+def apply(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) -> Any:
+    """Call a step with what `Calling.arrange` returns."""
+    places = len(args) - len(keywords)
+    return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
 
 
 def _static(name: str, value: Any) -> Static:

@@ -162,7 +162,7 @@ def data_parallel(
             )
         calling = Calling(step, _several(static_argnums), _several(static_argnames))
         batch = None if batch_argnums is None else _several(batch_argnums)
-        given_up = donate and (donate_argnums is None or calling.named(_several(donate_argnums)))
+        given_up = donate and (donate_argnums is None or calling.named(_several(donate_argnums), "donate_argnums"))
         settings = Settings(
             step, calling, batch, axis_name, given_up, check_finite, check_every, mesh, bucket_bytes, compress, enabled
         )

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.layouts import Padded, on_device, physical
 from jaxdist.runtime.context import Context
-from jaxdist.step.placer import ELSEWHERE, Placer
-from jaxdist.step.signature import Signature, constants_back
+from jaxdist.step.placer import ELSEWHERE, Placer, spans
+from jaxdist.step.signature import NUMBERS, Signature, constants_back
 
 
 class DebugSettings(NamedTuple):
@@ -58,7 +58,7 @@ def op_by_op(
             for i, x in zip(away, context.broadcast([np.asarray(state[i]) for i in away]), strict=True):
                 state[i] = x
             state = [_whole(x) for x in state]
-            spanning = [isinstance(physical(x), jax.Array) and not x.is_fully_addressable for x in mine]
+            spanning = [spans(physical(x)) for x in mine]
             own = [None if s else np.asarray(x) for s, x in zip(spanning, mine, strict=True)]
             parts = context.control.exchange("batch of a step without jit", own, context.timeout)
             mine = [
@@ -86,7 +86,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _whole(x: Any) -> Any:
-    if not isinstance(physical(x), jax.Array) or x.is_fully_addressable:
+    if not spans(physical(x)):
         return x
     full = multihost_utils.process_allgather(physical(x), tiled=True)
     return x.layout.trimmed(full) if type(x) is Padded else full
@@ -94,8 +94,8 @@ def _whole(x: Any) -> Any:
 
 def _local(x: Any) -> Any:
     """An array of this process on one device, numbers as they are."""
-    if isinstance(x, (bool, int, float, complex)):
+    if isinstance(x, NUMBERS):
         return x
     if isinstance(x, jax.Array) and (jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) or len(x.devices()) == 1):
-        return x
+        return on_device(x)
     return jax.numpy.asarray(np.asarray(x))

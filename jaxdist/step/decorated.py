@@ -345,11 +345,11 @@ class DataParallel(Generic[R]):
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
         return any(self._placer.layout(leaves[i]) is ELSEWHERE for i in signature.state)
 
-    def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None) -> Forecast:
+    def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, apart: bool | None = None) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
-        return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts)
+        return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, apart)
 
     def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import HOST, Padded, copied
 from jaxdist.step.calling import Calling
+from jaxdist.step.signature import leaf_name
 
 
 def without_aliases(state: list[Any]) -> list[Any]:
@@ -18,7 +19,7 @@ def without_aliases(state: list[Any]) -> list[Any]:
     for x in state:
         twin = isinstance(x, jax.Array) and id(x) in seen
         seen.add(id(x))
-        out.append(jnp.copy(x) if twin else x)
+        out.append(copied(x, x.sharding) if twin and x.sharding.memory_kind == HOST else jnp.copy(x) if twin else x)
     return out
 
 
@@ -31,7 +32,7 @@ def name_deleted(
     about = isinstance(error, (RuntimeError, ValueError)) and ("deleted" in str(error) or "donated" in str(error))
     if not gone or not about:
         return
-    name = calling.of(len(args), keywords)[gone[0][0].idx] + jax.tree_util.keystr(gone[0][1:])
+    name = leaf_name(calling.of(len(args), keywords), gone[0])
     raise RuntimeError(
         f"step {step!r}: {name} was deleted: an earlier call of a step, which returned its next value, took "
         "its memory. Go on with what that call returned, or decorate with donate=False"

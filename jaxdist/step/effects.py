@@ -10,6 +10,7 @@ import jax
 from jax.core import Tracer
 
 from jaxdist.errors import StepError
+from jaxdist.step.signature import leaf_name
 
 _DEPTH = 3  # how far a tracer is looked for in containers and objects
 _MOST = 1000  # and among how many entries of each: what is added stands last
@@ -38,8 +39,8 @@ def refuse(step: Callable[..., Any], names: Sequence[str], given: Any, args: Seq
             if jax.tree.structure(args[path[0].idx]) in structures:  # it was a place to work in
                 continue
             raise StepError(
-                f"the step changes its argument {names[path[0].idx]}{jax.tree_util.keystr(path[1:])} in place, and "
-                "does not return it: the change would be lost. Return what is to be kept"
+                f"the step changes its argument {leaf_name(names, path)} in place, and does not return it: the change "
+                "would be lost. Return what is to be kept"
             )
     for name, value in _outside(step):
         if (where := _holds_tracer(value, _DEPTH)) is not None:

@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.description import list_ranks, unlike_the_root
+from jaxdist.ir.fingerprint import type_text
+from jaxdist.placements.layouts import Layout
 from jaxdist.runtime.context import Context
 from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum
 from jaxdist.step.program import Program
@@ -38,7 +40,9 @@ class Entering:
         elsewhere = [i for i in program.signature.state if self._placer.layout(leaves[i]) is not program.layouts[i]]
         if not elsewhere:
             return
-        self._compare(program, elsewhere, leaves, call, differs)
+        # What is in shards goes to another memory as it is.
+        taken = [i for i in elsewhere if not isinstance(self._placer.layout(leaves[i]), Layout)]
+        self._compare(program, taken, leaves, call, differs)
         placed = self._placer.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x
@@ -96,6 +100,7 @@ class Entering:
                 continue
             how = self._placer.layout(x)
             where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dim}"
+            where += " in the host's memory" if isinstance(how, Layout) and how.host else ""
             entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
             if not problem and (found := self._placer.state_problem(x)):
                 problem = f"state leaf {name} {found}"
@@ -116,5 +121,4 @@ def _type_of(x: Any) -> str:
     dtype = (
         jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
     )
-    kind = f"{dtype}[{','.join(map(str, np.shape(x)))}]"
-    return kind + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")
+    return type_text(dtype, np.shape(x)) + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,12 +31,14 @@ class Held(NamedTuple):
     Attributes:
       name: of the leaf.
       role: ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``.
-      bytes: on a device.
+      bytes: of a device.
+      host: whether they are in the host's memory.
     """
 
     name: str
     role: str
     bytes: int
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Forecast:
         together.
       mesh: of them.
       hosts: of each device.
+      apart: whether the devices have a memory of their own, beside the host's; None: as they say.
     """
 
     def __init__(
@@ -90,9 +93,10 @@ class Forecast:
         leaves: Sequence[Any],
         mesh: Mesh,
         hosts: Sequence[Any] | None = None,
+        apart: bool | None = None,
     ):
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
-        self._mesh, self._hosts = mesh, hosts
+        self._mesh, self._hosts, self._apart = mesh, hosts, apart
         self._jaxprs: dict[float, StepJaxpr] = {}
 
     def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
@@ -108,7 +112,7 @@ class Forecast:
         """
         signature, mesh = self._signature, self._mesh
         avals = self._types(scale)
-        trace = traced(self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared)
+        trace = traced(self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._apart)
         layouts = list(trace.layouts)
         for i in signature.state:
             if in_shards(self._leaves[i]):
@@ -119,17 +123,21 @@ class Forecast:
         sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
         roles = [*map(trace.marks.roles.get, range(len(held)))]
         arguments = tuple(
-            Held(name, "batch" if is_batch else role or "", size)
-            for name, is_batch, role, size in zip(signature.names, signature.is_batch, roles, sizes, strict=True)
+            Held(name, "batch" if is_batch else role or "", size, bool(how and how.host))
+            for name, is_batch, role, size, how in zip(
+                signature.names, signature.is_batch, roles, sizes, layouts, strict=True
+            )
         )
+        away = {i for i, one in enumerate(arguments) if one.host}
+        results = _results(emitted, {k for k, i in enumerate(trace.sources) if i in away})
+        results -= sum(sizes[i] for i in program.donated if i not in away)
         if placed is None:  # on one device
             block = trace.infer.block(trace.jaxpr)
             placed = trace.infer.place(block, [REPLICATED] * len(block.inputs))
         given = [held[i] for i in signature.state], [held[i] for i in signature.batch]
         return Ahead(
-            emitted, frozenset(trace.marks.levels), "parameter" in roles, arguments,
-            max(0, _results(emitted) - sum(sizes[i] for i in program.donated)), trace.infer.group, work(placed),
-            lambda: program.ahead("lower", *given),
+            emitted, frozenset(trace.marks.levels), "parameter" in roles, arguments, max(0, results),
+            trace.infer.group, work(placed), lambda: program.ahead("lower", *given),
         )  # fmt: skip
 
     def _types(self, scale: float) -> list[Any]:
@@ -162,10 +170,12 @@ class Forecast:
         return held
 
 
-def _results(program: ClosedJaxpr) -> int:
-    """Bytes of a device's results, without arguments that are returned as they came."""
+def _results(program: ClosedJaxpr, away: Collection[int]) -> int:
+    """Bytes of a device's results, without those that go away and arguments that are returned as they came."""
     inputs = set(program.jaxpr.invars)
     results: dict[Any, Any] = {
-        v: v.aval for v in program.jaxpr.outvars if not isinstance(v, Literal) and v not in inputs
+        v: v.aval
+        for k, v in enumerate(program.jaxpr.outvars)
+        if not isinstance(v, Literal) and v not in inputs and k not in away
     }
     return sum(aval.size * aval.dtype.itemsize for aval in results.values())

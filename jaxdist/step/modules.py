@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxdist.errors import StepError
+from jaxdist.step.calling import apply
 
 
 class _NoKey:
@@ -82,8 +83,7 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
     whole = list(args)
     for i, x in zip(at, objects, strict=True):
         whole[i] = x
-    places = len(whole) - len(keywords)
-    result = step(*whole[:places], **dict(zip(keywords, whole[places:], strict=True)))
+    result = apply(step, whole, keywords)
     if found(result):
         raise StepError(
             "the step returns an object of nnx. Objects are changed in place: pass it as an argument, and return "

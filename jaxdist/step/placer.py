@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS
-from jaxdist.placements.layouts import Layout, Padded, layout, physical, sharding
+from jaxdist.placements.layouts import HOST, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.placements.values import Split
 from jaxdist.runtime.context import Context
+from jaxdist.step.signature import NUMBERS
 
 ELSEWHERE = object()
 """Of a leaf that is not on the mesh yet."""
@@ -56,15 +57,20 @@ class Placer:
         # An array of one device is not ours even if the mesh is that device: it would be donated.
         if not isinstance(own, NamedSharding) or own.mesh != self.mesh:
             return ELSEWHERE
+        host = own.memory_kind == HOST
+        if not host and own.memory_kind != self.state_sharding.memory_kind:
+            return ELSEWHERE
         if padded:
             how = x.layout
         elif own.is_fully_replicated:
-            how = None
+            how = on_host(None, x.shape, self.mesh.size) if host else None
+            if host and how is None:
+                return ELSEWHERE
         else:
             split = [d for d, axis in enumerate(own.spec) if axis in (AXIS, (AXIS,))]
-            if len(split) != 1 or own.memory_kind != self.state_sharding.memory_kind:
+            if len(split) != 1:
                 return ELSEWHERE
-            how = layout(split[0], 0)
+            how = layout(split[0], 0, host=host)
         if len(self._layouts) < 256:
             self._known[id(own)] = own, how  # kept alive here, so that the id stays its own
             self._layouts[id(own)] = how
@@ -83,7 +89,7 @@ class Placer:
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The root's value of each leaf, kept on the mesh as `layouts` say; the leaves given stay as they are."""
         if self.processes > 1:
-            spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
+            spanning = [spans(physical(x)) for x in leaves]
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
             leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
         return [
@@ -92,8 +98,12 @@ class Placer:
         ]
 
     def in_shards(self, x: Any, how: Layout) -> Any:
-        """A leaf, the same on every process, in shards."""
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        """A leaf, the same on every process, in shards; or one that is in these, in another memory."""
+        own = self.layout(x)
+        if isinstance(own, Layout) and own is not how:
+            array = copied(physical(x), sharding(self.mesh, how))
+            return array if how.is_plain else Padded(array, how)
+        if spans(x):
             x = x.addressable_data(0)  # whole
         x = np.asarray(x)
         parts = self.mesh.size // how.groups
@@ -105,19 +115,20 @@ class Placer:
             at = index[device] % parts
             part = x[(*before, slice(at * rows, (at + 1) * rows))]
             missing = [(0, rows - part.shape[how.dim] if d == how.dim else 0) for d in range(x.ndim)]
-            shards.append(jax.device_put(np.pad(part, missing), device))
+            place = SingleDeviceSharding(device, memory_kind=HOST if how.host else None)
+            shards.append(jax.device_put(np.pad(part, missing), place))
         shape = how.physical(x.shape)
         array = jax.make_array_from_single_device_arrays(shape, sharding(self.mesh, how), shards)
         return array if how.is_plain else Padded(array, how)
 
     def _replicate(self, x: Any) -> Any:
-        if isinstance(x, (bool, int, float, complex)):
+        if isinstance(x, NUMBERS):
             return self._number(x)  # keeps its weak type
         if isinstance(x, _KeyData):
             return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
         # The step donates its state, and the caller keeps what it passed: never an alias of it (device_put makes one
         # on the first device, may_alias=False or not).
-        if self.processes == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        if self.processes == 1 or spans(x):
             return jax.device_put(jnp.copy(x), self.state_sharding)
         shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
         return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
@@ -143,7 +154,7 @@ class Placer:
         return list(leaves) if own else self.place_batch(leaves, splits)
 
     def _shard(self, x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if spans(x):
             return x if x.sharding == self.batch_sharding else jax.device_put(x, self.batch_sharding)
         rows, n = x.shape[0], len(self.local_devices)
         parts = [x] if n == 1 else [x[i * rows // n : (i + 1) * rows // n] for i in range(n)]
@@ -167,8 +178,7 @@ class Placer:
         aval = jax.typeof(physical(x))
         if type(x) is Padded:
             return jax.ShapeDtypeStruct(x.shape, aval.dtype)
-        spanning = isinstance(x, jax.Array) and not x.is_fully_addressable
-        rows = getattr(x, "total", aval.shape[0] * (1 if spanning else self.processes))
+        rows = getattr(x, "total", aval.shape[0] * (1 if spans(x) else self.processes))
         weak = self.processes == 1 and aval.weak_type
         return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
 
@@ -188,9 +198,8 @@ class Placer:
                 )
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
-        spanning = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in placed]
         own = 1 if self.processes == 1 else len(self.local_devices)
-        return batch_problem(names, placed, [self.mesh.size if s else own for s in spanning])
+        return batch_problem(names, placed, [self.mesh.size if spans(x) else own for x in placed])
 
 
 def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
@@ -212,6 +221,11 @@ def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence
     return None
 
 
+def spans(x: Any) -> bool:
+    """Whether a leaf is an array that lies on several processes."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
 def checksum(x: Any) -> int:
     """Of the bytes, type and shape of a leaf that this process has whole."""
     if isinstance(x, jax.Array):
@@ -219,8 +233,7 @@ def checksum(x: Any) -> int:
             x = jax.random.key_data(x)
         if not x.is_fully_addressable:
             return 0
-    host = np.ascontiguousarray(x)
-    return zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode()))
+    return fingerprint.checksum(np.asarray(x))
 
 
 def _filled(x: Any, rows: int) -> Any:
@@ -284,4 +297,4 @@ def _to_host(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return _KeyData(x)
         return x.item() if x.weak_type and x.ndim == 0 else np.asarray(x)
-    return x if isinstance(x, (bool, int, float, complex)) else np.asarray(x)
+    return x if isinstance(x, NUMBERS) else np.asarray(x)

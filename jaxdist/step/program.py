@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.interpreter import Interpreter
+from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
 from jaxdist.mesh import AXIS
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.groups import in_host
-from jaxdist.placements.layouts import Layout, Padded, layout_of, sharding
+from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
+from jaxdist.placements.offload import staged
 from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
@@ -86,10 +88,17 @@ class Program:
         self._padded_outputs: list[tuple[int, Layout]] = []
         returned = {i for i in step.sources if i is not None}
         state = signature.state
+        self._offloaded = {  # and its next value
+            i: step.sources.index(i) if i in step.sources else None
+            for i, how in enumerate(self.layouts) if how and how.host
+        }  # fmt: skip
         self._given_up = [k for k, i in enumerate(state) if i in donate and i in returned]
         self._kept = [k for k, i in enumerate(state) if not (i in donate and i in returned)]
         self._pick = picker(self._given_up), picker(self._kept)
-        shardings = [sharding(mesh, self.layouts[i]) for i in state]
+        shardings = [sharding(mesh, how) for how in held]
+        # What is in the host's memory, and does not say so (see `compat.say_on_host`).
+        order = [(held[k], shardings[k]) for k in (*self._given_up, *self._kept)]
+        self._unsaid = [i for i, (how, own) in enumerate(order) if how and how.host and own.memory_kind != HOST]
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
         self._jitted = jax.jit(
@@ -149,6 +158,8 @@ class Program:
         """As ``jax.jit(f).lower``, or another of its methods."""
         known = self._traced
         ahead = getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+        if what == "lower" and self._unsaid:
+            compat.say_on_host(ahead, self._unsaid, HOST)
         if known is None:
             self._before = self._traced
         return ahead
@@ -202,13 +213,13 @@ class Program:
     def _emit(self) -> tuple[ClosedJaxpr, Placed, list[Placement]]:
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
-        return fused(placed), placed, ins
+        return staged(fused(placed), self._offloaded, self._mesh.size), placed, ins
 
     def _fused(self, placed: Placed) -> ClosedJaxpr:
         """What a device runs, its collectives in buckets."""
         step, mesh = self._step, self._mesh
         may = compressible(placed, step.sources) if self._compress else {}
-        closed = Emitter(step.infer, placed, may, self._compress).program(local_types(placed))
+        closed = Emitter(step.infer, placed, may, self._compress, bool(self._offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
         ahead = in_shards // _GATHERED_AT_ONCE
         return Fuse(self._bucket_bytes, mesh.size, ahead, barriers=not self._on_cpu)(closed)
@@ -225,11 +236,18 @@ class Program:
         )
         if types != self.types:
             raise OtherTypesError
-        weak = [aval.weak_type for aval in step.jaxpr.out_avals]
+        kept_as = [None if i is None else self.layouts[i] for i in step.sources]
+
+        def results(outs: Sequence[Any]) -> list[Any]:
+            # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
+            weak = [aval.weak_type for aval in step.jaxpr.out_avals]
+            outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
+            host = jax.memory.Space.Host
+            return [jax.device_put(x, host) if k and k.host else x for x, k in zip(outs, kept_as, strict=True)]
+
         if mesh.size == 1:
             self._report(step.jaxpr, None)
-            outs = Interpreter({}).run(step.jaxpr, *args)
-            return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
+            return results(Interpreter(FETCHED).run(staged(step.jaxpr, self._offloaded, 1), *args))
         closed, placed, ins = self._emitted or self._emit()
         self._report(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
@@ -239,11 +257,10 @@ class Program:
             mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False,
         )(*args)  # fmt: skip
         self._padded_outputs = [
-            (i, how) for i, p in enumerate(placed.outs)
+            (i, kept_as[i] or how) for i, p in enumerate(placed.outs)
             if isinstance(p, Split) and not (how := layout_of(p, mesh.size)).is_plain
         ]  # fmt: skip
-        # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
-        return [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
+        return results(outs)
 
 
 class OtherTypesError(Exception):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import trace_settings
-from jaxdist.placements.layouts import Layout
+from jaxdist.placements.layouts import Layout, on_host
 from jaxdist.step import debugging
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
@@ -72,12 +72,14 @@ class ProgramCache:
         return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
 
     def program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
-        """The program for leaves that come as these do: in shards stays in shards, the rest is as the step wants it."""
+        """The program for leaves that come as these do: what comes in shards, or in the host's memory, stays there; the
+        rest is as the step wants it."""
         trace = self.traced(signature, leaves)
         layouts: list[Any] = list(trace.layouts)
         for i in signature.state:
-            how = self._placer.layout(leaves[i])
-            layouts[i] = how if isinstance(how, Layout) else layouts[i]
+            how, wanted = self._placer.layout(leaves[i]), layouts[i]
+            if isinstance(how, Layout):
+                layouts[i] = on_host(how, (), 0) if wanted and wanted.host else how
         key = (trace, *layouts)
         if key not in self.programs:
             communicator, mesh = self._communicator, self._mesh

@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 
+NUMBERS = (bool, int, float, complex)
+_DATA = (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
@@ -31,7 +34,7 @@ class Static:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is data, as opposed to a constant of the program."""
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)) or hasattr(leaf, "__array__")
+    return isinstance(leaf, _DATA) or hasattr(leaf, "__array__")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +75,7 @@ class Signature:
         """Name and value of each constant among the arguments, as texts that are the same on ranks where they are."""
         marked = jax.tree.unflatten(self.tree, [0] * self.tree.num_leaves)
         found = jax.tree_util.tree_leaves_with_path(marked, is_leaf=_is_static)
-        return tuple(
-            (self.parameters[path[0].idx] + jax.tree_util.keystr(path[1:]), _in_words(x.value))
-            for path, x in found
-            if _is_static(x)
-        )
+        return tuple((leaf_name(self.parameters, path), _in_words(x.value)) for path, x in found if _is_static(x))
 
     @functools.cached_property
     def state(self) -> tuple[int, ...]:
@@ -103,6 +102,11 @@ class Signature:
         return picker(self.state)
 
 
+def leaf_name(parameters: Sequence[str], path: tuple[Any, ...]) -> str:
+    """How messages call a leaf of the arguments, by the names of these and its path in their tuple."""
+    return f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
+
+
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that takes the items at these positions from a sequence, fast."""
     if len(positions) > 1:
@@ -125,7 +129,7 @@ def has_constants(tree: Any) -> bool:
 
 
 def _in_words(value: Any) -> str:
-    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
+    if value is None or isinstance(value, (str, bytes, *NUMBERS)):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} ({', '.join(map(_in_words, value))})"

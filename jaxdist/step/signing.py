@@ -15,13 +15,12 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.placer import Placer, abstract, checksum
+from jaxdist.step.placer import Placer, abstract, checksum, spans
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
-from jaxdist.step.signature import Signature, Static, is_array
+from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, leaf_name
 from jaxdist.step.tracing import carried
 
-_NUMBERS = (bool, int, float, complex)
 _log = logging.getLogger("jaxdist")
 
 
@@ -65,7 +64,7 @@ class Signer:
         signature = self._sign(args, keywords, fixed)
         data = signature.data(leaves)
         kinds = {type(data[i]) for i in signature.state}
-        constant = [_NUMBERS[:k] for k, kind in enumerate(_NUMBERS, 1) if kind in kinds]
+        constant = [NUMBERS[:k] for k, kind in enumerate(NUMBERS, 1) if kind in kinds]
         for types in [(), *constant] if constant else []:
             tried = self._sign(args, keywords, fixed | {i for i, x in enumerate(leaves) if type(x) in types})
             try:
@@ -131,7 +130,7 @@ class Signer:
         marked = jax.tree.unflatten(tree, marked)
         paths, tree = jax.tree_util.tree_flatten_with_path(marked)
         parameters = self._calling.of(len(args), keywords)
-        names = tuple(parameters[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths)
+        names = tuple(leaf_name(parameters, path) for path, _ in paths)
         signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
         leaves = [x for _, x in paths]
         if self._declared is not None:
@@ -149,10 +148,10 @@ class Signer:
                     hash(x)
             except TypeError:
                 return TypeError(
-                    f"step {self._name!r}: argument {parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])} is of "
-                    f"type {type(x).__qualname__}, neither an array nor hashable. If it holds arrays, register the "
-                    "class (jax.tree_util.register_dataclass); if it is a constant, make it hashable (a frozen "
-                    "dataclass, say) or close over it"
+                    f"step {self._name!r}: argument {leaf_name(parameters, path)} is of type {type(x).__qualname__}, "
+                    "neither an array nor hashable. If it holds arrays, register the class "
+                    "(jax.tree_util.register_dataclass); if it is a constant, make it hashable (a frozen dataclass, "
+                    "say) or close over it"
                 )
         return None
 
@@ -209,7 +208,7 @@ class Signer:
                     "one that was not passed: pass the batch, or batch_argnums=() if the step has none"
                 )
         paths = jax.tree_util.tree_leaves_with_path(args)
-        names = [f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
+        names = [leaf_name(parameters, path) for path, _ in paths]
         whole = {n if isinstance(n, str) else parameters[n] for n in self._declared}
         for name, (_, leaf) in zip(names, paths, strict=True):
             if not is_array(leaf) and any(_is_in(name, of) for of in whole):
@@ -240,7 +239,7 @@ def _in_equinox(args: Any) -> frozenset[int]:
     for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Module)):
         leaves = jax.tree.leaves(part)
         if isinstance(part, Module):
-            found += [position + i for i, x in enumerate(leaves) if isinstance(x, _NUMBERS)]
+            found += [position + i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)]
         position += len(leaves)
     return frozenset(found)
 
@@ -252,6 +251,6 @@ def _is_in(name: str, of: str) -> bool:
 
 def _value(x: Any, placer: Placer) -> int | None:
     """What is compared of a leaf: nothing of one that is on the mesh; None: it lies on several processes, in parts."""
-    if type(x) is Padded or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+    if type(x) is Padded or spans(x):
         return 0 if placer.layout(x) is None else None
     return checksum(x)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -16,16 +16,19 @@ from jaxdist.ir.trace import stepping, trace
 from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, choose
+from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
 from jaxdist.placements.marks import Marks, marks
+from jaxdist.placements.owners import way
 from jaxdist.runtime.context import hosts_of
 from jaxdist.step import effects, finite, modules
+from jaxdist.step.calling import apply
 from jaxdist.step.matching import flows, match
-from jaxdist.step.signature import Signature, Static, constants_back, is_array
+from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array
 
 
-class StepJaxpr(NamedTuple):
-    """A step as a jaxpr.
+@dataclass(frozen=True, eq=False)
+class StepJaxpr:
+    """A step as a jaxpr, at logical shapes.
 
     Attributes:
       jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
@@ -39,22 +42,16 @@ class StepJaxpr(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TracedStep:
-    """A step as a jaxpr, at logical shapes.
+class TracedStep(StepJaxpr):
+    """A step, and what was found out about it.
 
     Attributes:
-      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
-      tree: of the result.
-      checked: what the findings are about (see `jaxdist.step.finite`).
       infer: places it.
       marks: of `jaxdist.zero`.
       layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
       sources: for each output the argument whose next value it is, or None.
     """
 
-    jaxpr: ClosedJaxpr
-    tree: Any
-    checked: tuple[str, ...]
     infer: Infer
     marks: Marks
     layouts: tuple[Layout | None, ...]
@@ -74,6 +71,7 @@ def traced(
     level: int | None = None,
     hosts: Sequence[Any] | None = None,
     shared: int | None = None,
+    apart: bool | None = None,
 ) -> TracedStep:
     """What placements are settled from.
 
@@ -85,8 +83,9 @@ def traced(
       level: of ZeRO, in place of those that the step says.
       hosts: of each device; None: as the job knows them.
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
+      apart: whether the devices have a memory of their own, beside the host's; None: as they say.
     """
-    closed, tree, checked = step
+    closed, tree = step.jaxpr, step.tree
     shapes = [a.shape for a in avals]
     dims: dict[tuple[int, ...], int | None] = {}
 
@@ -99,17 +98,22 @@ def traced(
     if shared is None:
         shared = group(closed, hosts or hosts_of(mesh))
     parts = shared or mesh.size
-    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared)
+    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared, way(closed))
     block = infer.block(closed)
     found = marks(infer, block, level)
     layouts = found.layouts(shapes, parts, mesh.size // parts)
     dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
+    if found.offloaded and (memory_apart(mesh) if apart is None else apart):
+        layouts = [
+            on_host(how, shape, mesh.size) if i in found.offloaded else how
+            for i, (how, shape) in enumerate(zip(layouts, shapes, strict=True))
+        ]
     follows = flows(infer, block)
     batch = set(signature.batch)
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    return TracedStep(closed, tree, checked, infer, found, tuple(layouts), tuple(sources))
+    return TracedStep(closed, tree, step.checked, infer, found, tuple(layouts), tuple(sources))
 
 
 def jaxpr_of(
@@ -143,7 +147,7 @@ def jaxpr_of(
             if check_finite:
                 found.look_at(result, "result")
         effects.refuse(step, signature.parameters, given, args, result)
-        constant = (bool, int, float, complex) if signature.numbers else ()
+        constant = NUMBERS if signature.numbers else ()
         result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
         outs, tree = jax.tree.flatten(result)
         trees.append((tree, tuple(found.names)))
@@ -162,10 +166,9 @@ def jaxpr_of(
 def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
     """Positions of the arguments' leaves of which a leaf of the result is the next value, as far as types and what
     follows from what tell."""
-    closed, tree, _ = step
     infer = Infer(1, lambda shape: None, None, True)
-    follows = flows(infer, infer.block(closed))[: tree.num_leaves]
-    outs = [(a.shape, carry) for a, (_, carry) in zip(closed.out_avals, follows, strict=False)]
+    follows = flows(infer, infer.block(step.jaxpr))[: step.tree.num_leaves]
+    outs = [(a.shape, carry) for a, (_, carry) in zip(step.jaxpr.out_avals, follows, strict=False)]
     return {i for i, a in enumerate(avals) if any(shape == a.shape and carry >> i & 1 for shape, carry in outs)}
 
 
@@ -173,5 +176,4 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] =
     """Call a step with arguments as of its `Signature`."""
     if any(type(x) is modules.NnxArrays for x in args):
         return modules.run(step, args, keywords)
-    places = len(args) - len(keywords)
-    return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
+    return apply(step, args, keywords)

@@ -8,10 +8,10 @@ import collective_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
@@ -33,7 +33,7 @@ def value(r: int) -> np.ndarray:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_acceptance_values(n: int) -> None:
-    mesh = Mesh(np.array(jax.devices()[:n]), ("data",))
+    mesh = parity.mesh(n)
 
     def run(x: Any) -> Any:
         rows, blocks = jnp.tile(x[:2] - 1, (n, 1)), jnp.concatenate([(x[:2] - 1) * n + d for d in range(n)])
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_one_program(name: str) -> None:
     n, call = 4, DIFFERENTIABLE[name]
     rng = np.random.default_rng(3)
     xs, p = rng.normal(size=(n, 4, 4)), jnp.asarray(rng.normal(size=(4, 4)))
-    mesh = Mesh(np.array(jax.devices()[:n]), ("data",))
+    mesh = parity.mesh(n)
 
     def local(y: Any, x: Any) -> Any:  # what a device makes of its result: its own weights, and not linear
         return jnp.sum(jnp.sin(y) * x.sum()) + jnp.sum(y**2)

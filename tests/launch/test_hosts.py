@@ -61,8 +61,8 @@ def test_bad_hosts(text: str):
 
 
 def test_a_network_is_shared_only_if_all_others_are_on_it(monkeypatch: pytest.MonkeyPatch):
-    own = [ipaddress.IPv4Network(n) for n in ("127.0.0.0/8", "172.17.0.0/16", "10.0.0.0/8", "10.1.2.0/24")]
-    monkeypatch.setattr(network, "_own_networks", lambda: own)
+    own = [ipaddress.IPv4Interface(n) for n in ("127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/8", "10.1.2.1/24")]
+    monkeypatch.setattr(network, "interfaces", lambda: own)
     here, near, far, lost = (Host(name, 1) for name in ("localhost", "10.1.2.7", "192.0.2.1", "no-such-host.invalid"))
     assert network.shared_network([here, near]) == "10.1.2.0/24"
     assert network.shared_network([here, near, Host("10.9.0.1", 1)]) is None

@@ -28,7 +28,7 @@ def main() -> None:
     expected = pickle.loads(Path(sys.argv[2]).read_bytes())
     within = int(sys.argv[4]) if len(sys.argv) > 4 else None
     levels = [1 + (int(sys.argv[3]) + i) % 3 for i in range(len(expected))]
-    got = optimizers.run_sharded(list(expected), levels, ctx.rank, ctx.size, within=within)
+    got = optimizers.run_sharded(list(expected), levels, ctx.rank, ctx.size, within=within, split="owners")
     # Each rank compares what it holds.
     report = {
         f"{name}, level {level}": max(

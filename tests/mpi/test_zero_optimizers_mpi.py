@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.slow  # together
 
 SCRIPT = str(Path(__file__).with_name("run_zero_optimizers.py"))
-SOME = ["chain", "lamb", "adafactor", "muon", "apply_if_finite"]  # the last one sees a NaN of the last rank
+SOME = ["chain", "lamb", "adafactor", "muon", "galore", "apply_if_finite"]  # the last one sees a NaN of the last rank
 ALL = list(optimizers.ENTRIES)
 GROUPS = [ALL[i::12] for i in range(12)] if "JAXDIST_FULL" in os.environ else [SOME]
 

@@ -191,3 +191,19 @@ def test_what_is_refused() -> None:
         jaxdist.fit(lambda x: x, 1, topology="8xcpu")
     with pytest.raises(ValueError, match="no ZeRO level 4"):
         jaxdist.fit(*case(ADAM), topology="8xcpu", levels=(4,))
+
+
+def test_state_in_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise ImportError("no plugin")
+
+    monkeypatch.setattr("jaxdist.compat.gpus_elsewhere", missing)
+    kept, away = (
+        jaxdist.fit(*case(jaxdist.zero(ADAM, 1, offload=offload)), topology="4xH100", levels=(0, 1)).candidates
+        for offload in (False, True)
+    )
+    assert away[1].code == "tx = jaxdist.zero(tx, level=1, offload=True)"
+    assert away[1].row.peak < kept[1].row.peak
+    pcie = 2 * away[1].row.host / 64e9
+    assert pcie / 2 < away[1].state - kept[1].state < pcie  # it is not read from the device
+    assert away[0].seconds == kept[0].seconds

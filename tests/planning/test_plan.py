@@ -31,6 +31,12 @@ ADAM = optax.adam(1e-3)
 SHAPES = {"layers": (LAYERS, WIDTH, WIDTH), "odd": (WIDTH, 13), "small": (3,)}
 
 
+for_gpus = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="NO COMPILER FOR GPUS: schedules are not tested; pip install 'jaxdist[cuda12]' (needs no GPU)",
+)
+
+
 def make_params() -> dict[str, Any]:
     return {name: jnp.full(shape, 0.1, jnp.float32) for name, shape in SHAPES.items()}
 
@@ -188,10 +194,11 @@ def test_a_device_that_is_too_small(plans: dict[int, Plan]) -> None:
     assert [one.fits for one in found.levels] == [False, True]
 
 
-def test_without_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any) -> Any:
-        raise ImportError("no plugin")
+def missing(*_: Any) -> Any:
+    raise ImportError("no plugin")
 
+
+def test_without_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "gpus_elsewhere", missing)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     found = planned(1, "2x4xH100", levels=(1,))
@@ -266,10 +273,58 @@ def test_options_of_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     assert not compat.compiler_knows("xla_gpu_nonsense", True)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="NO COMPILER FOR GPUS: schedules are not tested; pip install 'jaxdist[cuda12]' (needs no GPU)",
-)
+@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=for_gpus)])
+def test_state_in_the_memory_of_the_host(gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not gpus:
+        monkeypatch.setattr(compat, "gpus_elsewhere", missing)
+    tx = {offload: jaxdist.zero(ADAM, 1, offload=offload) for offload in (False, True)}
+    topology = f"{N}xH100"
+    there, here = (jaxdist.plan(step_of(tx[o]), *abstract(tx[o]), topology=topology) for o in (False, True))
+    assert [one.host > 0 for one in here.levels] == [False, True, True, True]
+    for before, one in zip(there.levels[1:], here.levels[1:], strict=True):
+        # What no device has a part of stays: the counter, and the moments of the small leaf.
+        assert one.bytes["optimizer state"] == 4 + 2 * 3 * 4
+        assert one.host + one.bytes["optimizer state"] == before.bytes["optimizer state"]
+        assert one.peak == sum(one.bytes.values())
+    assert there.levels[0].bytes == here.levels[0].bytes
+    assert "in the host's memory" in str(here)
+    assert "at PCIe's full speed, 64 GB/s" in " ".join(str(here).split())
+    assert json.loads(here.to_json())["levels"][1]["host"] == here.own.host
+    assert jaxdist.plan(step_of(tx[True]), *abstract(tx[True]), topology=f"{N}xcpu", levels=()).own.host == 0
+
+
+@for_gpus
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("rows", [64, 1 << 16])
+def test_what_the_memory_of_the_host_saves(rows: int, clip: bool) -> None:
+    """Not only between steps: the state does not come all at once, nor while there are activations."""
+    width, layers = 1024, 8
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+
+    def found(offload: bool) -> Any:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), ADAM) if clip else ADAM
+        tx = jaxdist.zero(tx, 1, offload=offload)
+
+        @jaxdist.data_parallel
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            def loss(p: Any) -> Any:
+                y = x
+                for w in p:
+                    y = jnp.tanh(y @ w)
+                return jnp.mean(y**2)
+
+            updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+        return jaxdist.plan(step, params, jax.eval_shape(tx.init, params), x, topology="2xH100", levels=()).own
+
+    before, after = found(False), found(True)
+    assert after.host == 2 * 4 * width**2 * layers // 2
+    assert before.peak - after.peak > after.host / 2
+
+
+@for_gpus
 def test_for_gpus() -> None:
     found = planned(3, "2x4xH100")
     assert found.compiled_for == "cuda"

@@ -91,11 +91,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             emitted[key] = ahead(self, *which)
         return emitted[key]
 
-    def compiled_once(ahead: Any, devices: int, began: float) -> Any:
+    def compiled_once(ahead: Any, *how: Any) -> Any:
         key = ahead.lowered.as_text(), ahead.arguments
         seen.append(key)
         if key not in known:
-            known[key] = compiled(ahead, devices, began)
+            known[key] = compiled(ahead, *how)
         return dataclasses.replace(known[key], ahead=ahead)
 
     monkeypatch.setattr(Forecast, "ahead", emitted_once)

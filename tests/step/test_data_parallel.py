@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import parity
 import pytest
 from jax import lax
 from jax.sharding import Mesh
@@ -131,7 +132,7 @@ def test_the_axis_by_other_names(caplog: pytest.LogCaptureFixture) -> None:
         np.testing.assert_allclose(jaxdist.data_parallel(step)(W, X), expected, rtol=1e-12)
     assert sum("'batch' is taken for that of data parallelism" in m for m in caplog.messages) == 1
     np.testing.assert_allclose(jaxdist.data_parallel(step, axis_name="batch")(W, X), expected, rtol=1e-12)
-    one = Mesh(jax.devices()[:1], ("data",))
+    one = parity.mesh(1)
     np.testing.assert_allclose(jaxdist.data_parallel(step, mesh=one)(W, X), expected, rtol=1e-12)
 
     def both(w: Any, x: Any) -> Any:
@@ -541,7 +542,7 @@ def test_errors_of_the_step_itself_are_its_own() -> None:
 @pytest.mark.optimised
 @pytest.mark.parametrize("devices", [1, 2])
 def test_on_one_device_nothing_is_reduced(devices):
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    mesh = parity.mesh(devices)
 
     @jaxdist.data_parallel(mesh=mesh)
     def step(w, batch):

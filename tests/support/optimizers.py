@@ -109,7 +109,10 @@ def loss(params: dict[str, Any], seen: dict[str, Any], poisoned: bool = False) -
 
 
 def step_of(
-    names: Sequence[str], levels: Sequence[Any] | None = None, shapes: Shapes = SHAPES, within: int | None = None
+    names: Sequence[str],
+    levels: Sequence[Any] | None = None,
+    shapes: Shapes = SHAPES,
+    **asked: Any,
 ) -> Callable[..., Any]:
     """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
 
@@ -117,11 +120,11 @@ def step_of(
       names: of the entries.
       levels: of `jaxdist.zero` for each; None: a plain step, for one device.
       shapes: of the model's leaves.
-      within: groups of so many devices; as of `jaxdist.zero`.
+      **asked: of `jaxdist.zero`, besides the level.
     """
     txs: dict[str, Any] = {name: ENTRIES[name].make() for name in names}
     if levels is not None:
-        txs = {name: jaxdist.zero(tx, level, within) for (name, tx), level in zip(txs.items(), levels, strict=True)}
+        txs = {name: jaxdist.zero(tx, level, **asked) for (name, tx), level in zip(txs.items(), levels, strict=True)}
 
     def one(name: str, params: Any, opt_state: Any, seen: Any) -> Any:
         entry = ENTRIES[name]
@@ -166,10 +169,13 @@ def run_sharded(
     size: int = 1,
     shapes: Shapes = SHAPES,
     within: int | None = None,
+    split: Any = None,
+    offload: bool = False,
     **settings: Any,
 ) -> Any:
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
-    step = jaxdist.data_parallel(step_of(names, levels, shapes, within), **settings)
+    asked = {"within": within, "split": split, "offload": offload}
+    step = jaxdist.data_parallel(step_of(names, levels, shapes, **asked), **settings)
     state = start(names, shapes)
     n = BATCH // size
     for i in range(STEPS):

@@ -82,20 +82,21 @@ def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
 
 
 @functools.cache
-def case(name: str, level: int = 0, within: int | str | None = None) -> Case:
-    """A case by its name, its optimizer at a level of `jaxdist.zero`, within groups of devices; built once."""
-    token = _level.set((level, within))
+def case(name: str, level: int = 0, within: int | str | None = None, offload: bool = False) -> Case:
+    """A case by its name, its optimizer with these settings of `jaxdist.zero`; built once."""
+    token = _level.set((level, within, offload))
     try:
         return CASES[name]()
     finally:
         _level.reset(token)
 
 
-_level: ContextVar[tuple[int, int | str | None]] = ContextVar("level", default=(0, None))
+_level: ContextVar[tuple[int, int | str | None, bool]] = ContextVar("level", default=(0, None, False))
 
 
 def _zero(tx: Any) -> Any:
-    return jaxdist.zero(tx, *_level.get())  # type: ignore[arg-type]
+    level, within, offload = _level.get()
+    return jaxdist.zero(tx, level, within, offload=offload)  # type: ignore[arg-type]
 
 
 @functools.cache

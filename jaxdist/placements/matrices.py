@@ -1,0 +1,216 @@
+"""Work on whole matrices in what a step keeps in shards: Newton-Schulz iterations, factorisations, their products.
+
+On slices of a matrix such work gathers it over and over, or is repeated by every device. Here it is found: operations
+that need all of a stored value, joined where one follows from the other, so that what is left are components which have
+nothing to do with each other: usually one for each matrix. What to do with them is in `jaxdist.placements.owners`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.ir.interpreter import has_effect
+from jaxdist.ir.operations import CONTRACTION, ELEMENTWISE, FOR_ITSELF, LINEAR
+from jaxdist.placements.block import Block, Node
+from jaxdist.placements.strategy import Placed, Strategy
+from jaxdist.placements.values import Partial, Placement, Replicated, Split
+
+
+@dataclass(eq=False)
+class Component:
+    """Operations that follow from one another.
+
+    Attributes:
+      nodes: in order.
+      ins: values of their block that they take, but for its constants.
+      outs: values of theirs that others take.
+      stage: those of a stage wait for the results of an earlier one.
+    """
+
+    nodes: list[Node]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    stage: int
+
+    def block(self, outer: Block) -> Block:
+        """These operations as a block of their own."""
+        block = Block()
+        at: dict[int, int] = {}
+
+        def number(i: int) -> int:
+            if i not in at:
+                at[i] = block.new(outer.avals[i])
+                if i in outer.known:
+                    block.known[at[i]] = outer.known[i]
+            return at[i]
+
+        block.inputs = [number(i) for i in self.ins]
+        block.nodes = block.traced = [
+            Node(n.eqn, tuple(map(number, n.ins)), tuple(map(number, n.outs)), n.backward, n.call) for n in self.nodes
+        ]
+        block.outputs = [number(i) for i in self.outs]
+        block.count_uses()
+        return block
+
+
+def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved: Counter[int]) -> bool:
+    """Whether an operation, as it is placed, gathers what is stored, or is repeated by every device.
+
+    Args:
+      node: the operation.
+      strategy: how it is placed.
+      at: by value, its placement.
+      moved: by id of a node: bytes that move for it.
+    """
+    if strategy.bodies:
+        return any(body.matrices for body in strategy.bodies)
+    if node.name in CONTRACTION:
+        out: Any = node.eqn.outvars[0].aval
+        summed = isinstance(strategy.gives[0], Partial) and out.ndim > 1
+        return moved[id(node)] > 0 or summed
+    in_slices = any(isinstance(at[i], Split) for i in node.ins)
+    return bool(strategy.why) and in_slices and node.name not in ELEMENTWISE | LINEAR
+
+
+def bytes_moved(placed: Placed) -> Counter[int]:
+    """By id of a node: bytes that move for it, outside of bodies."""
+    moved: Counter[int] = Counter()
+    for move in placed.own:
+        moved[id(move.node)] += move.bytes
+    return moved
+
+
+def components(infer: Any, placed: Placed) -> list[Component]:
+    """Of a block. Control flow is an operation of a component, unless there are more components in it than around it.
+
+    Args:
+      infer: which placed it (`jaxdist.placements.infer.Infer`).
+      placed: with its values in slices.
+    """
+    moved = bytes_moved(placed)
+    whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
+    if not any(whole):
+        return []
+    most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
+    found = _Finder(infer, placed, whole, most).found()
+    if most > max(1, len(found)):
+        found = _Finder(infer, placed, whole, max(1, len(found))).found()
+    return found
+
+
+class _Finder:
+    """Joins the operations of a block.
+
+    A value has a stage and, if it follows from work on whole matrices of that stage, a component. What may not be in a
+    component ends a stage: the rest waits for it.
+    """
+
+    def __init__(self, infer: Any, placed: Placed, whole: Sequence[bool], most: int):
+        self._most = most  # components in a body of control flow
+        self.infer, self.placed, self.block = infer, placed, placed.block
+        self._parents: list[int] = []  # of components that were joined
+        count = len(self.block.avals)
+        self._stage, self._component = [0] * count, [-1] * count
+        self._of_batch = [False] * count
+        for i in self.block.inputs:
+            self._of_batch[i] = _is_of_batch(placed.at[i]) or isinstance(placed.at[i], Partial)
+        self._at: list[tuple[int, int]] = []  # stage and component of each operation
+        for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
+            self._enter(node, strategy, is_whole)
+        self._whole = whole
+        self._moved = bytes_moved(placed)
+
+    def _root(self, component: int) -> int:
+        while self._parents[component] != component:
+            component = self._parents[component]
+        return component
+
+    def _enter(self, node: Node, strategy: Strategy, is_whole: bool) -> None:
+        of_batch = any(self._of_batch[i] for i in node.ins)
+        for o in node.outs:
+            p = self.placed.at[o]
+            self._of_batch[o] = _is_of_batch(p) or (of_batch and isinstance(p, Partial))
+        stage = max((self._stage[i] for i in node.ins), default=0)
+        joined = {i: self._root(self._component[i]) for i in node.ins
+                  if self._component[i] >= 0 and self._stage[i] == stage}  # fmt: skip
+        inside = not of_batch and self._may_be_inside(node, strategy)
+        if inside and not is_whole and len(set(joined.values())) > 1:
+            # Matrices meet in numbers that are few, as in the norm of all of them: not to be one for that.
+            inside = all(self.infer.choose(self.block.avals[i].shape) is not None for i in joined)
+        component = -1
+        if not inside:
+            stage += bool(joined)
+        elif is_whole or joined:
+            roots = sorted(set(joined.values()))
+            component = roots[0] if roots else len(self._parents)
+            if not roots:
+                self._parents.append(component)
+            for other in roots[1:]:
+                self._parents[other] = component
+        self._at.append((stage, component))
+        for o in node.outs:
+            self._stage[o], self._component[o] = stage, component
+
+    def _may_be_inside(self, node: Node, strategy: Strategy) -> bool:
+        """Whether one device alone may do it."""
+        values = (*node.ins, *node.outs)
+        if any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in values):
+            return False
+        return _is_pure(node, strategy, self._most)
+
+    def _takes_all(self, node: Node) -> bool:
+        """Whether it would gather what comes back in slices, as the entry that is picked from a sorted array."""
+        at, avals = self.placed.at, self.block.avals
+        there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
+                    if self.infer.choose(avals[i].shape) is not None)  # fmt: skip
+        return self._moved[id(node)] > 0 or (there and all(isinstance(at[o], Replicated) for o in node.outs))
+
+    def found(self) -> list[Component]:
+        """The components, without what only follows from them."""
+        members: dict[tuple[int, int], list[Node]] = {}
+        needed: dict[int, set[tuple[int, int]]] = {}  # values, and the components that take them
+        for node, (stage, component), whole in zip(
+            reversed(self.block.nodes), reversed(self._at), reversed(self._whole), strict=True
+        ):
+            if component < 0:
+                continue
+            key = stage, self._root(component)
+            if whole or self._takes_all(node) or any(key in needed.get(o, ()) for o in node.outs):
+                members.setdefault(key, []).append(node)
+                for i in node.ins:
+                    needed.setdefault(i, set()).add(key)
+        takers: dict[int, set[int]] = {}
+        for node in self.block.nodes:
+            for i in node.ins:
+                takers.setdefault(i, set()).add(id(node))
+        results = set(self.block.outputs)
+        found = []
+        for (stage, _), nodes in sorted(members.items()):
+            nodes.reverse()
+            own = {id(node) for node in nodes}
+            made = dict.fromkeys(o for node in nodes for o in node.outs)
+            taken = dict.fromkeys(i for node in nodes for i in node.ins)
+            ins = tuple(i for i in taken if i not in made and i not in self.block.known)
+            outs = tuple(o for o in made if o in results or takers.get(o, set()) - own)
+            found.append(Component(nodes, ins, outs, stage))
+        return found
+
+
+def _is_of_batch(p: Placement) -> bool:
+    return isinstance(p, Split) and not p.stored
+
+
+def _is_pure(node: Node, strategy: Strategy, most: int) -> bool:
+    if has_effect(node.eqn) or node.name in FOR_ITSELF:
+        return False
+    return all(
+        body.matrices <= most
+        and all(_is_pure(n, s, most) for n, s in zip(body.block.nodes, body.strategies, strict=True))
+        for body in strategy.bodies
+    )

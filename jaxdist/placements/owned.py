@@ -1,0 +1,174 @@
+"""How owners run: to the owners, what each does, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.communicators import exchange
+from jaxdist.ir.primitives import joined, slices
+from jaxdist.mesh import AXIS, within
+from jaxdist.placements.block import Node
+from jaxdist.placements.emit import Emitter
+from jaxdist.placements.infer import Walk, special
+from jaxdist.placements.owners import Owned, Work, owners_p
+from jaxdist.placements.strategy import Move, Strategy
+from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape
+
+
+@special(owners_p.name)
+def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+    assert isinstance(node, Owned)
+    first = node.works[0]
+    if first.owner is None:  # a stack
+        placed = first.placed
+
+        def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+            return Emitter(emitter.infer, placed).run(xs)
+
+        return Strategy(placed.ins, placed.given, run, bodies=[placed])
+    infer, avals = walk.infer, walk.block.avals
+
+    def sliced(i: int) -> Any:
+        dim = infer.choose(avals[i].shape)
+        return REPLICATED if dim is None else infer.shard(dim, avals[i].shape[dim])
+
+    takes: list[Form] = []
+    for i, p in zip(node.ins, ins, strict=True):
+        usual = isinstance(p, Split) and p.is_tile(walk.n) and p.group == infer.group and not p.whole
+        takes.append(form(p if usual else sliced(i)) if isinstance(p, Split) and not p.whole else REPLICATED)
+    gives: list[Placement] = [sliced(o) for o in node.outs]
+    for i, to in [*zip(node.ins, takes, strict=True), *zip(node.outs, gives, strict=True)]:
+        if isinstance(to, Split):
+            walk.placed.own.append(Move(node, "all-to-all", avals[i], stored=True, why=""))
+    by_owner: dict[int, list[Work]] = {}
+    for one in node.works:
+        by_owner.setdefault(one.owner or 0, []).append(one)
+    busiest = max(by_owner.values(), key=lambda works: sum(one.flops for one in works))
+    owners = _Run(by_owner, takes, gives, infer.group or walk.n, infer.group)
+    return Strategy(takes, gives, owners, bodies=[one.placed for one in busiest], exchanges=True)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What owners do.
+
+    Attributes:
+      works: by owner.
+      takes: how each operand comes.
+      gives: how each result is left.
+      parts: devices that share a matrix.
+      group: so many in a row; 0: all.
+    """
+
+    works: dict[int, list[Work]]
+    takes: Sequence[Any]
+    gives: Sequence[Any]
+    parts: int
+    group: int
+
+    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        avals = emitter.block.avals
+        held = dict(zip(node.ins, xs, strict=True))
+        comes = {i: to for i, to in zip(node.ins, self.takes, strict=True) if isinstance(to, Split)}
+        leaves = dict(zip(node.outs, self.gives, strict=True))
+        ins, outs = (
+            {
+                k: list(dict.fromkeys(i for one in works for i in values(one.component)))
+                for k, works in self.works.items()
+            }
+            for values in (lambda c: [i for i in c.ins if i in comes], lambda c: c.outs)
+        )
+        there = _Parcels(ins, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in comes.items()})
+        back = _Parcels(outs, {o: (local_shape(avals[o].shape, to), avals[o].dtype) for o, to in leaves.items()})
+
+        def done_by(owner: int) -> Callable[[Parcels], Parcels]:
+            def work(arrived: Parcels) -> Parcels:
+                values = dict(held)
+                for i, parts in there.opened(owner, arrived):
+                    values[i] = joined(parts, comes[i].dim, comes[i].size)
+                rows: dict[int, Any] = {}
+                for one in self.works[owner]:
+                    made = Emitter(emitter.infer, one.placed).run([values[i] for i in one.component.ins])
+                    for o, x in zip(one.component.outs, made, strict=True):
+                        to = leaves[o]
+                        whole = not isinstance(to, Split)
+                        rows[o] = jnp.stack([x] * self.parts) if whole else slices(x, to.dim, self.parts)
+                return back.closed(owner, rows, self.parts)
+
+            return work
+
+        owners = sorted(self.works)
+        branches = [done_by(k) for k in owners]
+        if len(owners) < self.parts:
+            branches.append(lambda arrived: back.closed(None, {}, self.parts))
+        turn = [owners.index(k) if k in self.works else len(owners) for k in range(self.parts)]
+        mine = [there.closed(k if k in self.works else None, {i: held[i][None] for i in comes}, 1)
+                for k in range(self.parts)]  # fmt: skip
+        sent = {key: jnp.concatenate([row[key] for row in mine]) for key in there.widths}
+        arrived = self._exchange(emitter, sent)
+        place = emitter.index % self.group if self.group else emitter.index
+        returned = self._exchange(emitter, lax.switch(jnp.asarray(turn)[place], branches, arrived))
+        found: dict[int, Any] = {}
+        for k in owners:
+            row = {key: lax.slice_in_dim(x, k, k + 1) for key, x in returned.items()}
+            found.update((o, parts[0]) for o, parts in back.opened(k, row))
+        return [found[o] for o in node.outs]
+
+    def _exchange(self, emitter: Any, parcels: Parcels) -> Parcels:
+        groups = within(emitter.n, self.group)
+        return {
+            key: lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups)
+            for key, x in parcels.items()
+        }
+
+
+Parcels = dict[str, Any]
+"""By dtype on the wire: an array of a row for each device."""
+
+
+class _Parcels:
+    """What travels between an owner and each device: where in a row each value is.
+
+    Args:
+      contents: by owner, the values.
+      types: of each value: the shape of what goes to, or comes from, one device; its dtype.
+    """
+
+    def __init__(self, contents: dict[int, list[int]], types: dict[int, tuple[tuple[int, ...], Any]]):
+        self._types = types
+        self._places: dict[int, list[tuple[int, str, int]]] = {}
+        self.widths: dict[str, int] = {}
+        for owner, values in contents.items():
+            ends: dict[str, int] = {}
+            for i in values:
+                shape, dtype = types[i]
+                key = exchange.bits(jnp.zeros((), dtype))[0].dtype.name
+                self._places.setdefault(owner, []).append((i, key, ends.get(key, 0)))
+                ends[key] = ends.get(key, 0) + math.prod(shape)
+            for key, end in ends.items():
+                self.widths[key] = max(end, self.widths.get(key, 0))
+
+    def closed(self, owner: int | None, values: dict[int, Any], rows: int) -> Parcels:
+        """So many rows with the values of an owner, each given with the rows as its first dimension; None: nothing."""
+        parts: dict[str, list[Any]] = {key: [] for key in self.widths}
+        for i, key, _ in self._places.get(owner, ()) if owner is not None else ():
+            parts[key].append(exchange.bits(jnp.asarray(values[i]))[0].reshape(rows, -1))
+        out = {}
+        for key, width in self.widths.items():
+            row = jnp.concatenate(parts[key], 1) if parts[key] else jnp.zeros((rows, 0), key)
+            out[key] = jnp.pad(row, [(0, 0), (0, width - row.shape[1])])
+        return out
+
+    def opened(self, owner: int, rows: Parcels) -> Iterator[tuple[int, Any]]:
+        """Each value of an owner, with the rows as its first dimension."""
+        for i, key, start in self._places.get(owner, ()):
+            shape, dtype = self._types[i]
+            raw = lax.slice_in_dim(rows[key], start, start + math.prod(shape), axis=1)
+            back = exchange.bits(jnp.zeros((), dtype))[1]
+            yield i, back(raw.reshape(len(raw), *shape))

@@ -1,0 +1,237 @@
+"""Owners: whole matrices travel to one device each, are worked on once, and travel back as slices.
+
+What works on whole matrices (`jaxdist.placements.matrices`) is given to devices by its FLOPs, the largest first to the
+device that has least. A stack of matrices, as of layers that a loop runs over, is split along its leading dimension
+instead. Where slices do it for less they keep it.
+
+References:
+  Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer
+  divided over the devices); Graham, *Bounds on multiprocessing timing anomalies*, 1969 (the largest first).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jax.extend.core import ClosedJaxpr, Primitive
+
+from jaxdist.ir.operations import CONTRACTION
+from jaxdist.placements.block import Block, Node
+from jaxdist.placements.groups import asked
+from jaxdist.placements.matrices import Component, bytes_moved, components, is_whole_work
+from jaxdist.placements.report import flops, work
+from jaxdist.placements.strategy import Placed, nbytes
+from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
+
+_BYTE = {True: 32, False: 1024}
+"""FLOPs that take as long as a byte between devices: of CPUs, of others."""
+_MESSAGES = 1 << 18
+"""FLOPs that take as long as the two messages, there and back."""
+
+Way = Literal["slices", "owners"] | None
+"""How what works on whole matrices is done; None: the cheaper way."""
+
+owners_p = Primitive("jaxdist_owners")
+"""Some components, each computed by one device, or a stack of matrices by all. Never bound: it names the operation."""
+
+
+@dataclass(eq=False)
+class Work:
+    """A component, placed.
+
+    Attributes:
+      component: its operations.
+      placed: they, on whole matrices, or on a device's part of a stack.
+      owner: of the devices that share a matrix the one that does it; None: each does its part of the stack.
+    """
+
+    component: Component
+    placed: Placed
+    owner: int | None
+
+    @property
+    def flops(self) -> int:
+        return work(self.placed)
+
+
+@dataclass(eq=False)
+class Owned(Node):
+    """The operation that stands for components of one stage."""
+
+    works: Sequence[Work] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return owners_p.name
+
+
+def check_split(split: Any) -> None:
+    """Refuse what is no `Way`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if split not in (None, "slices", "owners"):
+        raise ValueError(
+            f"split={split!r}: None (the cheaper way), 'owners' (whole matrices travel to one device each) or 'slices' "
+            "(what works on whole matrices gathers them)"
+        )
+
+
+def way(closed: ClosedJaxpr) -> Way:
+    """What the marks of a step ask for.
+
+    Raises:
+      ValueError: both.
+    """
+    found = asked(closed.jaxpr, "split") - {None}
+    if len(found) > 1:
+        raise ValueError(
+            "the step has an update with split='slices' and one with split='owners': give each jaxdist.zero in it the "
+            "same `split`, or none"
+        )
+    return found.pop() if found else None
+
+
+def with_owners(infer: Any, placed: Placed) -> Block | None:
+    """A block whose work on whole matrices has owners; None: it has none, or is better done on slices.
+
+    Args:
+      infer: which placed it (`jaxdist.placements.infer.Infer`).
+      placed: with its values in slices. What is found in it is written to its `matrices`.
+    """
+    found = components(infer, placed)
+    inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
+    placed.matrices = max(len(found), inner)
+    if not found or infer.split == "slices":
+        return None
+    works: list[list[Work]] = []
+    for stage in sorted({c.stage for c in found}):
+        works += _chosen(infer, placed, [c for c in found if c.stage == stage])
+    return _rewritten(placed.block, works) if works else None
+
+
+def _chosen(infer: Any, placed: Placed, found: Sequence[Component]) -> list[list[Work]]:
+    """Who works on components of one stage: groups of which each is one operation."""
+    n = infer.group or infer.devices
+    byte = _BYTE[infer.on_cpu]
+    on_slices, always = _costs(placed, byte)
+    whole = []
+    for component in found:
+        block = component.block(placed.block)
+        whole.append((component, infer.place(block, [REPLICATED] * len(block.inputs))))
+    total = sum(work(p) for _, p in whole)
+    stacks: list[list[Work]] = []
+    alone: list[tuple[Work, int]] = []
+    for component, on_one in whole:
+        cost, travel = work(on_one), byte * _bytes(placed, component)
+        must = infer.split == "owners" or any(id(node) in always for node in component.nodes)
+        slices = sum(on_slices[id(node)] for node in component.nodes)
+        if not must and cost // n + travel // n + _MESSAGES >= slices:
+            continue
+        stack = _stack(infer, placed, component)
+        if stack is not None and (work(stack) * n <= 1.25 * cost or cost * n > total):
+            stacks.append([Work(component, stack, None)])
+        else:
+            alone.append((Work(component, on_one, 0), 0 if must else slices))
+    if not alone:
+        return stacks
+    _assign([one for one, _ in alone], n)
+    load, bytes_of = [0] * n, [0] * n
+    for one, _ in alone:
+        load[one.owner or 0] += one.flops
+        bytes_of[one.owner or 0] += _bytes(placed, one.component)
+    worth = sum(slices for _, slices in alone)
+    if all(slices for _, slices in alone) and max(load) + byte * max(bytes_of) + _MESSAGES >= worth:
+        return stacks
+    return [*stacks, [one for one, _ in alone]]
+
+
+def _assign(works: Sequence[Work], n: int) -> None:
+    """The largest first, each to the device that has least."""
+    devices = [(0, i) for i in range(n)]
+    for one in sorted(works, key=lambda one: -one.flops):
+        load, i = heapq.heappop(devices)
+        one.owner = i
+        heapq.heappush(devices, (load + one.flops, i))
+
+
+def _costs(placed: Placed, byte: int) -> tuple[dict[int, int], set[int]]:
+    """By id of an operation: what it takes on slices, in FLOPs; and those that slices can't do at all."""
+    moved = bytes_moved(placed)
+    costs: dict[int, int] = {}
+    always = set()
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        times = node.eqn.params["length"] if node.name == "scan" else 1
+        inner = [_costs(body, byte) for body in strategy.bodies]
+        own = 0 if strategy.bodies or strategy.make else flops(placed.block, node, strategy)
+        reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.gives, strict=True)
+                      if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
+        travel = max(moved[id(node)], reduced)
+        costs[id(node)] = own + byte * travel + times * sum(sum(c.values()) for c, _ in inner)
+        alone = not strategy.bodies and node.name not in CONTRACTION and is_whole_work(node, strategy, placed.at, moved)
+        if alone or any(found for _, found in inner):
+            always.add(id(node))
+    return costs, always
+
+
+def _bytes(placed: Placed, component: Component) -> int:
+    """That travel to an owner and back: of what is in slices."""
+    sliced = [i for i in component.ins if isinstance(placed.at[i], Split)]
+    return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
+
+
+def _stack(infer: Any, placed: Placed, component: Component) -> Placed | None:
+    """A component as each device does it for some matrices of a stack, without the others."""
+    avals = placed.block.avals
+    stacked = [i for i in component.ins if isinstance(placed.at[i], Split)]
+    lengths = {avals[i].shape[0] for i in stacked}
+    if len(lengths) != 1 or min(lengths) < 2 or any(avals[i].ndim < 3 for i in stacked):
+        return None
+    (length,) = lengths
+    split = tile(0, length, infer.devices, stored=True, group=infer.group)
+    block = component.block(placed.block)
+    ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
+    found = infer.in_slices(block, ins)  # a part that needs owners is none; they would look for a stack in it again
+    apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
+    return found if apart and not found.communicates else None
+
+
+def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
+    """A block with an operation in place of each group of components, in an order in which all can run."""
+    group_of = {id(node): k for k, group in enumerate(works) for one in group for node in one.component.nodes}
+    groups = []
+    for group in works:
+        first = group[0].component.nodes[0]
+        eqn = first.eqn.replace(primitive=owners_p, params={}, effects=set())
+        ins = tuple(dict.fromkeys(i for one in group for i in one.component.ins))
+        outs = tuple(o for one in group for o in one.component.outs)
+        groups.append(Owned(eqn, ins, outs, first.backward, first.call, group))
+    nodes = [n for n in block.nodes if id(n) not in group_of]
+    position = {id(n): k for k, n in enumerate(block.nodes)}
+    position.update({id(g): position[id(g.works[0].component.nodes[0])] for g in groups})
+    everything = [*nodes, *groups]
+    maker = {o: node for node in everything for o in node.outs}
+    waits = {id(n): {id(maker[i]) for i in n.ins if i in maker} for n in everything}
+    then: dict[int, list[Node]] = {}
+    for node in everything:
+        for before in waits[id(node)]:
+            then.setdefault(before, []).append(node)
+    ready = [(position[id(n)], k) for k, n in enumerate(everything) if not waits[id(n)]]
+    number = {id(n): k for k, n in enumerate(everything)}
+    heapq.heapify(ready)
+    ordered: list[Node] = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        ordered.append(everything[k])
+        for node in then.get(id(everything[k]), ()):
+            waits[id(node)].discard(id(everything[k]))
+            if not waits[id(node)]:
+                heapq.heappush(ready, (position[id(node)], number[id(node)]))
+    assert len(ordered) == len(everything)
+    new = replace(block, nodes=ordered)
+    new.count_uses()
+    return new

@@ -1,0 +1,143 @@
+"""Work on whole matrices: found, and given to devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdist.placements.infer import Infer
+from jaxdist.placements.layouts import choose
+from jaxdist.placements.matrices import Component, components
+from jaxdist.placements.owners import Owned
+from jaxdist.placements.strategy import Placed
+from jaxdist.placements.values import REPLICATED, tile
+
+SIZE = 64
+
+
+def placed(f: Any, *shapes: tuple[int, ...], split: Any = None, devices: int = 4) -> tuple[Infer, Placed]:
+    """A function of arrays in slices."""
+
+    def dim(shape: tuple[int, ...]) -> int | None:
+        how = choose(shape, devices)
+        return how.dim if how else None
+
+    infer = Infer(devices, dim, split=split)
+    block = infer.block(jax.make_jaxpr(f)(*[jnp.zeros(s) for s in shapes]))
+    ins = [REPLICATED if dim(s) is None else tile(dim(s) or 0, s[dim(s) or 0], devices, stored=True) for s in shapes]
+    return infer, infer.place(block, ins)
+
+
+def found(f: Any, *shapes: tuple[int, ...]) -> list[Component]:
+    return components(*placed(f, *shapes, split="slices"))
+
+
+def cube(x: Any) -> Any:
+    return x @ x.T @ x
+
+
+def names(component: Component) -> list[str]:
+    return [node.name for node in component.nodes if node.name != "transpose"]
+
+
+MATRIX = (SIZE, SIZE)
+
+
+def test_each_matrix_is_a_component() -> None:
+    one, two = found(lambda a, b: (cube(a) + a, cube(b)), MATRIX, (SIZE, 2 * SIZE))
+    assert names(one) == names(two) == ["dot_general"] * 2
+    assert (one.stage, two.stage) == (0, 0)
+    assert len(one.outs) == len(two.outs) == 1
+
+
+def test_elementwise_work_is_none() -> None:
+    assert found(lambda a, b: a * b + jnp.sum(a * b), MATRIX, MATRIX) == []
+    assert found(lambda a, b: jnp.vdot(a, b) * a, MATRIX, MATRIX) == []
+
+
+def test_what_is_between_belongs_to_it_and_what_follows_does_not() -> None:
+    (one,) = found(lambda a: jnp.tanh(jnp.sin(cube(a)) @ a), MATRIX)
+    assert names(one) == ["dot_general", "dot_general", "sin", "dot_general"]
+
+
+def test_an_entry_of_a_sorted_array_is_taken_by_its_owner() -> None:
+    (one,) = found(lambda a: a * jnp.sort(a.ravel())[7], MATRIX)
+    assert "sort" in names(one)
+    assert [str(node.eqn.outvars[0].aval) for node in one.nodes][-1] == "float64[1]"
+
+
+def test_products_of_products_are_joined() -> None:
+    assert len(found(lambda a, b: (a @ a.T) @ (b @ b.T), MATRIX, MATRIX)) == 1
+
+
+def test_matrices_that_meet_in_a_number_are_not() -> None:
+    def f(a: Any, b: Any) -> Any:
+        a, b = cube(a), cube(b)
+        norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
+        return cube(a / norm), cube(b / norm)
+
+    stages = [one.stage for one in found(f, MATRIX, MATRIX)]
+    assert stages == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("loop", ["scan", "while", "cond"])
+def test_control_flow_of_one_matrix_is_an_operation(loop: str) -> None:
+    def f(*xs: Any) -> Any:
+        if loop == "scan":
+            return [jax.lax.fori_loop(0, 3, lambda _, x: cube(x), x) for x in xs]
+        if loop == "while":
+            return [jax.lax.while_loop(lambda x: x[0, 0] < 5, cube, x) for x in xs]
+        return [jax.lax.cond(x[0, 0] < 5, cube, lambda x: x, x) for x in xs]
+
+    everything = found(f, MATRIX, MATRIX)
+    assert len(everything) == 2
+    assert all(loop in names(one) for one in everything)
+
+
+def test_control_flow_of_several_has_them_inside() -> None:
+    def f(a: Any, b: Any, c: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda _, xs: jax.tree.map(cube, xs), (a, b, c))
+
+    infer, whole = placed(f, MATRIX, MATRIX, MATRIX, split="owners")
+    assert components(infer, whole) == []
+    (strategy,) = [s for s in whole.strategies if s.bodies]
+    (owned,) = [n for n in strategy.bodies[0].block.nodes if isinstance(n, Owned)]
+    assert sorted(one.owner or 0 for one in owned.works) == [0, 1, 2]
+
+
+def test_the_largest_come_first() -> None:
+    sizes = (32, 64, 96, 128, 48)  # the cube of 128 is more than those of the others together
+
+    def f(*xs: Any) -> Any:
+        return [cube(x) for x in xs]
+
+    _, whole = placed(f, *[(n, n) for n in sizes], split="owners", devices=2)
+    (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
+    owners: dict[int, int | None] = {one.placed.block.avals[0].shape[0]: one.owner for one in owned.works}
+    assert owners == {128: 0, 96: 1, 64: 1, 48: 1, 32: 1}
+
+
+def test_what_follows_waits_for_it() -> None:
+    def f(a: Any, b: Any) -> Any:
+        x = jnp.sin(a)
+        y = cube(x)
+        z = b + y
+        return cube(z) * x, jnp.sum(y) + jnp.sum(z)
+
+    _, whole = placed(f, MATRIX, MATRIX, split="owners")
+    made = set(whole.block.inputs) | set(whole.block.known)
+    for node in whole.block.nodes:
+        assert made.issuperset(node.ins)
+        made.update(node.outs)
+    assert made.issuperset(whole.block.outputs)
+
+
+def test_one_matrix_of_many_devices_stays_on_slices_if_they_take_less() -> None:
+    """A product of a wide matrix with a narrow one: its owner would do alone what all can."""
+    _, whole = placed(lambda a, b: jnp.tanh(a) @ b, (512, 512), (512, 8), devices=8)
+    assert not [n for n in whole.block.nodes if isinstance(n, Owned)]
+    _, whole = placed(lambda a: jnp.linalg.svd(a, compute_uv=False), (512, 512), devices=8)
+    assert [n for n in whole.block.nodes if isinstance(n, Owned)]

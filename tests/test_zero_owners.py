@@ -1,0 +1,216 @@
+"""Work on whole matrices, divided over the devices: ``zero(..., split=)``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers
+import pytest
+from jax.sharding import Mesh
+from matrix_optimizers import MAKERS, parameters, step_of
+
+import jaxdist
+
+CHAIN = ((6, 10), (10, 10), (10, 7), (7, 12), (12, 6))
+"""Shapes that 2, 3, 4 and 8 devices don't all divide."""
+
+
+def mesh(devices: int) -> Mesh:
+    return Mesh(jax.devices()[:devices], ("data",))
+
+
+def trained(step: Any, params: Any, opt_state: Any, steps: int = 4) -> Any:
+    loss: Any = None
+    for i in range(steps):
+        x = np.random.default_rng(i).normal(size=(24, params[0].shape[-2]))
+        params, opt_state, loss = step(params, opt_state, x)
+    return params, opt_state, loss
+
+
+def difference(
+    name: str, level: Any, shapes: Any = CHAIN, within: Any = None, split: Any = "owners", **settings: Any
+) -> float:
+    """The largest one between a step on one device and on several."""
+    tx, params = MAKERS[name](), parameters(*shapes)
+    want = trained(jax.jit(step_of(tx)), params, tx.init(params))
+    sharded = jaxdist.zero(tx, level, within, split)
+    got = trained(jaxdist.data_parallel(step_of(sharded), **settings), params, sharded.init(params))
+    return optimizers.gap(want, got)
+
+
+# --- as on one device
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("devices", "level", "within"), [(2, 1, None), (3, 2, None), (8, 3, None), (8, 2, 4)], ids=str)
+def test_as_on_one_device(name: str, devices: int, level: Any, within: Any) -> None:
+    assert difference(name, level, within=within, mesh=mesh(devices)) < 1e-10
+
+
+@pytest.mark.parametrize("split", [None, "slices"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_whatever_is_chosen(name: str, split: Any) -> None:
+    assert difference(name, 2, split=split, mesh=mesh(4)) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize(("devices", "within"), [(4, 2), (8, 4), (8, 2), (4, None)], ids=str)
+def test_levels_and_groups(name: str, level: Any, devices: int, within: Any) -> None:
+    assert difference(name, level, within=within, mesh=mesh(devices)) < 1e-10
+
+
+@pytest.mark.parametrize("layers", [8, 5, 2])
+@pytest.mark.parametrize("split", [None, "owners"])
+def test_stacked_layers(layers: int, split: Any) -> None:
+    shapes = ((6, 16), (layers, 16, 12), (12, 8))
+    assert difference("muon", 2, shapes, split=split, mesh=mesh(4)) < 1e-10
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 8), (6, 6, 4), (5, 6, 4)], ids=str)
+@pytest.mark.parametrize("split", [None, "owners"])
+def test_a_loop_over_layers_that_the_devices_do_not_divide(shape: Any, split: Any) -> None:
+    """A stack can't be given to them by layers then."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        turned = [jax.lax.map(lambda x: jnp.linalg.qr(x)[0] @ (x.T @ x), g) if g.ndim == 3 else g for g in grads]
+        return jax.tree.map(lambda u: -0.1 * u, turned), state
+
+    tx, params = optax.GradientTransformation(lambda _: (), update), parameters((6, shape[1]), shape)
+    sharded = jaxdist.zero(tx, 2, split=split)
+    want = trained(jax.jit(step_of(tx)), params, tx.init(params))
+    got = trained(jaxdist.data_parallel(step_of(sharded), mesh=mesh(4)), params, sharded.init(params))
+    assert optimizers.gap(want, got) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_matrices_of_other_types(dtype: Any) -> None:
+    tx = optax.chain(MAKERS["ranks"]())
+    params = [p.astype(dtype) for p in parameters(*CHAIN)]
+    want = trained(jax.jit(step_of(tx)), params, tx.init(params), 1)
+    sharded = jaxdist.zero(tx, 2, split="owners")
+    got = trained(jaxdist.data_parallel(step_of(sharded), mesh=mesh(4)), params, sharded.init(params), 1)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_of_parameters_alone(level: Any) -> None:
+    """A penalty of the model's matrices, in the loss: it has a gradient."""
+
+    def step_with(tx: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            fit = jnp.mean(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) ** 2)
+            return fit + sum(jnp.linalg.norm(p.T @ p - jnp.eye(p.shape[1])) + jnp.linalg.norm(p, 2) for p in params)
+
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(params, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value
+
+        return step
+
+    tx, params = optax.adam(1e-2), parameters((16, 12), (12, 20))
+    sharded = jaxdist.zero(tx, level, split="owners")
+    want = trained(jax.jit(step_with(tx)), params, tx.init(params))
+    got = trained(jaxdist.data_parallel(step_with(sharded), mesh=mesh(4)), params, sharded.init(params))
+    assert optimizers.gap(want, got) < 1e-10
+
+
+# --- what it takes
+
+
+SQUARES = ((128, 128),) * 8
+
+
+def program(name: str, devices: int, shapes: Any = SQUARES, within: Any = None, split: Any = None) -> tuple[Any, Any]:
+    """A step on one device and its decorated form, compiled."""
+    tx, params = MAKERS[name](), parameters(*shapes)
+    sharded = jaxdist.zero(tx, 2, within, split)
+    x = np.zeros((32, shapes[0][-2]))
+    one = jax.jit(step_of(tx)).lower(params, tx.init(params), x).compile()
+    step = jaxdist.data_parallel(step_of(sharded), mesh=mesh(devices))
+    return one, step.lower(params, sharded.init(params), x).compile()
+
+
+def collectives(text: str) -> Counter[str]:
+    """Of a compiled program, by kind."""
+    return Counter(re.findall(r" (all-to-all|all-gather|all-reduce|reduce-scatter)\(", text))
+
+
+@pytest.mark.optimised
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", ["muon", "galore", "shampoo", "soap"])
+def test_no_device_computes_what_another_one_does(name: str, devices: int) -> None:
+    one, many = program(name, devices)
+    assert many.cost_analysis()["flops"] <= 1.1 / devices * one.cost_analysis()["flops"]
+    # XLA counts no FLOPs of these, but each is a call, in the program of one device.
+    calls = [Counter(re.findall(r'custom_call_target="(lapack_\w+)"', p.as_text())) for p in (one, many)]
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("within", [None, 2])
+def test_matrices_travel_to_their_owners_and_back(within: Any) -> None:
+    _, many = program("muon", 4, SQUARES[:4], within)
+    text = many.as_text()
+    assert collectives(text)["all-to-all"] == 2
+    groups = re.findall(r" all-to-all\(.*?replica_groups=\{([\d,{}]+)\}", text)
+    assert set(groups) == ({"{0,1},{2,3}"} if within else {"{0,1,2,3}"})
+
+
+def test_a_stack_is_split_along_its_layers() -> None:
+    shapes = ((8, 64, 64),)
+    tx, params = MAKERS["muon"](), parameters(*shapes)
+    sharded = jaxdist.zero(tx, 2)
+    step = jaxdist.data_parallel(step_of(sharded), mesh=mesh(4))
+    rows = jaxdist.explain(step, params, sharded.init(params), np.zeros((32, 64))).rows
+    assert not [row for row in rows if row.what == "all-gather of shards" and row.operation == "dot_general"]
+
+
+def test_what_is_asked_for_is_done() -> None:
+    kinds = {}
+    for split in ("owners", "slices"):
+        _, many = program("muon", 4, ((32, 32),) * 4, split=split)
+        kinds[split] = collectives(many.as_text())
+    assert kinds["owners"]["all-to-all"] == 2
+    assert kinds["slices"]["all-to-all"] == 0
+    assert kinds["slices"]["all-gather"] > kinds["owners"]["all-gather"]
+
+
+def test_explain_names_them() -> None:
+    tx, params = jaxdist.zero(MAKERS["shampoo"](), 2), parameters(*CHAIN)
+    step = jaxdist.data_parallel(step_of(tx), mesh=mesh(4))
+    rows = jaxdist.explain(step, params, tx.init(params), np.zeros((24, 6))).rows
+    (row,) = [row for row in rows if row.operation == "jaxdist_owners"]
+    assert row.what == "all-to-all of shards"
+    assert row.bytes > 0
+    assert "matrix_optimizers.py" in row.line
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("bad", ["owner", 2, True, ("owners",)])
+def test_no_such_way(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"split=.*'owners'.*'slices'"):
+        jaxdist.zero(optax.sgd(0.1), 2, split=bad)
+
+
+def test_one_step_has_one_way() -> None:
+    txs = [jaxdist.zero(optax.sgd(0.1), 2, split=split) for split in ("owners", "slices")]
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: sum(jnp.mean((x @ w) ** 2) for w in p))(params)
+        updates = [tx.update(g, tx.init(p), p)[0] for tx, g, p in zip(txs, grads, params, strict=True)]
+        return optax.apply_updates(params, updates)
+
+    with pytest.raises(ValueError, match="same `split`"):
+        jaxdist.data_parallel(step, mesh=mesh(2))([jnp.ones((4, 4)), jnp.ones((4, 4))], np.ones((8, 4)))
