@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from jaxdist.placements.block import Block
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.report import moves, work
 from jaxdist.placements.strategy import Move, Placed, nbytes
@@ -32,11 +33,14 @@ class Limits:
 limits = Limits()
 
 
-def at_once(infer: Infer, placed: Placed, ins: Sequence[Placement], messages: Callable[[Placed], int]) -> Placed:
+def at_once(
+    infer: Infer, block: Block, placed: Placed, ins: Sequence[Placement], messages: Callable[[Placed], int]
+) -> Placed:
     """A step as it is placed, or computed whole on every device.
 
     Args:
       infer: which placed it.
+      block: the step as it was traced: that of `placed` may have owners in it, for examples that are split.
       placed: the step, each device computing its part.
       ins: how its arguments come.
       messages: how many a device sends in a placed step.
@@ -44,7 +48,6 @@ def at_once(infer: Infer, placed: Placed, ins: Sequence[Placement], messages: Ca
     Returns:
       A step that takes its arguments and returns its results in the same forms.
     """
-    block = placed.block
     examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
     if not examples:
         return placed

@@ -199,7 +199,7 @@ class Program:
             sent = transfers((fused or self._fused)(placed), mesh.size, self._on_cpu)
             return sum(one.times * count for one, count in sent.items())
 
-        return at_once(infer, infer.place(block, ins, wants), ins, messages), ins
+        return at_once(infer, block, infer.place(block, ins, wants), ins, messages), ins
 
     def emitted(self) -> tuple[ClosedJaxpr, Placed | None]:
         """What a device runs, and how it is placed (None: on one device): for who wants to know it before JAX lowers

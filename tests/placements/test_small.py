@@ -102,6 +102,34 @@ def test_state_in_shards_stays_so() -> None:
     assert {x.sharding.is_fully_replicated for x in jax.tree.leaves(opt) if x.ndim} == {False}
 
 
+def test_work_on_whole_matrices_that_has_owners() -> None:
+    """Whole, more of it may be found, from which that follows which has them if the examples are split."""
+    tx = jaxdist.zero(optax.adam(1e-2), level=3, split="owners")
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        left = jnp.ones(8)
+        for _ in range(3):  # a power iteration
+            right = w.T @ left
+            right /= jnp.linalg.norm(right)
+            left = w @ right
+            left /= jnp.linalg.norm(left)
+        score = x @ (w / (left @ w @ right)).ravel()
+        for _ in range(4):
+            score = jnp.sort(score) * jnp.tanh(score)
+        return score.sum()
+
+    def step(w: jax.Array, opt: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(w, x)
+        updates, opt = tx.update(grads, opt, w)
+        return optax.apply_updates(w, updates), opt, value
+
+    w, x = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (16, 64))
+    decorated = parity.decorated(step, 4)
+    args = w, tx.init(w), x
+    assert is_whole(decorated, *args)
+    parity.compare(decorated(*args), jax.jit(step)(*args))
+
+
 @pytest.mark.parametrize(
     ("why", "step", "args"),
     [
