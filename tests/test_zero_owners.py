@@ -79,11 +79,10 @@ def test_stacked_layers(layers: int, split: Any) -> None:
 def test_a_loop_over_layers_that_the_devices_do_not_divide(shape: Any, split: Any) -> None:
     """A stack can't be given to them by layers then."""
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        turned = [jax.lax.map(lambda x: jnp.linalg.qr(x)[0] @ (x.T @ x), g) if g.ndim == 3 else g for g in grads]
-        return jax.tree.map(lambda u: -0.1 * u, turned), state
+    def turn(g: Any, _: Any) -> Any:
+        return -0.1 * (jax.lax.map(lambda x: jnp.linalg.qr(x)[0] @ (x.T @ x), g) if g.ndim == 3 else g)
 
-    tx, params = optax.GradientTransformation(lambda _: (), update), parameters((6, shape[1]), shape)
+    tx, params = optax.stateless_with_tree_map(turn), parameters((6, shape[1]), shape)
     sharded = jaxdist.zero(tx, 2, split=split)
     want = trained(jax.jit(step_of(tx)), params, tx.init(params))
     got = trained(jaxdist.data_parallel(step_of(sharded), mesh=mesh(4)), params, sharded.init(params))
