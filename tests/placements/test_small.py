@@ -107,7 +107,7 @@ def test_work_on_whole_matrices_that_has_owners() -> None:
     tx = jaxdist.zero(optax.adam(1e-2), level=3, split="owners")
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        left = jnp.ones(8)
+        left = right = jnp.ones(8)
         for _ in range(3):  # a power iteration
             right = w.T @ left
             right /= jnp.linalg.norm(right)
