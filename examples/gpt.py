@@ -64,12 +64,9 @@ def make_state(model: GPT, tx: optax.GradientTransformation, seed: int) -> State
     return State.create(apply_fn=model.apply, params=params, tx=tx, key=jax.random.key(seed + 1))
 
 
-def planned(
-    layers=4, heads=4, width=128, context=128, batch_size=16, microbatches=1, bf16=False, level=1, dropout=0.0,
-    remat=True,
-):  # fmt: skip
+def planned(layers=4, heads=4, width=128, context=128, batch_size=16, microbatches=1, bf16=False, level=1, **other):
     """For `jaxdist plan examples/gpt.py:planned`: the step and the types of its arguments, of a model of any size."""
-    model = GPT(layers, heads, width, context, jnp.bfloat16 if bf16 else jnp.float32, dropout, remat)
+    model = GPT(layers, heads, width, context, jnp.bfloat16 if bf16 else jnp.float32, **other)  # dropout, remat
     tx = make_optimizer(3e-3, 400, bf16, level)
     windows_BxT = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.uint8)
     step = jaxdist.data_parallel(make_train_step(microbatches))
@@ -97,7 +94,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="bytes")
     parser.add_argument("--bf16", action="store_true", help="parameters in bfloat16, with a float32 copy in shards")
     parser.add_argument("--dropout", type=float, default=0.0, help="the share to drop")
-    parser.add_argument("--no-remat", action="store_true", help="keep all layers' activations for the backward pass")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--every", type=int, default=100, help="steps from one evaluation and checkpoint to the next")
     parser.add_argument("--eval-batches", type=int, default=20)
@@ -118,7 +114,7 @@ def main() -> None:
     held_out = jaxdist.loader(windows(held_out_text, args.context), batch_size, shuffle=False, tail="pad")
 
     dtype = jnp.bfloat16 if args.bf16 else jnp.float32
-    model = GPT(args.layers, args.heads, args.width, args.context, dtype, args.dropout, not args.no_remat)
+    model = GPT(args.layers, args.heads, args.width, args.context, dtype, args.dropout)
     tx = make_optimizer(args.lr, args.steps, args.bf16, args.level)
     state = make_state(model, tx, args.seed)
 
