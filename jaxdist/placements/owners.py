@@ -45,16 +45,14 @@ class Work:
     Attributes:
       component: its operations.
       placed: they, on whole matrices, or on a device's part of a stack.
+      flops: of a device.
       owner: of the devices that share a matrix the one that does it; None: each does its part of the stack.
     """
 
     component: Component
     placed: Placed
-    owner: int | None
-
-    @property
-    def flops(self) -> int:
-        return work(self.placed)
+    flops: int
+    owner: int | None = None
 
 
 @dataclass(eq=False)
@@ -108,35 +106,33 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
     placed.matrices = max(len(found), inner)
     if not found or infer.split == "slices":
         return None
+    costs = _costs(placed, _BYTE[infer.on_cpu])
     works: list[list[Work]] = []
     for stage in sorted({c.stage for c in found}):
-        works += _chosen(infer, placed, [c for c in found if c.stage == stage])
+        works += _chosen(infer, placed, costs, [c for c in found if c.stage == stage])
     return _rewritten(placed.block, works) if works else None
 
 
-def _chosen(infer: Any, placed: Placed, found: Sequence[Component]) -> list[list[Work]]:
+def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component]) -> list[list[Work]]:
     """Who works on components of one stage: groups of which each is one operation."""
     n = infer.group or infer.devices
     byte = _BYTE[infer.on_cpu]
-    on_slices, always = _costs(placed, byte)
-    whole = []
-    for component in found:
-        block = component.block(placed.block)
-        whole.append((component, infer.place(block, [REPLICATED] * len(block.inputs))))
-    total = sum(work(p) for _, p in whole)
+    on_slices, always = costs
+    whole = [_on_one(infer, placed, component) for component in found]
+    total = sum(one.flops for one in whole)
     stacks: list[list[Work]] = []
     alone: list[tuple[Work, int]] = []
-    for component, on_one in whole:
-        cost, travel = work(on_one), byte * _bytes(placed, component)
+    for one in whole:
+        component, cost, travel = one.component, one.flops, byte * _bytes(placed, one.component)
         must = infer.split == "owners" or any(id(node) in always for node in component.nodes)
         slices = sum(on_slices[id(node)] for node in component.nodes)
         if not must and cost // n + travel // n + _MESSAGES >= slices:
             continue
         stack = _stack(infer, placed, component)
-        if stack is not None and (work(stack) * n <= 1.25 * cost or cost * n > total):
-            stacks.append([Work(component, stack, None)])
+        if stack is not None and (stack.flops * n <= 1.25 * cost or cost * n > total):
+            stacks.append([stack])
         else:
-            alone.append((Work(component, on_one, 0), 0 if must else slices))
+            alone.append((one, 0 if must else slices))
     if not alone:
         return stacks
     _assign([one for one, _ in alone], n)
@@ -159,7 +155,10 @@ def _assign(works: Sequence[Work], n: int) -> None:
         heapq.heappush(devices, (load + one.flops, i))
 
 
-def _costs(placed: Placed, byte: int) -> tuple[dict[int, int], set[int]]:
+_Costs = tuple[dict[int, int], set[int]]
+
+
+def _costs(placed: Placed, byte: int) -> _Costs:
     """By id of an operation: what it takes on slices, in FLOPs; and those that slices can't do at all."""
     moved = bytes_moved(placed)
     costs: dict[int, int] = {}
@@ -184,7 +183,14 @@ def _bytes(placed: Placed, component: Component) -> int:
     return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
 
 
-def _stack(infer: Any, placed: Placed, component: Component) -> Placed | None:
+def _on_one(infer: Any, placed: Placed, component: Component) -> Work:
+    """A component as one device does it."""
+    block = component.block(placed.block)
+    on_one = infer.place(block, [REPLICATED] * len(block.inputs))
+    return Work(component, on_one, work(on_one))
+
+
+def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
     """A component as each device does it for some matrices of a stack, without the others."""
     avals = placed.block.avals
     stacked = [i for i in component.ins if isinstance(placed.at[i], Split)]
@@ -197,7 +203,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Placed | None:
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
     found = infer.in_slices(block, ins)  # a part that needs owners is none; they would look for a stack in it again
     apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
-    return found if apart and not found.communicates else None
+    return Work(component, found, work(found)) if apart and not found.communicates else None
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
