@@ -86,21 +86,21 @@ def bytes_moved(placed: Placed) -> Counter[int]:
     return moved
 
 
-def components(infer: Any, placed: Placed) -> list[Component]:
+def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Component]:
     """Of a block. Control flow is an operation of a component, unless there are more components in it than around it.
 
     Args:
       infer: which placed it (`jaxdist.placements.infer.Infer`).
       placed: with its values in slices.
+      moved: by id of a node: bytes that move for it.
     """
-    moved = bytes_moved(placed)
     whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []
     most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
-    found = _Finder(infer, placed, whole, most).found()
+    found = _Finder(infer, placed, moved, whole, most).found()
     if most > max(1, len(found)):
-        found = _Finder(infer, placed, whole, max(1, len(found))).found()
+        found = _Finder(infer, placed, moved, whole, max(1, len(found))).found()
     return found
 
 
@@ -111,7 +111,7 @@ class _Finder:
     component ends a stage: the rest waits for it.
     """
 
-    def __init__(self, infer: Any, placed: Placed, whole: Sequence[bool], most: int):
+    def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int):
         self._most = most  # components in a body of control flow
         self.infer, self.placed, self.block = infer, placed, placed.block
         self._parents: list[int] = []  # of components that were joined
@@ -123,8 +123,7 @@ class _Finder:
         self._at: list[tuple[int, int]] = []  # stage and component of each operation
         for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
             self._enter(node, strategy, is_whole)
-        self._whole = whole
-        self._moved = bytes_moved(placed)
+        self._whole, self._moved = whole, moved
 
     def _root(self, component: int) -> int:
         while self._parents[component] != component:

@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -101,12 +102,13 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
       infer: which placed it (`jaxdist.placements.infer.Infer`).
       placed: with its values in slices. What is found in it is written to its `matrices`.
     """
-    found = components(infer, placed)
+    moved = bytes_moved(placed)
+    found = components(infer, placed, moved)
     inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
     placed.matrices = max(len(found), inner)
     if not found or infer.split == "slices":
         return None
-    costs = _costs(placed, _BYTE[infer.on_cpu])
+    costs = _costs(placed, moved, _BYTE[infer.on_cpu])
     works: list[list[Work]] = []
     for stage in sorted({c.stage for c in found}):
         works += _chosen(infer, placed, costs, [c for c in found if c.stage == stage])
@@ -158,14 +160,13 @@ def _assign(works: Sequence[Work], n: int) -> None:
 _Costs = tuple[dict[int, int], set[int]]
 
 
-def _costs(placed: Placed, byte: int) -> _Costs:
+def _costs(placed: Placed, moved: Counter[int], byte: int) -> _Costs:
     """By id of an operation: what it takes on slices, in FLOPs; and those that slices can't do at all."""
-    moved = bytes_moved(placed)
     costs: dict[int, int] = {}
     always = set()
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         times = node.eqn.params["length"] if node.name == "scan" else 1
-        inner = [_costs(body, byte) for body in strategy.bodies]
+        inner = [_costs(body, bytes_moved(body), byte) for body in strategy.bodies]
         own = 0 if strategy.bodies or strategy.make else flops(placed.block, node, strategy)
         reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.gives, strict=True)
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
-from jaxdist.placements.matrices import Component, components
+from jaxdist.placements.matrices import Component, bytes_moved, components
 from jaxdist.placements.owners import Owned
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, tile
@@ -32,7 +32,8 @@ def placed(f: Any, *shapes: tuple[int, ...], split: Any = None, devices: int = 4
 
 
 def found(f: Any, *shapes: tuple[int, ...]) -> list[Component]:
-    return components(*placed(f, *shapes, split="slices"))
+    infer, whole = placed(f, *shapes, split="slices")
+    return components(infer, whole, bytes_moved(whole))
 
 
 def cube(x: Any) -> Any:
@@ -102,7 +103,7 @@ def test_control_flow_of_several_has_them_inside() -> None:
         return jax.lax.fori_loop(0, 3, lambda _, xs: jax.tree.map(cube, xs), (a, b, c))
 
     infer, whole = placed(f, MATRIX, MATRIX, MATRIX, split="owners")
-    assert components(infer, whole) == []
+    assert components(infer, whole, bytes_moved(whole)) == []
     (strategy,) = [s for s in whole.strategies if s.bodies]
     (owned,) = [n for n in strategy.bodies[0].block.nodes if isinstance(n, Owned)]
     assert sorted(one.owner or 0 for one in owned.works) == [0, 1, 2]
