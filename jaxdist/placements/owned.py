@@ -38,10 +38,13 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         dim = infer.choose(avals[i].shape)
         return REPLICATED if dim is None else infer.shard(dim, avals[i].shape[dim])
 
-    takes: list[Form] = []
-    for i, p in zip(node.ins, ins, strict=True):
-        usual = isinstance(p, Split) and p.is_tile(walk.n) and p.group == infer.group and not p.whole
-        takes.append(form(p if usual else sliced(i)) if isinstance(p, Split) and not p.whole else REPLICATED)
+    def taken(i: int, p: Placement) -> Form:
+        if not isinstance(p, Split) or p.whole:
+            return REPLICATED
+        usual = p.is_tile(walk.n) and p.group == infer.group
+        return form(p if usual else sliced(i))
+
+    takes = [taken(i, p) for i, p in zip(node.ins, ins, strict=True)]
     gives: list[Placement] = [sliced(o) for o in node.outs]
     for i, to in [*zip(node.ins, takes, strict=True), *zip(node.outs, gives, strict=True)]:
         if isinstance(to, Split):
@@ -77,13 +80,10 @@ class _Run:
         held = dict(zip(node.ins, xs, strict=True))
         comes = {i: to for i, to in zip(node.ins, self.takes, strict=True) if isinstance(to, Split)}
         leaves = dict(zip(node.outs, self.gives, strict=True))
-        ins, outs = (
-            {
-                k: list(dict.fromkeys(i for one in works for i in values(one.component)))
-                for k, works in self.works.items()
-            }
-            for values in (lambda c: [i for i in c.ins if i in comes], lambda c: c.outs)
-        )
+        ins, outs = {}, {}
+        for k, works in self.works.items():
+            ins[k] = list(dict.fromkeys(i for one in works for i in one.component.ins if i in comes))
+            outs[k] = [o for one in works for o in one.component.outs]
         there = _Parcels(ins, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in comes.items()})
         back = _Parcels(outs, {o: (local_shape(avals[o].shape, to), avals[o].dtype) for o, to in leaves.items()})
 
