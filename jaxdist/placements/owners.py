@@ -15,6 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
 from typing import Any, Literal
 
 from jax.extend.core import ClosedJaxpr, Primitive
@@ -209,36 +210,26 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
     """A block with an operation in place of each group of components, in an order in which all can run."""
-    group_of = {id(node): k for k, group in enumerate(works) for one in group for node in one.component.nodes}
-    groups = []
+    owned = {id(node) for group in works for one in group for node in one.component.nodes}
+    groups: dict[int, Node] = {}  # by id of its first operation, whose position it takes
     for group in works:
         first = group[0].component.nodes[0]
         eqn = first.eqn.replace(primitive=owners_p, params={}, effects=set())
         ins = tuple(dict.fromkeys(i for one in group for i in one.component.ins))
         outs = tuple(o for one in group for o in one.component.outs)
-        groups.append(Owned(eqn, ins, outs, first.backward, first.call, group))
-    nodes = [n for n in block.nodes if id(n) not in group_of]
-    position = {id(n): k for k, n in enumerate(block.nodes)}
-    position.update({id(g): position[id(g.works[0].component.nodes[0])] for g in groups})
-    everything = [*nodes, *groups]
-    maker = {o: node for node in everything for o in node.outs}
-    waits = {id(n): {id(maker[i]) for i in n.ins if i in maker} for n in everything}
-    then: dict[int, list[Node]] = {}
-    for node in everything:
-        for before in waits[id(node)]:
-            then.setdefault(before, []).append(node)
-    ready = [(position[id(n)], k) for k, n in enumerate(everything) if not waits[id(n)]]
-    number = {id(n): k for k, n in enumerate(everything)}
-    heapq.heapify(ready)
+        groups[id(first)] = Owned(eqn, ins, outs, first.backward, first.call, group)
+    nodes = [groups.get(id(n), n) for n in block.nodes if id(n) in groups or id(n) not in owned]
+    maker = {o: k for k, node in enumerate(nodes) for o in node.outs}
+    order = TopologicalSorter({k: {maker[i] for i in n.ins if i in maker} for k, n in enumerate(nodes)})
+    order.prepare()
+    ready: list[int] = []
     ordered: list[Node] = []
-    while ready:
-        _, k = heapq.heappop(ready)
-        ordered.append(everything[k])
-        for node in then.get(id(everything[k]), ()):
-            waits[id(node)].discard(id(everything[k]))
-            if not waits[id(node)]:
-                heapq.heappush(ready, (position[id(node)], number[id(node)]))
-    assert len(ordered) == len(everything)
+    while order.is_active():
+        for k in order.get_ready():
+            heapq.heappush(ready, k)
+        k = heapq.heappop(ready)
+        ordered.append(nodes[k])
+        order.done(k)
     new = replace(block, nodes=ordered)
     new.count_uses()
     return new
