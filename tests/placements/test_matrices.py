@@ -12,6 +12,7 @@ from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
 from jaxdist.placements.matrices import Component, bytes_moved, components
 from jaxdist.placements.owners import Owned
+from jaxdist.placements.report import work
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, tile
 
@@ -70,6 +71,15 @@ def test_an_entry_of_a_sorted_array_is_taken_by_its_owner() -> None:
     assert [str(node.eqn.outvars[0].aval) for node in one.nodes][-1] == "float64[1]"
 
 
+def test_what_would_move_its_results_again_is_done_by_the_owner() -> None:
+    def f(a: Any) -> Any:
+        y = cube(a)
+        return y + y.T
+
+    (one,) = found(f, MATRIX)
+    assert names(one) == ["dot_general", "dot_general", "add"]
+
+
 def test_products_of_products_are_joined() -> None:
     assert len(found(lambda a, b: (a @ a.T) @ (b @ b.T), MATRIX, MATRIX)) == 1
 
@@ -119,6 +129,19 @@ def test_the_largest_come_first() -> None:
     (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
     owners: dict[int, int | None] = {one.placed.block.avals[0].shape[0]: one.owner for one in owned.works}
     assert owners == {128: 0, 96: 1, 64: 1, 48: 1, 32: 1}
+    (strategy,) = [s for s in whole.strategies if s.bodies]
+    assert sum(map(work, strategy.bodies)) == max(one.flops for one in owned.works)  # of the device that has most to do
+
+
+@pytest.mark.parametrize("split", [None, "owners"])
+def test_each_device_has_layers_of_a_stack(split: Any) -> None:
+    infer, whole = placed(lambda x: x @ x.mT @ x, (8, *MATRIX), split=split)
+    (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
+    (layers,) = owned.works
+    assert layers.owner is None
+    block = layers.component.block(whole.block)
+    on_one = infer.place(block, [REPLICATED] * len(block.inputs))
+    assert layers.flops == work(on_one) // 4
 
 
 def test_what_follows_waits_for_it() -> None:
