@@ -97,10 +97,15 @@ def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Componen
     whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []
+
+    def joined(most: int) -> list[Component]:
+        ways = [_Finder(infer, placed, moved, whole, most, apart).found() for apart in (False, True)]
+        return max(ways, key=lambda found: max(Counter(one.stage for one in found).values(), default=0))
+
     most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
-    found = _Finder(infer, placed, moved, whole, most).found()
+    found = joined(most)
     if most > max(1, len(found)):
-        found = _Finder(infer, placed, moved, whole, max(1, len(found))).found()
+        found = joined(max(1, len(found)))
     return found
 
 
@@ -109,15 +114,24 @@ class _Finder:
 
     A value has a stage and, if it follows from work on whole matrices of that stage, a component. What may not be in a
     component ends a stage: the rest waits for it.
+
+    Args:
+      infer: which placed it.
+      placed: a block.
+      moved: by id of a node: bytes that move for it.
+      whole: of each operation, whether it works on whole matrices.
+      most: components in a body of control flow.
+      apart: a small result that meets another matrix ends a stage as well, as the norm of one by which all are divided.
     """
 
-    def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int):
-        self._most = most  # components in a body of control flow
+    def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int, apart: bool):
+        self._most, self._apart = most, apart
         self.infer, self.placed, self.block = infer, placed, placed.block
         self._parents: list[int] = []  # of components that were joined
         count = len(self.block.avals)
         self._stage, self._component = [0] * count, [-1] * count
         self._of_batch = [False] * count
+        self._small = [infer.choose(aval.shape) is None for aval in self.block.avals]  # or broadcast from such
         for i in self.block.inputs:
             self._of_batch[i] = _is_of_batch(placed.at[i]) or isinstance(placed.at[i], Partial)
         self._at: list[tuple[int, int]] = []  # stage and component of each operation
@@ -141,7 +155,10 @@ class _Finder:
         inside = not of_batch and self._may_be_inside(node, strategy)
         if inside and not is_whole and len(set(joined.values())) > 1:
             # Matrices meet in numbers that are few, as in the norm of all of them: not to be one for that.
-            inside = all(self.infer.choose(self.block.avals[i].shape) is not None for i in joined)
+            inside = not any(self._small[i] for i in joined)
+        others = any(isinstance(self.placed.at[i], Split) and i not in joined for i in node.ins)
+        if self._apart and inside and joined and others and all(self._small[i] for i in joined):
+            stage, joined = stage + 1, {}
         component = -1
         if not inside:
             stage += bool(joined)
@@ -155,6 +172,7 @@ class _Finder:
         self._at.append((stage, component))
         for o in node.outs:
             self._stage[o], self._component[o] = stage, component
+            self._small[o] |= all(self._small[i] for i in node.ins)
 
     def _may_be_inside(self, node: Node, strategy: Strategy) -> bool:
         """Whether one device alone may do it."""

@@ -94,6 +94,28 @@ def test_matrices_that_meet_in_a_number_are_not() -> None:
     assert stages == [0, 0, 1, 1]
 
 
+def largest(x: Any) -> Any:
+    """The largest singular value."""
+    return jnp.linalg.svd(x, compute_uv=False)[0]
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_number_of_one_matrix_does_not_join_those_that_it_scales(broadcast: bool) -> None:
+    def f(*xs: Any) -> Any:
+        scale = largest(xs[0])
+        return [cube(x / (jnp.broadcast_to(scale, x.shape) if broadcast else scale)) for x in xs]
+
+    assert [one.stage for one in found(f, *[MATRIX] * 4)] == [0, 1, 1, 1, 1]
+    several, one = (work(placed(f, *[MATRIX] * 4, split="owners", devices=n)[1]) for n in (4, 1))
+    alone = work(placed(largest, MATRIX, devices=1)[1])
+    assert several - alone < 1.05 * (one - alone) / 4
+
+
+def test_each_scaled_by_a_number_of_its_own_travels_once() -> None:
+    everything = found(lambda *xs: [cube(x / largest(x)) for x in xs], *[MATRIX] * 4)
+    assert [(one.stage, len(one.ins)) for one in everything] == [(0, 1)] * 4
+
+
 @pytest.mark.parametrize("loop", ["scan", "while", "cond"])
 def test_control_flow_of_one_matrix_is_an_operation(loop: str) -> None:
     def f(*xs: Any) -> Any:
