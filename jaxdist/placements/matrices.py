@@ -8,7 +8,7 @@ nothing to do with each other: usually one for each matrix. What to do with them
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CONTRACTION, ELEMENTWISE, FOR_ITSELF, LINEAR
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import Placed, Strategy
+from jaxdist.placements.strategy import Placed, Strategy, nbytes
 from jaxdist.placements.values import Partial, Placement, Replicated, Split
 
 
@@ -86,6 +86,12 @@ def bytes_moved(placed: Placed) -> Counter[int]:
     return moved
 
 
+def bytes_sent(placed: Placed, component: Component) -> int:
+    """That travel to the owner of a component and back: of what is in slices."""
+    sliced = [i for i in component.ins if isinstance(placed.at[i], Split)]
+    return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
+
+
 def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Component]:
     """Of a block. Control flow is an operation of a component, unless there are more components in it than around it.
 
@@ -107,6 +113,12 @@ def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Componen
     if most > max(1, len(found)):
         found = joined(max(1, len(found)))
     return found
+
+
+_Nodes = dict[int, Node]
+"""Operations, by id."""
+_Key = tuple[int, int]
+"""A stage, and a component in it."""
 
 
 class _Finder:
@@ -134,10 +146,17 @@ class _Finder:
         self._small = [infer.choose(aval.shape) is None for aval in self.block.avals]  # or broadcast from such
         for i in self.block.inputs:
             self._of_batch[i] = _is_of_batch(placed.at[i]) or isinstance(placed.at[i], Partial)
-        self._at: list[tuple[int, int]] = []  # stage and component of each operation
+        self._at: list[_Key] = []  # stage and component of each operation
+        self._alone: list[bool] = []  # whether one device may do it
         for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
             self._enter(node, strategy, is_whole)
-        self._whole, self._moved = whole, moved
+        self._whole, self._moved, self._maker = whole, moved, self.block.makers
+        self._position = {id(node): k for k, node in enumerate(self.block.nodes)}
+        self._results = set(self.block.outputs)
+        self._takers: dict[int, set[int]] = {}  # of each value, ids of operations
+        for node in self.block.nodes:
+            for i in node.ins:
+                self._takers.setdefault(i, set()).add(id(node))
 
     def _root(self, component: int) -> int:
         while self._parents[component] != component:
@@ -170,6 +189,7 @@ class _Finder:
             for other in roots[1:]:
                 self._parents[other] = component
         self._at.append((stage, component))
+        self._alone.append(inside)
         for o in node.outs:
             self._stage[o], self._component[o] = stage, component
             self._small[o] |= all(self._small[i] for i in node.ins)
@@ -186,37 +206,84 @@ class _Finder:
         at, avals = self.placed.at, self.block.avals
         there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
                     if self.infer.choose(avals[i].shape) is not None)  # fmt: skip
-        return self._moved[id(node)] > 0 or (there and all(isinstance(at[o], Replicated) for o in node.outs))
+        gathers = node.name in CONTRACTION or all(isinstance(at[o], Replicated) for o in node.outs)
+        return self._moved[id(node)] > 0 or (there and gathers)
 
     def found(self) -> list[Component]:
-        """The components, without what only follows from them."""
-        members: dict[tuple[int, int], list[Node]] = {}
-        needed: dict[int, set[tuple[int, int]]] = {}  # values, and the components that take them
-        for node, (stage, component), whole in zip(
-            reversed(self.block.nodes), reversed(self._at), reversed(self._whole), strict=True
-        ):
+        """The components, without what only follows from them, unless fewer bytes travel with it."""
+        members: dict[_Key, list[Node]] = {}
+        followers: dict[_Key, list[Node]] = {}
+        needed: dict[int, set[_Key]] = {}  # values, and the components that take them
+        for node in reversed(self.block.nodes):
+            stage, component = self._at[self._position[id(node)]]
             if component < 0:
                 continue
             key = stage, self._root(component)
+            whole = self._whole[self._position[id(node)]]
             if whole or self._takes_all(node) or any(key in needed.get(o, ()) for o in node.outs):
                 members.setdefault(key, []).append(node)
                 for i in node.ins:
                     needed.setdefault(i, set()).add(key)
-        takers: dict[int, set[int]] = {}
-        for node in self.block.nodes:
-            for i in node.ins:
-                takers.setdefault(i, set()).add(id(node))
-        results = set(self.block.outputs)
+            else:
+                followers.setdefault(key, []).append(node)
         found = []
-        for (stage, _), nodes in sorted(members.items()):
-            nodes.reverse()
-            own = {id(node) for node in nodes}
-            made = dict.fromkeys(o for node in nodes for o in node.outs)
-            taken = dict.fromkeys(i for node in nodes for i in node.ins)
-            ins = tuple(i for i in taken if i not in made and i not in self.block.known)
-            outs = tuple(o for o in made if o in results or takers.get(o, set()) - own)
-            found.append(Component(nodes, ins, outs, stage))
+        for key, nodes in sorted(members.items()):
+            own = {id(node): node for node in nodes}
+            self._take_followers(own, followers.get(key, [])[::-1])
+            self._take_makers(own)
+            found.append(self._of(own, key[0]))
         return found
+
+    def _of(self, own: _Nodes, stage: int) -> Component:
+        nodes = sorted(own.values(), key=lambda node: self._position[id(node)])
+        made = dict.fromkeys(o for node in nodes for o in node.outs)
+        taken = dict.fromkeys(i for node in nodes for i in node.ins)
+        ins = tuple(i for i in taken if i not in made and i not in self.block.known)
+        return Component(nodes, ins, tuple(o for o in made if not self._is_for(o, own)), stage)
+
+    def _is_for(self, i: int, own: _Nodes) -> bool:
+        """Whether a value is taken by nothing but these operations."""
+        return i not in self._results and all(taker in own for taker in self._takers.get(i, ()))
+
+    def _take_followers(self, own: _Nodes, followers: Sequence[Node]) -> None:
+        """Those of which less comes back, as a sum of squares."""
+        before: dict[int, _Nodes] = {}  # by id of a follower: it and those that it follows from
+        for node in followers:
+            made = [before.get(id(self._maker[i]), {}) for i in node.ins if i in self._maker]
+            before[id(node)] = {k: n for nodes in made for k, n in nodes.items()} | {id(node): node}
+            self._take(own, before[id(node)])
+
+    def _take_makers(self, own: _Nodes) -> None:
+        """What makes more of its operands, as where a matrix is also needed transposed."""
+        count = 0
+        while count != len(own):
+            count = len(own)
+            makers = {i: self._maker[i] for node in own.values() for i in node.ins if i in self._maker}
+            for node in makers.values():
+                _, component = self._at[self._position[id(node)]]
+                for_it = component < 0 and all(self._is_for(o, own) for o in node.outs)
+                if for_it and self._alone[self._position[id(node)]]:
+                    self._take(own, {id(node): node})
+
+    def _take(self, own: _Nodes, more: _Nodes) -> None:
+        """Add operations to those of a component, if fewer bytes travel then."""
+        more = {k: node for k, node in more.items() if k not in own}
+        values = {i for node in more.values() for i in (*node.ins, *node.outs)}
+        without = self._sent(values, own) + sum(self._moved[k] for k in more)
+        own.update(more)
+        if self._sent(values, own) >= without:
+            for k in more:
+                del own[k]
+
+    def _sent(self, values: Collection[int], own: _Nodes) -> int:
+        """Bytes of some values that travel to these operations and back."""
+
+        def travels(i: int) -> bool:
+            if i in self._maker and id(self._maker[i]) in own:
+                return not self._is_for(i, own)
+            return isinstance(self.placed.at[i], Split) and any(taker in own for taker in self._takers.get(i, ()))
+
+        return sum(nbytes(self.block.avals[i]) for i in values if travels(i))
 
 
 def _is_of_batch(p: Placement) -> bool:

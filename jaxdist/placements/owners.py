@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jaxdist.ir.operations import CONTRACTION
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.groups import asked
-from jaxdist.placements.matrices import Component, bytes_moved, components, is_whole_work
+from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
 from jaxdist.placements.report import flops, work
 from jaxdist.placements.strategy import Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
@@ -126,7 +126,7 @@ def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component
     stacks: list[list[Work]] = []
     alone: list[tuple[Work, int]] = []
     for one in whole:
-        component, cost, travel = one.component, one.flops, byte * _bytes(placed, one.component)
+        component, cost, travel = one.component, one.flops, byte * bytes_sent(placed, one.component)
         must = infer.split == "owners" or any(id(node) in always for node in component.nodes)
         slices = sum(on_slices[id(node)] for node in component.nodes)
         if not must and cost // n + travel // n + _MESSAGES >= slices:
@@ -142,7 +142,7 @@ def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component
     load, bytes_of = [0] * n, [0] * n
     for one, _ in alone:
         load[one.owner or 0] += one.flops
-        bytes_of[one.owner or 0] += _bytes(placed, one.component)
+        bytes_of[one.owner or 0] += bytes_sent(placed, one.component)
     worth = sum(slices for _, slices in alone)
     if all(slices for _, slices in alone) and max(load) + byte * max(bytes_of) + _MESSAGES >= worth:
         return stacks
@@ -177,12 +177,6 @@ def _costs(placed: Placed, moved: Counter[int], byte: int) -> _Costs:
         if alone or any(found for _, found in inner):
             always.add(id(node))
     return costs, always
-
-
-def _bytes(placed: Placed, component: Component) -> int:
-    """That travel to an owner and back: of what is in slices."""
-    sliced = [i for i in component.ins if isinstance(placed.at[i], Split)]
-    return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
 
 
 def _on_one(infer: Any, placed: Placed, component: Component) -> Work:

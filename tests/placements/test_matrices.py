@@ -10,8 +10,8 @@ import pytest
 
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
-from jaxdist.placements.matrices import Component, bytes_moved, components
-from jaxdist.placements.owners import Owned
+from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components
+from jaxdist.placements.owners import Owned, owners_p
 from jaxdist.placements.report import work
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, tile
@@ -69,6 +69,42 @@ def test_an_entry_of_a_sorted_array_is_taken_by_its_owner() -> None:
     (one,) = found(lambda a: a * jnp.sort(a.ravel())[7], MATRIX)
     assert "sort" in names(one)
     assert [str(node.eqn.outvars[0].aval) for node in one.nodes][-1] == "float64[1]"
+
+
+def test_a_matrix_that_is_needed_in_several_forms_travels_once() -> None:
+    def f(a: Any) -> Any:
+        x = jnp.sin(a)
+        return (0.5 * x) @ x.T @ x + (1.5 * x) @ (x + x.T)
+
+    (one,) = found(f, MATRIX)
+    assert "mul" in names(one)
+    assert "sin" not in names(one)  # of which each device does its part
+    _, whole = placed(f, MATRIX, split="owners")
+    assert sum(move.bytes for move in whole.own) == 2 * 8 * SIZE**2  # there, and back
+
+
+def test_a_sum_of_its_results_travels_in_place_of_them() -> None:
+    """A penalty and its gradient."""
+
+    def f(a: Any) -> Any:
+        d = a.T @ a - jnp.eye(SIZE)
+        return jnp.sum(d**2), a @ (4 * d)
+
+    infer, whole = placed(f, MATRIX, split="slices")
+    (one,) = components(infer, whole, bytes_moved(whole))
+    assert names(one)[-1] == "dot_general"
+    assert [whole.block.avals[o].shape for o in one.outs] == [(), MATRIX]
+    assert bytes_sent(whole, one) == (2 * SIZE**2 + 1) * whole.block.avals[one.outs[0]].dtype.itemsize
+
+
+def test_what_takes_more_than_its_results_is_done_on_slices() -> None:
+    def adam(a: Any, first: Any, second: Any) -> Any:
+        y = cube(a)
+        first, second = 0.9 * first + y, 0.9 * second + y * y
+        return first, second, first / jnp.sqrt(second)
+
+    (one,) = found(adam, MATRIX, MATRIX, MATRIX)
+    assert names(one) == ["dot_general"] * 2
 
 
 def test_what_would_move_its_results_again_is_done_by_the_owner() -> None:
@@ -179,6 +215,20 @@ def test_what_follows_waits_for_it() -> None:
         assert made.issuperset(node.ins)
         made.update(node.outs)
     assert made.issuperset(whole.block.outputs)
+
+
+def test_what_others_wait_for_is_not_done_by_the_owner() -> None:
+    """It would wait for what it has to give first."""
+
+    def f(a: Any, b: Any) -> Any:
+        x, y = jnp.sin(a), jnp.sin(a).T
+        z = x + y
+        return x @ y @ z @ (b * jnp.tanh(z))
+
+    _, whole = placed(f, MATRIX, MATRIX, split="owners")
+    assert [n.name for n in whole.block.nodes if n.name in ("add", "tanh", owners_p.name)] == [
+        "add", "tanh", owners_p.name
+    ]  # fmt: skip
 
 
 def test_one_matrix_of_many_devices_stays_on_slices_if_they_take_less() -> None:
