@@ -48,12 +48,14 @@ class Work:
       component: its operations.
       placed: they, on whole matrices, or on a device's part of a stack.
       flops: of a device.
+      sent: bytes that travel to an owner and back.
       owner: of the devices that share a matrix the one that does it; None: each does its part of the stack.
     """
 
     component: Component
     placed: Placed
     flops: int
+    sent: int
     owner: int | None = None
 
 
@@ -124,29 +126,55 @@ def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component
     whole = [_on_one(infer, placed, component) for component in found]
     total = sum(one.flops for one in whole)
     stacks: list[list[Work]] = []
-    alone: list[tuple[Work, int]] = []
+    musts: list[Work] = []
+    others: list[tuple[Work, int]] = []
     for one in whole:
-        component, cost, travel = one.component, one.flops, byte * bytes_sent(placed, one.component)
-        must = infer.split == "owners" or any(id(node) in always for node in component.nodes)
-        slices = sum(on_slices[id(node)] for node in component.nodes)
+        cost, travel = one.flops, byte * one.sent
+        must = infer.split == "owners" or any(id(node) in always for node in one.component.nodes)
+        slices = sum(on_slices[id(node)] for node in one.component.nodes)
         if not must and cost // n + travel // n + _MESSAGES >= slices:
             continue
-        stack = _stack(infer, placed, component)
+        stack = _stack(infer, placed, one.component)
         if stack is not None and (stack.flops * n <= 1.25 * cost or cost * n > total):
             stacks.append([stack])
+        elif must:
+            musts.append(one)
         else:
-            alone.append((one, 0 if must else slices))
-    if not alone:
+            others.append((one, slices))
+    chosen = _cheapest(musts, others, n, byte)
+    if not chosen:
         return stacks
-    _assign([one for one, _ in alone], n)
-    load, bytes_of = [0] * n, [0] * n
-    for one, _ in alone:
+    _assign(chosen, n)
+    return [*stacks, [one for one in whole if one in chosen]]
+
+
+def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, int]], n: int, byte: int) -> list[Work]:
+    """Of which work owners take less time than slices do.
+
+    Those of most bytes are the first to stay on slices: the owner of a giant works long after all others are done.
+
+    Args:
+      musts: what slices can't do.
+      others: what they can, each with what it takes on them.
+      n: devices that share a matrix.
+      byte: FLOPs that take as long as one.
+    """
+    others = sorted(others, key=lambda other: other[0].sent)
+    ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]
+    costs = [_time(way, n, byte) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
+    return ways[costs.index(min(costs))]
+
+
+def _time(works: Sequence[Work], n: int, byte: int) -> int:
+    """FLOPs of the busiest device, with what travels to it."""
+    if not works:
+        return 0
+    _assign(works, n)
+    load, sent = [0] * n, [0] * n
+    for one in works:
         load[one.owner or 0] += one.flops
-        bytes_of[one.owner or 0] += bytes_sent(placed, one.component)
-    worth = sum(slices for _, slices in alone)
-    if all(slices for _, slices in alone) and max(load) + byte * max(bytes_of) + _MESSAGES >= worth:
-        return stacks
-    return [*stacks, [one for one, _ in alone]]
+        sent[one.owner or 0] += one.sent
+    return max(load) + byte * max(sent) + _MESSAGES
 
 
 def _assign(works: Sequence[Work], n: int) -> None:
@@ -183,7 +211,7 @@ def _on_one(infer: Any, placed: Placed, component: Component) -> Work:
     """A component as one device does it."""
     block = component.block(placed.block)
     on_one = infer.place(block, [REPLICATED] * len(block.inputs))
-    return Work(component, on_one, work(on_one))
+    return Work(component, on_one, work(on_one), bytes_sent(placed, component))
 
 
 def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
@@ -199,7 +227,9 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
     found = infer.in_slices(block, ins)  # a part that needs owners is none; they would look for a stack in it again
     apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
-    return Work(component, found, work(found)) if apart and not found.communicates else None
+    if not apart or found.communicates:
+        return None
+    return Work(component, found, work(found), bytes_sent(placed, component))
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:

@@ -237,3 +237,14 @@ def test_one_matrix_of_many_devices_stays_on_slices_if_they_take_less() -> None:
     assert not [n for n in whole.block.nodes if isinstance(n, Owned)]
     _, whole = placed(lambda a: jnp.linalg.svd(a, compute_uv=False), (512, 512), devices=8)
     assert [n for n in whole.block.nodes if isinstance(n, Owned)]
+
+
+def test_a_giant_on_slices_does_not_keep_the_others_there() -> None:
+    def f(*xs: Any) -> Any:
+        return [cube(x) for x in xs]
+
+    shapes = [(1024, 1024), *[(128, 128)] * 8]
+    _, whole = placed(f, *shapes, devices=8)
+    (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
+    assert [whole.block.avals[one.component.outs[0]].shape for one in owned.works] == shapes[1:]
+    assert sorted(one.owner or 0 for one in owned.works) == list(range(8))
