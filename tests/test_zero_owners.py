@@ -122,6 +122,19 @@ def test_of_parameters_alone(level: Any) -> None:
     assert optimizers.gap(want, got) < 1e-10
 
 
+@pytest.mark.parametrize("split", [None, "owners"])
+def test_all_divided_by_a_number_of_one(split: Any) -> None:
+    def turn(updates: Any, _: Any = None) -> Any:
+        scale = jnp.linalg.svd(updates[0], compute_uv=False)[0]
+        return [-0.1 * (x @ x.T @ x) for x in (g / scale for g in updates)]
+
+    tx, params = optax.stateless(turn), parameters(*CHAIN)
+    sharded = jaxdist.zero(tx, 2, split=split)
+    want = trained(jax.jit(step_of(tx)), params, tx.init(params))
+    got = trained(jaxdist.data_parallel(step_of(sharded), mesh=mesh(4)), params, sharded.init(params))
+    assert optimizers.gap(want, got) < 1e-10
+
+
 # --- what it takes
 
 
@@ -182,6 +195,26 @@ def test_what_is_asked_for_is_done() -> None:
     assert kinds["owners"]["all-to-all"] == 2
     assert kinds["slices"]["all-to-all"] == 0
     assert kinds["slices"]["all-gather"] > kinds["owners"]["all-gather"]
+
+
+def test_a_penalty_of_parameters_sends_each_once_and_its_gradient_back() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        fit = jnp.mean(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) ** 2)
+        return fit + 1e-3 * sum(jnp.sum((w.T @ w - jnp.eye(w.shape[1])) ** 2) for w in params)
+
+    params, gathered = parameters((64, 64), (64, 64)), {}
+    for split in ("owners", "slices"):
+        tx = jaxdist.zero(optax.sgd(0.1), 3, split=split)
+
+        def step(params: Any, x: Any, tx: Any = tx) -> Any:
+            updates, _ = tx.update(jax.grad(loss)(params, x), tx.init(params), params)
+            return optax.apply_updates(params, updates)
+
+        rows = jaxdist.explain(jaxdist.data_parallel(step, mesh=mesh(4)), params, np.zeros((24, 64))).rows
+        gathered[split] = sum(row.bytes for row in rows if row.what == "all-gather of shards")
+        sent = sum(row.bytes for row in rows if row.operation == "jaxdist_owners")
+        assert sent == (2 * sum(x.nbytes for x in params) if split == "owners" else 0)
+    assert gathered["owners"] == gathered["slices"]
 
 
 def test_explain_names_them() -> None:
