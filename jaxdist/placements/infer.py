@@ -221,9 +221,9 @@ class Walk:
         for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
             if isinstance(ins[k], Partial) and i in marked:
                 ins[k] = self.infer.shard(marked[i], self.block.avals[i].shape[marked[i]])
-        special = SPECIAL.get(node.name)
-        if special and (strategy := special(self, node, ins)):
-            return strategy
+        for rule in SPECIAL.get(node.name, ()):
+            if strategy := rule(self, node, ins):
+                return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
             return self.alike(node, ins)
         return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
@@ -366,15 +366,16 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
-SPECIAL: dict[str, Special] = {}
-"""Operations that need more than their factors; None from one of these: as any other."""
+SPECIAL: dict[str, list[Special]] = {}
+"""Operations that need more than their factors, and what knows of them; None from all of these: as any other."""
 
 
 def special(*names: str) -> Callable[[Special], Special]:
     """Enter a rule into the table."""
 
     def enter(rule: Special) -> Special:
-        SPECIAL.update(dict.fromkeys(names, rule))
+        for name in names:
+            SPECIAL.setdefault(name, []).append(rule)
         return rule
 
     return enter

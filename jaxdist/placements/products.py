@@ -21,86 +21,84 @@ from jaxdist.placements.describe import Factors
 from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.run import Cut
 from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Form, Partial, Placement, Split, form, is_wide
+from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
 
 _MESSAGE = {True: 1 << 18, False: 1 << 23}
 """Bytes that travel in the time that a message more takes: between CPUs, between others."""
 
 
-@special("dot_general")
+@special("dot_general", "gather", "scatter-add", "scatter_add")
 def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     described = walk.factors(node)
-    if described is None or walk.infer.group:
+    batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
+    kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.stored]
+    if described is None or not batch or walk.infer.group or len(node.outs) > 1:
         return None
-    stored = [isinstance(p, Split) and p.stored for p in ins]
-    batch = [_is_even_batch(p, walk.n) for p in ins]
-    if stored[0] != stored[1] and batch[stored.index(False)]:
-        return _with_slices(walk, node, ins, described, stored.index(True))
-    return _gradient(walk, node, ins, described) if all(batch) else None
+    splits = [p for p in ins if isinstance(p, Split)]
+    examples = {described.operands[k][p.dim] for k in batch if isinstance(p := ins[k], Split)}
+    if len(examples) > 1 or None in examples or any(isinstance(p, Partial) for p in ins):
+        return None
+    if any(p.group or p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
+        return None
+    (example,) = examples
+    assert example is not None
+    if len(kept) == 1:
+        return _with_slices(walk, node, ins, described, kept[0], example)
+    return _in_slices(walk, node, ins, described, example) if not kept else None
 
 
-def _with_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, kept: int) -> Strategy | None:
-    """The batch, times a weight of which each device has a slice."""
-    rows, weight = ins[1 - kept], ins[kept]
-    assert isinstance(rows, Split)
+def _with_slices(
+    walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, kept: int, example: int
+) -> Strategy | None:
+    """The batch meets a weight of which each device has a slice."""
+    weight = ins[kept]
     assert isinstance(weight, Split)
-    of_rows, of_weight = described.operands[1 - kept], described.operands[kept]
-    example, cut = of_rows[rows.dim], of_weight[weight.dim]
-    (result,) = described.results
-    if not _is_even_tile(weight, walk.n) or example in of_weight or example not in result or cut is None:
+    (result,), cut = described.results, described.operands[kept][weight.dim]
+    if cut is None or cut == example or example in described.operands[kept] or example not in result:
         return None
     out = walk.block.avals[node.outs[0]]
-    back = form(rows.at(result.index(example)))
-    assert isinstance(back, Split)
-    if cut in result and cut not in of_rows:  # each device: some columns of all rows
-        takes: Form = REPLICATED
-        made: Split | Partial = weight.at(result.index(cut))
-        kind = None
-    elif cut in of_rows and is_wide(out.dtype):  # each device: all columns of all rows, a summand
-        takes, made = form(weight.at(of_rows.index(cut))), Partial()
-        kind = "sum"
+    back = tile(result.index(example), out.shape[result.index(example)], walk.n)
+    kind = described.reduced.get(cut)
+    if cut in result:  # each device: some columns of all rows
+        made: Split | Partial = tile(result.index(cut), weight.size, walk.n)
+    elif kind == "sum" and is_wide(out.dtype):  # each device: all columns of all rows, a summand
+        made = PARTIAL
     else:
         return None
-    here, there = (walk.block.avals[i] for i in (node.ins[1 - kept], node.ins[kept]))
-    moves = [(rows, takes, here), (made, back, out)]
-    users = sum(
-        other.name == node.name and other.backward == node.backward and node.ins[kept] in other.ins
-        for other in walk.block.nodes
-    )
-    if not _pays(walk, moves, nbytes(there), users):
+    takes = [form(weight.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
+    moves = [*_moves(walk, node, ins, takes), (made, back, out)]
+    sharing = [n for n in walk.block.nodes if n.name == node.name and node.ins[kept] in n.ins]
+    users = sum(n.backward == node.backward for n in sharing)
+    if not _pays(walk, [m for m in moves if m[0] is not weight], nbytes(walk.block.avals[node.ins[kept]]), users):
         return None
-    run = _ThenBack(Cut(described, cut, weight, kind), made, back)
     kind_back, _ = walk.infer.move(made, back, out)
     walk.placed.own.append(Move(node, kind_back, out, stored=False, why=IN_PLACE))
-    forms: list[Form] = [form(weight), form(weight)]
-    forms[1 - kept] = takes
-    return Strategy(forms, [back], run, exchanges=True, instead=IN_PLACE)
+    run = _ThenBack(Cut(described, cut, weight, kind), made, back)
+    return Strategy(takes, [back], run, exchanges=True, instead=IN_PLACE)
 
 
-def _gradient(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors) -> Strategy | None:
-    """What is added up over the examples of a batch, and is wanted in slices."""
+def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
+    """What is added up over the examples, and is wanted in slices."""
     (o,), (result,) = node.outs, described.results
-    out = walk.block.avals[o]
-    dim = walk.infer.marked(walk.block).get(o)
-    if dim is None:
+    out, dim = walk.block.avals[o], walk.infer.marked(walk.block).get(o)
+    if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
     slices = walk.infer.shard(dim, out.shape[dim])
-    examples = {dims[p.dim] for p, dims in zip(ins, described.operands, strict=True) if isinstance(p, Split)}
-    having = [k for k, dims in enumerate(described.operands) if result[dim] in dims]
-    if not _is_even_tile(slices, walk.n) or not examples <= set(described.reduced) or len(having) != 1:
+    takes = [form(slices.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
+    if slices.is_padded(walk.n) or not _pays(walk, _moves(walk, node, ins, takes), nbytes(out)):
         return None
-    (k,) = having
-    takes: list[Form] = [REPLICATED, REPLICATED]
-    takes[k] = form(slices.at(described.operands[k].index(result[dim])))
-    moves = [(p, to, walk.block.avals[i]) for p, to, i in zip(ins, takes, node.ins, strict=True)]
-    if not _pays(walk, moves, nbytes(out)):
-        return None
-    cut = result[dim]
-    assert cut is not None
     return Strategy(takes, [slices], Cut(described, cut, slices, None), instead=IN_PLACE)
 
 
-def _pays(walk: Walk, moves: Sequence[tuple[Placement, Form, Any]], weight: int, users: int = 1) -> bool:
+_Moved = tuple[Placement, Form, Any]
+"""How a value comes, how it is needed, and its type."""
+
+
+def _moves(walk: Walk, node: Node, ins: Sequence[Placement], takes: Sequence[Form]) -> list[_Moved]:
+    return [(p, to, walk.block.avals[i]) for p, to, i in zip(ins, takes, node.ins, strict=True) if isinstance(p, Split)]
+
+
+def _pays(walk: Walk, moves: Sequence[_Moved], weight: int, users: int = 1) -> bool:
     """Whether values of the batch should travel in place of a weight.
 
     What each device has of them whole must be no more than its slice of the weight, so that it does not take the memory
@@ -108,7 +106,7 @@ def _pays(walk: Walk, moves: Sequence[tuple[Placement, Form, Any]], weight: int,
 
     Args:
       walk: which places the block.
-      moves: values of the batch, how they come, and how they are needed.
+      moves: of values of the batch.
       weight: its bytes.
       users: operations that would share the gathered weight.
     """
@@ -116,14 +114,6 @@ def _pays(walk: Walk, moves: Sequence[tuple[Placement, Form, Any]], weight: int,
     sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves)
     message = _MESSAGE[walk.infer.on_cpu]
     return whole <= weight // walk.n and sent + len(moves) * message <= weight // users
-
-
-def _is_even_batch(p: Placement, devices: int) -> bool:
-    return isinstance(p, Split) and not (p.stored or p.whole or p.is_padded(devices)) and p.is_tile(devices)
-
-
-def _is_even_tile(p: Split, devices: int) -> bool:
-    return p.is_tile(devices) and not p.is_padded(devices) and not p.whole
 
 
 @dataclass(frozen=True)
