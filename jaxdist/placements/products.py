@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from jaxdist.ir.operations import ADDITION, SHAPE_ONLY
 from jaxdist.placements.block import Node
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.infer import Walk, special
@@ -23,8 +26,9 @@ from jaxdist.placements.run import Cut
 from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
 
-_MESSAGE = {True: 1 << 18, False: 1 << 23}
-"""Bytes that travel in the time that a message more takes: between CPUs, between others."""
+_MESSAGE = {True: 1 << 18, False: 1 << 25}
+"""Bytes that travel in the time that a message more takes, and the compute that it keeps from overlapping: of CPUs, of
+others."""
 
 
 @special("dot_general", "gather", "scatter-add", "scatter_add")
@@ -78,16 +82,50 @@ def _with_slices(
 
 
 def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
-    """What is added up over the examples, and is wanted in slices."""
+    """What is added up over the examples.
+
+    If it is not wanted in slices, they are gathered: a sum that each device has is a sum in slices, and an all-gather.
+    """
     (o,), (result,) = node.outs, described.results
     out, dim = walk.block.avals[o], walk.infer.marked(walk.block).get(o)
+    gathered = dim is None and node.backward and walk.block.outermost
+    dim = walk.infer.choose(out.shape) if gathered else dim
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
     slices = walk.infer.shard(dim, out.shape[dim])
     takes = [form(slices.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    if slices.is_padded(walk.n) or not _pays(walk, _moves(walk, node, ins, takes), nbytes(out)):
+    moves = _moves(walk, node, ins, takes)
+    if slices.is_padded(walk.n) or not _pays(walk, moves, nbytes(out)):
         return None
-    return Strategy(takes, [slices], Cut(described, cut, slices, None), instead=IN_PLACE)
+    terms = _terms(walk, o)
+    if terms > 1 and (gathered or not _pays(walk, moves, nbytes(out), terms)):
+        return None
+    product = Cut(described, cut, slices, None)
+    if not gathered:
+        return Strategy(takes, [slices], product, instead=IN_PLACE)
+    walk.placed.own.append(Move(node, "all-gather", out, stored=True, why=IN_PLACE))
+    after = walk.next.get(o)
+    turned = after.eqn.params["permutation"] if after and after.name == "transpose" else range(out.ndim)
+    run = _ThenWhole(product, slices, tuple(turned))
+    return Strategy(takes, [REPLICATED], run, exchanges=True, instead=IN_PLACE)
+
+
+_TO_A_SUM = ADDITION | SHAPE_ONLY | {"convert_element_type"}
+
+
+def _terms(walk: Walk, i: int) -> int:
+    """Of how many cotangents, this one among them, the sum is that it is added to: they could be reduced as one."""
+    block = walk.block
+    while block.uses[i] == 1 and i in walk.next and walk.next[i].name in _TO_A_SUM:
+        (i,) = walk.next[i].outs
+    count, todo = 0, [i]
+    while todo:
+        node = block.makers.get(todo.pop())
+        if node is not None and node.name in _TO_A_SUM:
+            todo += node.ins
+        elif node is not None and node.backward:
+            count += 1
+    return count
 
 
 _Moved = tuple[Placement, Form, Any]
@@ -108,7 +146,7 @@ def _pays(walk: Walk, moves: Sequence[_Moved], weight: int, users: int = 1) -> b
       walk: which places the block.
       moves: of values of the batch.
       weight: its bytes.
-      users: operations that would share the gathered weight.
+      users: operations that would share the gathered weight, or of which the sum would be reduced.
     """
     whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
     sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves)
@@ -133,3 +171,24 @@ class _ThenBack:
     def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         (x,) = self.product(emitter, node, xs)
         return [emitter.to_slices(node.outs[0], x, self.made, self.back)]
+
+
+@dataclass(frozen=True)
+class _ThenWhole:
+    """A sum in slices, and all of these.
+
+    Attributes:
+      product: the operation on slices.
+      slices: what it makes.
+      turned: in what order of its dimensions it is taken next. It is gathered so: XLA makes a transpose a part of the
+        product before it, and of what comes after a gather a slow loop.
+    """
+
+    product: Cut
+    slices: Split
+    turned: tuple[int, ...]
+
+    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        (x,) = self.product(emitter, node, xs)
+        whole = emitter.gather(x.transpose(self.turned), self.turned.index(self.slices.dim), self.slices.size)
+        return [whole.transpose(np.argsort(self.turned))]

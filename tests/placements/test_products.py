@@ -82,7 +82,7 @@ def trained(step: Any, params: Any, opt_state: Any, batch: Any, steps: int = 3) 
 
 def emitted(name: str, level: Any, devices: int, **settings: Any) -> list[tuple[str, tuple[int, ...], str]]:
     apply, params, batch = MODELS[name]
-    tx = jaxdist.zero(optax.adam(1e-3), level)
+    tx = jaxdist.zero(optax.adam(1e-3), level) if level else optax.adam(1e-3)
     step = step_of(tx, apply)
     program = parity.program(step, params, tx.init(params), batch, devices=devices, **settings)
     return parity.collectives(program)
@@ -102,13 +102,13 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- as on one device
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_on_one_device(name: str, devices: int, level: Any) -> None:
     apply, params, batch = MODELS[name]
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
-    sharded = jaxdist.zero(tx, level)
+    sharded = jaxdist.zero(tx, level) if level else tx
     want = trained(jax.jit(step_of(tx, apply)), params, tx.init(params), batch)
     step = jaxdist.data_parallel(step_of(sharded, apply), mesh=parity.mesh(devices), donate=False)
     got = trained(step, params, sharded.init(params), batch)
@@ -171,6 +171,25 @@ def test_gradients_are_made_in_slices(level: Any) -> None:
     assert moved(found, "reduce-scatter") <= 768
 
 
+def test_without_slices_gradients_are_gathered_and_not_added_up() -> None:
+    """Each as it is wanted next, so that XLA makes the transpose between a part of the product."""
+    found = emitted("wide and tall", 0, 4)
+    assert {WIDE[::-1], TALL} & {shape for kind, shape, _ in found if kind == "all-gather"}
+    assert moved(found, "all-reduce", "reduce-scatter") <= 768 + 96 + 1
+
+
+def test_gradients_that_are_added_up_first_are_reduced_once() -> None:
+    """Of weights with many uses, and of microbatches."""
+    found = emitted("tied", 0, 4)
+    assert moved(found, "all-reduce") >= 96 * 768
+    assert moved(found, "all-gather", "all-to-all") == 0
+    apply, params, _ = MODELS["wide and tall"]
+    batch = (array(32, 96),) * 2
+    step = step_of(optax.sgd(0.1), apply, microbatches=4)
+    assert not [k for k, *_ in parity.collectives(parity.program(step, params, optax.sgd(0.1).init(params), batch))
+                if k in ("all-gather", "all-to-all")]  # fmt: skip
+
+
 def test_a_table_is_not_gathered() -> None:
     found = emitted("table", 3, 8)
     assert moved(found, "all-gather", "reduce-scatter", "all-reduce") < 4001 * 96 // 8
@@ -206,7 +225,7 @@ def test_a_weight_that_many_share_is_gathered_once() -> None:
     tx = jaxdist.zero(optax.sgd(0.1), 3)
 
     def apply(w: Any, x: Any, *_: Any) -> Any:
-        for _ in range(20):
+        for _step in range(20):
             x = jnp.tanh(x @ w)
         return x
 
