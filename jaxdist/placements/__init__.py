@@ -7,6 +7,7 @@
 | `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
 | `infer`, `strategy` | the walk that settles the placement of each value, and what it settles |
 | `summands`, `shapes`, `own_rows`, `random_bits`, `loops`, `control_flow` | what it knows of such operations |
+| `products` | of the batch with weights in slices: which of the two travels |
 | `marks`, `marked`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
 | `matrices`, `owners`, `owned` | work on whole matrices: found, given to devices, and run by them |
 | `emit`, `run` | the program of one device, once |
@@ -21,6 +22,7 @@ from jaxdist.placements import (  # noqa: F401  (they enter their rules)
     loops,
     own_rows,
     owned,
+    products,
     random_bits,
     shapes,
 )

@@ -57,6 +57,7 @@ class Block:
       traced: those that nothing follows from as well: marks of parameters that the optimizer does not look at.
       outputs: the values that it returns.
       uses: of each value: how many operands and outputs it is.
+      outermost: it is a step's own body, which runs once.
     """
 
     avals: list[Any] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Block:
     traced: list[Node] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
+    outermost: bool = False
 
     @functools.cached_property
     def makers(self) -> dict[int, Node]:

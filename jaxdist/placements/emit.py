@@ -126,18 +126,18 @@ class Emitter:
         if isinstance(to, Split):
             if REPLICATED in forms:
                 return self.cut(forms[REPLICATED], to)
-            if summand is not None:
-                if self.infer.scatters(summand, to):
-                    return self._scatter(i, forms[summand], summand, to)
-                return self.cut(self.take(i, REPLICATED), to)
-            own = next(f for f in forms if isinstance(f, Split))
-            if self.infer.exchanges(own, to, aval):
-                return self._exchange(forms[own], own, to)
+            own = summand or next(f for f in forms if isinstance(f, Split))
+            if self.infer.slices(own, to, aval):
+                return self.to_slices(i, forms[own], own, to)
             return self.cut(self.take(i, REPLICATED), to)
         if summand is not None:
             return self._reduce(i, forms[summand], within(self.n, summand.group))
         own = next(f for f in forms if isinstance(f, Split))
         return self._gather(forms[own], own, aval)
+
+    def to_slices(self, i: int, x: Any, own: Split | Partial, to: Split) -> Any:
+        """What a device holds of a value as slices, by one collective (`Infer.slices` says whether there is one)."""
+        return self._scatter(i, x, own, to) if isinstance(own, Partial) else self._exchange(x, own, to)
 
     def _wire(self, i: int, dtype: Any) -> str | None:
         """The dtype in which a summand travels, if it is a gradient that may be compressed."""

@@ -133,27 +133,26 @@ class Infer:
         if isinstance(placement, Partial):
             if isinstance(to, Partial):
                 return ("", 0) if to.group == placement.group else ("all-reduce", 2 * size)
-            scattered = isinstance(to, Split) and self.scatters(placement, to)
+            scattered = isinstance(to, Split) and self.slices(placement, to, aval)
             return ("reduce-scatter", size) if scattered else ("all-reduce", 2 * size)
         if isinstance(placement, Split) and not placement.whole and form(placement) != to:
-            if isinstance(to, Split) and self.exchanges(placement, to, aval):
+            if isinstance(to, Split) and self.slices(placement, to, aval):
                 return "all-to-all", size // self.devices
             return "all-gather", size
         return "", 0
 
-    def scatters(self, summand: Partial, to: Split) -> bool:
-        """Whether a reduce-scatter brings summands into slices; what is left is added up across groups."""
-        return to.is_tile(self.devices) and summand.group in (0, to.group)
-
-    def exchanges(self, a: Split, b: Split, aval: Any) -> bool:
-        """Whether an all-to-all brings slices along one dimension into slices along another."""
+    def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
+        """Whether one collective brings a value into slices: a reduce-scatter of summands, after which those within a
+        group are added up across groups, or an all-to-all of slices along another dimension."""
         n = self.devices
+        if isinstance(own, Partial):
+            return to.is_tile(n) and own.group in (0, to.group)
         return (
-            a.dim != b.dim
-            and a.group == b.group
-            and a.outer == b.outer == 1
-            and not a.is_padded(n)
-            and not b.is_padded(n)
+            own.dim != to.dim
+            and own.group == to.group
+            and own.outer == to.outer == 1
+            and not own.is_padded(n)
+            and not to.is_padded(n)
             and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         )
 
@@ -183,7 +182,7 @@ class Walk:
                     continue
                 if isinstance(self.at[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
                     summed.add(self.inputs[i])
-                self.note(node, i, to, strategy.why)
+                self.note(node, i, to, strategy.why or strategy.instead)
             for i, placement in zip(node.outs, strategy.gives, strict=True):
                 self.at[i] = placement
                 settled = self._settled(i, placement)
@@ -222,9 +221,9 @@ class Walk:
         for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
             if isinstance(ins[k], Partial) and i in marked:
                 ins[k] = self.infer.shard(marked[i], self.block.avals[i].shape[marked[i]])
-        special = SPECIAL.get(node.name)
-        if special and (strategy := special(self, node, ins)):
-            return strategy
+        for rule in SPECIAL.get(node.name, ()):
+            if strategy := rule(self, node, ins):
+                return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
             return self.alike(node, ins)
         return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
@@ -367,15 +366,16 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
-SPECIAL: dict[str, Special] = {}
-"""Operations that need more than their factors; None from one of these: as any other."""
+SPECIAL: dict[str, list[Special]] = {}
+"""Operations that need more than their factors, and what knows of them; None from all of these: as any other."""
 
 
 def special(*names: str) -> Callable[[Special], Special]:
     """Enter a rule into the table."""
 
     def enter(rule: Special) -> Special:
-        SPECIAL.update(dict.fromkeys(names, rule))
+        for name in names:
+            SPECIAL.setdefault(name, []).append(rule)
         return rule
 
     return enter

@@ -44,7 +44,7 @@ class Marks:
       levels: of its uses in the step.
       sharded: inputs to keep in shards.
       offloaded: inputs to keep in the host's memory.
-      sliced: inputs of which a loop takes slices along the first dimension.
+      sliced: inputs of which a loop takes slices along the first dimension, or of which rows are looked up.
       updates: whether there is an update without parameters.
     """
 
@@ -116,6 +116,8 @@ def _node(
                 found.sharded.add(args[0].index)
                 if params["offload"] and role == "state":
                     found.offloaded.add(args[0].index)
+    if name == "gather" and isinstance(args[0], _From) and 0 in params["dimension_numbers"].collapsed_slice_dims:
+        found.sliced.add(args[0].index)
     if name in SAME:
         return args[: len(node.outs)]
     update = next((a for a in args if isinstance(a, _Update)), None)

@@ -15,7 +15,7 @@ from jaxdist.ir.control_flow import Scan
 from jaxdist.ir.operations import FACTORISATION
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import Move, Placed, Strategy
+from jaxdist.placements.strategy import IN_PLACE, Move, Placed, Strategy
 from jaxdist.placements.values import Replicated, Split, reshaped
 
 _WORTH_SAYING = 0.01
@@ -56,9 +56,9 @@ def rows(placed: Placed) -> list[Row]:
         moved[key] = moved.get(key, 0) + move.bytes * times
     table = []
     for (what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
-        of_batch = _of_batch(what)
         moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
-        reason = (why if moves else "") or (_REASONS.get(name, "") if of_batch else "")
+        of_batch = _of_batch(what) and why != IN_PLACE
+        reason = (why if moves or why == IN_PLACE else "") or (_REASONS.get(name, "") if of_batch else "")
         table.append(Row(what, name, line, size, why=reason, instead=_INSTEAD.get(name, "") if of_batch else ""))
     if placed.whole:
         why = "the step is small: to compute all of it takes less time than messages would"
@@ -104,6 +104,8 @@ def warning(placed: Placed) -> str:
         what = f"{row.operation} at {row.line}"
         if row.what == "repeated" and row.share > _WORTH_SAYING:
             lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
+        elif row.why == IN_PLACE:
+            continue
         elif _of_batch(row.what) and row.operation != "shard_map":  # which the user asked for
             kind = row.what.removesuffix(" of activations")
             lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind})")
@@ -224,7 +226,7 @@ def flops(block: Block, node: Node, strategy: Strategy | None = None) -> int:
     if node.name == "dot_general":
         (contracted, _), _ = node.eqn.params["dimension_numbers"]
         p, shape = takes[0], block.avals[node.ins[0]].shape
-        shape = p.shape(shape) if isinstance(p, Split) else shape
+        shape = p.shape(shape) if isinstance(p, Split) and not isinstance(gives[0], Split) else shape
         return 2 * size(node.outs[0], gives[0]) * math.prod(shape[d] for d in contracted)
     if node.name == "conv_general_dilated":
         p, kernel = takes[1], block.avals[node.ins[1]].shape

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.values import Form, Partial, Placement, Split
 
+IN_PLACE = "in place of a weight, which is larger"
+"""Why values of a batch move where they need not."""
+
 
 @dataclass(eq=False)
 class Strategy:
@@ -26,6 +29,7 @@ class Strategy:
       bodies: of control flow.
       exchanges: it talks to other devices by itself.
       why: the operation is computed whole on every device, for this reason.
+      instead: its operands move for this reason, where something else could.
     """
 
     takes: Sequence[Form | None]
@@ -35,6 +39,7 @@ class Strategy:
     bodies: Sequence[Placed] = ()
     exchanges: bool = False
     why: str = ""
+    instead: str = ""
 
 
 @dataclass(eq=False)
@@ -46,7 +51,7 @@ class Move:
       kind: ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``.
       aval: the value's logical type.
       stored: it is kept in shards between steps, or made of such alone.
-      why: what the operation can't do on slices.
+      why: what the operation can't do on slices, or `IN_PLACE`.
     """
 
     node: Node

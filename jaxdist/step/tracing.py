@@ -100,6 +100,7 @@ def traced(
     parts = shared or mesh.size
     infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared, way(closed))
     block = infer.block(closed)
+    block.outermost = True
     found = marks(infer, block, level)
     layouts = found.layouts(shapes, parts, mesh.size // parts)
     dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})

@@ -521,6 +521,22 @@ def idiom(name: str, rows: int, level: int = 0, within: int | None = None) -> Ca
     return Case(name, step, state, lambda i: idioms.batch(i, rows))
 
 
+def few_examples() -> Case:
+    """Beside large weights in slices, of which two are a table and three-dimensional: the examples travel."""
+    rng = _rng(0)
+    params = {
+        "table": _dense(rng, 4001, 96), "w1": _dense(rng, 96, 1536), "b1": jnp.zeros(1536), "w2": _dense(rng, 1536, 96),
+        "heads": _dense(rng, 96, 12, 192),
+    }  # fmt: skip
+
+    def loss_fn(p: Any, batch: Any) -> Any:
+        x = p["table"][batch["y"] * 800]
+        x = x + jnp.tanh(x @ p["w1"] + p["b1"]) @ p["w2"]
+        return jnp.mean(jnp.sin(jnp.einsum("bd,dhk->bhk", x, p["heads"])) ** 2)
+
+    return _params_case("few examples", loss_fn, params, _zero(optax.adam(1e-3)), _vectors)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "clip_adamw": lambda: optimizer("clip+adamw", optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
     "lamb": lambda: optimizer("lamb", optax.lamb(1e-2)),
@@ -545,10 +561,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "running_loss": running_loss,
     "nnx": with_nnx,
     "equinox": with_equinox,
+    "few_examples": few_examples,
 }
 
 IN_SHARDS = {
     "clip_adamw": 1, "lamb": 2, "multisteps": 3, "lenet": 2, "transformer": 3, "lstm": 3, "odd_parameters": 3,
-    "user_accumulation": 2,
+    "user_accumulation": 2, "few_examples": 3,
 }  # fmt: skip
 """Cases to run under `jaxdist.zero` between processes too, and their level."""

@@ -1,0 +1,194 @@
+"""Products of the batch with what is kept in slices: the smaller of the two travels.
+
+Usually a weight is gathered, and what the devices make of its gradient is reduced into slices. Where the rows of the
+batch are few beside a large weight, they travel instead: each device has all rows, multiplies them with its slice of
+the weight, and an all-to-all gives each its own examples back; or it has of all rows the columns that meet its slice,
+and a reduce-scatter adds the products up. A gradient is computed as a slice, from all rows. The FLOPs are the same.
+
+References:
+  Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a product with a weight split along its columns or rows);
+  Xu et al., *GSPMD*, arXiv 2105.04663, section 3.5 (a product for which an operand is partitioned again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxdist.ir.operations import ADDITION, SHAPE_ONLY
+from jaxdist.placements.block import Node
+from jaxdist.placements.describe import Factors
+from jaxdist.placements.infer import Walk, special
+from jaxdist.placements.run import Cut
+from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
+from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
+
+_MESSAGE = {True: 1 << 18, False: 1 << 25}
+"""Bytes that travel in the time that a message more takes, and the compute that it keeps from overlapping: of CPUs, of
+others."""
+
+
+@special("dot_general", "gather", "scatter-add", "scatter_add")
+def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    described = walk.factors(node)
+    batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
+    kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.stored]
+    if described is None or not batch or walk.infer.group or len(node.outs) > 1:
+        return None
+    splits = [p for p in ins if isinstance(p, Split)]
+    examples = {described.operands[k][p.dim] for k in batch if isinstance(p := ins[k], Split)}
+    if len(examples) > 1 or None in examples or any(isinstance(p, Partial) for p in ins):
+        return None
+    if any(p.group or p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
+        return None
+    (example,) = examples
+    assert example is not None
+    if len(kept) == 1:
+        return _with_slices(walk, node, ins, described, kept[0], example)
+    return _in_slices(walk, node, ins, described, example) if not kept else None
+
+
+def _with_slices(
+    walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, kept: int, example: int
+) -> Strategy | None:
+    """The batch meets a weight of which each device has a slice."""
+    weight = ins[kept]
+    assert isinstance(weight, Split)
+    (result,), cut = described.results, described.operands[kept][weight.dim]
+    if cut is None or cut == example or example in described.operands[kept] or example not in result:
+        return None
+    out = walk.block.avals[node.outs[0]]
+    back = tile(result.index(example), out.shape[result.index(example)], walk.n)
+    kind = described.reduced.get(cut)
+    if cut in result:  # each device: some columns of all rows
+        made: Split | Partial = tile(result.index(cut), weight.size, walk.n)
+    elif kind == "sum" and is_wide(out.dtype):  # each device: all columns of all rows, a summand
+        made = PARTIAL
+    else:
+        return None
+    takes = [form(weight.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
+    moves = [*_moves(walk, node, ins, takes), (made, back, out)]
+    sharing = [n for n in walk.block.nodes if n.name == node.name and node.ins[kept] in n.ins]
+    users = sum(n.backward == node.backward for n in sharing)
+    if not _pays(walk, [m for m in moves if m[0] is not weight], nbytes(walk.block.avals[node.ins[kept]]), users):
+        return None
+    kind_back, _ = walk.infer.move(made, back, out)
+    walk.placed.own.append(Move(node, kind_back, out, stored=False, why=IN_PLACE))
+    run = _ThenBack(Cut(described, cut, weight, kind), made, back)
+    return Strategy(takes, [back], run, exchanges=True, instead=IN_PLACE)
+
+
+def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
+    """What is added up over the examples.
+
+    If it is not wanted in slices, they are gathered: a sum that each device has is a sum in slices, and an all-gather.
+    """
+    (o,), (result,) = node.outs, described.results
+    out, dim = walk.block.avals[o], walk.infer.marked(walk.block).get(o)
+    gathered = dim is None and node.backward and walk.block.outermost
+    dim = walk.infer.choose(out.shape) if gathered else dim
+    if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
+        return None
+    slices = walk.infer.shard(dim, out.shape[dim])
+    takes = [form(slices.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
+    moves = _moves(walk, node, ins, takes)
+    if slices.is_padded(walk.n) or not _pays(walk, moves, nbytes(out)):
+        return None
+    terms = _terms(walk, o)
+    if terms > 1 and (gathered or not _pays(walk, moves, nbytes(out), terms)):
+        return None
+    product = Cut(described, cut, slices, None)
+    if not gathered:
+        return Strategy(takes, [slices], product, instead=IN_PLACE)
+    walk.placed.own.append(Move(node, "all-gather", out, stored=True, why=IN_PLACE))
+    after = walk.next.get(o)
+    turned = after.eqn.params["permutation"] if after and after.name == "transpose" else range(out.ndim)
+    run = _ThenWhole(product, slices, tuple(turned))
+    return Strategy(takes, [REPLICATED], run, exchanges=True, instead=IN_PLACE)
+
+
+_TO_A_SUM = ADDITION | SHAPE_ONLY | {"convert_element_type"}
+
+
+def _terms(walk: Walk, i: int) -> int:
+    """Of how many cotangents, this one among them, the sum is that it is added to: they could be reduced as one."""
+    block = walk.block
+    while block.uses[i] == 1 and i in walk.next and walk.next[i].name in _TO_A_SUM:
+        (i,) = walk.next[i].outs
+    count, todo = 0, [i]
+    while todo:
+        node = block.makers.get(todo.pop())
+        if node is not None and node.name in _TO_A_SUM:
+            todo += node.ins
+        elif node is not None and node.backward:
+            count += 1
+    return count
+
+
+_Moved = tuple[Placement, Form, Any]
+"""How a value comes, how it is needed, and its type."""
+
+
+def _moves(walk: Walk, node: Node, ins: Sequence[Placement], takes: Sequence[Form]) -> list[_Moved]:
+    return [(p, to, walk.block.avals[i]) for p, to, i in zip(ins, takes, node.ins, strict=True) if isinstance(p, Split)]
+
+
+def _pays(walk: Walk, moves: Sequence[_Moved], weight: int, users: int = 1) -> bool:
+    """Whether values of the batch should travel in place of a weight.
+
+    What each device has of them whole must be no more than its slice of the weight, so that it does not take the memory
+    that the slices save.
+
+    Args:
+      walk: which places the block.
+      moves: of values of the batch.
+      weight: its bytes.
+      users: operations that would share the gathered weight, or of which the sum would be reduced.
+    """
+    whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
+    sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves)
+    message = _MESSAGE[walk.infer.on_cpu]
+    return whole <= weight // walk.n and sent + len(moves) * message <= weight // users
+
+
+@dataclass(frozen=True)
+class _ThenBack:
+    """A product on slices of a weight, and each device's examples of it.
+
+    Attributes:
+      product: the operation on slices.
+      made: what it makes.
+      back: the examples.
+    """
+
+    product: Cut
+    made: Split | Partial
+    back: Split
+
+    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        (x,) = self.product(emitter, node, xs)
+        return [emitter.to_slices(node.outs[0], x, self.made, self.back)]
+
+
+@dataclass(frozen=True)
+class _ThenWhole:
+    """A sum in slices, and all of these.
+
+    Attributes:
+      product: the operation on slices.
+      slices: what it makes.
+      turned: in what order of its dimensions it is taken next. It is gathered so: XLA makes a transpose a part of the
+        product before it, and of what comes after a gather a slow loop.
+    """
+
+    product: Cut
+    slices: Split
+    turned: tuple[int, ...]
+
+    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        (x,) = self.product(emitter, node, xs)
+        whole = emitter.gather(x.transpose(self.turned), self.turned.index(self.slices.dim), self.slices.size)
+        return [whole.transpose(np.argsort(self.turned))]
