@@ -12,7 +12,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,7 @@ def _with_slices(
         return None
     takes = [form(weight.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
     moves = [*_moves(walk, node, ins, takes), (made, back, out)]
-    sharing = [n for n in walk.block.nodes if n.name == node.name and node.ins[kept] in n.ins]
-    users = sum(n.backward == node.backward for n in sharing)
-    if not _pays(walk, [m for m in moves if m[0] is not weight], nbytes(walk.block.avals[node.ins[kept]]), users):
+    if not _pays(walk, moves, nbytes(walk.block.avals[node.ins[kept]]), lambda: _users(walk, node, node.ins[kept])):
         return None
     kind_back, _ = walk.infer.move(made, back, out)
     walk.placed.own.append(Move(node, kind_back, out, stored=False, why=IN_PLACE))
@@ -94,11 +92,11 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
         return None
     slices = walk.infer.shard(dim, out.shape[dim])
     takes = [form(slices.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    moves = _moves(walk, node, ins, takes)
-    if slices.is_padded(walk.n) or not _pays(walk, moves, nbytes(out)):
+    if slices.is_padded(walk.n):
         return None
-    terms = _terms(walk, o)
-    if terms > 1 and (gathered or not _pays(walk, moves, nbytes(out), terms)):
+    if not _pays(
+        walk, _moves(walk, node, ins, takes), nbytes(out), lambda: _terms(walk, node), most=1 if gathered else None
+    ):
         return None
     product = Cut(described, cut, slices, None)
     if not gathered:
@@ -110,12 +108,17 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     return Strategy(takes, [REPLICATED], run, exchanges=True, instead=IN_PLACE)
 
 
+def _users(walk: Walk, node: Node, i: int) -> int:
+    """Of how many operations, this one among them, a weight would be gathered for once."""
+    return sum(n.name == node.name and n.backward == node.backward for n in walk.block.nodes if i in n.ins)
+
+
 _TO_A_SUM = ADDITION | SHAPE_ONLY | {"convert_element_type"}
 
 
-def _terms(walk: Walk, i: int) -> int:
+def _terms(walk: Walk, own: Node) -> int:
     """Of how many cotangents, this one among them, the sum is that it is added to: they could be reduced as one."""
-    block = walk.block
+    block, (i,) = walk.block, own.outs
     while block.uses[i] == 1 and i in walk.next and walk.next[i].name in _TO_A_SUM:
         (i,) = walk.next[i].outs
     count, todo = 0, [i]
@@ -123,7 +126,7 @@ def _terms(walk: Walk, i: int) -> int:
         node = block.makers.get(todo.pop())
         if node is not None and node.name in _TO_A_SUM:
             todo += node.ins
-        elif node is not None and node.backward:
+        elif node is not None and (node is own or node.backward):
             count += 1
     return count
 
@@ -133,10 +136,14 @@ _Moved = tuple[Placement, Form, Any]
 
 
 def _moves(walk: Walk, node: Node, ins: Sequence[Placement], takes: Sequence[Form]) -> list[_Moved]:
-    return [(p, to, walk.block.avals[i]) for p, to, i in zip(ins, takes, node.ins, strict=True) if isinstance(p, Split)]
+    """Of the batch."""
+    each = zip(ins, takes, node.ins, strict=True)
+    return [(p, to, walk.block.avals[i]) for p, to, i in each if isinstance(p, Split) and not p.stored]
 
 
-def _pays(walk: Walk, moves: Sequence[_Moved], weight: int, users: int = 1) -> bool:
+def _pays(
+    walk: Walk, moves: Sequence[_Moved], weight: int, sharing: Callable[[], int], most: int | None = None
+) -> bool:
     """Whether values of the batch should travel in place of a weight.
 
     What each device has of them whole must be no more than its slice of the weight, so that it does not take the memory
@@ -146,12 +153,15 @@ def _pays(walk: Walk, moves: Sequence[_Moved], weight: int, users: int = 1) -> b
       walk: which places the block.
       moves: of values of the batch.
       weight: its bytes.
-      users: operations that would share the gathered weight, or of which the sum would be reduced.
+      sharing: counts the operations for which it would travel once. Asked last: it looks at all of the block.
+      most: that may be so many; None: if it is worth it for each.
     """
     whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
-    sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves)
-    message = _MESSAGE[walk.infer.on_cpu]
-    return whole <= weight // walk.n and sent + len(moves) * message <= weight // users
+    sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves) + len(moves) * _MESSAGE[walk.infer.on_cpu]
+    if whole > weight // walk.n or sent > weight:
+        return False
+    count = sharing()
+    return count <= most if most else sent <= weight // count
 
 
 @dataclass(frozen=True)
