@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from jaxdist.placements.groups import Within
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
 from jaxdist.planning.topology import Topology
+from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")
 """Of the kinds of bytes, those that are kept from step to step."""
@@ -160,14 +159,7 @@ class Plan:
         return json.dumps(self.figures(), indent=2)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=120, markup=False, highlight=False)
-        console.print(self.headline)
-        console.print(self._bytes())
-        console.print(self._traffic())
-        for line in self.assumed:
-            console.print(line)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return text_of(self.headline, self._bytes(), self._traffic(), *self.assumed, width=120)
 
     @property
     def headline(self) -> str:
