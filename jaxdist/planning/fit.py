@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,7 +207,7 @@ def fit(
             there.note(_SIZES)
     if there.compiled_for != "cuda":
         there.note("no schedule is known: no message is taken to be hidden")
-    plan = there.plan([_labelled(one) for one in found.candidates if one.compiled])
+    plan = there.plan([one.row for one in found.candidates if one.compiled])
     return Fit(plan, found.candidates, found.chosen, _why(plan, found, activations, vary is not None))
 
 
@@ -225,10 +224,6 @@ def _varied(make: Callable[..., Any], vary: Mapping[str, Sequence[Any]], topolog
             error.add_note(f"in {written(name, choice)}, as vary asks for")
             raise
     return there, among
-
-
-def _labelled(one: Candidate) -> Any:
-    return dataclasses.replace(one.row, built=", ".join(f"{k}={v}" for k, v in one.choice.items()))
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class LevelPlan:
       within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
       flops: of a device in a step.
       host: bytes of its state in the host's memory, which are not in `bytes`.
-      built: what the step was built with, for a person; "": that was not varied.
+      choice: what the step was built with, where that is varied.
     """
 
     level: int | None
@@ -96,7 +96,7 @@ class LevelPlan:
     within: Within = None
     flops: int = 0
     host: int = 0
-    built: str = ""
+    choice: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
         """Bytes, seconds, shares between 0 and 1."""
@@ -111,6 +111,11 @@ class LevelPlan:
     def total(self) -> Traffic:
         """Of all collectives."""
         return total_of("all", self.traffic)
+
+    @property
+    def built(self) -> str:
+        """What it was built with, for a person; "": that is not varied."""
+        return ", ".join(f"{name}={value}" for name, value in self.choice.items())
 
     @property
     def name(self) -> str:
