@@ -60,6 +60,7 @@ def plan(
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA complains about each program that does not fit
     import jax
 
+    from jaxdist.planning.candidates import built
     from jaxdist.planning.fit import Fit, fit
     from jaxdist.planning.plan import plan as make_plan
     from jaxdist.planning.topology import Topology
@@ -78,10 +79,7 @@ def plan(
         if varied:
             found = fit(functools.partial(make, **fixed), topology=wanted, levels=chosen, vary=varied)
         else:
-            made = make(**fixed)
-            if not isinstance(made, tuple) or not made:
-                raise ValueError(f"{what} returned {type(made).__name__}, expected a tuple (step, *args)")
-            found = (fit if fitted else make_plan)(*made, topology=wanted, levels=chosen)
+            found = (fit if fitted else make_plan)(*built(make, fixed), topology=wanted, levels=chosen)
     except (ValueError, TypeError, OSError) as problem:
         raise typer.BadParameter("; ".join([str(problem), *getattr(problem, "__notes__", [])])) from None
     if picture is not None:
@@ -131,13 +129,14 @@ def _function(what: str) -> Any:
 
 
 def _arguments(options: list[str]) -> dict[str, Any]:
-    arguments = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"{option!r}: expected NAME=VALUE")
-        arguments[name] = _value(text)
-    return arguments
+    return {name: _value(text) for name, text in (_pair(option) for option in options)}
+
+
+def _pair(option: str, flag: str = "", values: str = "VALUE") -> tuple[str, str]:
+    name, equals, text = option.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"{flag}{option!r}: expected NAME={values}")
+    return name, text
 
 
 def _value(text: str) -> Any:
@@ -151,14 +150,10 @@ def _varied(options: list[str]) -> dict[str, list[Any]]:
     """The values of each name."""
     varied: dict[str, list[Any]] = {}
     for option in options:
-        name, equals, text = option.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"--vary {option!r}: expected NAME=VALUE,VALUE")
+        name, text = _pair(option, "--vary ", "VALUE,VALUE")
         if name in varied:
             raise ValueError(f"--vary: {name!r} is given twice; its values go together: {name}=VALUE,VALUE")
         varied[name] = [_value(part) for part in (part.strip() for part in text.split(",")) if part]
-        if not varied[name]:
-            raise ValueError(f"--vary {option!r}: no values for {name!r}")
     return varied
 
 

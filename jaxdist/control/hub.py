@@ -169,7 +169,7 @@ class Hub:
         places: dict[str, list[int]] = {}
         for rank, (_, _, entry) in sorted(self.entered.items()):
             places.setdefault(entry.what, []).append(rank)
-        parts = [f"{rendezvous._ranks(ranks)} at {what}" for what, ranks in places.items()]
+        parts = [f"{rendezvous.ranks_in_words(ranks)} at {what}" for what, ranks in places.items()]
         missing = [self.root.who(r) for r in range(self.root.size) if r not in self.entered and r not in self.left]
         if missing:
             parts.append("not there: " + ", ".join(missing))

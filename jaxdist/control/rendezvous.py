@@ -152,7 +152,7 @@ def gather(server: socket.socket, size: int, key: Key, timeout: float, address: 
         others = arrivals.turned_away
         reason = (
             f"rank 0 waited {timeout:g} s at {address} and {len(connections) + 1} of "
-            f"{size} ranks came; missing: {_ranks(missing)}. Were they started, did they "
+            f"{size} ranks came; missing: {ranks_in_words(missing)}. Were they started, did they "
             "fail before init (see their output), and can they reach this address?"
         )
         if others:
@@ -284,5 +284,11 @@ def _plain(ip: str) -> str:
     return ip.removeprefix("::ffff:")  # an IPv4 peer of a dual-stack socket
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """For a message.
+
+    Example:
+      >>> ranks_in_words([3]), ranks_in_words([1, 2])
+      ('rank 3', 'ranks 1, 2')
+    """
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
 from jaxdist.ir.interpreter import INLINED, has_effect
-from jaxdist.ir.operations import ADDITION
+from jaxdist.ir.operations import ADDITION, LINEAR
 
 
 @dataclass(eq=False)
@@ -158,9 +158,13 @@ def number(value: Any) -> Any:
 
 
 def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
-    """Values that lead to some outputs by additions only."""
+    """Values that lead to some outputs by additions, changes of their shape and factors only."""
     found = {block.outputs[k] for k in outputs}
     for node in reversed(block.nodes):
-        if node.name in ADDITION | {"sub", "neg", "convert_element_type"} and node.outs[0] in found:
+        scaled = node.name in ("mul", "div") and any(i in block.known for i in node.ins)
+        if (scaled or node.name in _SUMS) and node.outs[0] in found:
             found.update(i for i in node.ins if block.uses[i] == 1)
     return frozenset(found)
+
+
+_SUMS = ADDITION | LINEAR | {"sub", "convert_element_type"}

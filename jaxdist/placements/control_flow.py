@@ -40,11 +40,12 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
     given = [p if isinstance(p, Partial) else inside(p) for p in ins[1:]]
     blocks = [infer.block(b, node.backward) for b in branches(node.eqn.params)]
-    placed = [infer.place(b, given) for b in blocks]
+    loose = walk.added_up(node)
+    placed = [infer.place(b, given, loose=loose) for b in blocks]
     summed = {i for one in placed for i in one.summed}
     if summed:  # a summand that some branch adds up, and others may not need
         given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
-        placed = [infer.place(b, given) for b in blocks]
+        placed = [infer.place(b, given, loose=loose) for b in blocks]
     gives: list[Placement] = []
     for outs in zip(*(one.given for one in placed), strict=True):
         outs = [settled(p) if not is_zero(p) else p for p in outs]
@@ -54,7 +55,7 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
             joined = join(joined, p)
         gives.append(inside(joined) if not isinstance(joined, Partial) else joined)
     wants = [form(p) for p in gives]
-    placed = [infer.place(b, given, wants) for b in blocks]
+    placed = [infer.place(b, given, wants, loose) for b in blocks]
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, args, {**node.eqn.params, "branches": tuple(emitter.body(one) for one in placed)})
@@ -68,7 +69,7 @@ def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
     block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
     given = [p if isinstance(p, Partial) else inside(p) for p in ins]
-    placed = infer.place(block, given)
+    placed = infer.place(block, given, loose=walk.added_up(node))
     gives = [Replicated() if isinstance(s := settled(p), Replicated) else s for p in placed.given]
     gives = [replace(p, whole=False) if isinstance(p, Split) else p for p in gives]
 

@@ -208,6 +208,10 @@ class Walk:
         aval = self.block.avals[i]
         return REPLICATED if dim is None else self.infer.shard(dim, aval.shape[dim])
 
+    def added_up(self, node: Node) -> frozenset[int]:
+        """The results that a loop around this block adds up: they may stay summands until after it."""
+        return frozenset(k for k, o in enumerate(node.outs) if o in self.loose)
+
     # --- one operation
 
     def strategy(self, node: Node) -> Strategy:

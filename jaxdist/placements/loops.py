@@ -32,7 +32,8 @@ from jaxdist.placements.values import (
 )
 
 _SMALL = 1 << 16
-"""Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages."""
+"""Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages. More is
+reduced turn by turn: beside what the next turn computes, and straight into slices where these are wanted."""
 _LITTLE = 1 << 20
 """FLOPs that take less than a message."""
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
@@ -123,6 +124,8 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
     if over_batch and (strategy := _own_turns(walk, node, ins, block, first, rest)):
         return strategy
+    stacked = range(count, len(node.outs))
+    later = walk.added_up(node).intersection(stacked)
     consts = [inside(p) for p in ins[:first]]
     xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
@@ -130,7 +133,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         xs: Sequence[Placement], carries: Sequence[Placement], loose: frozenset[int], wants: Any = None
     ) -> Placed:
         inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
-        return infer.place(block, [*consts, *carries, *inner], wants, loose)
+        return infer.place(block, [*consts, *carries, *inner], wants, loose | later)
 
     def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], _Carries, Placed]:
         carries = _Carries(infer, block, ins[first:rest], first)
@@ -145,9 +148,9 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     wants: list[Form | None] = [form(p) for p in carries.at]
     gives: list[Placement] = carries.given
     marked = infer.marked(walk.block)
-    for k, o in enumerate(node.outs[count:], count):
-        p = placed.given[k]
-        if isinstance(p, Partial) and nbytes(walk.block.avals[o]) > _SMALL:
+    for k in stacked:
+        p, o = placed.given[k], node.outs[k]
+        if isinstance(p, Partial) and k not in later and nbytes(walk.block.avals[o]) > _SMALL:
             dim, shape = marked.get(o), walk.block.avals[o].shape
             p = infer.shard(dim - 1, shape[dim]) if dim else REPLICATED
         p = settled(p)

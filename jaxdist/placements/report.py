@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
@@ -17,6 +15,7 @@ from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import IN_PLACE, Move, Placed, Strategy
 from jaxdist.placements.values import Replicated, Split, reshaped
+from jaxdist.text import text_of
 
 _WORTH_SAYING = 0.01
 _MOST_LINES = 5
@@ -90,9 +89,7 @@ def table(found: Sequence[Row]) -> str:
     for row in found:
         size = f"{row.share:.1%} of the FLOPs" if row.what == "repeated" else in_words(row.bytes)
         grid.add_row(row.what, row.operation, row.line, size, row.why, row.instead)
-    out = io.StringIO()
-    Console(file=out, width=200).print(grid)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return text_of(grid, width=200)
 
 
 def warning(placed: Placed) -> str:

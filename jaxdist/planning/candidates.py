@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxdist.ir.liveness import held_at_once
@@ -34,7 +34,6 @@ class Candidate:
       between: of collectives between hosts.
       hidden: of both, while something is computed; as far as the schedule is known.
       compiled: otherwise peak and times are at least these.
-      choice: what the step is built with, where that is varied.
       made_by: the name of the function that builds it.
       share: of the data of the largest batch among the candidates.
     """
@@ -46,9 +45,13 @@ class Candidate:
     between: float
     hidden: float
     compiled: bool = True
-    choice: Mapping[str, Any] = field(default_factory=dict)
     made_by: str = ""
     share: float = 1.0
+
+    @property
+    def choice(self) -> Mapping[str, Any]:
+        """What the step is built with, where that is varied."""
+        return self.row.choice
 
     @property
     def seconds(self) -> float:
@@ -114,9 +117,8 @@ class Option:
     def compile(self, began: float | None = None) -> tuple[Candidate, Needs]:
         """What it takes, and its program."""
         needs = self.there.compile(self.ahead, began)
-        found = candidate(self.there.row(needs, self.level, self.own, None), self.there)
-        of = self.bound
-        return replace(found, choice=of.choice, made_by=of.made_by, share=of.share), needs
+        row = replace(self.there.row(needs, self.level, self.own, None), choice=self.bound.choice)
+        return replace(candidate(row, self.there), made_by=self.bound.made_by, share=self.bound.share), needs
 
 
 def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
@@ -152,8 +154,8 @@ def options(there: Elsewhere, choice: Mapping[str, Any] | None = None, made_by: 
     found = []
     for level, shared in sorted({own, *wanted}, key=lambda one: (-1 if one[0] is None else one[0], one[1])):
         ahead = as_written if (level, shared) == own else there.emitted(level, shared)
-        bound = candidate(there.row(there.bound(ahead), level, (level, shared) == own, None), there)
-        bound = replace(bound, compiled=False, choice=choice or {}, made_by=made_by)
+        row = replace(there.row(there.bound(ahead), level, (level, shared) == own, None), choice=choice or {})
+        bound = replace(candidate(row, there), compiled=False, made_by=made_by)
         held = held_at_once(ahead.program.jaxpr)
         found.append(Option(there, ahead, level, (level, shared) == own, bound, held))
     return found

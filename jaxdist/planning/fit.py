@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from jaxdist.planning.candidates import (
@@ -27,6 +24,7 @@ from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.memory import readable
 from jaxdist.planning.report import FRACTION, STATE, Plan, duration
 from jaxdist.planning.topology import REACHED, Topology
+from jaxdist.text import text_of
 
 _NOT_VARIED = (
     "the number of microbatches and what jax.checkpoint recomputes are as the step has them; to try others: vary=, on "
@@ -76,22 +74,17 @@ class Fit:
     def __str__(self) -> str:
         kind, several = self.plan.topology.kind, self.plan.topology.hosts > 1
         wires = "in host, between: messages in and between hosts" if several else "wire: messages"
-        out = io.StringIO()
-        console = Console(file=out, width=120 + 16 * len(self._names), markup=False, highlight=False)
-        console.print(self.plan.headline)
-        console.print(self._table())
-        if self.chosen is not None:
-            console.print(f"chosen: {self.chosen.code or 'the step as it is written'}", soft_wrap=True)
-        console.print(f"why: {self.why}")
-        console.print(
+        times = (
             f"compute: {kind.flops * REACHED / 1e12:g} TFLOP/s, {REACHED:.0%} of the {kind.flops / 1e12:g} of a device "
             f"in bfloat16; state: read and written once, at {kind.bandwidth / 1e9:.0f} GB/s; "
             f"{wires}; "
             "hidden: those that run beside what is computed" + "; >: at least, not compiled" * (not self._all_compiled)
         )
-        for line in self.plan.assumed:
-            console.print(line)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        width = 120 + 16 * len(self._names)
+        lines = [text_of(self.plan.headline, self._table(), width=width)]
+        if self.chosen is not None:  # code is to be copied: in one line
+            lines.append(f"chosen: {self.chosen.code or 'the step as it is written'}")
+        return "\n".join([*lines, text_of(f"why: {self.why}", times, *self.plan.assumed, width=width)])
 
     def _missing(self, one: Candidate) -> int:
         return max(0, one.row.peak - self.plan.memory)
@@ -214,7 +207,7 @@ def fit(
             there.note(_SIZES)
     if there.compiled_for != "cuda":
         there.note("no schedule is known: no message is taken to be hidden")
-    plan = there.plan([_labelled(one) for one in found.candidates if one.compiled])
+    plan = there.plan([one.row for one in found.candidates if one.compiled])
     return Fit(plan, found.candidates, found.chosen, _why(plan, found, activations, vary is not None))
 
 
@@ -231,10 +224,6 @@ def _varied(make: Callable[..., Any], vary: Mapping[str, Sequence[Any]], topolog
             error.add_note(f"in {written(name, choice)}, as vary asks for")
             raise
     return there, among
-
-
-def _labelled(one: Candidate) -> Any:
-    return dataclasses.replace(one.row, built=", ".join(f"{k}={v}" for k, v in one.choice.items()))
 
 
 def _plain(value: Any) -> Any:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jaxdist.placements.layouts import HOST, Padded, physical
+from jaxdist.text import text_of
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,7 @@ class Memory:
             table.add_section()
         for name, size in self.compiled.items():
             table.add_row(f"compiled step: {name}", "", "", readable(size), "", "")
-        out = io.StringIO()
-        Console(file=out, width=100).print(table)
-        return out.getvalue().rstrip()
+        return text_of(table, width=100)
 
 
 def memory(tree: Any, compiled: Any = None) -> Memory:

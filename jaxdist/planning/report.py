@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from jaxdist.placements.groups import Within
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
 from jaxdist.planning.topology import Topology
+from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")
 """Of the kinds of bytes, those that are kept from step to step."""
@@ -83,7 +82,7 @@ class LevelPlan:
       within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
       flops: of a device in a step.
       host: bytes of its state in the host's memory, which are not in `bytes`.
-      built: what the step was built with, for a person; "": that was not varied.
+      choice: what the step was built with, where that is varied.
     """
 
     level: int | None
@@ -97,7 +96,7 @@ class LevelPlan:
     within: Within = None
     flops: int = 0
     host: int = 0
-    built: str = ""
+    choice: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
         """Bytes, seconds, shares between 0 and 1."""
@@ -112,6 +111,11 @@ class LevelPlan:
     def total(self) -> Traffic:
         """Of all collectives."""
         return total_of("all", self.traffic)
+
+    @property
+    def built(self) -> str:
+        """What it was built with, for a person; "": that is not varied."""
+        return ", ".join(f"{name}={value}" for name, value in self.choice.items())
 
     @property
     def name(self) -> str:
@@ -160,14 +164,7 @@ class Plan:
         return json.dumps(self.figures(), indent=2)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=120, markup=False, highlight=False)
-        console.print(self.headline)
-        console.print(self._bytes())
-        console.print(self._traffic())
-        for line in self.assumed:
-            console.print(line)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return text_of(self.headline, self._bytes(), self._traffic(), *self.assumed, width=120)
 
     @property
     def headline(self) -> str:

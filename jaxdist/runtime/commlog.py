@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import time
@@ -12,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from rich.console import Console
 from rich.table import Table
 
 from jaxdist.ir.wire import Transfer, ring_factor, transfers
+from jaxdist.text import text_of
 
 _EAGER = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
 
@@ -102,10 +101,8 @@ def table(found: Counter[Transfer]) -> str:
     for one, count in found.items():
         cells = (count, one.dtype, one.elements, one.bytes, one.leaves, one.devices, one.times, count * one.sent)
         rows.add_row(one.kind, *map(str, cells), one.place)
-    out = io.StringIO()
-    Console(file=out, width=160).print(rows)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([*lines, f"total: {_total(found)} by each device a step, if in a ring{_doubts(found)}"])
+    total = f"total: {_total(found)} by each device a step, if in a ring{_doubts(found)}"
+    return f"{text_of(rows, width=160)}\n{total}"
 
 
 def say(text: str, what: str = "comm") -> None:

@@ -17,6 +17,7 @@ from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
 from jaxdist.mesh import AXIS
+from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.groups import in_host
@@ -221,6 +222,7 @@ class Program:
         may = compressible(placed, step.sources) if self._compress else {}
         closed = Emitter(step.infer, placed, may, self._compress, bool(self._offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
+        closed = in_place(closed, mesh.size)
         ahead = in_shards // _GATHERED_AT_ONCE
         return Fuse(self._bucket_bytes, mesh.size, ahead, barriers=not self._on_cpu)(closed)
 

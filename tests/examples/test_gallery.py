@@ -14,9 +14,9 @@ import gallery
 import jax
 import jobs
 import numpy as np
+import parity
 import pytest
 import quick
-from jax.sharding import Mesh
 
 import jaxdist
 
@@ -47,13 +47,12 @@ def expected(_few_steps: None, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_as_on_one_device(name: str) -> None:
     expected = gallery.on_one_device(name)
     for devices, level in [(1, 0), (2, 0), (4, 3)]:
-        mesh = Mesh(jax.devices()[:devices], ("data",))
-        decorate = functools.partial(decorated, mesh)
+        decorate = functools.partial(decorated, parity.mesh(devices))
         found = gallery.CASES[name](decorate, lambda batch: batch, level)
         gallery.compare(found, expected, f"{name} on {devices} devices at level {level}")
 
 
-def decorated(mesh: Mesh, step: Any, _: Any, **settings: Any) -> Any:
+def decorated(mesh: Any, step: Any, _: Any, **settings: Any) -> Any:
     return jaxdist.data_parallel(step, mesh=mesh, **settings)
 
 

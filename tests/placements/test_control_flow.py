@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import parity
 import pytest
 from jax import lax
@@ -220,6 +221,105 @@ def test_microbatches_on_each_device_are_its_own() -> None:
     assert sorted(found) == [("all-reduce", (), ""), ("all-reduce", (6, 6), "")]
     parity.check(step, W, X, devices=8)
     parity.check(step, W, X[:28], devices=8)
+
+
+# --- a model in a loop over its layers, whose gradients come out stacked up: here 74 kB of them, too many to wait
+
+
+def in_scan(ws: Any, x: Any) -> Any:
+    return jnp.mean(lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+
+
+def in_groups(ws: Any, x: Any) -> Any:
+    """Of two layers, the activations of each group computed again."""
+    group = jax.checkpoint(lambda h, ws: (lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0], None))
+    return jnp.mean(lax.scan(group, x, ws.reshape(2, 2, *ws.shape[1:]))[0] ** 2)
+
+
+MODELS: dict[str, Callable[[Any, Any], Any]] = {
+    "scan": in_scan,
+    "in groups": in_groups,
+    "remat of the model": lambda ws, x: jax.checkpoint(in_scan)(ws, x),
+    "twice": lambda ws, x: in_scan(ws, x) + in_scan(ws, -x[::-1]),
+    "penalised": lambda ws, x: in_scan(ws, x) + 0.1 * jnp.sum(ws**2),
+    "in a branch": lambda ws, x: lax.cond(x.sum() > -1e9, in_scan, lambda ws, x: jnp.zeros(()), ws, x),
+}
+STACK = jnp.asarray(RNG.normal(size=(4, 48, 48)) / 7)
+ROWS = RNG.normal(size=(32, 48))
+
+
+def parts_of(x: Any) -> Any:
+    return jnp.moveaxis(x.reshape(-1, 4, x.shape[-1]), 1, 0)
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_layers_in_a_loop_are_reduced_once_after_the_microbatches(name: str, loop: str) -> None:
+    def step(ws: Any, x: Any) -> Any:
+        add = lambda c, p: jax.tree.map(lambda a, b: a + b / 4, c, jax.value_and_grad(MODELS[name])(ws, p))
+        value, grad = accumulate(loop, add, (jnp.zeros(()), jnp.zeros_like(ws)), parts_of(x))
+        return ws - grad, value
+
+    found = parity.collectives(parity.program(step, STACK, ROWS, bucket_bytes=0))
+    reductions = sorted(one for one in found if one[0] == "all-reduce" and one[1])
+    assert reductions == [("all-reduce", STACK.shape, "")]
+    parity.check(step, STACK, ROWS, devices=8)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["scan", "in groups"])
+def test_at_each_level_of_zero(name: str, level: Any) -> None:
+    """What is wanted in slices is reduced into them, once too; and parameters are gathered where they are used."""
+    import jaxdist
+
+    tx = jaxdist.zero(optax.sgd(0.1, momentum=0.9), level)
+
+    def step(ws: Any, opt_state: Any, x: Any) -> Any:
+        value, grads = jaxdist.value_and_grad(MODELS[name], microbatches=4)(ws, x)
+        updates, opt_state = tx.update(grads, opt_state, ws)
+        return optax.apply_updates(ws, updates), opt_state, value
+
+    args = STACK, tx.init(STACK), ROWS
+    found = [one for one in parity.collectives(parity.program(step, *args, bucket_bytes=0)) if one[1]]
+    assert [one for one in found if one[0] != "all-gather"] == [
+        ("reduce-scatter", (4, 6, 48), "") if level else ("all-reduce", STACK.shape, "")
+    ]
+    gathers = {one[1:] for one in found if one[0] == "all-gather"}
+    if level < 3:
+        assert gathers == ({(STACK.shape, "")} if level else set())
+    else:
+        assert {shape for shape, _ in gathers} == {(48, 48)}
+    parity.check(step, *args, devices=8)
+
+
+def test_a_stack_that_each_turn_uses_is_reduced_layer_by_layer() -> None:
+    def step(ws: Any, x: Any) -> Any:
+        add = lambda c, p: c + (lambda g: g / jnp.linalg.norm(g))(jax.grad(in_scan)(ws, p))
+        return ws - accumulate("scan", add, jnp.zeros_like(ws), parts_of(x))
+
+    found = [one for one in parity.collectives(parity.program(step, STACK, ROWS, bucket_bytes=0)) if one[1]]
+    assert found == [("all-reduce", (48, 48), "scan 4/scan 4/")]
+    parity.check(step, STACK, ROWS, devices=8)
+
+
+def test_without_microbatches_layers_are_reduced_one_by_one() -> None:
+    """While the next one's gradient is computed."""
+    found = parity.collectives(parity.program(lambda ws, x: ws - jax.grad(in_scan)(ws, x), STACK, ROWS))
+    assert found == [("all-reduce", (48, 48), "scan 4/")]
+
+
+def test_16_bit_stacks_wait_in_32_bits() -> None:
+    half = STACK.astype(jnp.bfloat16)
+
+    def step(ws: Any, x: Any) -> Any:
+        add = lambda c, p: c + jax.grad(in_scan)(ws, p).astype(jnp.float32)
+        return accumulate("scan", add, jnp.zeros(ws.shape, jnp.float32), parts_of(x))
+
+    big = jnp.asarray(np.tile(half, (1, 2, 2)))
+    rows = jnp.asarray(np.tile(ROWS, (1, 2)), jnp.bfloat16)
+    found = parity.collectives(parity.program(step, big, rows, bucket_bytes=0))
+    assert found == [("all-reduce", big.shape, "")]
+    parity.check(step, big, rows, devices=8, tolerance=2**-7)
 
 
 def test_a_loop_over_examples_runs_a_devices_own_turns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ N = 4
 SIZES = [64, 8, 64, 2]
 
 
-def program(clip: bool = False, coupled: bool = False) -> Any:
+def program(clip: bool = False, coupled: bool = False, sizes: Sequence[int] = SIZES) -> Any:
     """Of momentum for leaves whose gradients come in backward order; the arguments are the momenta and the batch."""
 
     def update(*args: Any) -> Any:
@@ -34,7 +35,7 @@ def program(clip: bool = False, coupled: bool = False) -> Any:
         new = [0.9 * s + g for s, g in zip(states, gradients, strict=True)]
         return [s / (1 + sum(map(jnp.sum, new))) for s in new] if coupled else new
 
-    return jax.make_jaxpr(update)(*map(jnp.ones, SIZES), jnp.ones(3))
+    return jax.make_jaxpr(update)(*map(jnp.ones, sizes), jnp.ones(3))
 
 
 def fetches(closed: Any) -> list[tuple[list[int], set[str]]]:
@@ -60,6 +61,14 @@ def test_in_the_order_of_gradients() -> None:
     run = Interpreter(FETCHED).run
     got = jax.jit(lambda *xs: run(closed, *xs))(*args)
     assert all(jnp.allclose(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_at_most_16() -> None:
+    """As is documented; each has a sixteenth of the bytes, or more."""
+    for sizes, count in [([8] * 32, 16), ([8] * 33, 11), ([8, 64] * 32, 16), ([8] * 5, 5)]:
+        stages = fetches(staged(program(sizes=sizes), {i: i for i in range(len(sizes))}, N))
+        assert len(stages) == count
+        assert sorted(i for stage, _ in stages for i in stage) == list(range(len(sizes)))
 
 
 def test_not_before_what_all_gradients_make() -> None:

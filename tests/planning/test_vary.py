@@ -18,7 +18,7 @@ from jax import lax
 import jaxdist
 from jaxdist.planning import candidates as searching
 from jaxdist.planning import elsewhere
-from jaxdist.planning.candidates import MOST, Candidate
+from jaxdist.planning.candidates import Candidate
 from jaxdist.planning.topology import KINDS, Topology
 from jaxdist.step.forecast import Forecast
 
@@ -143,7 +143,7 @@ def test_as_good_as_a_sweep(function: Any, topology: Topology, compiled: list[An
         choice, best = min(fitting, key=lambda one: (one[1].seconds, one[1].row.peak))
         assert found.chosen.seconds <= 1.05 * best.seconds
         best_of.add((*choice.values(), best.row.level, best.row.within))
-    assert max(counts) <= MOST
+    assert max(counts) <= 10  # as is documented
     assert statistics.median(counts) < len(sweep) / 3
     assert len(best_of) > 2  # memory decides
 

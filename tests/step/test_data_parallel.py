@@ -75,6 +75,25 @@ def test_microbatches_compile_to_as_many_reductions_as_one_batch() -> None:
 
 
 @pytest.mark.optimised
+def test_microbatches_of_a_loop_over_layers_are_reduced_outside_of_loops() -> None:
+    """In the compiled program: none of the computations that loops run has a reduction in it."""
+
+    def loss_of(ws: Any, x: Any) -> Any:
+        return jnp.mean(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] ** 2)
+
+    @jaxdist.data_parallel
+    def step(ws: Any, x: Any) -> Any:
+        loss, grads = jaxdist.value_and_grad(loss_of, microbatches=2)(ws, x)
+        return ws - grads, loss
+
+    text = step.lower(jnp.ones((4, 48, 48)), jnp.ones((32, 48))).compile().as_text()  # type: ignore[attr-defined]
+    inside, main = text.split("ENTRY ")
+    assert "while(" in main
+    assert "all-reduce" not in inside
+    assert collectives(step, jnp.ones((4, 48, 48)), jnp.ones((32, 48))) == {"all-reduce": 1}
+
+
+@pytest.mark.optimised
 def test_tied_parameter_is_reduced_once() -> None:
     @jaxdist.data_parallel
     def step(w: Any, x: Any) -> Any:

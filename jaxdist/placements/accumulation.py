@@ -1,0 +1,142 @@
+"""The *accumulation* pass: what a loop stacks up only to be added to a sum is added in that loop, a slice at a time.
+
+The gradients of a model that is a `lax.scan` over its layers come out of the backward loop as one stack. In a loop over
+microbatches it is added to the sum of those before; so a device would hold both. Here the sum goes through the layers'
+loop, whose turns each add to one slice of it, in place: the same additions, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
+
+from jaxdist.ir.control_flow import Scan
+from jaxdist.ir.interpreter import contains, has_effect, subjaxprs, with_bodies
+from jaxdist.ir.operations import ADDITION
+from jaxdist.mesh import AXIS
+
+_LARGE = 1 << 16
+"""Bytes from which a stack is worth it."""
+
+
+class _Sum(NamedTuple):
+    """An addition of what a loop stacks up.
+
+    Attributes:
+      stack: which of the loop's results.
+      to: what it is added to.
+      addition: the operation, by its place.
+    """
+
+    stack: int
+    to: Any
+    addition: int
+
+
+def in_place(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr:
+    """A device's program, with such additions in its loops' inner loops.
+
+    Args:
+      closed: the program.
+      devices: of the axis.
+    """
+    return _in_loops(closed, devices, looped=False)
+
+
+def _in_loops(closed: ClosedJaxpr, devices: int, looped: bool) -> ClosedJaxpr:
+    jaxpr = closed.jaxpr
+    eqns = [_with_bodies(eqn, devices, looped) for eqn in jaxpr.eqns]
+    found = _sums(jaxpr, eqns) if looped else {}
+    if not found and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        return closed
+    names: dict[Any, Any] = {}
+    out: list[JaxprEqn] = []
+    gone = set[int]()
+    for n, eqn in enumerate(eqns):
+        made = _summing(eqn, found[n], devices) if n in found else None
+        if made is not None:
+            given = dict(zip(made.invars, _named([*eqn.invars, *(one.to for one in found[n])], names), strict=True))
+            out += [one.replace(invars=_named(one.invars, given), source_info=eqn.source_info) for one in made.eqns]
+            stacks = {one.stack for one in found[n]}
+            left = [v for k, v in enumerate(eqn.outvars) if k not in stacks]
+            sums = [eqns[one.addition].outvars[0] for one in found[n]]
+            names.update(zip([*left, *sums], made.outvars, strict=True))
+            gone.update(one.addition for one in found[n])
+        elif n not in gone:
+            out.append(eqn.replace(invars=_named(eqn.invars, names)))
+    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names), debug_info=None), closed.consts)
+
+
+def _with_bodies(eqn: JaxprEqn, devices: int, looped: bool) -> JaxprEqn:
+    bodies = list(subjaxprs(eqn))
+    if not any(contains(body, {primitives.scan_p}) for body in bodies):
+        return eqn
+    looped = looped or eqn.primitive.name in ("scan", "while")
+    changed = eqn.replace(params=with_bodies(eqn, lambda body: _in_loops(body, devices, looped)))
+    return eqn if all(a is b for a, b in zip(bodies, subjaxprs(changed), strict=True)) else changed
+
+
+def _sums(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> dict[int, list[_Sum]]:
+    """By the place of a loop: stacks that are only added to something that is there before, and not needed after."""
+    atoms = [*jaxpr.outvars, *(v for eqn in eqns for v in eqn.invars)]
+    uses = Counter(v for v in atoms if not isinstance(v, Literal))
+    reader = {v: n for n, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, Literal)}
+    maker = {v: n for n, eqn in enumerate(eqns) for v in eqn.outvars}
+    found: dict[int, list[_Sum]] = {}
+    for n, eqn in enumerate(eqns):
+        if eqn.primitive.name != "scan" or has_effect(eqn):
+            continue
+        for k in range(Scan.of(eqn.params).carries, len(eqn.outvars)):
+            stack: Any = eqn.outvars[k]
+            aval = stack.aval
+            if uses[stack] != 1 or stack not in reader or aval.size * aval.dtype.itemsize <= _LARGE:
+                continue
+            addition = eqns[reader[stack]]
+            if addition.primitive.name not in ADDITION or addition.outvars[0].aval != aval:
+                continue
+            (to,) = (v for v in addition.invars if v is not stack)
+            if not isinstance(to, Literal) and uses[to] == 1 and to.aval == aval and maker.get(to, -1) < n:
+                found.setdefault(n, []).append(_Sum(k, to, reader[stack]))
+    return found
+
+
+def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], devices: int) -> Jaxpr | None:
+    """The loop, given its operands and the sums: its results but for the stacks, and the new sums.
+
+    None: its body has arrays of its own, for which there is no place here.
+    """
+    params: dict[str, Any] = eqn.params
+    scan, body = Scan.of(params), jaxpr_as_fun(params["jaxpr"])
+    stacks = [one.stack for one in sums]
+
+    def added(total: Any, i: Any, x: Any) -> Any:
+        return lax.dynamic_update_index_in_dim(total, lax.dynamic_index_in_dim(total, i, 0, keepdims=False) + x, i, 0)
+
+    def run(*operands: Any) -> list[Any]:
+        consts, carry, xs = scan.split(operands[: len(eqn.invars)])
+
+        def turn(carries: Any, slices: Any) -> Any:
+            (carry, sums), (i, xs) = carries, slices
+            outs = body(*consts, *carry, *xs)
+            rest = [y for k, y in enumerate(outs) if k >= scan.carries and k not in stacks]
+            return (outs[: scan.carries], [added(s, i, outs[k]) for s, k in zip(sums, stacks, strict=True)]), rest
+
+        start = list(carry), list(operands[len(eqn.invars) :])
+        turns = jnp.arange(params["length"], dtype=jnp.int32)
+        settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+        (carry, after), ys = lax.scan(turn, start, (turns, list(xs)), **settings)
+        return [*carry, *ys, *after]
+
+    avals = [v.aval for v in (*eqn.invars, *(one.to for one in sums))]
+    traced = jax.make_jaxpr(run, axis_env=[(AXIS, devices)])(*avals)
+    return None if traced.consts else traced.jaxpr
+
+
+def _named(atoms: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
+    return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]

@@ -1,0 +1,28 @@
+"""Tables as text."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, RenderableType
+
+
+def text_of(*parts: RenderableType, width: int) -> str:
+    """What rich would print, as plain text: no colours, nothing taken for markup, no spaces at the ends of lines.
+
+    Args:
+      *parts: tables, and lines of text, which are wrapped.
+      width: in characters.
+
+    Example:
+      >>> text_of("one two three", "a :key: in [brackets]", width=24).splitlines()
+      ['one two three', 'a :key: in [brackets]']
+    """
+    out = io.StringIO()
+    # In a notebook rich would display the parts there; under FORCE_COLOR it would colour them.
+    console = Console(
+        file=out, width=width, markup=False, emoji=False, highlight=False, color_system=None, force_jupyter=False
+    )
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
