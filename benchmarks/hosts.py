@@ -1,10 +1,11 @@
 """Two hosts with a slow link between them: shards over all ranks, and within hosts.
 
-    python benchmarks/hosts.py --models MLP-10M,GPT-10M --rounds 7 --json hosts.json
+    python benchmarks/hosts.py --models MLP-10M,GPT-10M --rounds 7 --torch PYTHON --json hosts.json
 
 The hosts are network namespaces of this machine (root needed), two ranks each, with a link of `--rate` between them, as
 `tc tbf` makes it; within a host ranks talk over the loopback device. All ranks share the cores there are, so that only
-ratios within a round say something. Over gloo; float32, Adam.
+ratios within a round say something. Over gloo; float32, Adam. PYTHON is an interpreter that has torch (CPU); its ranks
+take turns with jaxdist's, a job each, so that its rounds are minutes apart from those that they are compared with.
 """
 
 from __future__ import annotations
@@ -30,34 +31,45 @@ VARIANTS = {
     "level 2, within hosts": "jaxdist xla 2 within=host",
     "one buffer by hand": "gloo flat",
 }
+TORCH = {"torch FSDP2": "FSDP2", "torch HSDP": "HSDP"}
 PAIRS = [
     ("level 3, within hosts", "level 3"),
     ("level 2, within hosts", "level 2"),
     ("level 0", "one buffer by hand"),
+    ("level 3, within hosts", "torch HSDP"),
+    ("level 3", "torch FSDP2"),
 ]
 
 
-def rank(model: str, rounds: int, steps: int) -> None:
+_JOBS = 3
+"""Of each kind, by turns, where there are two."""
+
+
+def rank(model: str, rounds: int, steps: int, torch: bool) -> None:
     """One rank of the job: the variants by turns; the root prints all times."""
-    from jax_steps import Steps
-    from worker import run
+    from worker import RANK, run
 
-    import jaxdist
+    if torch:
+        from torch_steps import Steps
+    else:
+        from jax_steps import Steps
 
-    ctx = jaxdist.init(communicator="xla")
+        import jaxdist
+
+        jaxdist.init(communicator="xla")
     make = Steps(model)
-    variants = {name: make(what) for name, what in VARIANTS.items()}
+    variants = {name: make(what) for name, what in (TORCH if torch else VARIANTS).items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     losses = {name: [float(variant.step()) for _ in range(3)] for name, variant in variants.items()}
     for _ in range(rounds):
         for name, variant in variants.items():
             times[name].append(run(variant, steps))
-    if ctx.is_root:
+    if RANK == 0:
         print("REPORT " + json.dumps({"ms": times, "losses": losses}), flush=True)
 
 
-def measure(models: list[str], rate: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Each model, in a job across the hosts."""
+def measure(models: list[str], rate: str, rounds: int, steps: int, torch: str | None) -> dict[str, Any]:
+    """Each model, in jobs across the hosts."""
     import jobs
     from namespaces import Hosts
 
@@ -69,13 +81,28 @@ def measure(models: list[str], rate: str, rounds: int, steps: int) -> dict[str, 
                 shape = f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 100ms"
                 subprocess.run(hosts.command(name, shape.split()), check=True)
             for model in models:
-                command = [jobs.mpirun_path(), "-np", "4", "--mca", "btl_tcp_if_include", "10.77.0.0/24"]
-                command += ["-H", "node1:2,node2:2", sys.executable, __file__, "--rank", model]
-                command += ["--rounds", str(rounds), "--steps", str(steps)]
-                result = hosts.run("node1", command, timeout=900)
-                report_ = re.search(r"REPORT (.*)$", result.stdout, re.MULTILINE)
-                assert report_, result.output
-                found[model] = json.loads(report_[1])
+                found[model] = {"ms": {}, "losses": {}}
+                for k in range(_JOBS if torch else 1):
+                    turns = len(range(k, rounds, _JOBS)) if torch else rounds
+                    for python in [sys.executable, *([torch] if torch else [])]:
+                        command = [jobs.mpirun_path(), "-np", "4", "--mca", "btl_tcp_if_include", "10.77.0.0/24"]
+                        command += ["-x", "MASTER_ADDR=10.77.0.1", "-x", "MASTER_PORT=29517"]
+                        command += ["-x", "GLOO_SOCKET_IFNAME=eth0", "-H", "node1:2,node2:2"]
+                        command += [
+                            python,
+                            __file__,
+                            "--rank",
+                            model,
+                            *(["--torch", python] if python == torch else []),
+                        ]
+                        command += ["--rounds", str(turns), "--steps", str(steps)]
+                        result = hosts.run("node1", command, timeout=900)
+                        report_ = re.search(r"REPORT (.*)$", result.stdout, re.MULTILINE)
+                        assert report_, result.output
+                        one = json.loads(report_[1])
+                        found[model]["losses"].update(one["losses"])
+                        for name, times in one["ms"].items():
+                            found[model]["ms"].setdefault(name, []).extend(times)
         finally:
             hosts.close()
     return {"machine": report.machine(), "command": report.command(), "rate": rate, "models": found}
@@ -89,10 +116,10 @@ def markdown(results: dict[str, Any]) -> str:
         for name, losses in found["losses"].items():
             worst = max(abs(a - b) / abs(a) for a, b in zip(first, losses, strict=True))
             assert worst < 1e-3, (model, name, losses, first)
-    ms = [[name, *(report.number(report.spread(m["ms"][name]).median) for m in models.values())] for name in VARIANTS]
-    ratios = [
-        [f"{a} / {b}", *(report.ratio(m["ms"], a, [b]) for m in models.values())] for a, b in PAIRS
-    ]  # fmt: skip
+    names = next(iter(models.values()))["ms"]
+    ms = [[name, *(report.number(report.spread(m["ms"][name]).median) for m in models.values())] for name in names]
+    pairs = [(a, b) for a, b in PAIRS if b in names]
+    ratios = [[f"{a} / {b}", *(report.ratio(m["ms"], a, [b]) for m in models.values())] for a, b in pairs]
     return "\n\n".join(
         [
             f"Two hosts of two ranks each, {results['rate']} between them, over gloo. Medians of ms a step.",
@@ -109,13 +136,15 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--torch", metavar="PYTHON")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     report.add_arguments(parser, pictures=False)
     args = parser.parse_args()
     if args.rank:
-        rank(args.rank, args.rounds, args.steps)
+        rank(args.rank, args.rounds, args.steps, bool(args.torch))
         return
-    report.write(args, measure(args.models.split(","), args.rate, args.rounds, args.steps), markdown)
+    found = measure(args.models.split(","), args.rate, args.rounds, args.steps, args.torch)
+    report.write(args, found, markdown)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 | `DDP`, `DDP fused` | `DistributedDataParallel`, Adam; `Adam(fused=True)` |
 | `ZeRO` | `DistributedDataParallel` with `ZeroRedundancyOptimizer` |
 | `FSDP2` | `fully_shard` of each layer and of the whole |
+| `HSDP` | the same within each half of the ranks, replicated across |
 | `plain`, `plain x2` | one rank, with its batch or those of two |
 """
 
@@ -111,17 +112,18 @@ class Steps:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # as XLA does
         if SIZE > 1:
-            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}",
-                                    rank=RANK, world_size=SIZE)  # fmt: skip
+            address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
+            dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=RANK, world_size=SIZE)
         self.model = models.find(model)
 
     def __call__(self, name: str) -> Variant:
         """The variant of this name."""
         inputs, targets = self._batch([0, 1] if name.endswith(" x2") else [RANK])
         module = self._module()
-        if name == "FSDP2":
+        if name in ("FSDP2", "HSDP"):
             layers = module.layers if isinstance(module, GPT) else module.children()
-            mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+            shape, names = ((SIZE,), ("shard",)) if name == "FSDP2" else ((2, SIZE // 2), ("replicate", "shard"))
+            mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
             for layer in [x for x in layers if any(True for _ in x.parameters())]:
                 fully_shard(layer, mesh=mesh)
             fully_shard(module, mesh=mesh)
