@@ -1,15 +1,15 @@
 """Eager collectives as compiled programs over one device of each process.
 
-Between CPU processes all are built from permutes (of many processes: all-gather and all-to-all): gloo's reduce-scatter
-gives wrong data now and then (jax#40830), its all-reduce takes 100 ms and more between some 64 KiB and 4 MiB, and its
-all-gather some milliseconds every now and then. All leaves of a call travel in one buffer.
+What XLA has no collective for is an exchange and a reduction on each device. So are, between CPU processes,
+reduce-scatters, as gloo's give wrong data now and then (jax#40830), and minima and maxima, in which gloo loses NaN.
+There all leaves of a call travel in one buffer.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,6 @@ from jaxdist.runtime import gloo
 
 _GROUP = "group"  # name of the mesh axis
 _GATHERED = 1 << 20  # bytes that a device may gather to reduce them; more: an exchange of parts
-_ROUNDS = 8  # processes up to which pairs that exchange in turns are faster than gloo's all-gather and all-to-all
-_LARGE = 1 << 23  # bytes from which on gloo's all-gather is the faster one nevertheless
 _CHUNK = 1 << 20  # bytes of one value in the key-value store, far below gRPC's limit
 
 
@@ -153,16 +151,18 @@ def _local(out: jax.Array) -> jax.Array:
 
 
 def _allreduce(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
-    if not gloo and all(_plain(call.op, x) for x in xs):
-        return [_lax_reduce(call.op, x) for x in xs]
-    if n == 2 and gloo:
-        flat, restore = _packed([x[None] for x in xs], 1)
-        return _added_up(call.op, (restore(row[None]) for _, row in _rounds(lambda to: flat[0], n)), n)
+    if all(_plain(call.op, x) for x in xs):
+        if not gloo:
+            return [_lax_reduce(call.op, x) for x in xs]
+        if call.op in ("sum", "avg") and len({x.dtype for x in xs}) == 1:
+            total = _lax_reduce(call.op, jnp.concatenate([x.reshape(-1) for x in xs]))
+            each = jnp.split(total, np.cumsum([x.size for x in xs])[:-1])
+            return [part.reshape(x.shape) for part, x in zip(each, xs, strict=True)]
     if sum(x.nbytes for x in xs) * n <= _GATHERED:  # added up in one order, so to the same result everywhere
-        return [_reduced(call.op, parts, n) for parts in _gather_all(xs, gloo)]
+        return [_reduced(call.op, parts, n) for parts in _gather_all(xs)]
     flat = [jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1) for x in xs]
-    sums = _exchange_and_reduce(call.op, flat, gloo)
-    wholes = [w.reshape(-1) for w in _gather_all(sums, gloo)]
+    sums = _exchange_and_reduce(call.op, flat, n)
+    wholes = [w.reshape(-1) for w in _gather_all(sums)]
     return [w[: x.size].reshape(x.shape) for w, x in zip(wholes, xs, strict=True)]
 
 
@@ -176,13 +176,13 @@ def _reduce_scatter(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
             lax.psum_scatter(x, _GROUP, scatter_dimension=axis, tiled=True) for x, axis in zip(xs, axes, strict=True)
         ]
     parts = [split(x, axis, n) for x, axis in zip(xs, axes, strict=True)]
-    return _exchange_and_reduce(call.op, parts, gloo)
+    return _exchange_and_reduce(call.op, parts, n)
 
 
 def _allgather(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
     return [
         parts.reshape(n) if not x.ndim else merge(parts, positive(call.axis, x.ndim))
-        for x, parts in zip(xs, _gather_all(xs, gloo), strict=True)
+        for x, parts in zip(xs, _gather_all(xs), strict=True)
     ]
 
 
@@ -192,11 +192,11 @@ def _gather(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
 
 def _all_to_all(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
     parts = [split(x, positive(call.split_axis, x.ndim), n) for x in xs]
-    return [merge(p, positive(call.concat_axis, x.ndim)) for x, p in zip(xs, _exchange_all(parts, gloo), strict=True)]
+    return [merge(p, positive(call.concat_axis, x.ndim)) for x, p in zip(xs, _exchange_all(parts), strict=True)]
 
 
 def _scatter(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
-    return [parts[call.root] for parts in _exchange_all([split(x, 0, n) for x in xs], gloo)]
+    return [parts[call.root] for parts in _exchange_all([split(x, 0, n) for x in xs])]
 
 
 def _broadcast(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
@@ -230,21 +230,11 @@ def _lax_reduce(op: str, x: Any) -> Any:
 
 
 def _reduced(op: str, parts: Any, n: int) -> Any:
-    """`parts` reduced over their leading dimension."""
-    return _added_up(op, ([parts[i : i + 1]] for i in range(n)), n)[0]
-
-
-def _added_up(op: str, everyones: Iterable[list[Any]], n: int) -> list[Any]:
-    """Lists of arrays with a leading dimension of one, reduced, in the dtypes and to the results that `op` asks for."""
-    totals: list[Any] = []
-    hows = []
-    for xs in everyones:
-        hows = [reduction(op, x.dtype) for x in xs]
-        wide = [x[0].astype(jax.dtypes.canonicalize_dtype(how.sums_in)) for x, how in zip(xs, hows, strict=True)]
-        if totals:
-            wide = [_JNP[how.ufunc](t, w) for t, w, how in zip(totals, wide, hows, strict=True)]
-        totals = wide
-    return [(t / n if how.divide else t).astype(how.out) for t, how in zip(totals, hows, strict=True)]
+    """`parts` reduced over their leading dimension, in the dtype and to the result that `op` asks for."""
+    how = reduction(op, parts.dtype)
+    wide = parts.astype(jax.dtypes.canonicalize_dtype(how.sums_in))
+    total = functools.reduce(_JNP[how.ufunc], wide)
+    return (total / n if how.divide else total).astype(how.out)
 
 
 _JNP: dict[np.ufunc, Any] = {
@@ -257,54 +247,21 @@ _JNP: dict[np.ufunc, Any] = {
 }
 
 
-def _gather_all(xs: Sequence[Any], gloo: bool) -> list[Any]:
+def _gather_all(xs: Sequence[Any]) -> list[Any]:
     """Everyone's `x`, stacked in a new leading dimension, for each of `xs`: one all-gather."""
     flat, restore = _packed([x[None] for x in xs], 1)
-    n = lax.axis_size(_GROUP)
-    if not gloo or n > _ROUNDS or flat.nbytes >= _LARGE:
-        return restore(lax.all_gather(flat[0], _GROUP))
-    return restore(_in_rounds(lambda to: flat[0], n))
+    return restore(lax.all_gather(flat[0], _GROUP))
 
 
-def _exchange_all(parts: Sequence[Any], gloo: bool) -> list[Any]:
+def _exchange_all(parts: Sequence[Any]) -> list[Any]:
     """Row i of the result is what device i holds in my row, for each of `parts`: one all-to-all."""
-    n = parts[0].shape[0]
-    flat, restore = _packed(parts, n)
-    if not gloo or n > _ROUNDS:
-        return restore(lax.all_to_all(flat, _GROUP, 0, 0, tiled=True))
-    return restore(_in_rounds(lambda to: lax.dynamic_index_in_dim(flat, to, keepdims=False), n))
+    flat, restore = _packed(parts, parts[0].shape[0])
+    return restore(lax.all_to_all(flat, _GROUP, 0, 0, tiled=True))
 
 
-def _exchange_and_reduce(op: str, parts: Sequence[Any], gloo: bool) -> list[Any]:
+def _exchange_and_reduce(op: str, parts: Sequence[Any], n: int) -> list[Any]:
     """What `_exchange_all` gives, reduced over the devices."""
-    n = parts[0].shape[0]
-    if not gloo or n > _ROUNDS:
-        return [_reduced(op, p, n) for p in _exchange_all(parts, gloo)]
-    flat, restore = _packed(parts, n)
-    rows = _rounds(lambda to: lax.dynamic_index_in_dim(flat, to, keepdims=False), n)
-    return _added_up(op, (restore(row[None]) for _, row in rows), n)
-
-
-def _in_rounds(row: Callable[[Any], Any], n: int) -> Any:
-    """Device i's `row(me)` in row i."""
-    out = None
-    for source, coming in _rounds(row, n):
-        out = jnp.zeros((n, *coming.shape), coming.dtype) if out is None else out
-        out = lax.dynamic_update_index_in_dim(out, coming, source, 0)
-    return out
-
-
-def _rounds(row: Callable[[Any], Any], n: int) -> Iterator[tuple[Any, Any]]:
-    """(i, device i's `row(me)`) for each device. A round is a permutation; it starts when the one before has ended."""
-    me = lax.axis_index(_GROUP)
-    coming = row(me)
-    yield me, coming
-    for shift in range(1, n):
-        mine = row((me + shift) % n)
-        if shift > 1:
-            mine, _ = lax.optimization_barrier((mine, coming))
-        coming = lax.ppermute(mine, _GROUP, [(i, (i + shift) % n) for i in range(n)])
-        yield (me - shift) % n, coming
+    return [_reduced(op, p, n) for p in _exchange_all(parts)]
 
 
 def _packed(xs: Sequence[Any], rows: int) -> tuple[Any, Callable[[Any], list[Any]]]:

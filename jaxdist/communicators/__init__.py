@@ -77,10 +77,9 @@ def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowerin
 def default_bucket_bytes(communicator: str | Rules, mesh: Mesh) -> int:
     """How many bytes of gradients travel together if the user does not say.
 
-    Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo 0.2 ms and more, so that copying pays at
-    any size; it costs MPI 0.01 ms, and from 1 MiB a tensor the copy costs more. Between virtual devices of one process
-    it costs little as well. On GPUs XLA's own combiner does it: it merges the reductions without copying them (see
-    ``docs/communication.md``).
+    Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo about 0.1 ms and MPI 0.01 ms, and from
+    1 MiB a tensor the copy costs more. Between virtual devices of one process it costs little as well. On GPUs XLA's
+    own combiner does it: it merges the reductions without copying them (see ``docs/communication.md``).
 
     Args:
       communicator: ``"xla"`` or ``"mpi"``.
@@ -88,9 +87,7 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh) -> int:
     """
     if mesh.devices.flat[0].platform != "cpu":
         return 0
-    if communicator == "mpi":
-        return 1 << 20
-    return 32 << 20 if _over_gloo(mesh) else 1 << 18
+    return 1 << 20 if communicator == "mpi" or _over_gloo(mesh) else 1 << 18
 
 
 # Seen in the schedules that it makes for 8 H100s of a 12-layer transformer (`jaxdist plan`, see docs/plan.md).

@@ -1,8 +1,9 @@
-"""Gloo's word that it has connected is not in a script's output, and all that the script writes is."""
+"""Gloo's thread does not interrupt others; its word that it has connected is not in a script's output, all else is."""
 
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,35 @@ def test_a_jobs_output_is_the_scripts_own(how: str) -> None:
     lines = sorted(line for result in results for line in result.stdout.splitlines() if line)
     assert lines == ["one 1.0", "one 2.0", "one 2.0", "two 3.0", "two 3.0", "two 3.0"]
     assert "[Gloo]" not in "".join(result.stderr for result in results)
+
+
+_POLICIES = """
+import collections, contextlib, os, sys, threading
+import numpy as np
+import jaxdist
+if sys.argv[1] == "refused":
+    def refuse(*args):
+        raise PermissionError(1, "Operation not permitted")
+    os.sched_setscheduler = refuse
+jaxdist.init(communicator="xla", timeout=60)
+assert jaxdist.allreduce(np.ones(2))[0] == 2
+mine = []
+thread = threading.Thread(target=lambda: mine.append(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+found = collections.Counter()
+for tid in os.listdir("/proc/self/task"):
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        found[os.sched_getscheduler(int(tid))] += 1
+print(found[os.SCHED_BATCH], mine == [os.sched_getscheduler(0)] == [os.SCHED_OTHER])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduling policies")
+@pytest.mark.parametrize(("how", "batch"), [("allowed", 1), ("refused", 0)])
+def test_gloos_thread_and_no_other_waits_for_its_turn(how: str, batch: int) -> None:
+    results = jobs.start_env(2, ["-c", _POLICIES, how]).finish(120)
+    assert [result.stdout for result in results] == [f"{batch} True\n"] * 2, results
 
 
 def _mesh(*ids: int) -> Any:
