@@ -60,12 +60,22 @@ def rank(model: str, rounds: int, steps: int, torch: bool) -> None:
     make = Steps(model)
     variants = {name: make(what) for name, what in (TORCH if torch else VARIANTS).items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
-    losses = {name: [float(variant.step()) for _ in range(3)] for name, variant in variants.items()}
+    losses = {name: [_over_ranks(variant.step(), torch) for _ in range(3)] for name, variant in variants.items()}
     for _ in range(rounds):
         for name, variant in variants.items():
             times[name].append(run(variant, steps))
     if RANK == 0:
         print("REPORT " + json.dumps({"ms": times, "losses": losses}), flush=True)
+
+
+def _over_ranks(loss: Any, torch: bool) -> float:
+    """The mean loss: under torch each rank has its own."""
+    if torch:
+        import torch.distributed as dist
+
+        dist.all_reduce(loss)
+        loss = loss / dist.get_world_size()
+    return float(loss)
 
 
 def measure(models: list[str], rate: str, rounds: int, steps: int, torch: str | None) -> dict[str, Any]:

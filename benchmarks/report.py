@@ -114,10 +114,10 @@ def write(
       markdown: makes the tables of it.
       draw: puts the picture of it into a matplotlib figure; None if `args` has no place for one.
     """
+    if args.json:  # first: what was measured is not lost with what it shows to be wrong
+        args.json.write_text(json.dumps(results) + "\n")
     text = markdown(results)
     print(text, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(results) + "\n")
     if args.markdown:
         args.markdown.write_text(text + "\n")
     if draw is not None and args.png:
