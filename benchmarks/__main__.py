@@ -52,7 +52,7 @@ def page(results: Path, pictures: Path) -> str:
             f"## {title}\n\n{about}\n\n```bash\n{found['command']}\n```\n\n{rest}\n\n{module.markdown(found)}\n\n"
             f"![{title}](img/{name}.png)\n"
         )
-        machine = report.said(found["machine"])
+        machine = machine or report.said(found["machine"])
     if not sections:
         raise SystemExit(f"there are no results in {results}")
     notes = (HERE / "notes.md").read_text()
