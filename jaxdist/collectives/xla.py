@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,13 +156,12 @@ def _allreduce(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
         if not gloo:
             return [_lax_reduce(call.op, x) for x in xs]
         if call.op in ("sum", "avg") and len({x.dtype for x in xs}) == 1:
-            total = _lax_reduce(call.op, jnp.concatenate([x.reshape(-1) for x in xs]))
-            each = jnp.split(total, np.cumsum([x.size for x in xs])[:-1])
-            return [part.reshape(x.shape) for part, x in zip(each, xs, strict=True)]
+            flat, restore = ravel_pytree(xs)
+            return restore(_lax_reduce(call.op, flat))
     if sum(x.nbytes for x in xs) * n <= _GATHERED:  # added up in one order, so to the same result everywhere
-        return [_reduced(call.op, parts, n) for parts in _gather_all(xs)]
+        return [_reduced(call.op, parts) for parts in _gather_all(xs)]
     flat = [jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1) for x in xs]
-    sums = _exchange_and_reduce(call.op, flat, n)
+    sums = _exchange_and_reduce(call.op, flat)
     wholes = [w.reshape(-1) for w in _gather_all(sums)]
     return [w[: x.size].reshape(x.shape) for w, x in zip(wholes, xs, strict=True)]
 
@@ -176,7 +176,7 @@ def _reduce_scatter(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
             lax.psum_scatter(x, _GROUP, scatter_dimension=axis, tiled=True) for x, axis in zip(xs, axes, strict=True)
         ]
     parts = [split(x, axis, n) for x, axis in zip(xs, axes, strict=True)]
-    return _exchange_and_reduce(call.op, parts, n)
+    return _exchange_and_reduce(call.op, parts)
 
 
 def _allgather(call: Call, xs: list[Any], n: int, gloo: bool) -> list[Any]:
@@ -229,12 +229,12 @@ def _lax_reduce(op: str, x: Any) -> Any:
     return reduce(wide, _GROUP).astype(x.dtype)
 
 
-def _reduced(op: str, parts: Any, n: int) -> Any:
+def _reduced(op: str, parts: Any) -> Any:
     """`parts` reduced over their leading dimension, in the dtype and to the result that `op` asks for."""
     how = reduction(op, parts.dtype)
     wide = parts.astype(jax.dtypes.canonicalize_dtype(how.sums_in))
     total = functools.reduce(_JNP[how.ufunc], wide)
-    return (total / n if how.divide else total).astype(how.out)
+    return (total / len(parts) if how.divide else total).astype(how.out)
 
 
 _JNP: dict[np.ufunc, Any] = {
@@ -259,9 +259,9 @@ def _exchange_all(parts: Sequence[Any]) -> list[Any]:
     return restore(lax.all_to_all(flat, _GROUP, 0, 0, tiled=True))
 
 
-def _exchange_and_reduce(op: str, parts: Sequence[Any], n: int) -> list[Any]:
+def _exchange_and_reduce(op: str, parts: Sequence[Any]) -> list[Any]:
     """What `_exchange_all` gives, reduced over the devices."""
-    return [_reduced(op, p, n) for p in _exchange_all(parts)]
+    return [_reduced(op, p) for p in _exchange_all(parts)]
 
 
 def _packed(xs: Sequence[Any], rows: int) -> tuple[Any, Callable[[Any], list[Any]]]:
