@@ -228,6 +228,10 @@ def details() -> None:
     # float16 in float32: 2048 + 1 + 1 + ... is 2048 in float16
     one = np.asarray(2048.0 if R == 0 else 1.0, np.float16)
     same(jaxdist.allreduce(one), np.asarray(2048 + N - 1, np.float16))
+    odd = 2**24 + 1  # in a buffer of float32 it would lose its last bit
+    whole, half = jaxdist.allreduce([np.int32(odd), np.float32(0.5)])
+    same(whole, np.asarray(odd * N, np.int32))
+    same(half, np.asarray(0.5 * N, np.float32))
     same(jaxdist.allreduce(np.int8(100)), np.asarray(100 * N).astype(np.int8))  # wraps, as NumPy's does
     same(jaxdist.allreduce(np.int8(100), "avg"), np.asarray(100.0, jnp.mean(jnp.int8([1])).dtype))
     fails(lambda: jaxdist.allreduce(np.ones(2, np.complex64), "max"), TypeError, "complex")
