@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from jaxdist import compat
@@ -17,7 +19,6 @@ from jaxdist.ir.interpreter import Interpreter, groups_of
 from jaxdist.ir.primitives import (
     FETCHED,
     all_reduce_p,
-    first_entry,
     gather_shards_p,
     group_reduce_p,
     joined,
@@ -83,8 +84,8 @@ class GlooLowering(XlaLowering):
 
     * Gloo's reduce-scatter gives wrong data now and then (jax#40830): an all-to-all and a local sum in its place.
     * XLA would widen 16-bit floats on their way: compressed gradients are exchanged bit for bit.
-    * XLA starts all collectives that are ready at once, in threads that then wait for each other's turns: each
-      reduction starts when the one before has ended.
+    * XLA puts collectives that do not depend on each other into an order, on another processor perhaps into another:
+      each has a number in its name, so that `jaxdist.runtime.order` can tell which is which.
     * Gloo knows nothing of hosts: what is large is added up within each first, then the slices between them.
 
     Args:
@@ -94,45 +95,33 @@ class GlooLowering(XlaLowering):
     def __init__(self, in_host: int = 0) -> None:
         super().__init__()
         self._in_host = in_host
-        self.rules |= {
+        self.rules = {
+            **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
+            **self.rules,
             all_reduce_p: self._all_reduce,
             compat.reduce_scatter_p: self._reduce_scatter,
             reduce_shard_p: self._reduce_shard,
-            gather_shards_p: self._gather_shards,
         }
-        self._last: Any = None
+        self._numbers = itertools.count(1)
 
-    def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        before, self._last = self._last, None  # a value of one jaxpr can't be used in another
-        outs = super().eval_jaxpr(jaxpr, consts, args)
-        self._last = before
-        return outs
+    def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        if eqn.primitive not in self.rules:
+            return super().eval_eqn(eqn, *args)
+        with jax.named_scope(f"collective_{next(self._numbers)}"):
+            return super().eval_eqn(eqn, *args)
 
     def _all_reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if not x.size:
             return reduced(x, **eqn.params)
-        x = self._after(x)
         wire, groups = eqn.params["wire"], eqn.params["groups"]
         if groups is None and self._in_host and x.nbytes >= _LARGE:
-            out = _by_hosts(x, wire, self._in_host)
-        else:
-            out = _all_reduce(x, wire, groups)
-        return self._then(out)
-
-    def _after(self, x: Any) -> Any:
-        return x if self._last is None else lax.optimization_barrier((x, self._last))[0]
-
-    def _then(self, out: Any) -> Any:
-        self._last = first_entry(out)
-        return out
+            return _by_hosts(x, wire, self._in_host)
+        return _all_reduce(x, wire, groups)
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, wire, size = (eqn.params[k] for k in ("dim", "wire", "devices"))
         all_to_all = functools.partial(_all_to_all, groups=eqn.params["groups"])
-        return self._then(exchange.reduce_scatter(self._after(x), dim, wire, size, all_to_all))
-
-    def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._then(_gather_shards(eqn, self._after(x)))
+        return exchange.reduce_scatter(x, dim, wire, size, all_to_all)
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]

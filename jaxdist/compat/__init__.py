@@ -16,6 +16,7 @@ from jaxdist.compat.compilation import (
     compiler_knows,
     for_any_device,
     on_compile,
+    on_compiled,
     same_cache_key_on_all_ranks,
     say_on_host,
     writes_cache,

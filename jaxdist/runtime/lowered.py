@@ -41,16 +41,20 @@ class LoweredProgram(NamedTuple):
         """One whose module can be changed."""
         return self._replace(module=ir.Module.parse(_bytecode(self.module), self.module.context))
 
-    def content(self) -> list[bytes]:
-        """All that the executable follows from, as far as program and compiler are concerned.
-
-        Not where in the sources it was written; not the number of the device, if it runs on one.
-        """
+    def computation(self) -> bytes:
+        """What it computes, not where in the sources that was written."""
         module = self.copy().module
         with module.context:
             PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        return _bytecode(module)
+
+    def content(self) -> list[bytes]:
+        """All that the executable follows from, as far as program and compiler are concerned.
+
+        Not the number of the device, if it runs on one.
+        """
         options = compat.for_any_device(self.options).SerializeAsString()
-        return [_bytecode(module), options, _JAXLIB, self.backend.platform_version.encode()]
+        return [self.computation(), options, _JAXLIB, self.backend.platform_version.encode()]
 
     def load(self, executable: bytes) -> Any:
         """What another process has compiled, for the devices of this one."""

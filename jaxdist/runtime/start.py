@@ -17,7 +17,7 @@ from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.mesh import AXIS
-from jaxdist.runtime import communicator_of, coordinator, devices, executables, gloo
+from jaxdist.runtime import communicator_of, compiler, coordinator, devices, executables, gloo, order
 
 _log = logging.getLogger("jaxdist")
 _PATIENCE = 60  # seconds that JAX gets longer, for our own message
@@ -39,6 +39,16 @@ class Started(NamedTuple):
     communicator: str
 
 
+class _Told(NamedTuple):
+    """What a rank tells the others before any backend starts."""
+
+    resources: devices.Resources
+    compiler: compiler.Compiler
+    communicator: str
+    problem: str  # why it is not "mpi"
+    offer: executables.Offer
+
+
 def jax_started(connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float) -> Started:
     """Choose platform, devices, threads and communicator, and start jax.distributed.
 
@@ -51,7 +61,8 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
 
     Raises:
       RuntimeError: a JAX backend was already in use by one of several processes, or not every process has one device.
-      ValueError: the ranks have different platforms, there are too few GPUs, or the communicator can't be had.
+      ValueError: the ranks have different platforms, versions or XLA_FLAGS, there are too few GPUs, or the communicator
+        can't be had.
       ImportError: it is not installed.
     """
     rank, size = control.rank, control.size
@@ -73,16 +84,21 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         gpus,
         devices.wanted_platform(platforms, gpus),
     )
-    chosen = communicator_of.several(size, connector.name, wanted, mine.platform)
-    answers = control.exchange("init", (mine, *chosen, executables.offer(connector.local_rank)), timeout)
-    resources = [h for h, *_ in answers]
+    own = _Told(
+        mine,
+        compiler.compiler_of(os.environ.get("XLA_FLAGS", "")),
+        *communicator_of.several(size, connector.name, wanted, mine.platform),
+        executables.offer(connector.local_rank),
+    )
+    told: list[_Told] = control.exchange("init", own, timeout)
+    resources = [each.resources for each in told]
     _check_platforms(control, resources)
-    errors = [(r, error) for r, (_, _, error, _) in enumerate(answers) if error]
+    compiler.check_same([each.compiler for each in told], control.who)
+    errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
         raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
-    names = {name for _, name, *_ in answers}
-    communicator = "mpi" if names == {"mpi"} else "xla"
+    communicator = "mpi" if {each.communicator for each in told} == {"mpi"} else "xla"
     if errors and rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
     local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
@@ -102,7 +118,8 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         raise RuntimeError(f"rank {rank}: expected one device on each of {size} processes, JAX found {found}")
     mesh = _mesh(found)
     if mine.platform == "cpu":
-        executables.share(control, timeout, [offer for *_, offer in answers])
+        executables.share(control, timeout, [each.offer for each in told])
+        order.compare(control)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if over_gloo and (communicator == "xla" or _one_host(control)):
         control.barrier(timeout)

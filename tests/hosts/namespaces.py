@@ -25,6 +25,7 @@ _MEND = "apt-get install -y openssh-server iproute2, and root with CAP_SYS_ADMIN
 _prctl = ctypes.CDLL(None).prctl
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+# XLA_FLAGS, which the tests set and which must be the same on every rank, goes along.
 # TMPDIR: two hosts must not share MPI's session folders either. /tmp itself stays: the scripts may lie there.
 _SSHD_CONFIG = """
 ListenAddress 0.0.0.0
@@ -35,6 +36,7 @@ StrictModes no
 UsePAM no
 PidFile none
 SetEnv TMPDIR=/run/tmp
+AcceptEnv XLA_FLAGS
 """
 _SSH_CONFIG = """
 Host *
@@ -43,6 +45,7 @@ Host *
     UserKnownHostsFile /dev/null
     GlobalKnownHostsFile /dev/null
     LogLevel ERROR
+    SendEnv XLA_FLAGS
 """
 _BOOT = """
 set -e

@@ -1,0 +1,107 @@
+"""What each rank compiles its programs with, which must be the same: versions and ``XLA_FLAGS``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+_PACKAGES = ("jaxdist", "jax", "jaxlib")
+# They change no program: where to write or find files, and devices of which a process of several uses one.
+_HARMLESS = re.compile(r"dump|_dir$|^--xla_force_host_platform_device_count$")
+
+
+class Compiler(NamedTuple):
+    """What makes the programs of a rank.
+
+    Attributes:
+      versions: of packages.
+      flags: of XLA, as far as programs depend on them.
+    """
+
+    versions: dict[str, str]
+    flags: dict[str, str]
+
+
+def compiler_of(xla_flags: str) -> Compiler:
+    """That of this process.
+
+    Args:
+      xla_flags: the environment variable: flags, or the name of a file with flags.
+    """
+    return Compiler({name: _version(name) for name in _PACKAGES}, flags_of(xla_flags))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a folder on PYTHONPATH
+        return "of a folder"
+
+
+def flags_of(xla_flags: str) -> dict[str, str]:
+    """The flags on which programs depend, each with what XLA reads as its value: the last.
+
+    Args:
+      xla_flags: the environment variable.
+
+    Example:
+      >>> flags_of("--xla_a=1 --xla_b --xla_dump_to=/tmp --xla_a=2")
+      {'--xla_a': '2', '--xla_b': ''}
+
+    Source: ``ParseFlagsFromEnvAndDieIfUnknown`` in xla/parse_flags_from_env.cc
+    """
+    if xla_flags.strip() and not xla_flags.lstrip().startswith("-"):
+        try:
+            xla_flags = Path(xla_flags.strip()).read_text()
+        except OSError:
+            return {}  # so reads XLA
+    try:
+        words = shlex.split(xla_flags)
+    except ValueError:  # a quotation mark without its other
+        words = xla_flags.split()
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.startswith("-") and not _HARMLESS.search(name):
+            found[name] = value
+    return dict(sorted(found.items()))
+
+
+def check_same(compilers: Sequence[Compiler], who: Callable[[int], str]) -> None:
+    """Refuse ranks that would make other programs of the same step.
+
+    Args:
+      compilers: of each rank.
+      who: names a rank.
+
+    Raises:
+      ValueError: versions or flags differ; the same on every rank.
+    """
+    first = compilers[0]
+    for rank, other in enumerate(compilers):
+        if other == first:
+            continue
+        both = f"{who(0)} and {who(rank)}"
+        if changed := _differences(first.versions, other.versions):
+            raise ValueError(
+                f"{both} have other versions: {changed}. Programs of one step would differ: install the same everywhere"
+            )
+        raise ValueError(
+            f"{both} have other XLA_FLAGS: {_differences(first.flags, other.flags)}. Programs that are compiled in "
+            "another way round in another way and send their messages in another order. Set the variable to the same "
+            "on every rank; mpirun passes it on to other hosts with -x XLA_FLAGS, jaxdist run by itself"
+        )
+
+
+def _differences(first: dict[str, str], other: dict[str, str]) -> str:
+    def shown(given: dict[str, str], name: str) -> str:
+        if name not in given:
+            return f"{name} is not set"
+        return f"{name}={given[name]}" if given[name] else name
+
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    return ", ".join(f"{shown(first, name)} / {shown(other, name)}" for name in names)

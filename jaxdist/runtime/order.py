@@ -1,0 +1,175 @@
+"""Whether the ranks start the collectives of a compiled program in one order.
+
+Collectives that do not depend on each other are ordered by the compiler, from what it knows of the program, the
+processor and the number of threads. Between CPU processes messages have no names: the first that one rank sends is the
+first that the other takes. So before a rank runs a program it asks the first rank of those that run it whether it has
+the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from jaxdist import compat
+from jaxdist.control.channel import Control
+from jaxdist.runtime.lowered import LoweredProgram
+
+_ASKED, _ANSWERED = "the order of a program", "the order of the first rank"
+_SAY_SECONDS = 10.0  # of waiting, before a line says so
+_PATIENCE = 60.0  # seconds for the first rank to compile; it may never: only this rank needs the program, to look at it
+_COLLECTIVES = (
+    "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+)
+_SHOWN = 160  # characters of a line
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", re.MULTILINE)
+_LINE = re.compile(
+    rf"^.* (?:(?P<collective>{_COLLECTIVES})(?:-start)?|while|conditional|call|async-start)\(.*$", re.MULTILINE
+)
+_CALLED = re.compile(r"(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# What a compiler may call otherwise, and where it stands in the source: no part of the message.
+_NAMES = re.compile(r"%[\w.\-]+|, (?:channel_id|to_apply)=[^,]*|, (?:backend_config|frontend_attributes)=.*$|ROOT ")
+_WHERE = re.compile(r", metadata=\{(?:op_name=\"([^\"]*)\")?[^}]*\}")
+
+
+class _Question(NamedTuple):
+    """Of a rank that has compiled a program: digests of what was compiled, and of the order."""
+
+    program: bytes
+    order: bytes
+
+
+class _Answer(NamedTuple):
+    """Of the first rank: its order, if it is another one."""
+
+    program: bytes
+    order: tuple[str, ...] = ()
+
+
+class Orders:
+    """Of the programs between CPU processes that this rank has compiled or loaded.
+
+    Args:
+      control: of the job.
+    """
+
+    def __init__(self, control: Control):
+        self._control = control
+        self._lock = threading.Lock()
+        self._mine: dict[bytes, tuple[str, ...]] = {}  # by program
+        self._asked: dict[bytes, list[tuple[int, bytes]]] = {}  # by whom, before this rank had the program
+        self._answered: dict[bytes, threading.Event] = {}
+        control.listen(_ASKED, self._asks)
+        control.listen(_ANSWERED, self._answers)
+
+    def compiled(self, program: LoweredProgram, executable: Any) -> None:
+        """This rank is about to run a program; waits for the first rank of it, if it is one between processes.
+
+        Args:
+          program: before it was compiled.
+          executable: what was made of it.
+        """
+        ranks = {device.process_index for device in program.devices}
+        if len(ranks) == 1 or program.backend.platform != "cpu":
+            return
+        mine = tuple(line for module in executable.hlo_modules() for line in order_of(module.to_string()))
+        if len(mine) < 2:
+            return
+        key = hashlib.sha256(program.computation()).digest()
+        with self._lock:
+            self._mine[key] = mine
+            waiting = self._asked.pop(key, [])
+            known = self._answered.setdefault(key, threading.Event())
+        for rank, theirs in waiting:
+            self._answer(rank, key, theirs)
+        if (first := min(ranks)) != self._control.rank:
+            self._control.post(_ASKED, _Question(key, _digest(mine)), to=first)
+            if not known.wait(_SAY_SECONDS):
+                self._control.say(f"has compiled {program.name!r} and waits for {self._control.who(first)} to do so")
+                known.wait(_PATIENCE)
+
+    def _asks(self, rank: int, question: _Question) -> None:
+        with self._lock:
+            if question.program not in self._mine:
+                self._asked.setdefault(question.program, []).append((rank, question.order))
+                return
+        self._answer(rank, *question)
+
+    def _answer(self, rank: int, key: bytes, theirs: bytes) -> None:
+        mine = self._mine[key]
+        self._control.post(_ANSWERED, _Answer(key, () if theirs == _digest(mine) else mine), to=rank)
+
+    def _answers(self, rank: int, answer: _Answer) -> None:
+        if not answer.order:
+            self._answered[answer.program].set()
+            return
+        pairs = list(zip_longest(self._mine[answer.program], answer.order, fillvalue="none"))
+        n, (mine, theirs) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+        me = self._control.who(self._control.rank)
+        self._control.fail(
+            f"one program was compiled to messages in another order on {me} than on {self._control.who(rank)}: number "
+            f"{n} is {_shown(mine)} here and {_shown(theirs)} there. XLA takes the processor and the number of threads "
+            "into account: set PJRT_NPROC to one number on every rank, and XLA_FLAGS=--xla_cpu_max_isa=AVX2 (or what "
+            "the oldest processor has); or take the communicator 'mpi', whose messages have an order of their own"
+        )
+
+
+def _digest(lines: tuple[str, ...]) -> bytes:
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+def _shown(line: str) -> str:
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+
+
+def order_of(text: str) -> list[str]:
+    """The collectives of a compiled program in the order in which a device starts them, one line each.
+
+    Args:
+      text: of the module, whose order is settled.
+
+    Example:
+      >>> text = '''HloModule step, is_scheduled=true
+      ... ENTRY %main (x: f32[100]) -> f32[100] {
+      ...   %x = f32[100]{0} parameter(0)
+      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add, metadata={op_name="psum"}
+      ... }'''
+      >>> order_of(text)
+      ['psum: f32[100]{0} all-reduce(), replica_groups={{0,1}}']
+    """
+    bodies: dict[str, list[re.Match[str]]] = {}
+    entry = ""
+    heads = list(_HEAD.finditer(text))
+    for head, after in zip_longest(heads, heads[1:]):
+        bodies[head[2]] = list(_LINE.finditer(text, head.end(), after.start() if after else len(text)))
+        entry = head[2] if head[1] else entry
+
+    def walk(name: str) -> Iterator[str]:
+        for line in bodies.get(name, ()):
+            if line["collective"]:
+                where = _WHERE.search(line[0])
+                plain = _NAMES.sub("", _WHERE.sub("", line[0])).strip().removeprefix("= ")
+                yield f"{where[1] if where and where[1] else 'unnamed'}: {plain}"
+                continue
+            called = _CALLED.findall(line[0])
+            if branches := _BRANCHES.search(line[0]):
+                called += re.findall(r"%?([\w.\-]+)", branches[1])
+            for other in called:
+                yield from walk(other)
+
+    return list(walk(entry))
+
+
+def compare(control: Control) -> None:
+    """From now on compare the orders of what is compiled between CPU processes.
+
+    Args:
+      control: of the job.
+    """
+    orders = Orders(control)
+    compat.on_compiled(orders.compiled, LoweredProgram)

@@ -1,0 +1,69 @@
+"""Ranks that would compile programs in another way are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jobs
+import pytest
+
+from jaxdist.runtime.compiler import Compiler, check_same, flags_of
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ("", {}),
+        ("  ", {}),
+        ("--xla_b=2 --xla_a", {"--xla_a": "", "--xla_b": "2"}),
+        ("--xla_a=1\n--xla_a=2", {"--xla_a": "2"}),
+        ("--xla_b=p=q '--xla_a=x y'", {"--xla_a": "x y", "--xla_b": "p=q"}),
+        ("--xla_a=it's", {"--xla_a": "it's"}),
+        ("--xla_dump_to=/tmp --xla_gpu_cuda_data_dir=/cuda --xla_force_host_platform_device_count=8", {}),
+        ("/there/is/no/such/file", {}),
+        ("'--xla_a=1'", {}),  # a file, too
+    ],
+)
+def test_flags(given: str, flags: dict[str, str]) -> None:
+    assert flags_of(given) == flags
+    assert list(flags_of(given)) == sorted(flags)
+
+
+def test_flags_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "flags").write_text("--xla_a=1\n--xla_dump_to=here\n")
+    assert flags_of(f" {tmp_path}/flags\n") == {"--xla_a": "1"}
+
+
+def test_what_differs_is_named() -> None:
+    one = Compiler({"jax": "1", "jaxlib": "1"}, {"--a": "1", "--c": ""})
+    check_same([one, one], str)
+    other = one._replace(flags={"--a": "2", "--b": ""})
+    changed = "--a=1 / --a=2, --c / --c is not set, --b is not set / --b"
+    with pytest.raises(ValueError, match=f"^0 and 2 have other XLA_FLAGS: {changed}"):
+        check_same([one, one, other, other], str)
+    with pytest.raises(ValueError, match=r"^0 and 1 have other versions: jaxlib=1 / jaxlib=2"):
+        check_same([one, Compiler({"jax": "1", "jaxlib": "2"}, {})], str)
+
+
+_SCRIPT = """
+import os, sys
+os.environ["XLA_FLAGS"] += " " + sys.argv[1 + int(os.environ["RANK"])]
+import jaxdist
+print("fine", jaxdist.init(timeout=30).rank)
+"""
+
+
+def test_a_job_with_other_flags_is_refused_on_every_rank() -> None:
+    off, on = (f"--xla_cpu_enable_fast_math={value}" for value in ("false", "true"))
+    results = jobs.spawn_env(3, ["-c", _SCRIPT, off, off, on], timeout=60)
+    for result in results:
+        assert result.returncode != 0
+        assert re.search(rf"rank 0 \(.*\) and rank 2 \(.*\) have other XLA_FLAGS: {off} / {on}\.", result.stderr)
+        assert "-x XLA_FLAGS" in result.stderr
+
+
+def test_flags_that_change_no_program_may_differ() -> None:
+    flags = ["--xla_force_host_platform_device_count=3", "--xla_dump_large_constants=true"]
+    results = jobs.spawn_env(2, ["-c", _SCRIPT, *flags], timeout=60)
+    assert [result.stdout for result in results] == ["fine 0\n", "fine 1\n"], results

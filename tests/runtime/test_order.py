@@ -1,0 +1,130 @@
+"""A program that ranks have compiled to another order of its messages does not run."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import jobs
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.runtime.order import order_of
+
+_STEP = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    os.environ["XLA_FLAGS"] += " " + sys.argv[1]
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxdist
+from jaxdist.runtime import compiler, order
+if sys.argv[2] == "unchecked flags":
+    compiler.check_same = lambda *args: None
+ctx = jaxdist.init(communicator="xla", timeout=60)
+tx = jaxdist.zero(optax.adam(1e-3), 3)
+
+@jaxdist.data_parallel
+def step(weights, state, x):
+    def loss(weights):
+        hidden = x
+        for w in weights:
+            hidden = jnp.tanh(hidden @ w)
+        return (hidden**2).mean()
+    value, grads = jax.value_and_grad(loss)(weights)
+    updates, state = tx.update(grads, state, weights)
+    return optax.apply_updates(weights, updates), state, value
+
+weights = [jnp.ones((64, 64)) / 64] * 6
+state, x = tx.init(weights), np.full((256, 64), ctx.rank, np.float32)
+if sys.argv[2] == "alone":
+    order._SAY_SECONDS = order._PATIENCE = 0.5
+    if ctx.rank == 1:
+        step.lower(weights, state, x).compile()  # nobody answers
+    step(weights, state, x)
+    jax.clear_caches()
+    jax.block_until_ready(step(weights, state, x))
+    start = time.monotonic()
+    if ctx.rank == 1:
+        order._PATIENCE = order._SAY_SECONDS = 100.0  # more than the test has
+        jax.clear_caches()
+else:
+    for _ in range(2):
+        weights, state, value = step(weights, state, x)
+jax.block_until_ready(step(weights, state, x))
+print("fine", ctx.rank)
+"""
+
+
+@pytest.mark.slow
+def test_another_order_is_an_error_before_the_program_runs() -> None:
+    """As between hosts with other processors; here by a flag, let through."""
+    other = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    results = jobs.spawn_env(2, ["-c", _STEP, other, "unchecked flags"], timeout=120)
+    for result in results:
+        assert result.returncode != 0
+        found = re.search(
+            r"compiled to messages in another order on rank 1 .* than on rank 0 .*: number \d+ is "
+            r"jit\(step\)\S*collective_(\d+)/.* here and jit\(step\)\S*collective_(\d+)/.* there",
+            result.stderr,
+        )
+        assert found, result.output
+        assert found[1] != found[2]
+        assert "PJRT_NPROC" in result.stderr
+        assert "gloo" not in result.stderr
+        assert "fine" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_that_compiles_alone_is_answered_or_goes_on() -> None:
+    results = jobs.spawn_env(2, ["-c", _STEP, "", "alone"], timeout=90)
+    assert [result.stdout for result in results] == ["fine 0\n", "fine 1\n"], results
+    assert "has compiled 'jit_step' and waits for rank 0 (" in results[1].stderr
+    assert "waits for" not in results[0].stderr
+
+
+def test_the_order_goes_into_loops_and_branches() -> None:
+    mesh = Mesh(jax.devices()[:2], ("x",))
+
+    def named(name: str, x: jax.Array) -> jax.Array:
+        with jax.named_scope(name):
+            return lax.psum(x, "x")
+
+    def f(x: jax.Array) -> jax.Array:
+        x = named("first", x) * 2
+        x = lax.fori_loop(0, 3, lambda _, x: named("turn", x) + 1, x)
+        x = lax.cond(x.sum() > 0, lambda x: named("yes", x), lambda x: named("no", x) + 1, x)
+        return named("last", x)
+
+    run = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    text = run.lower(jnp.ones(3)).compile().as_text()
+    assert text
+    lines = order_of(text)
+    assert [re.sub(r"^.*/(\w+)/psum: .*$", r"\1", line) for line in lines if "all-reduce(" in line] in (
+        ["first", "turn", "no", "yes", "last"], ["first", "turn", "yes", "no", "last"],
+    )  # fmt: skip
+
+
+_TWO = """HloModule step, is_scheduled=true
+
+ENTRY %main.1 (x: f32[4], y: f32[4]) -> (f32[8], f32[8]) {
+  %x = f32[4]{0} parameter(0)
+  %y = f32[4]{0} parameter(1)
+  %all-gather.9 = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, metadata={op_name="a" stack_frame_id=3}
+  %all-gather.7 = f32[8]{0} all-gather(%y), channel_id=1, replica_groups={{0,1}}, metadata={op_name="b"}
+  ROOT %tuple.1 = (f32[8]{0}, f32[8]{0}) tuple(%all-gather.9, %all-gather.7)
+}
+"""
+
+
+def test_equal_messages_are_told_apart_and_other_names_are_not() -> None:
+    first = order_of(_TWO)
+    assert first == [f"{name}: f32[8]{{0}} all-gather(), replica_groups={{{{0,1}}}}" for name in "ab"]
+    lines = _TWO.splitlines()
+    lines[5:7] = reversed(lines[5:7])
+    assert order_of("\n".join(lines)) == first[::-1]
+    renamed = _TWO.replace("all-gather.9", "all-gather.2").replace("stack_frame_id=3", "stack_frame_id=8")
+    assert order_of(renamed) == first
+    assert order_of(_TWO.replace("f32[8]{0} all-gather(%y", "f32[8]{0:T(8)} all-gather(%y")) != first  # other bytes
