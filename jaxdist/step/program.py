@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -254,10 +255,15 @@ class Program:
         self._report(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
         out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
+
+        def local(zero: Any, *xs: Any) -> list[Any]:
+            if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
+                _, *xs = lax.optimization_barrier((zero, *xs))
+            return lowering(self._communicator, mesh, in_host(hosts_of(mesh))).run(closed, *xs)
+
         outs = jax.shard_map(
-            lambda *xs: lowering(self._communicator, mesh, in_host(hosts_of(mesh))).run(closed, *xs),
-            mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False,
-        )(*args)  # fmt: skip
+            local, mesh=mesh, in_specs=(P(), *specs), out_specs=out_specs, check_vma=False,
+        )(0, *args)  # fmt: skip
         self._padded_outputs = [
             (i, kept_as[i] or how) for i, p in enumerate(placed.outs)
             if isinstance(p, Split) and not (how := layout_of(p, mesh.size)).is_plain

@@ -251,6 +251,21 @@ def test_any_number_of_examples(rows: int) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, step(W, x))
 
 
+@pytest.mark.parametrize(
+    ("state", "batch", "step"),
+    [
+        ((0, 8), (4, 0), lambda w, x: (w, x @ w)),
+        ((0, 8), (8, 0), lambda w, x: (w + 1, (x @ w).sum())),
+        ((0, 8), (4, 0), lambda w, x: (w * 2, x)),
+        ((0, 8), (4, 2), lambda w, x: (w, x[:, :0])),
+    ],
+)
+def test_arrays_without_entries(state: tuple[int, ...], batch: tuple[int, ...], step: Any) -> None:
+    args = jnp.zeros(state), jnp.zeros(batch)
+    want, got = jax.jit(step)(*args), jaxdist.data_parallel(step)(*args)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_several_batches_keywords_and_named_positions() -> None:
     @jaxdist.data_parallel(batch_argnums=(1, 2))
     def step(w: Any, x: Any, y: Any, scale: Any = 0.1) -> Any:
