@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -34,21 +34,53 @@ _CALLED = re.compile(r"(?:body|condition|to_apply|calls|(?:true|false)_computati
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # What a compiler may call otherwise, and where it stands in the source: no part of the message.
 _NAMES = re.compile(r"%[\w.\-]+|, (?:channel_id|to_apply)=[^,]*|, (?:backend_config|frontend_attributes)=.*$|ROOT ")
+_NUMBER = re.compile(r"collective_\d+")  # see `GlooLowering`
 _WHERE = re.compile(r", metadata=\{(?:op_name=\"([^\"]*)\")?[^}]*\}")
 
 
+class _Message(NamedTuple):
+    """A collective: what travels, and the name that it has from where it was written."""
+
+    what: str
+    name: str
+
+    @property
+    def numbers(self) -> list[str]:
+        """Of the collectives that it is made of; without, its name."""
+        return _NUMBER.findall(self.name) or [self.name]
+
+    def __str__(self) -> str:
+        shown = f"{self.name}: {self.what}" if self.name else self.what
+        return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+
+
+class _Digests(NamedTuple):
+    """Of an order: of what travels, of the numbers of the collectives, and of these sorted."""
+
+    what: bytes
+    numbers: bytes
+    which: bytes
+
+    def fit(self, other: _Digests) -> bool:
+        """Whether it is the same order.
+
+        JAX's persistent cache may hold a program from when its collectives had other names: then these tell nothing.
+        """
+        return self.what == other.what and (self.numbers == other.numbers or self.which != other.which)
+
+
 class _Question(NamedTuple):
-    """Of a rank that has compiled a program: digests of what was compiled, and of the order."""
+    """Of a rank that has compiled a program: a digest of what was compiled, and those of the order."""
 
     program: bytes
-    order: bytes
+    order: _Digests
 
 
 class _Answer(NamedTuple):
     """Of the first rank: its order, if it is another one."""
 
     program: bytes
-    order: tuple[str, ...] = ()
+    order: tuple[_Message, ...] = ()
 
 
 class Orders:
@@ -61,8 +93,8 @@ class Orders:
     def __init__(self, control: Control):
         self._control = control
         self._lock = threading.Lock()
-        self._mine: dict[bytes, tuple[str, ...]] = {}  # by program
-        self._asked: dict[bytes, list[tuple[int, bytes]]] = {}  # by whom, before this rank had the program
+        self._mine: dict[bytes, tuple[_Message, ...]] = {}  # by program
+        self._asked: dict[bytes, list[tuple[int, _Digests]]] = {}  # by whom, before this rank had the program
         self._answered: dict[bytes, threading.Event] = {}
         control.listen(_ASKED, self._asks)
         control.listen(_ANSWERED, self._answers)
@@ -77,7 +109,7 @@ class Orders:
         ranks = {device.process_index for device in program.devices}
         if len(ranks) == 1 or program.backend.platform != "cpu":
             return
-        mine = tuple(line for module in executable.hlo_modules() for line in order_of(module.to_string()))
+        mine = tuple(one for module in executable.hlo_modules() for one in order_of(module.to_string()))
         if len(mine) < 2:
             return
         key = hashlib.sha256(program.computation()).digest()
@@ -88,7 +120,7 @@ class Orders:
         for rank, theirs in waiting:
             self._answer(rank, key, theirs)
         if (first := min(ranks)) != self._control.rank:
-            self._control.post(_ASKED, _Question(key, _digest(mine)), to=first)
+            self._control.post(_ASKED, _Question(key, _digests(mine)), to=first)
             if not known.wait(_SAY_SECONDS):
                 self._control.say(f"has compiled {program.name!r} and waits for {self._control.who(first)} to do so")
                 known.wait(_PATIENCE)
@@ -100,35 +132,36 @@ class Orders:
                 return
         self._answer(rank, *question)
 
-    def _answer(self, rank: int, key: bytes, theirs: bytes) -> None:
+    def _answer(self, rank: int, key: bytes, theirs: _Digests) -> None:
         mine = self._mine[key]
-        self._control.post(_ANSWERED, _Answer(key, () if theirs == _digest(mine) else mine), to=rank)
+        self._control.post(_ANSWERED, _Answer(key, () if theirs.fit(_digests(mine)) else mine), to=rank)
 
     def _answers(self, rank: int, answer: _Answer) -> None:
         if not answer.order:
             self._answered[answer.program].set()
             return
-        pairs = list(zip_longest(self._mine[answer.program], answer.order, fillvalue="none"))
-        n, (mine, theirs) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+        pairs = enumerate(zip_longest(self._mine[answer.program], answer.order, fillvalue=_Message("none", "")), 1)
+        n, mine, theirs = next((n, a, b) for n, (a, b) in pairs if (a.what, a.numbers) != (b.what, b.numbers))
         me = self._control.who(self._control.rank)
         self._control.fail(
             f"one program was compiled to messages in another order on {me} than on {self._control.who(rank)}: number "
-            f"{n} is {_shown(mine)} here and {_shown(theirs)} there. XLA takes the processor and the number of threads "
+            f"{n} is {mine} here and {theirs} there. XLA takes the processor and the number of threads "
             "into account: set PJRT_NPROC to one number on every rank, and XLA_FLAGS=--xla_cpu_max_isa=AVX2 (or what "
             "the oldest processor has); or take the communicator 'mpi', whose messages have an order of their own"
         )
 
 
-def _digest(lines: tuple[str, ...]) -> bytes:
-    return hashlib.sha256("\n".join(lines).encode()).digest()
+def _digests(order: Sequence[_Message]) -> _Digests:
+    numbers = [number for one in order for number in one.numbers]
+    return _Digests(*(_digest(texts) for texts in ((one.what for one in order), numbers, sorted(numbers))))
 
 
-def _shown(line: str) -> str:
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+def _digest(texts: Iterable[str]) -> bytes:
+    return hashlib.sha256("\n".join(texts).encode()).digest()
 
 
-def order_of(text: str) -> list[str]:
-    """The collectives of a compiled program in the order in which a device starts them, one line each.
+def order_of(text: str) -> list[_Message]:
+    """The collectives of a compiled program in the order in which a device starts them.
 
     Args:
       text: of the module, whose order is settled.
@@ -139,7 +172,7 @@ def order_of(text: str) -> list[str]:
       ...   %x = f32[100]{0} parameter(0)
       ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add, metadata={op_name="psum"}
       ... }'''
-      >>> order_of(text)
+      >>> [str(message) for message in order_of(text)]
       ['psum: f32[100]{0} all-reduce(), replica_groups={{0,1}}']
     """
     bodies: dict[str, list[re.Match[str]]] = {}
@@ -149,12 +182,12 @@ def order_of(text: str) -> list[str]:
         bodies[head[2]] = list(_LINE.finditer(text, head.end(), after.start() if after else len(text)))
         entry = head[2] if head[1] else entry
 
-    def walk(name: str) -> Iterator[str]:
+    def walk(name: str) -> Iterator[_Message]:
         for line in bodies.get(name, ()):
             if line["collective"]:
                 where = _WHERE.search(line[0])
                 plain = _NAMES.sub("", _WHERE.sub("", line[0])).strip().removeprefix("= ")
-                yield f"{where[1] if where and where[1] else 'unnamed'}: {plain}"
+                yield _Message(plain, (where and where[1]) or "")
                 continue
             called = _CALLED.findall(line[0])
             if branches := _BRANCHES.search(line[0]):

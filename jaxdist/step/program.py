@@ -258,7 +258,7 @@ class Program:
 
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
-                _, *xs = lax.optimization_barrier((zero, *xs))
+                xs = lax.optimization_barrier((zero, *xs))[1:]
             return lowering(self._communicator, mesh, in_host(hosts_of(mesh))).run(closed, *xs)
 
         outs = jax.shard_map(
