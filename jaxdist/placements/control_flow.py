@@ -21,8 +21,8 @@ from jaxdist.ir.interpreter import INLINED, Interpreter, retrace
 from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, refuse, settled, special
-from jaxdist.placements.loops import inside, join
-from jaxdist.placements.strategy import Strategy
+from jaxdist.placements.loops import inside, join, throughout
+from jaxdist.placements.strategy import Strategy, cuts
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
     REPLICATED,
@@ -38,7 +38,7 @@ from jaxdist.placements.values import (
 @special("cond")
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
-    given = [p if isinstance(p, Partial) else inside(p) for p in ins[1:]]
+    given = [p if isinstance(p, Partial) else throughout(p) for p in ins[1:]]
     blocks = [infer.block(b, node.backward) for b in branches(node.eqn.params)]
     loose = walk.added_up(node)
     placed = [infer.place(b, given, loose=loose) for b in blocks]
@@ -46,8 +46,13 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     if summed:  # a summand that some branch adds up, and others may not need
         given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
         placed = [infer.place(b, given, loose=loose) for b in blocks]
+    if slices := cuts(placed):
+        cut = [slices.get(k, p) for k, p in enumerate(given)]
+        again = [infer.place(b, cut, loose=loose) for b in blocks]
+        if all(a.alike(b) for a, b in zip(again, placed, strict=True)):
+            given, placed = cut, again
     gives: list[Placement] = []
-    for outs in zip(*(one.given for one in placed), strict=True):
+    for outs in zip(*([one.returned(k) for k in range(len(one.given))] for one in placed), strict=True):
         outs = [settled(p) if not is_zero(p) else p for p in outs]
         some = [p for p in outs if not is_zero(p)] or [REPLICATED]
         joined: Placement = some[0]
@@ -68,10 +73,17 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
     block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
-    given = [p if isinstance(p, Partial) else inside(p) for p in ins]
+    given = [p if isinstance(p, Partial) else throughout(p) for p in ins]
     placed = infer.place(block, given, loose=walk.added_up(node))
-    gives = [Replicated() if isinstance(s := settled(p), Replicated) else s for p in placed.given]
+    if slices := cuts([placed]):
+        cut = [slices.get(k, p) for k, p in enumerate(given)]
+        again = infer.place(block, cut, loose=walk.added_up(node))
+        if again.alike(placed):
+            given, placed = cut, again
+    gives = [settled(placed.returned(k)) for k in range(len(placed.given))]
+    gives = [Replicated() if isinstance(p, Replicated) else p for p in gives]
     gives = [replace(p, whole=False) if isinstance(p, Split) else p for p in gives]
+    placed = infer.place(block, given, [form(p) for p in gives], walk.added_up(node))
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         closed = emitter.body(placed)

@@ -246,7 +246,7 @@ class Walk:
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
                 const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
-                return Strategy([None] * len(ins), [Deferred(const)], make=make_elementwise)
+                return Strategy([None] * len(ins), [Deferred(const)], make=make_elementwise, slicewise=True)
         if node.name == "random_split" and node.outs:
             return Strategy([None], [DEFERRED], make=make_whole)
         return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)

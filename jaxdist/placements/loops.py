@@ -17,10 +17,11 @@ from jaxdist.ir.operations import ADDITION
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, settled, special
 from jaxdist.placements.report import work
-from jaxdist.placements.strategy import Placed, Strategy, nbytes
+from jaxdist.placements.strategy import Placed, Strategy, cuts, nbytes
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
     REPLICATED,
+    Deferred,
     Form,
     Partial,
     Placement,
@@ -45,6 +46,11 @@ def inside(p: Placement) -> Placement:
     if isinstance(p, Partial):
         return REPLICATED
     return replace(p, whole=False, requested=False) if isinstance(p, Split) else settled(p)
+
+
+def throughout(p: Placement) -> Placement:
+    """As a body is given what does not change in it: a deferred value is made in the form that it is used in."""
+    return p if isinstance(p, Deferred) else inside(p)
 
 
 def join(a: Placement, b: Placement) -> Placement:
@@ -126,7 +132,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         return strategy
     stacked = range(count, len(node.outs))
     later = walk.added_up(node).intersection(stacked)
-    consts = [inside(p) for p in ins[:first]]
+    consts = [throughout(p) for p in ins[:first]]
     xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
     def place(
@@ -145,11 +151,18 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         whole = settle([p if isinstance(p, Split) and p.stored else REPLICATED for p in xs])
         if not whole[-1].communicates and work(whole[-1]) <= _LITTLE:
             xs, carries, placed = whole
+    if slices := {k: to for k, to in cuts([placed]).items() if k < first}:  # once, before the loop, not in each turn
+        whole_consts, consts = consts, [slices.get(k, p) for k, p in enumerate(consts)]
+        again = settle(xs)
+        if again[-1].alike(placed):
+            xs, carries, placed = again
+        else:
+            consts = whole_consts
     wants: list[Form | None] = [form(p) for p in carries.at]
     gives: list[Placement] = carries.given
     marked = infer.marked(walk.block)
     for k in stacked:
-        p, o = placed.given[k], node.outs[k]
+        p, o = placed.returned(k), node.outs[k]
         if isinstance(p, Partial) and k not in later and nbytes(walk.block.avals[o]) > _SMALL:
             dim, shape = marked.get(o), walk.block.avals[o].shape
             p = infer.shard(dim - 1, shape[dim]) if dim else REPLICATED
@@ -228,7 +241,7 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     loop = While.of(params)
     cond, body = infer.block(loop.cond, node.backward), infer.block(loop.body, node.backward)
     *given, initial = loop.split(ins)
-    cond_consts, consts = ([inside(p) for p in ps] for ps in given)
+    cond_consts, consts = ([throughout(p) for p in ps] for ps in given)
     if cond.avals[cond.outputs[0]].shape:
         return _batched_while(walk, node, ins, cond_consts, consts, cond, body)
     carries = _Carries(infer, body, initial, loop.body_consts)
@@ -239,7 +252,11 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     def needed(carry: Sequence[Placement]) -> frozenset[int]:
         return frozenset(i - loop.cond_consts for i in again(carry).summed)
 
-    carries.settle(lambda carry, loose: infer.place(body, [*consts, *carry], None, loose), needed)
+    placed = carries.settle(lambda carry, loose: infer.place(body, [*consts, *carry], None, loose), needed)
+    if slices := {k: to for k, to in cuts([placed]).items() if k < len(consts)}:
+        cut = [slices.get(k, p) for k, p in enumerate(consts)]
+        if infer.place(body, [*cut, *carries.at], None, carries.loose).alike(placed):
+            consts = cut
     wants = [form(p) for p in carries.at]
     placed = infer.place(body, [*consts, *carries.at], wants, carries.loose)
     more = again(carries.at)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.values import Form, Partial, Placement, Split
+from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Split
 
 IN_PLACE = "in place of a weight, which is larger"
 """Why values of a batch move where they need not."""
@@ -26,6 +26,7 @@ class Strategy:
       gives: the placement of each result.
       run: ``run(emitter, node, operands) -> results``, each what a device holds.
       make: of a deferred result: ``make(emitter, node, form) -> result``.
+      slicewise: a slice of that is made of the same slices of operands of its shape.
       bodies: of control flow.
       exchanges: it talks to other devices by itself.
       why: the operation is computed whole on every device, for this reason.
@@ -36,6 +37,7 @@ class Strategy:
     gives: Sequence[Placement]
     run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
     make: Callable[[Any, Node, Any], Any] | None = None
+    slicewise: bool = False
     bodies: Sequence[Placed] = ()
     exchanges: bool = False
     why: str = ""
@@ -111,6 +113,39 @@ class Placed:
         ]
         return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
 
+    def forms_of(self, i: int, returned: bool = True) -> set[Form | None]:
+        """The forms in which a value is used; None: in one that is not settled yet.
+
+        Args:
+          i: the value.
+          returned: also as an output.
+        """
+        taken: set[Form | None] = set()
+        if returned:
+            taken.update(to for own, to in zip(self.block.outputs, self.outs, strict=True) if own == i)
+        for node, strategy in zip(self.block.nodes, self.strategies, strict=True):
+            if i not in node.ins:
+                continue
+            if strategy.make is None:
+                taken.update(to or REPLICATED for own, to in zip(node.ins, strategy.takes, strict=True) if own == i)
+            elif strategy.slicewise and self.block.avals[i].shape == self.block.avals[node.outs[0]].shape:
+                taken |= self.forms_of(node.outs[0], returned)
+            else:
+                taken.add(None)
+        return taken
+
+    def returned(self, k: int) -> Placement:
+        """How an output comes; if it may come in any form, in that in which it is used before."""
+        if isinstance(p := self.given[k], Deferred):
+            used = self.forms_of(self.block.outputs[k], returned=False)
+            if len(used) == 1 and isinstance(to := used.pop(), Split):
+                return to
+        return p
+
+    def alike(self, other: Placed) -> bool:
+        """Whether another placing of the block returns the same, and moves as much."""
+        return (self.given, self.summed, len(self.moves)) == (other.given, other.summed, len(other.moves))
+
     @property
     def moves(self) -> list[Move]:
         """What changes its form, in loops and branches too."""
@@ -122,6 +157,21 @@ class Placed:
         return bool(self.moves) or any(
             strategy.exchanges or any(body.communicates for body in strategy.bodies) for strategy in self.strategies
         )
+
+
+def cuts(bodies: Sequence[Placed]) -> dict[int, Split]:
+    """The inputs that are on every device, and of which the bodies use one slice alone; and which that is.
+
+    Args:
+      bodies: with the same inputs: of a loop, or all branches.
+    """
+    found: dict[int, Split] = {}
+    for k, own in enumerate(bodies[0].ins):
+        if own == REPLICATED and bodies[0].block.avals[bodies[0].block.inputs[k]].shape:
+            taken = {to for placed in bodies for to in placed.forms_of(placed.block.inputs[k])}
+            if len(taken) == 1 and isinstance(to := taken.pop(), Split):
+                found[k] = to
+    return found
 
 
 def nbytes(aval: Any) -> int:

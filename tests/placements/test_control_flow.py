@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +12,9 @@ import optax
 import parity
 import pytest
 from jax import lax
+from jax._src.interpreters.partial_eval import dce_jaxpr
+
+from jaxdist.ir.interpreter import subjaxprs
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(6, 6)) / 3)
@@ -44,7 +47,38 @@ def newton(x: Any) -> Any:
     return y, n
 
 
+def masked(w: Any, x: Any, loop: str) -> Any:
+    """Layers that close over a mask and a filler as large as the batch, as an attention's under ``vmap``."""
+    mask, filler = jnp.broadcast_to(jnp.tri(6, dtype=bool)[2], x.shape), jnp.full(x.shape, -0.5)
+    hidden = lambda h, w: jnp.where(mask, layer(w, h), filler)
+    if loop == "scan":
+        return lax.scan(lambda h, w: (hidden(h, w), None), x, jnp.stack([w, w.T]))[0]
+    if loop == "checkpoint in scan":
+        return lax.scan(jax.checkpoint(lambda h, w: (hidden(h, w), None)), x, jnp.stack([w, w.T]))[0]
+    if loop == "while":
+        return lax.while_loop(lambda s: s[1] < 2, lambda s: (hidden(s[0], w), s[1] + 1), (x, 0))[0]
+    if loop == "cond":
+        return lax.cond(w[0, 0] > 0, lambda: hidden(x, w), lambda: jnp.where(mask, x, 1.0))
+    assert loop == "checkpoint"
+    return jax.checkpoint(hidden)(x, w)
+
+
+MASKED = ["scan", "checkpoint in scan", "while", "cond", "checkpoint"]
 FLOWS: dict[str, Callable[[Any, Any], Any]] = {
+    **{f"a mask, {loop}": lambda w, x, loop=loop: masked(w, x, loop) for loop in MASKED},
+    **{
+        f"a mask, {loop}, gradient": lambda w, x, loop=loop: jax.grad(lambda w: jnp.mean(masked(w, x, loop) ** 2))(w)
+        for loop in MASKED
+        if loop != "while"
+    },
+    "a mask, whole and in slices": lambda w, x: lax.scan(
+        lambda c, w: ((jnp.where(c[1], c[0] @ w, 0.0), c[1]), c[1].sum()),
+        (x, jnp.ones(x.shape, bool)),
+        jnp.stack([w] * 2),
+    ),
+    "a mask that a loop also returns": lambda w, x: (
+        lambda m: lax.scan(lambda h, w: (jnp.where(m > 0, h @ w, 0), m), x, jnp.stack([w] * 2))
+    )(jnp.ones(x.shape)),
     "scan over layers": lambda w, x: lax.scan(lambda h, w: (layer(w, h), h.mean()), x, jnp.stack([w, 2 * w, w.T])),
     "scan over layers, gradient": lambda w, x: jax.grad(
         lambda ws: jnp.mean(lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
@@ -344,6 +378,31 @@ def test_a_checkpoint_stays_one() -> None:
     (remat,) = [eqn for eqn in program.eqns if eqn.primitive.name in ("checkpoint", "remat", "remat2")]
     assert remat.params["policy"] is policy
     assert parity.collectives(program) == [("all-reduce", (6, 6), "")]
+
+
+# A `while` has no gradient; that of a `cond` has the branch return the mask as a residual.
+_SLICED = [(loop, False) for loop in MASKED] + [(loop, True) for loop in MASKED if loop not in ("while", "cond")]
+
+
+@pytest.mark.parametrize(("loop", "gradient"), _SLICED)
+def test_a_body_is_given_slices_of_what_it_uses_in_slices(loop: str, gradient: bool) -> None:
+    """Else each device holds masks of the whole batch: of an attention, the largest arrays there are."""
+
+    def step(w: Any, x: Any) -> Any:
+        value = lambda w: jnp.mean(masked(w, x, loop) ** 2)
+        return jax.grad(value)(w) if gradient else value(w)
+
+    program = parity.program(step, W, X)
+    used, _ = dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
+    whole = [v.aval for eqn in _all(used) for v in eqn.outvars if v.aval.shape == X.shape]
+    assert whole == []
+
+
+def _all(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in subjaxprs(eqn):
+            yield from _all(inner)
 
 
 def test_nested_loops_are_traced_once() -> None:
