@@ -1,6 +1,6 @@
 """Whether the ranks run the same program: what a rank traces in a call is compared, and nobody waits for it.
 
-A rank that traces a step's program in a call tells rank 0 a digest of its collectives, and rank 0 tells all. Who hears
+A rank that traces a step's program in a call tells rank 0 a digest of it, and rank 0 tells all. Who hears
 of a program for arguments of some types compares it with its own one for these, once it knows which that is: the one
 that it traces in the same call, or one that it has from an earlier call. So a rank that traces alone, because its
 cache was cleared, is left in peace.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import NamedTuple
@@ -18,18 +20,20 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.control.channel import Control
 from jaxdist.control.progress import Progress
+from jaxdist.ir.dataflow import dataflow, operations
 from jaxdist.ir.fingerprint import fingerprint
 
 _TRACED, _DIFFERS = "a program was traced", "a program differs"
 
 
-_HOLDS = "numbers and arrays with the checksum "
+_COMPUTES, _HOLDS = "computes ", "numbers and arrays with the checksum "
+_SHOWN = 3  # operations of each rank that the other does not have
 
 
 class _Traced(NamedTuple):
-    """A program of a step: for which arguments, the call in which it was traced (0: none), and its fingerprint.
+    """A program of a step: for which arguments, the call in which it was traced (0: none), and what is compared.
 
-    On its way to the others it has no `lines` at first; they come when the digests differ.
+    On its way to the others it has no `lines` and `operations` at first; they come when the digests differ.
     """
 
     step: str
@@ -37,6 +41,7 @@ class _Traced(NamedTuple):
     call: int
     digest: str
     lines: tuple[str, ...] = ()
+    operations: bytes = b""  # packed: they may be many
 
 
 class Programs:
@@ -67,12 +72,12 @@ class Programs:
         current = progress.current if progress else None
         call = 0 if current is None or current.returned else current.number
         types = _digest(f"{a.dtype}{a.shape}" for a in program.in_avals)
-        lines = (*fingerprint(program), _HOLDS + held)
-        mine = _Traced(step, types, call, _digest(lines), lines)
+        lines = (*fingerprint(program), _COMPUTES + dataflow(program), _HOLDS + held)
+        mine = _Traced(step, types, call, _digest(lines), lines, _packed(operations(program)))
         with self._lock:
             self._mine[step, types] = mine
         if call:
-            self._control.post(_TRACED, mine._replace(lines=()), to=0 if self._control.rank else None)
+            self._control.post(_TRACED, mine._replace(lines=(), operations=b""), to=0 if self._control.rank else None)
             self.compare()
 
     def compare(self, stuck: bool = False) -> None:
@@ -119,18 +124,44 @@ class Programs:
         mine = self._mine[theirs.step, theirs.types]
         pairs = list(zip_longest(mine.lines, theirs.lines, fillvalue="none"))
         n = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
-        if pairs[n][0].startswith(_HOLDS):
+        if all(line.startswith(_HOLDS) for line in pairs[n]):
             self._control.fail(
                 f"{where}the ranks run the same collectives on other numbers: what the step closes over, a number or "
                 f"an array, is not the same on rank {me} and rank {rank}. Pass what differs as part of the batch, or "
                 "make it the same everywhere (a seed that depends on the rank? an `if rank == ...` in the step?)"
             )
             return
+        if all(line.startswith(_COMPUTES) for line in pairs[n]):
+            here, there = _unpacked(mine.operations), _unpacked(theirs.operations)
+            self._control.fail(
+                f"{where}the ranks run different programs, with other operations between the same collectives. Only on "
+                f"rank {me}: {_listed(here - there)}; only on rank {rank}: {_listed(there - here)}. Another version of "
+                "the script or a package on some host, other settings of JAX, an `if rank == ...`, a loop over a set?"
+            )
+            return
+        (one, other), (all_of_mine, all_of_theirs) = pairs[n], (len(mine.lines) - 2, len(theirs.lines) - 2)
         self._control.fail(
-            f"{where}the ranks run different programs. Collective {n + 1} of rank {me} ({len(mine.lines)} in all) is: "
-            f"{pairs[n][0]}; of rank {rank} ({len(theirs.lines)} in all): {pairs[n][1]}. Inside a step nothing may "
-            "depend on the rank: look for `if ctx.rank == ...`, a loop over a set, options that differ."
+            f"{where}the ranks run different programs. Collective {n + 1} of rank {me} ({all_of_mine} in all) is: "
+            f"{one if n < all_of_mine else 'none'}; of rank {rank} ({all_of_theirs} in all): "
+            f"{other if n < all_of_theirs else 'none'}. Inside a step nothing may depend on the rank: look for "
+            "`if ctx.rank == ...`, a loop over a set, options that differ."
         )
+
+
+def _packed(operations: Counter[str]) -> bytes:
+    return zlib.compress("\n".join(f"{count} {text}" for text, count in sorted(operations.items())).encode(), 1)
+
+
+def _unpacked(packed: bytes) -> Counter[str]:
+    lines = (line.partition(" ") for line in zlib.decompress(packed).decode().splitlines())
+    return Counter({text: int(count) for count, _, text in lines})
+
+
+def _listed(operations: Counter[str]) -> str:
+    if not operations:
+        return "none (the same ones, with other operands)"
+    shown = [f"{count} x {text}" if count > 1 else text for text, count in sorted(operations.items())]
+    return "; ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
 def _digest(lines: Iterable[str]) -> str:

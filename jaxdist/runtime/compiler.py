@@ -1,4 +1,4 @@
-"""What each rank compiles its programs with, which must be the same: versions and ``XLA_FLAGS``."""
+"""What each rank traces and compiles its programs with, which must be the same: versions, settings, ``XLA_FLAGS``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-_PACKAGES = ("jaxdist", "jax", "jaxlib")
+import jax
+from jaxlib.version import __version__ as jaxlib_version
+
+# Settings of JAX on which it depends what a program computes, or how it is compiled; as far as a version has them.
+_SETTINGS = (
+    "jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset",
+    "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_disable_jit",
+    "jax_debug_nans", "jax_debug_infs", "jax_disable_most_optimizations", "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort", "jax_memory_fitting_level", "jax_optimization_level", "jax_use_shardy_partitioner",
+    "jax_enable_custom_prng", "jax_legacy_prng_key", "jax_softmax_custom_jvp",
+)  # fmt: skip
+_SAME_VALUE = {"": "true", "1": "true", "true": "true", "0": "false", "false": "false"}
 # They change no program: where to write or find files, and devices of which a process of several uses one.
 _HARMLESS = re.compile(r"dump|_dir$|^--xla_force_host_platform_device_count$")
 
@@ -19,10 +30,12 @@ class Compiler(NamedTuple):
 
     Attributes:
       versions: of packages.
-      flags: of XLA, as far as programs depend on them.
+      settings: of JAX, as far as programs depend on them.
+      flags: of XLA, likewise.
     """
 
     versions: dict[str, str]
+    settings: dict[str, str]
     flags: dict[str, str]
 
 
@@ -32,7 +45,9 @@ def compiler_of(xla_flags: str) -> Compiler:
     Args:
       xla_flags: the environment variable: flags, or the name of a file with flags.
     """
-    return Compiler({name: _version(name) for name in _PACKAGES}, flags_of(xla_flags))
+    versions = {"jaxdist": _version("jaxdist"), "jax": jax.__version__, "jaxlib": jaxlib_version}
+    settings = {name: str(getattr(jax.config, name)) for name in _SETTINGS if hasattr(jax.config, name)}
+    return Compiler(versions, settings, flags_of(xla_flags))
 
 
 def _version(package: str) -> str:
@@ -50,7 +65,7 @@ def flags_of(xla_flags: str) -> dict[str, str]:
 
     Example:
       >>> flags_of("--xla_a=1 --xla_b --xla_dump_to=/tmp --xla_a=2")
-      {'--xla_a': '2', '--xla_b': ''}
+      {'--xla_a': '2', '--xla_b': 'true'}
 
     Source: ``ParseFlagsFromEnvAndDieIfUnknown`` in xla/parse_flags_from_env.cc
     """
@@ -67,7 +82,7 @@ def flags_of(xla_flags: str) -> dict[str, str]:
     for word in words:
         name, _, value = word.partition("=")
         if name.startswith("-") and not _HARMLESS.search(name):
-            found[name] = value
+            found[name] = _SAME_VALUE.get(value.lower(), value)
     return dict(sorted(found.items()))
 
 
@@ -79,7 +94,7 @@ def check_same(compilers: Sequence[Compiler], who: Callable[[int], str]) -> None
       who: names a rank.
 
     Raises:
-      ValueError: versions or flags differ; the same on every rank.
+      ValueError: versions, settings or flags differ; the same on every rank.
     """
     first = compilers[0]
     for rank, other in enumerate(compilers):
@@ -89,6 +104,12 @@ def check_same(compilers: Sequence[Compiler], who: Callable[[int], str]) -> None
         if changed := _differences(first.versions, other.versions):
             raise ValueError(
                 f"{both} have other versions: {changed}. Programs of one step would differ: install the same everywhere"
+            )
+        if changed := _differences(first.settings, other.settings):
+            raise ValueError(
+                f"{both} have other settings of JAX: {changed}. Set them to the same on every rank: in the script, "
+                "before jaxdist.init, or by variables of these names in capitals (mpirun passes one on to other hosts "
+                "with -x, jaxdist run by itself)"
             )
         raise ValueError(
             f"{both} have other XLA_FLAGS: {_differences(first.flags, other.flags)}. Programs that are compiled in "
@@ -101,7 +122,7 @@ def _differences(first: dict[str, str], other: dict[str, str]) -> str:
     def shown(given: dict[str, str], name: str) -> str:
         if name not in given:
             return f"{name} is not set"
-        return f"{name}={given[name]}" if given[name] else name
+        return f"{name}={given[name]}"
 
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     return ", ".join(f"{shown(first, name)} / {shown(other, name)}" for name in names)

@@ -3,7 +3,8 @@
 Collectives that do not depend on each other are ordered by the compiler, from what it knows of the program, the
 processor and the number of threads. Between CPU processes messages have no names: the first that one rank sends is the
 first that the other takes. So before a rank runs a program it asks the first rank of those that run it whether it has
-the same order.
+the same order. A rank that compiles what the first one has not (to look at it, or another program) waits no longer than
+until the first one waits for it elsewhere, or has compiled something else; the answer may come later.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -20,8 +23,9 @@ from jaxdist.control.channel import Control
 from jaxdist.runtime.lowered import LoweredProgram
 
 _ASKED, _ANSWERED = "the order of a program", "the order of the first rank"
+_POLL_SECONDS = 0.1
 _SAY_SECONDS = 10.0  # of waiting, before a line says so
-_PATIENCE = 60.0  # seconds for the first rank to compile; it may never: only this rank needs the program, to look at it
+_PATIENCE = 60.0  # more seconds for the first rank to compile
 _COLLECTIVES = (
     "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 )
@@ -70,16 +74,17 @@ class _Digests(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """Of a rank that has compiled a program: a digest of what was compiled, and those of the order."""
+    """Of a rank that has compiled a program: digests of what was compiled, and of the order."""
 
     program: bytes
     order: _Digests
 
 
 class _Answer(NamedTuple):
-    """Of the first rank: its order, if it is another one."""
+    """Of the first rank: whether it has compiled the program; its order, if it is another one."""
 
     program: bytes
+    known: bool = True
     order: tuple[_Message, ...] = ()
 
 
@@ -94,7 +99,8 @@ class Orders:
         self._control = control
         self._lock = threading.Lock()
         self._mine: dict[bytes, tuple[_Message, ...]] = {}  # by program
-        self._asked: dict[bytes, list[tuple[int, _Digests]]] = {}  # by whom, before this rank had the program
+        self._ranks: dict[bytes, frozenset[int]] = {}  # that run a program of which this rank is the first
+        self._asked: defaultdict[int, dict[bytes, _Digests]] = defaultdict(dict)  # what each rank has asked for
         self._answered: dict[bytes, threading.Event] = {}
         control.listen(_ASKED, self._asks)
         control.listen(_ANSWERED, self._answers)
@@ -106,35 +112,56 @@ class Orders:
           program: before it was compiled.
           executable: what was made of it.
         """
-        ranks = {device.process_index for device in program.devices}
+        ranks = frozenset(device.process_index for device in program.devices)
         if len(ranks) == 1 or program.backend.platform != "cpu":
             return
         mine = tuple(one for module in executable.hlo_modules() for one in order_of(module.to_string()))
         if len(mine) < 2:
             return
         key = hashlib.sha256(program.computation()).digest()
+        first = min(ranks)
+        answers: list[tuple[int, _Answer]] = []
+        known = threading.Event()
         with self._lock:
             self._mine[key] = mine
-            waiting = self._asked.pop(key, [])
-            known = self._answered.setdefault(key, threading.Event())
-        for rank, theirs in waiting:
-            self._answer(rank, key, theirs)
-        if (first := min(ranks)) != self._control.rank:
+            if first == self._control.rank:
+                self._ranks[key] = ranks
+                open_ = [(r, k) for r, asked in self._asked.items() for k in asked if k == key or k not in self._mine]
+                answers = [(r, answer) for r, k in open_ if (answer := self._answer(r, k))]
+            else:
+                self._answered[key] = known
+        for rank, answer in answers:
+            self._control.post(_ANSWERED, answer, to=rank)
+        if first != self._control.rank:
             self._control.post(_ASKED, _Question(key, _digests(mine)), to=first)
-            if not known.wait(_SAY_SECONDS):
-                self._control.say(f"has compiled {program.name!r} and waits for {self._control.who(first)} to do so")
-                known.wait(_PATIENCE)
+            self._wait(known, program.name, first)
+
+    def _wait(self, known: threading.Event, name: str, first: int) -> None:
+        start = time.monotonic()
+        said = False
+        while not known.wait(_POLL_SECONDS) and first not in self._control.waiting:
+            waited = time.monotonic() - start
+            if waited > _SAY_SECONDS and not said:
+                said = True
+                self._control.say(f"has compiled {name!r} and waits for {self._control.who(first)} to do so")
+            if waited > _SAY_SECONDS + _PATIENCE:
+                self._control.say(f"goes on with {name!r}, the order of whose messages could not be compared yet")
+                return
 
     def _asks(self, rank: int, question: _Question) -> None:
         with self._lock:
-            if question.program not in self._mine:
-                self._asked.setdefault(question.program, []).append((rank, question.order))
-                return
-        self._answer(rank, *question)
+            self._asked[rank][question.program] = question.order
+            answer = self._answer(rank, question.program)
+        if answer:
+            self._control.post(_ANSWERED, answer, to=rank)
 
-    def _answer(self, rank: int, key: bytes, theirs: _Digests) -> None:
-        mine = self._mine[key]
-        self._control.post(_ANSWERED, _Answer(key, () if theirs.fit(_digests(mine)) else mine), to=rank)
+    def _answer(self, rank: int, key: bytes) -> _Answer | None:
+        """To what another rank has asked; None: later."""
+        if key in self._mine:
+            mine = self._mine[key]
+            return _Answer(key, True, () if self._asked[rank][key].fit(_digests(mine)) else mine)
+        elsewhere = any(rank in ranks and other not in self._asked[rank] for other, ranks in self._ranks.items())
+        return _Answer(key, False) if elsewhere else None
 
     def _answers(self, rank: int, answer: _Answer) -> None:
         if not answer.order:

@@ -170,6 +170,11 @@ def main() -> None:
         s, _ = step(s, batch())
         DIFFERENT = ODD
         jax.block_until_ready(step(s, batch(5)))
+    elif MODE == "differs inside":
+        other = jaxdist.data_parallel(
+            lambda w, x: w - (jnp.sin if ODD else jnp.tanh)(jax.grad(lambda w: (x @ w).mean())(w))
+        )
+        jax.block_until_ready(other(np.ones(3, np.float32), batch()["x"]))
     elif MODE == "differs unseen":  # traced before the call, where nobody looks
         DIFFERENT = ODD
         if ODD:

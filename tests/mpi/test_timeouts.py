@@ -91,6 +91,18 @@ def test_different_programs_end_the_job(mode: str, communicator: str) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+def test_other_operations_between_the_same_collectives_end_the_job(communicator: str) -> None:
+    result = jobs.mpirun(2, [SCRIPT, "differs inside", communicator])
+    assert result.returncode != 0
+    assert re.search(
+        r"the ranks run different programs, with other operations between the same collectives\. Only on rank "
+        r"(0: tanh float32\[3\]\S*; only on rank 1: sin float32\[3\]|1: sin float32\[3\]\S*; only on rank 0: tanh)",
+        result.output,
+    ), result.output
+
+
+@pytest.mark.mpi
 def test_a_rank_that_traces_alone_is_left_alone_and_lower_sends_nothing() -> None:
     result = jobs.mpirun(2, [SCRIPT, "traces alone"])
     assert result.returncode == 0, result.output

@@ -16,7 +16,8 @@ from jaxdist.runtime.compiler import Compiler, check_same, flags_of
     [
         ("", {}),
         ("  ", {}),
-        ("--xla_b=2 --xla_a", {"--xla_a": "", "--xla_b": "2"}),
+        ("--xla_b=2 --xla_a", {"--xla_a": "true", "--xla_b": "2"}),
+        ("--xla_a=1 --xla_b=True --xla_c=0", {"--xla_a": "true", "--xla_b": "true", "--xla_c": "false"}),
         ("--xla_a=1\n--xla_a=2", {"--xla_a": "2"}),
         ("--xla_b=p=q '--xla_a=x y'", {"--xla_a": "x y", "--xla_b": "p=q"}),
         ("--xla_a=it's", {"--xla_a": "it's"}),
@@ -32,23 +33,29 @@ def test_flags(given: str, flags: dict[str, str]) -> None:
 
 def test_flags_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "flags").write_text("--xla_a=1\n--xla_dump_to=here\n")
-    assert flags_of(f" {tmp_path}/flags\n") == {"--xla_a": "1"}
+    assert flags_of(f" {tmp_path}/flags\n") == {"--xla_a": "true"}
 
 
 def test_what_differs_is_named() -> None:
-    one = Compiler({"jax": "1", "jaxlib": "1"}, {"--a": "1", "--c": ""})
+    one = Compiler({"jax": "1", "jaxlib": "1"}, {"jax_enable_x64": "True"}, {"--a": "1", "--c": ""})
     check_same([one, one], str)
-    other = one._replace(flags={"--a": "2", "--b": ""})
-    changed = "--a=1 / --a=2, --c / --c is not set, --b is not set / --b"
+    other = one._replace(flags={"--a": "2", "--b": "3"})
+    changed = "--a=1 / --a=2, --c= / --c is not set, --b is not set / --b=3"
     with pytest.raises(ValueError, match=f"^0 and 2 have other XLA_FLAGS: {changed}"):
         check_same([one, one, other, other], str)
     with pytest.raises(ValueError, match=r"^0 and 1 have other versions: jaxlib=1 / jaxlib=2"):
-        check_same([one, Compiler({"jax": "1", "jaxlib": "2"}, {})], str)
+        check_same([one, Compiler({"jax": "1", "jaxlib": "2"}, {}, {})], str)
+    with pytest.raises(ValueError, match=r"^0 and 1 have other settings of JAX: jax_enable_x64=True / .*=False\. Set"):
+        check_same([one, one._replace(settings={"jax_enable_x64": "False"})], str)
 
 
 _SCRIPT = """
 import os, sys
-os.environ["XLA_FLAGS"] += " " + sys.argv[1 + int(os.environ["RANK"])]
+name, _, value = sys.argv[1 + int(os.environ["RANK"])].partition("=")
+if name.startswith("-"):
+    os.environ["XLA_FLAGS"] += f" {name}={value}"
+else:
+    os.environ[name] = value
 import jaxdist
 print("fine", jaxdist.init(timeout=30).rank)
 """
@@ -61,6 +68,17 @@ def test_a_job_with_other_flags_is_refused_on_every_rank() -> None:
         assert result.returncode != 0
         assert re.search(rf"rank 0 \(.*\) and rank 2 \(.*\) have other XLA_FLAGS: {off} / {on}\.", result.stderr)
         assert "-x XLA_FLAGS" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["JAX_ENABLE_X64=1", "JAX_DEFAULT_PRNG_IMPL=rbg", "JAX_DISABLE_JIT=1", "JAX_DEFAULT_MATMUL_PRECISION=float32"],
+)
+def test_a_job_with_other_settings_is_refused_on_every_rank(setting: str) -> None:
+    results = jobs.spawn_env(2, ["-c", _SCRIPT, "NOTHING=1", setting], {"JAX_ENABLE_X64": None}, timeout=60)
+    for result in results:
+        assert result.returncode != 0
+        assert f"have other settings of JAX: {setting.partition('=')[0].lower()}=" in result.stderr, result.output
 
 
 def test_flags_that_change_no_program_may_differ() -> None:

@@ -39,16 +39,27 @@ def step(weights, state, x):
 
 weights = [jnp.ones((64, 64)) / 64] * 6
 state, x = tx.init(weights), np.full((256, 64), ctx.rank, np.float32)
-if sys.argv[2] == "alone":
+if sys.argv[2] == "slow first":
     order._SAY_SECONDS = order._PATIENCE = 0.5
+    compile_ = jax._src.compiler.backend_compile_and_load
+    def slowly(backend, module, *rest):
+        if ctx.rank == 0 and "jit_step" in str(module.operation.attributes["sym_name"]):
+            time.sleep(6)
+        return compile_(backend, module, *rest)
+    jax._src.compiler.backend_compile_and_load = slowly
+elif sys.argv[2] == "alone":
+    order._PATIENCE = order._SAY_SECONDS = 100.0  # more than the test has
     if ctx.rank == 1:
-        step.lower(weights, state, x).compile()  # nobody answers
+        step.lower(weights, state, x).compile()  # rank 0 waits elsewhere, and does not answer
+    ctx.barrier()
+    both = lambda x: (x.sum(0) + ctx.rank) / x.max(0)  # two collectives; a program of its own on each rank
+    data = jax.make_array_from_process_local_data(
+        jax.sharding.NamedSharding(ctx.mesh, jax.sharding.PartitionSpec("data")), np.ones((4, 2), np.float32))
+    jax.block_until_ready(jax.jit(both)(data))
     step(weights, state, x)
     jax.clear_caches()
     jax.block_until_ready(step(weights, state, x))
-    start = time.monotonic()
     if ctx.rank == 1:
-        order._PATIENCE = order._SAY_SECONDS = 100.0  # more than the test has
         jax.clear_caches()
 else:
     for _ in range(2):
@@ -78,11 +89,19 @@ def test_another_order_is_an_error_before_the_program_runs() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_compiles_alone_is_answered_or_goes_on() -> None:
+def test_a_rank_that_compiles_what_the_first_one_has_not_waits_for_nothing() -> None:
     results = jobs.spawn_env(2, ["-c", _STEP, "", "alone"], timeout=90)
     assert [result.stdout for result in results] == ["fine 0\n", "fine 1\n"], results
+    assert "waits for rank 0" not in "".join(result.stderr for result in results)
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_takes_long_is_named_and_its_answer_may_come_late() -> None:
+    results = jobs.spawn_env(2, ["-c", _STEP, "", "slow first"], {"JAXDIST_COMPILE": "each"}, timeout=90)
+    assert [result.stdout for result in results] == ["fine 0\n", "fine 1\n"], results
     assert "has compiled 'jit_step' and waits for rank 0 (" in results[1].stderr
-    assert "waits for" not in results[0].stderr
+    assert "goes on with 'jit_step'" in results[1].stderr
+    assert "jit_step" not in results[0].stderr
 
 
 def test_the_order_goes_into_loops_and_branches() -> None:
