@@ -63,17 +63,23 @@ def flags_of(xla_flags: str) -> dict[str, str]:
     Args:
       xla_flags: the environment variable.
 
+    Raises:
+      ValueError: it names a file that can't be read.
+
     Example:
       >>> flags_of("--xla_a=1 --xla_b --xla_dump_to=/tmp --xla_a=2")
       {'--xla_a': '2', '--xla_b': 'true'}
 
     Source: ``ParseFlagsFromEnvAndDieIfUnknown`` in xla/parse_flags_from_env.cc
     """
-    if xla_flags.strip() and not xla_flags.lstrip().startswith("-"):
+    if xla_flags and not xla_flags.lstrip().startswith("-"):
         try:
-            xla_flags = Path(xla_flags.strip()).read_text()
-        except OSError:
-            return {}  # so reads XLA
+            xla_flags = Path(xla_flags).read_text()
+        except OSError as error:  # XLA would end the process
+            raise ValueError(
+                f"XLA_FLAGS={xla_flags!r} does not begin with a flag (--xla_...), so XLA takes it for the name of a "
+                f"file: {error.strerror}"
+            ) from None
     try:
         words = shlex.split(xla_flags)
     except ValueError:  # a quotation mark without its other

@@ -110,7 +110,8 @@ class Signer:
                 for k, ((_, at, name), n) in enumerate(zip(signature.arguments, lengths, strict=True))
             ]
             signature = self._one(self._read(signature, arguments, leaves))
-        if signature.batch and not any(i in differs for i in signature.batch) and not self._warned:
+        seen = [i for i in signature.batch if getattr(leaves[i], "size", 1)]  # without entries all are alike
+        if seen and not any(i in differs for i in seen) and not self._warned:
             self._warned = True
             if context.is_root:
                 _log.warning(
