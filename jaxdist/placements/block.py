@@ -74,6 +74,15 @@ class Block:
         """Of each value that an operation makes: which."""
         return {o: node for node in self.nodes for o in node.outs}
 
+    @functools.cached_property
+    def users(self) -> dict[int, list[int]]:
+        """Of each value: the operations that take it, by their places."""
+        found: dict[int, list[int]] = {}
+        for k, node in enumerate(self.nodes):
+            for i in dict.fromkeys(node.ins):
+                found.setdefault(i, []).append(k)
+        return found
+
     def new(self, aval: Any) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1

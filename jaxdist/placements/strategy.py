@@ -120,18 +120,20 @@ class Placed:
           i: the value.
           returned: also as an output.
         """
-        taken: set[Form | None] = set()
-        if returned:
-            taken.update(to for own, to in zip(self.block.outputs, self.outs, strict=True) if own == i)
-        for node, strategy in zip(self.block.nodes, self.strategies, strict=True):
-            if i not in node.ins:
-                continue
-            if strategy.make is None:
-                taken.update(to or REPLICATED for own, to in zip(node.ins, strategy.takes, strict=True) if own == i)
-            elif strategy.slicewise and self.block.avals[i].shape == self.block.avals[node.outs[0]].shape:
-                taken |= self.forms_of(node.outs[0], returned)
-            else:
-                taken.add(None)
+        block, taken = self.block, set[Form | None]()
+        seen, todo = {i}, [i]
+        for own in todo:  # and what is made of it entry by entry, and not settled yet either
+            if returned:
+                taken.update(to for o, to in zip(block.outputs, self.outs, strict=True) if o == own)
+            for k in block.users.get(own, ()):
+                node, strategy = block.nodes[k], self.strategies[k]
+                if strategy.make is None:
+                    taken.update(to or REPLICATED for o, to in zip(node.ins, strategy.takes, strict=True) if o == own)
+                elif not strategy.slicewise or block.avals[own].shape != block.avals[node.outs[0]].shape:
+                    taken.add(None)
+                elif node.outs[0] not in seen:
+                    seen.add(node.outs[0])
+                    todo.append(node.outs[0])
         return taken
 
     def returned(self, k: int) -> Placement:

@@ -380,6 +380,23 @@ def test_a_checkpoint_stays_one() -> None:
     assert parity.collectives(program) == [("all-reduce", (6, 6), "")]
 
 
+def test_what_is_made_of_a_mask_in_many_ways_is_looked_at_once() -> None:
+    """Not by the power of their number."""
+
+    def step(w: Any, x: Any) -> Any:
+        mixed = jnp.broadcast_to(jnp.arange(6), x.shape)
+
+        def body(h: Any, w: Any) -> Any:
+            bits = mixed
+            for _ in range(60):
+                bits = (bits ^ (bits << 1)) + (bits >> 1)
+            return jnp.where(bits > 0, layer(w, h), h), None
+
+        return lax.scan(body, x, jnp.stack([w, w]))[0]
+
+    parity.check(step, W, X, devices=4)
+
+
 # A `while` has no gradient; that of a `cond` has the branch return the mask as a residual.
 _SLICED = [(loop, False) for loop in MASKED] + [(loop, True) for loop in MASKED if loop not in ("while", "cond")]
 
