@@ -63,6 +63,14 @@ def masked(w: Any, x: Any, loop: str) -> Any:
     return jax.checkpoint(hidden)(x, w)
 
 
+def dropped(carry: Any, w: Any) -> Any:
+    """A layer with dropout, for a scan."""
+    h, key = carry
+    key, own = jax.random.split(key)
+    kept = jax.random.bernoulli(own, 0.7, h.shape)
+    return (jnp.where(kept, layer(w, h) / 0.7, 0.0), key), None
+
+
 MASKED = ["scan", "checkpoint in scan", "while", "cond", "checkpoint"]
 FLOWS: dict[str, Callable[[Any, Any], Any]] = {
     **{f"a mask, {loop}": lambda w, x, loop=loop: masked(w, x, loop) for loop in MASKED},
@@ -71,6 +79,12 @@ FLOWS: dict[str, Callable[[Any, Any], Any]] = {
         for loop in MASKED
         if loop != "while"
     },
+    "dropout in a loop over layers, gradient": lambda w, x: jax.grad(
+        lambda ws: jnp.mean(lax.scan(dropped, (x, jax.random.key(0)), ws)[0][0] ** 2)
+    )(jnp.stack([w, 2 * w, w.T])),
+    "dropout in a loop over layers, remat": lambda w, x: jax.grad(
+        lambda ws: jnp.mean(lax.scan(jax.checkpoint(dropped), (x, jax.random.key(0)), ws)[0][0] ** 2)
+    )(jnp.stack([w, 2 * w, w.T])),
     "a mask, whole and in slices": lambda w, x: lax.scan(
         lambda c, w: ((jnp.where(c[1], c[0] @ w, 0.0), c[1]), c[1].sum()),
         (x, jnp.ones(x.shape, bool)),
@@ -413,6 +427,14 @@ def test_a_body_is_given_slices_of_what_it_uses_in_slices(loop: str, gradient: b
     used, _ = dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
     whole = [v.aval for eqn in _all(used) for v in eqn.outvars if v.aval.shape == X.shape]
     assert whole == []
+
+
+def test_the_masks_of_dropout_that_a_loop_stacks_up_are_slices() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return FLOWS["dropout in a loop over layers, gradient"](w, x)
+
+    used, _ = dce_jaxpr(parity.program(step, W, X), [True], instantiate=True)
+    assert [v.aval for eqn in _all(used) for v in eqn.outvars if v.aval.shape[-2:] == X.shape] == []
 
 
 def _all(jaxpr: Any) -> Iterator[Any]:
