@@ -143,7 +143,8 @@ class Emitter:
         """The dtype in which a summand travels, if it is a gradient that may be compressed."""
         if self._compress is None or i not in self._compressible.get(id(self.placed), ()):
             return None
-        return self._compress if dtype.itemsize > jnp.dtype(self._compress).itemsize else None
+        narrow = jnp.dtype(self._compress)  # summands of 16-bit gradients are kept in 32 bits, and travel so without it
+        return self._compress if dtype.itemsize > narrow.itemsize or dtype == narrow else None
 
     def _reduce(self, i: int, x: Any, groups: Groups | None) -> Any:
         aval = self.block.avals[i]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -117,7 +118,23 @@ def test_parameters_are_never_compressed() -> None:
         np.testing.assert_allclose(got, exact, atol=0.02)  # of their last places in bfloat16: 4
 
 
-def test_16_bit_and_complex_gradients_travel_as_they_are() -> None:
+@pytest.mark.parametrize(("compress", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_16_bit_gradients_of_the_same_type_travel_in_16_bits(compress: Any, dtype: str) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x.astype(dtype) @ w).astype(jnp.float32)))(w), 0
+
+    w = W.astype(dtype)
+    for given, wire in ((None, "f32"), (compress, {"bf16": "bf16", "fp16": "f16"}[compress])):
+        text = jaxdist.data_parallel(step, donate=False, compress=given).lower(w, X).as_text()  # type: ignore[attr-defined]
+        found = re.findall(r"stablehlo\.all_reduce.*?-> tensor<(?:\d+x)+(\w+)>", text, re.DOTALL)
+        assert found == [wire]
+    got, exact = (
+        np.asarray(jaxdist.data_parallel(step, donate=False, compress=c)(w, X)[0], np.float32) for c in (compress, None)
+    )
+    np.testing.assert_allclose(got, exact, atol=4 * LOSS[compress] * np.abs(exact).max())
+
+
+def test_other_16_bit_and_complex_gradients_travel_as_they_are() -> None:
     def step(state: Any, x: Any) -> Any:
         def loss(s: Any) -> Any:
             return jnp.mean(x[:, :3].astype(jnp.bfloat16) * s["half"]) + jnp.mean(jnp.abs(x[:, :3] * s["complex"]) ** 2)
