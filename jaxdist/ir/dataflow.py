@@ -7,20 +7,16 @@ names of functions, or on addresses. Numbers and arrays that the program holds c
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxdist.ir.fingerprint import place, type_text
-from jaxdist.ir.interpreter import live, subjaxprs
+from jaxdist.ir.fingerprint import aval_text, lines, parameters
+from jaxdist.ir.interpreter import subjaxprs
 
 _COMMUTATIVE = {"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"}
-_NO_MATTER = {"name", "debug_info"}
 
 
 def dataflow(closed: ClosedJaxpr) -> str:
@@ -51,31 +47,7 @@ def operations(closed: ClosedJaxpr) -> Counter[str]:
       >>> operations(jax.make_jaxpr(jnp.sin)(jnp.ones(3, "float32")))
       Counter({'sin float32[3]': 1})
     """
-    return Counter(_lines(closed.jaxpr, ""))
-
-
-def _lines(jaxpr: Jaxpr, where: str) -> Iterator[str]:
-    for eqn in live(jaxpr):
-        types = ", ".join(_type(v) for v in eqn.invars)
-        yield f"{where}{eqn.primitive.name.removeprefix('jaxdist_')} {types}{_shown(eqn)}"
-        for i, sub in enumerate(subjaxprs(eqn)):
-            yield from _lines(sub, where + place(eqn, i))
-
-
-def _shown(eqn: JaxprEqn) -> str:
-    return "".join(f" {k}={text}" for k, v in sorted(eqn.params.items()) if k not in _NO_MATTER and (text := _plain(v)))
-
-
-def _type(v: Any) -> str:
-    return type_text(getattr(v.aval, "dtype", v.aval), getattr(v.aval, "shape", ()))
-
-
-def _plain(value: Any) -> str:
-    """A parameter whose text is the same in every process; else nothing."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_plain, value))})"
-    known = (str, bool, int, float, complex, np.dtype, np.generic, enum.Enum)
-    return str(value) if isinstance(value, known) else ""
+    return Counter(lines(closed.jaxpr, lambda _: True))
 
 
 class _Digests:
@@ -92,18 +64,19 @@ class _Digests:
     def _of(self, jaxpr: Jaxpr) -> bytes:
         env: dict[Any, bytes] = {}
         for kind, given in (("input", jaxpr.invars), ("constant", jaxpr.constvars)):
-            env.update((v, _digest(f"{kind} {i if kind == 'input' else ''} {_type(v)}")) for i, v in enumerate(given))
+            for i, v in enumerate(given):
+                env[v] = _digest(f"{kind} {i if kind == 'input' else ''} {aval_text(v)}")
 
         def read(atom: Any) -> bytes:
-            return _digest(f"constant  {_type(atom)}") if isinstance(atom, Literal) else env[atom]
+            return _digest(f"constant  {aval_text(atom)}") if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             operands = [read(v) for v in eqn.invars]
             if name in _COMMUTATIVE:
                 operands.sort()
-            made = _digest(name + _shown(eqn), *operands, *(self.of(sub) for sub in subjaxprs(eqn)))
-            env.update((v, _digest(f"{i} {_type(v)}", made)) for i, v in enumerate(eqn.outvars))
+            made = _digest(name + parameters(eqn), *operands, *(self.of(sub) for sub in subjaxprs(eqn)))
+            env.update((v, _digest(f"{i} {aval_text(v)}", made)) for i, v in enumerate(eqn.outvars))
         return _digest("outputs", *(read(v) for v in jaxpr.outvars))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
       >>> fingerprint(jax.make_jaxpr(total)(jax.numpy.ones(4, "float32")))
       ('psum_invariant float32[2] axes=(data)',)
     """
-    return tuple(_lines(closed_jaxpr.jaxpr, ""))
+    return tuple(lines(closed_jaxpr.jaxpr, moves))
 
 
 def constants(closed_jaxpr: ClosedJaxpr) -> str:
@@ -83,12 +84,25 @@ def type_text(dtype: Any, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _lines(jaxpr: Jaxpr, where: str) -> Iterator[str]:
+def lines(jaxpr: Jaxpr, which: Callable[[JaxprEqn], bool], where: str = "") -> Iterator[str]:
+    """A line for each operation, those nested in control flow too: where it is, its name, operands and parameters.
+
+    Args:
+      jaxpr: dead code in it does not count.
+      which: of them.
+      where: the jaxpr is.
+    """
     for eqn in live(jaxpr):
-        if moves(eqn):
-            yield where + _describe(eqn)
+        if which(eqn):
+            types = ", ".join(map(aval_text, eqn.invars))
+            yield f"{where}{eqn.primitive.name.removeprefix('jaxdist_')} {types}{parameters(eqn)}"
         for i, sub in enumerate(subjaxprs(eqn)):
-            yield from _lines(sub, where + place(eqn, i))
+            yield from lines(sub, which, where + place(eqn, i))
+
+
+def aval_text(v: Any) -> str:
+    """The type of a variable or literal; of a token its name."""
+    return type_text(getattr(v.aval, "dtype", v.aval), getattr(v.aval, "shape", ()))
 
 
 def moves(eqn: JaxprEqn) -> bool:
@@ -98,19 +112,17 @@ def moves(eqn: JaxprEqn) -> bool:
     return AXIS in axes_of(eqn) and eqn.primitive.name not in _SILENT
 
 
-def _describe(eqn: JaxprEqn) -> str:
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    types = ", ".join(type_text(a.dtype, a.shape) for a in avals)
-    plain = {name: _plain(value) for name, value in sorted(eqn.params.items())}
-    params = "".join(f" {name}={value}" for name, value in plain.items() if value)
-    return f"{eqn.primitive.name.removeprefix('jaxdist_')} {types}{params}"
+def parameters(eqn: JaxprEqn) -> str:
+    """Those whose text is the same in every process, and that are no names of functions."""
+    plain = {name: _plain(value) for name, value in sorted(eqn.params.items()) if name not in ("name", "debug_info")}
+    return "".join(f" {name}={value}" for name, value in plain.items() if value)
 
 
 def _plain(value: Any) -> str:
-    """A parameter whose text is the same in every process; else nothing."""
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_plain, value))})"
-    return str(value) if isinstance(value, (str, bool, int, np.dtype)) else ""
+    known = (str, bool, int, float, complex, np.dtype, np.generic, enum.Enum)
+    return str(value) if isinstance(value, known) else ""
 
 
 def place(eqn: JaxprEqn, i: int) -> str:

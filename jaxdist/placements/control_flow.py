@@ -22,7 +22,7 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, refuse, settled, special
 from jaxdist.placements.loops import inside, join, throughout
-from jaxdist.placements.strategy import Strategy, cuts
+from jaxdist.placements.strategy import Strategy, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
     REPLICATED,
@@ -46,11 +46,7 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     if summed:  # a summand that some branch adds up, and others may not need
         given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
         placed = [infer.place(b, given, loose=loose) for b in blocks]
-    if slices := cuts(placed):
-        cut = [slices.get(k, p) for k, p in enumerate(given)]
-        again = [infer.place(b, cut, loose=loose) for b in blocks]
-        if all(a.alike(b) for a, b in zip(again, placed, strict=True)):
-            given, placed = cut, again
+    given, placed = sliced(given, placed, lambda cut: [infer.place(b, cut, loose=loose) for b in blocks])
     gives: list[Placement] = []
     for outs in zip(*([one.returned(k) for k in range(len(one.given))] for one in placed), strict=True):
         outs = [settled(p) if not is_zero(p) else p for p in outs]
@@ -74,16 +70,13 @@ def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
     block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
     given = [p if isinstance(p, Partial) else throughout(p) for p in ins]
-    placed = infer.place(block, given, loose=walk.added_up(node))
-    if slices := cuts([placed]):
-        cut = [slices.get(k, p) for k, p in enumerate(given)]
-        again = infer.place(block, cut, loose=walk.added_up(node))
-        if again.alike(placed):
-            given, placed = cut, again
+    loose = walk.added_up(node)
+    place = lambda given: [infer.place(block, given, loose=loose)]
+    given, (placed,) = sliced(given, place(given), place)
     gives = [settled(placed.returned(k)) for k in range(len(placed.given))]
     gives = [Replicated() if isinstance(p, Replicated) else p for p in gives]
     gives = [replace(p, whole=False) if isinstance(p, Split) else p for p in gives]
-    placed = infer.place(block, given, [form(p) for p in gives], walk.added_up(node))
+    placed = infer.place(block, given, [form(p) for p in gives], loose)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         closed = emitter.body(placed)

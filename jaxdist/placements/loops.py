@@ -17,7 +17,7 @@ from jaxdist.ir.operations import ADDITION
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, settled, special
 from jaxdist.placements.report import work
-from jaxdist.placements.strategy import Placed, Strategy, cuts, nbytes
+from jaxdist.placements.strategy import Placed, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
     REPLICATED,
@@ -132,18 +132,22 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         return strategy
     stacked = range(count, len(node.outs))
     later = walk.added_up(node).intersection(stacked)
-    consts = [throughout(p) for p in ins[:first]]
+    consts: Sequence[Placement] = [throughout(p) for p in ins[:first]]
     xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
     def place(
-        xs: Sequence[Placement], carries: Sequence[Placement], loose: frozenset[int], wants: Any = None
+        consts: Sequence[Placement],
+        xs: Sequence[Placement],
+        carries: Sequence[Placement],
+        loose: frozenset[int],
+        wants: Any = None,
     ) -> Placed:
         inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
         return infer.place(block, [*consts, *carries, *inner], wants, loose | later)
 
     def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], _Carries, Placed]:
         carries = _Carries(infer, block, ins[first:rest], first)
-        return xs, carries, carries.settle(functools.partial(place, xs))
+        return xs, carries, carries.settle(functools.partial(place, consts, xs))
 
     xs, carries, placed = settle(xs)
     if over_batch and placed.communicates and sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:]) <= _SMALL:
@@ -151,13 +155,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         whole = settle([p if isinstance(p, Split) and p.stored else REPLICATED for p in xs])
         if not whole[-1].communicates and work(whole[-1]) <= _LITTLE:
             xs, carries, placed = whole
-    if slices := {k: to for k, to in cuts([placed]).items() if k < first}:  # once, before the loop, not in each turn
-        whole_consts, consts = consts, [slices.get(k, p) for k, p in enumerate(consts)]
-        again = settle(xs)
-        if again[-1].alike(placed):
-            xs, carries, placed = again
-        else:
-            consts = whole_consts
+    consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, xs, carries.at, carries.loose)])
     wants: list[Form | None] = [form(p) for p in carries.at]
     gives: list[Placement] = carries.given
     marked = infer.marked(walk.block)
@@ -170,7 +168,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         wants.append(form(p))
         outer = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
         gives.append(Replicated() if isinstance(outer, Replicated) else outer)
-    placed = place(xs, carries.at, carries.loose, wants)
+    placed = place(consts, xs, carries.at, carries.loose, wants)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, args, {**params, "jaxpr": emitter.body(placed)})
@@ -253,10 +251,8 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         return frozenset(i - loop.cond_consts for i in again(carry).summed)
 
     placed = carries.settle(lambda carry, loose: infer.place(body, [*consts, *carry], None, loose), needed)
-    if slices := {k: to for k, to in cuts([placed]).items() if k < len(consts)}:
-        cut = [slices.get(k, p) for k, p in enumerate(consts)]
-        if infer.place(body, [*cut, *carries.at], None, carries.loose).alike(placed):
-            consts = cut
+    place = lambda cut: [infer.place(body, [*cut, *carries.at], None, carries.loose)]
+    consts, _ = sliced(consts, [placed], place)
     wants = [form(p) for p in carries.at]
     placed = infer.place(body, [*consts, *carries.at], wants, carries.loose)
     more = again(carries.at)

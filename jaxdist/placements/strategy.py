@@ -176,6 +176,29 @@ def cuts(bodies: Sequence[Placed]) -> dict[int, Split]:
     return found
 
 
+def sliced(
+    given: Sequence[Placement],
+    placed: Sequence[Placed],
+    place: Callable[[Sequence[Placement]], Sequence[Placed]],
+) -> tuple[Sequence[Placement], Sequence[Placed]]:
+    """Cut what bodies use in slices alone once, before them, if nothing else changes.
+
+    Args:
+      given: how the first inputs of the bodies come.
+      placed: the bodies.
+      place: them, for other placements of these inputs.
+
+    Returns:
+      `given` and `placed` after that.
+    """
+    if slices := {k: to for k, to in cuts(placed).items() if k < len(given)}:
+        cut = [slices.get(k, p) for k, p in enumerate(given)]
+        again = place(cut)
+        if all(a.alike(b) for a, b in zip(again, placed, strict=True)):
+            return cut, again
+    return given, placed
+
+
 def nbytes(aval: Any) -> int:
     """Of a whole value."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
