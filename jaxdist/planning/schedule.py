@@ -12,17 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxdist.ir.compiled import Computations, Instruction, computations
 from jaxdist.ir.wire import ring_factor
 
-_KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "permute",
-    "collective-broadcast": "broadcast",
-}
 # They start no kernel, or only move what is there.
 _FREE = {
     "add-dependency", "after-all", "bitcast", "constant", "copy", "copy-done", "copy-start", "get-tuple-element",
@@ -64,19 +56,6 @@ class Collective:
         return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
 
 
-@dataclass(frozen=True)
-class _Instruction:
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    line: str
-
-    def attribute(self, pattern: str) -> str | None:
-        match = re.search(pattern, self.line)
-        return match and match[1]
-
-
 def collectives(text: str, devices: int) -> list[Collective]:
     """The collectives of a compiled program.
 
@@ -100,54 +79,17 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
     Source: https://openxla.org/xla/operation_semantics, https://openxla.org/xla/async_ops
     """
-    computations, entry = _computations(text)
-    return list(_walk(computations, entry, devices, 1)) if entry else []
+    found, entry = computations(text)
+    return list(_walk(found, entry, devices, 1))
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
-    found: dict[str, list[_Instruction]] = {}
-    entry = None
-    body: list[_Instruction] = []
-    for line in text.splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            body = found[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif (instruction := _instruction(line)) is not None:
-            body.append(instruction)
-    return found, entry
-
-
-def _instruction(line: str) -> _Instruction | None:
-    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
-    if match is None:
-        return None
-    rest = line[match.end() :]
-    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    call = re.match(r"\s*([\w\-]+)\(", rest[end:])
-    if call is None:
-        return None
-    arguments = rest[end + call.end() - 1 :]
-    operands = re.findall(r"%([\w.\-]+)", arguments[: _closing(arguments)])
-    return _Instruction(match[1], rest[:end], call[1], tuple(operands), line)
-
-
-def _closing(text: str) -> int:
-    """Where the parenthesis is closed with which the text begins."""
-    depth = 0
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if not depth:
-            return match.start()
-    return len(text) - 1
-
-
-def _walk(computations: dict[str, list[_Instruction]], name: str, devices: int, times: int) -> Iterator[Collective]:
+def _walk(computations: Computations, name: str, devices: int, times: int) -> Iterator[Collective]:
     body = computations.get(name, [])
     types = {one.name: one.type for one in body}
     for i, one in enumerate(body):
         started = one.opcode.endswith("-start")
-        if own := _collective(one, computations):
-            kind = _KINDS[own.opcode.removesuffix("-start")]
+        own = _collective(one, computations)
+        if kind := own.kind:
             groups = _groups(own, devices)
             size, dtype = _moved(one.type, kind, started)
             if kind == "reduce-scatter" and not started:
@@ -155,30 +97,21 @@ def _walk(computations: dict[str, list[_Instruction]], name: str, devices: int, 
             hidden = started and _hidden(body, i, types)
             where = one.attribute(r'op_name="([^"]*)"') or ""
             yield Collective(kind, dtype, size, groups, times, hidden, where)
-        elif one.opcode == "while":
-            turns = int(one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
-            yield from _walk(computations, one.attribute(r"body=%?([\w.\-]+)") or "", devices, times * turns)
-        elif one.opcode == "conditional":
-            branches = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", one.line)
-            if listed := one.attribute(r"branch_computations=\{([^}]*)\}"):
-                branches += re.findall(r"%?([\w.\-]+)", listed)
-            for branch in branches:
-                yield from _walk(computations, branch, devices, times)
-        elif one.opcode in ("call", "async-start"):
-            inner = one.attribute(r"(?:to_apply|calls)=%?([\w.\-]+)")
-            yield from _walk(computations, inner or "", devices, times)
+            continue
+        turns = int(one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+        for other in one.called:
+            yield from _walk(computations, other, devices, times * turns)
 
 
-def _collective(one: _Instruction, computations: dict[str, list[_Instruction]]) -> _Instruction | None:
-    """The instruction that says which collective `one` is, or starts: itself, or the only one that it wraps."""
+def _collective(one: Instruction, computations: Computations) -> Instruction:
+    """The instruction that says which collective `one` starts: itself, or the only one that it wraps."""
     if one.opcode != "async-start":
-        return one if one.opcode.removesuffix("-start") in _KINDS else None
-    wrapped = computations.get(one.attribute(r"calls=%?([\w.\-]+)") or "", [])
-    found = [inner for inner in wrapped if inner.opcode in _KINDS]
-    return found[0] if len(found) == 1 else None
+        return one
+    found = [inner for name in one.called for inner in computations.get(name, ()) if inner.kind]
+    return found[0] if len(found) == 1 else one
 
 
-def _hidden(body: list[_Instruction], start: int, types: dict[str, str]) -> bool:
+def _hidden(body: list[Instruction], start: int, types: dict[str, str]) -> bool:
     """Whether a kernel on more than scalars runs between the start and the end of a collective.
 
     Without an end in the same computation it does not count.
@@ -220,11 +153,11 @@ def _parts(type_: str) -> list[str]:
     return [*parts, type_[last:-1]]
 
 
-def _groups(one: _Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
+def _groups(one: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
     if listed := one.attribute(r"replica_groups=\{(\{[\d,{}]*\})\}"):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed))
     # "[2,4]<=[4,2]T(1,0)": the numbers from 0, in that shape, transposed and reshaped.
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", one.line)
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", one.rest)
     if iota:
         shape, dims = ([int(n) for n in iota[k].split(",")] for k in (1, 2))
         numbers = np.arange(int(np.prod(dims))).reshape(dims)

@@ -20,24 +20,16 @@ from typing import Any, NamedTuple
 
 from jaxdist import compat
 from jaxdist.control.channel import Control
+from jaxdist.ir.compiled import computations
 from jaxdist.runtime.lowered import LoweredProgram
 
 _ASKED, _ANSWERED = "the order of a program", "the order of the first rank"
 _POLL_SECONDS = 0.1
 _SAY_SECONDS = 10.0  # of waiting, before a line says so
 _PATIENCE = 60.0  # more seconds for the first rank to compile
-_COLLECTIVES = (
-    "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
-)
 _SHOWN = 160  # characters of a line
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", re.MULTILINE)
-_LINE = re.compile(
-    rf"^.* (?:(?P<collective>{_COLLECTIVES})(?:-start)?|while|conditional|call|async-start)\(.*$", re.MULTILINE
-)
-_CALLED = re.compile(r"(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # What a compiler may call otherwise, and where it stands in the source: no part of the message.
-_NAMES = re.compile(r"%[\w.\-]+|, (?:channel_id|to_apply)=[^,]*|, (?:backend_config|frontend_attributes)=.*$|ROOT ")
+_NAMES = re.compile(r"%[\w.\-]+|, (?:channel_id|to_apply)=[^,]*|, (?:backend_config|frontend_attributes)=.*$")
 _NUMBER = re.compile(r"collective_\d+")  # see `GlooLowering`
 _WHERE = re.compile(r", metadata=\{(?:op_name=\"([^\"]*)\")?[^}]*\}")
 
@@ -202,24 +194,15 @@ def order_of(text: str) -> list[_Message]:
       >>> [str(message) for message in order_of(text)]
       ['psum: f32[100]{0} all-reduce(), replica_groups={{0,1}}']
     """
-    bodies: dict[str, list[re.Match[str]]] = {}
-    entry = ""
-    heads = list(_HEAD.finditer(text))
-    for head, after in zip_longest(heads, heads[1:]):
-        bodies[head[2]] = list(_LINE.finditer(text, head.end(), after.start() if after else len(text)))
-        entry = head[2] if head[1] else entry
+    found, entry = computations(text)
 
     def walk(name: str) -> Iterator[_Message]:
-        for line in bodies.get(name, ()):
-            if line["collective"]:
-                where = _WHERE.search(line[0])
-                plain = _NAMES.sub("", _WHERE.sub("", line[0])).strip().removeprefix("= ")
-                yield _Message(plain, (where and where[1]) or "")
-                continue
-            called = _CALLED.findall(line[0])
-            if branches := _BRANCHES.search(line[0]):
-                called += re.findall(r"%?([\w.\-]+)", branches[1])
-            for other in called:
+        for one in found.get(name, ()):
+            if one.kind:
+                where = _WHERE.search(one.rest)
+                plain = _NAMES.sub("", _WHERE.sub("", one.rest))
+                yield _Message(f"{one.type} {one.opcode}{plain}", (where and where[1]) or "")
+            for other in one.called:
                 yield from walk(other)
 
     return list(walk(entry))

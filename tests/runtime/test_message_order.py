@@ -52,10 +52,12 @@ elif sys.argv[2] == "alone":
     if ctx.rank == 1:
         step.lower(weights, state, x).compile()  # rank 0 waits elsewhere, and does not answer
     ctx.barrier()
-    both = lambda x: (x.sum(0) + ctx.rank) / x.max(0)  # two collectives; a program of its own on each rank
     data = jax.make_array_from_process_local_data(
         jax.sharding.NamedSharding(ctx.mesh, jax.sharding.PartitionSpec("data")), np.ones((4, 2), np.float32))
-    jax.block_until_ready(jax.jit(both)(data))
+    for late in (0, 1):
+        time.sleep(2 * (ctx.rank == late))
+        both = lambda x: (x.sum(0) + ctx.rank) / x.max(0)  # two collectives; a program of its own on each rank
+        jax.block_until_ready(jax.jit(both)(data))
     step(weights, state, x)
     jax.clear_caches()
     jax.block_until_ready(step(weights, state, x))

@@ -1,0 +1,66 @@
+"""The text of compiled programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxdist.ir.compiled import Instruction, computations
+
+_TEXT = """HloModule step, is_scheduled=true
+
+%wide (p: (s32[], f32[4])) -> pred[] {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main.1 (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %turns = (s32[], /*index=1*/f32[4]{0}) tuple(%n, %x)
+  %loop.2 = (s32[], f32[4]{0}) while(%turns), condition=%wide, body=%turn.1, backend_config={"n":"3"}
+  %branch = f32[4]{0} conditional(%i, %x, %x), branch_computations={%one, %two.3}
+  %either = f32[4]{0} conditional(%yes, %x, %x), true_computation=%one, false_computation=%two.3
+  %called = f32[4]{0} call(%either), to_apply=%body
+  %begun = ((f32[4]{0}), f32[8]{0}, u32[]) async-start(%called), calls=%wrapped
+  %sum-start = f32[4]{0} all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %kernel = f32[4]{0:T(8,128)} fusion(f32[4]{0} %x, f32[4]{0} %either), kind=kLoop, calls=%inside
+}
+"""
+
+
+def _main() -> dict[str, Instruction]:
+    found, entry = computations(_TEXT)
+    assert list(found) == ["wide", "main.1"]
+    assert entry == "main.1"
+    return {one.name: one for one in found[entry]}
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("x", []),
+        ("loop.2", ["wide", "turn.1"]),
+        ("branch", ["one", "two.3"]),
+        ("either", ["one", "two.3"]),
+        ("called", ["body"]),
+        ("begun", ["wrapped"]),
+        ("sum-start", []),  # its reduction is no part of the program's order
+        ("kernel", []),
+    ],
+)
+def test_what_an_instruction_calls(name: str, called: list[str]) -> None:
+    assert _main()[name].called == called
+
+
+def test_the_parts_of_an_instruction() -> None:
+    main = _main()
+    loop, kernel = main["loop.2"], main["kernel"]
+    assert (loop.type, loop.opcode, loop.operands) == ("(s32[], f32[4]{0})", "while", ["turns"])
+    assert (kernel.type, kernel.opcode, kernel.operands) == ("f32[4]{0:T(8,128)}", "fusion", ["x", "either"])
+    assert kernel.attribute(r"kind=(\w+)") == "kLoop"
+    assert kernel.attribute(r"kind=(\d+)") is None
+    assert {name for name, one in main.items() if one.kind} == {"sum-start"}
+    assert main["sum-start"].kind == "all-reduce"
+
+
+def test_what_is_no_program_has_no_instructions() -> None:
+    assert computations("") == ({}, "")
