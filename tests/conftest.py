@@ -11,6 +11,7 @@ os.environ.setdefault("JAX_ENABLE_X64", "1")
 # mix. Tests that want it so say so.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ from jaxdist.placements import small
 
 # Arrays are small here, and yet the tests are about what moves between devices; placements/test_small.py is not.
 small.limits = small.Limits(fewer=10**9)
+
+# JAX makes objects by the million and keeps many: to look through them over and over took a tenth of the time.
+gc.set_threshold(100_000)
 
 
 FIRST = (

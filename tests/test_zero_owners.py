@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from typing import Any
@@ -37,11 +38,15 @@ def difference(
     name: str, level: Any, shapes: Any = CHAIN, within: Any = None, split: Any = "owners", **settings: Any
 ) -> float:
     """The largest one between a step on one device and on several."""
-    tx, params = MAKERS[name](), parameters(*shapes)
-    want = trained(jax.jit(step_of(tx)), params, tx.init(params))
-    sharded = jaxdist.zero(tx, level, within, split)
+    sharded, params = jaxdist.zero(MAKERS[name](), level, within, split), parameters(*shapes)
     got = trained(jaxdist.data_parallel(step_of(sharded), **settings), params, sharded.init(params))
-    return optimizers.gap(want, got)
+    return optimizers.gap(_on_one_device(name, shapes), got)
+
+
+@functools.cache
+def _on_one_device(name: str, shapes: Any) -> Any:
+    tx, params = MAKERS[name](), parameters(*shapes)
+    return trained(jax.jit(step_of(tx)), params, tx.init(params))
 
 
 # --- as on one device

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax._src import config as _config
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr
@@ -26,8 +29,33 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
         source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
         eqn.ctx.manager,
     ):
+        args = _in_bounds(eqn.primitive.name, args, params)
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]
+
+
+def _in_bounds(name: str, args: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """Operands of a slice whose start lies in the array, where an operation on slices would move it to.
+
+    Where it makes one slice of two, the user's and ours, XLA forgets to where (openxla/xla#49121, in all versions), and
+    adds their starts in the type that they have, which may be of 8 bits.
+    """
+    if name == "dynamic_slice":
+        (x, *starts), sizes = args, params["slice_sizes"]
+        return [x, *map(_clamped, starts, x.shape, sizes)]
+    if name == "dynamic_update_slice":
+        x, update, *starts = args
+        return [x, update, *map(_clamped, starts, x.shape, update.shape)]
+    return args
+
+
+def _clamped(start: Any, length: int, size: int) -> Any:
+    dtype = jax.dtypes.result_type(start)
+    wide = jnp.promote_types(dtype, jnp.int32) if dtype.itemsize < 4 else dtype
+    if length == size:
+        return np.zeros((), wide)
+    last = min(length - size, jnp.iinfo(dtype).max)
+    return lax.clamp(np.zeros((), dtype), start, np.asarray(last, dtype)).astype(wide)
 
 
 def call(closed: ClosedJaxpr, args: Sequence[Any]) -> Sequence[Any]:

@@ -53,6 +53,34 @@ def batch(rows: int) -> dict[str, np.ndarray]:
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
+def _out_of_bounds(x: Any, zero: Any) -> Any:
+    """Starts are moved to where the whole slice is in the array: also where it is then made on slices."""
+    n, twice = len(x), jnp.concatenate([x, 2 * x])
+    small = zero.astype(jnp.int8)
+    return [
+        lax.dynamic_slice(x, (zero + n, zero + 1), (2, 4)),
+        lax.dynamic_slice(twice, (zero + 2 * n - 1, zero), (n, 6)) * x,
+        lax.dynamic_slice(twice, (zero - 10 * n, zero + 3), (n, 6)) * x,
+        lax.dynamic_slice(jnp.tile(x, (400 // n + 1, 1)), (small + 127, small), (n, 6)) * x,
+        lax.dynamic_update_slice(x, twice[:2, :3], (zero + n - 1, zero + 3)),
+        lax.dynamic_update_slice(twice, x, (zero + 2 * n - 1, zero))[:n] * x,
+    ]
+
+
+def _nested_out_of_bounds(x: Any, zero: Any) -> Any:
+    n, twice = len(x), jnp.concatenate([x, 2 * x])
+    window = lambda i: lax.dynamic_slice(twice, (zero + i, zero), (n, 6))
+    return [
+        jax.jit(window)(2 * n - 1) * x,
+        lax.scan(lambda c, i: (c + window(i * n), window(i * n)), x, jnp.arange(4, dtype=zero.dtype)),
+        lax.fori_loop(0, zero + 3, lambda i, c: c * 0.5 + window(i * n), x) * x,
+        lax.cond(zero > 3, lambda: x, lambda: window(2 * n)) * x,
+        jax.checkpoint(window)(zero + 2 * n) * x,
+        jax.vmap(lambda i: lax.dynamic_slice(twice, (i, zero), (2, 6)))(jnp.arange(n, dtype=zero.dtype) + n + 1),
+        jax.grad(lambda twice: (lax.dynamic_slice(twice, (zero + 2 * n, zero), (n, 6)) * x).sum())(twice)[n:] * x,
+    ]
+
+
 def _conv(x: Any, kernel: Any, groups: int = 1, **how: Any) -> Any:
     how = {"window_strides": (1, 1), "padding": "SAME", **how}
     return lax.conv_general_dilated(x, kernel, dimension_numbers=NHWC, feature_group_count=groups, **how)
@@ -124,6 +152,8 @@ SHAPES: dict[str, Operation] = {
         lax.dynamic_update_slice(b["x"], b["y"][:, :2], (0, 3)),
         lax.dynamic_update_slice(w["w"], b["x"][:1], (b["i"][0] % 3, b["i"][0] * 0)),
     ],
+    "slices out of bounds": lambda w, b: _out_of_bounds(b["x"], b["i"][-1] * 0),
+    "slices out of bounds, nested": lambda w, b: _nested_out_of_bounds(b["x"], b["i"][-1] * 0),
     "set a row": lambda w, b: [b["x"].at[0].set(0.0), b["x"].at[-1].add(1.0), b["x"].at[:, 2].mul(3.0)],
     "iota": lambda w, b: [
         b["x"][:, 0] * jnp.arange(len(b["x"])),
