@@ -123,7 +123,10 @@ class Elsewhere:
     def activations(self, written: Needs) -> int | None:
         """Bytes of temporaries that are proportional to the batch; None: they are not known, and a note says why."""
         problem = ""
-        for factor in (0.5, 2.0):
+        rows, n = self._forecast.examples, self._mesh.size
+        fewer = rows - n * round(rows / (2 * n))  # about half, of which as many devices have one less
+        likened = fewer if 0 < fewer < rows else rows + n
+        for factor in dict.fromkeys((likened / rows, 2.0, 0.5)):
             try:
                 other = self.compiled(scale=factor)
             except Exception as error:  # whatever a step makes of a batch of another size

@@ -99,6 +99,11 @@ class Forecast:
         self._mesh, self._hosts, self._apart = mesh, hosts, apart
         self._jaxprs: dict[float, StepJaxpr] = {}
 
+    @property
+    def examples(self) -> int:
+        """Of the batch of all devices."""
+        return self._leaves[self._signature.batch[0]].shape[0]
+
     def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for.
 

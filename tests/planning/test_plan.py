@@ -131,6 +131,15 @@ def test_activations_grow_with_the_batch() -> None:
     )
 
 
+@pytest.mark.parametrize(("rows", "alike"), [(N, 4 * N), (3 * N, 4 * N), (3 * N - 1, 5 * N - 1)])
+def test_activations_of_batches_that_the_devices_do_not_halve(rows: int, alike: int) -> None:
+    per_row = []
+    for some in (rows, alike):
+        sizes = jaxdist.plan(step_of(ADAM), *abstract(rows=some), topology=f"{N}xcpu").levels[0].bytes
+        per_row.append(sizes["activations"] / some)
+    assert 0.8 < per_row[0] / per_row[1] < 1.25
+
+
 def test_no_array_is_made() -> None:
     before = len(jax.live_arrays())
     params = {
