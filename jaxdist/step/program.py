@@ -36,6 +36,15 @@ _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
 
 
+_AHEAD = 4
+"""Calls after which a program waits for its results on virtual devices.
+
+XLA starts programs on the threads that run them. Once 32 are under way on a device it waits there for one to end, which
+has no thread to run on where there are as many threads as devices, and after a minute XLA ends the process. Other
+programs count as well.
+"""
+
+
 class Program:
     """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays, for arguments of one
     type, compiled.
@@ -80,6 +89,8 @@ class Program:
         self.batch = [tile(0, avals[i].shape[0], mesh.size) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._virtual = self._on_cpu and len(mesh.local_devices) > 1
+        self._calls = 0
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = has_constants(step.tree)
         self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
@@ -149,6 +160,9 @@ class Program:
                 outs, found = self._executable(*args), None
             except (TypeError, ValueError):  # of other types, or kept otherwise
                 outs, found = self._jitted(*args), None
+        self._calls += 1
+        if self._virtual and self._calls % _AHEAD == 0:
+            jax.block_until_ready(outs)
         if self.checked:
             *outs, found = outs
         for i, how in self._padded_outputs:

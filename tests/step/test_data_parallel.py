@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jobs
 import numpy as np
 import optax
 import parity
@@ -610,3 +613,34 @@ def test_states_of_several_types_take_turns_under_one_step() -> None:
         for state in states:
             np.testing.assert_allclose(np.asarray(step(state, jnp.full(8, 0.25))), 0.75 * np.asarray(state))
     assert len(traces) <= 2 * len(states)
+
+
+_MANY_CALLS = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxdist
+
+@jaxdist.data_parallel
+def step(w, x):
+    loss, grad = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
+    return w - grad, loss
+
+@jaxdist.data_parallel
+def evaluate(w, x):
+    return (x @ w).sum()
+
+w, x = jnp.ones((512, 512)), np.ones((64, 512), np.float32)
+for _ in range(400):
+    w, loss = step(w, x)
+found = [evaluate(w, x) for _ in range(400)]
+print("fine", jnp.isfinite(loss), len(set(map(float, found))))
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_may_run_ahead_of_virtual_devices() -> None:
+    """As many threads as devices: XLA alone would end the process after a minute (`program._AHEAD`)."""
+    devices = "--xla_force_host_platform_device_count=2"
+    env = jobs.environment({"XLA_FLAGS": devices, "PJRT_NPROC": "2", "NPROC": "2"})
+    command = [sys.executable, "-c", _MANY_CALLS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "fine True 1\n", done.stdout + done.stderr
