@@ -86,7 +86,8 @@ class GlooLowering(XlaLowering):
     * XLA would widen 16-bit floats on their way: compressed gradients are exchanged bit for bit.
     * XLA puts collectives that do not depend on each other into an order, on another processor perhaps into another:
       each has a number in its name, so that `jaxdist.runtime.order` can tell which is which.
-    * Gloo knows nothing of hosts: what is large is added up within each first, then the slices between them.
+    * Gloo knows nothing of hosts: what is large is added up within each first, then the slices between them; or it
+      is gathered between them first, so that each link carries it once.
 
     Args:
       in_host: how many devices in a row are on one host; 0: that is no matter.
@@ -101,6 +102,7 @@ class GlooLowering(XlaLowering):
             all_reduce_p: self._all_reduce,
             compat.reduce_scatter_p: self._reduce_scatter,
             reduce_shard_p: self._reduce_shard,
+            gather_shards_p: self._gather_shards,
         }
         self._numbers = itertools.count(1)
 
@@ -122,6 +124,13 @@ class GlooLowering(XlaLowering):
         dim, wire, size = (eqn.params[k] for k in ("dim", "wire", "devices"))
         all_to_all = functools.partial(_all_to_all, groups=eqn.params["groups"])
         return exchange.reduce_scatter(x, dim, wire, size, all_to_all)
+
+    def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        host, devices = self._in_host, eqn.params["devices"]
+        if eqn.params["groups"] is not None or not host or x.nbytes * devices < _LARGE:
+            return _gather_shards(eqn, x)
+        parts = _all_gather(_all_gather(x, across(devices, host)), within(devices, host))  # [in a host, hosts, ...]
+        return joined(parts.swapaxes(0, 1).reshape(devices, *x.shape), eqn.params["dim"], eqn.params["size"])
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,12 +28,14 @@ class _Collective:
       level: how many collectives it follows from, in the longest chain.
       ready: the position of the equation that makes its operand, but for cheap ones after it.
       needed: that of the first one that takes its result.
+      below: the lowest level of the collectives that follow from it.
     """
 
     at: int
     level: int
     ready: int
     needed: int
+    below: float
     eqn: JaxprEqn
 
     @property
@@ -110,9 +113,17 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
         made = max((ready[j] for j in needs[i]), default=-1)
         fusible = eqn.primitive in FUSED and eqn.params["axes"] == (AXIS,)
         if fusible:
-            collectives.append(_Collective(i, level, made, needed[i], eqn))
+            collectives.append(_Collective(i, level, made, needed[i], math.inf, eqn))
         levels[i] = level + fusible
         ready[i] = made if eqn.primitive.name in CHEAP else i
+    fusible = {c.at: c for c in collectives}
+    below = [math.inf] * len(eqns)
+    for i in reversed(range(len(eqns))):
+        lowest = below[i]
+        if i in fusible:
+            fusible[i].below, lowest = lowest, fusible[i].level
+        for j in needs[i]:
+            below[j] = min(below[j], lowest)
 
     def limit(c: _Collective) -> int:
         if not c.gathers:
@@ -178,11 +189,14 @@ def _buckets(collectives: Sequence[_Collective], limit: Callable[[_Collective], 
     size: dict[Any, int] = defaultdict(int)
     closed: list[list[_Collective]] = []
     for c in sorted(collectives, key=lambda c: c.order):
-        key = (c.level, c.kind)
+        # Reductions wait for others that follow from more collectives, as gradients do where layers talk to each other.
+        key = (c.level, c.kind) if c.gathers else c.kind
         if c.bytes >= limit(c) or not c.bytes:
             closed.append([c])
             continue
-        late = c.gathers and open_[key] and c.ready >= open_[key][0].needed
+        late = open_[key] and (
+            c.ready >= open_[key][0].needed if c.gathers else c.level >= min(one.below for one in open_[key])
+        )
         if size[key] + c.bytes > limit(c) or late:
             if open_[key]:
                 closed.append(open_.pop(key))

@@ -136,8 +136,23 @@ class Emitter:
         return self._gather(forms[own], own, aval)
 
     def to_slices(self, i: int, x: Any, own: Split | Partial, to: Split) -> Any:
-        """What a device holds of a value as slices, by one collective (`Infer.slices` says whether there is one)."""
-        return self._scatter(i, x, own, to) if isinstance(own, Partial) else self._exchange(x, own, to)
+        """What a device holds of a value as slices, not gathered before (`Infer.slices` says whether that can be)."""
+        if isinstance(own, Partial):
+            return self._scatter(i, x, own, to)
+        if own.group == to.group:
+            return self._exchange(x, own, to)
+        part, groups = self.in_group(i, x, own.of_group(to.group), to), across(self.n, to.group)
+        return gather_shards_p.bind(
+            part, axes=(AXIS,), dim=own.dim, size=own.size, devices=self.n // to.group, groups=groups
+        )
+
+    def in_group(self, i: int, x: Any, own: Split, to: Form) -> Any:
+        """A slice of the batch as the devices of a group need it, of whose examples `own` are its; once for each."""
+        forms, key = self._forms[i], (own, to)
+        if key not in forms:
+            within_it = isinstance(to, Split)
+            forms[key] = self._exchange(x, own, to) if within_it else self.gather(x, own.dim, own.size, own.group)
+        return forms[key]
 
     def _wire(self, i: int, dtype: Any) -> str | None:
         """The dtype in which a summand travels, if it is a gradient that may be compressed."""

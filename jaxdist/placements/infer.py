@@ -137,19 +137,20 @@ class Infer:
             return ("reduce-scatter", size) if scattered else ("all-reduce", 2 * size)
         if isinstance(placement, Split) and not placement.whole and form(placement) != to:
             if isinstance(to, Split) and self.slices(placement, to, aval):
-                return "all-to-all", size // self.devices
+                return "all-to-all", size // (to.group or self.devices)
             return "all-gather", size
         return "", 0
 
     def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
-        """Whether one collective brings a value into slices: a reduce-scatter of summands, after which those within a
-        group are added up across groups, or an all-to-all of slices along another dimension."""
+        """Whether a value can be brought into slices without being gathered: by a reduce-scatter of summands, or an
+        all-to-all of slices along another dimension. Where groups have all of the result, it takes place within them,
+        and what each then has is added up, or gathered, across groups."""
         n = self.devices
         if isinstance(own, Partial):
             return to.is_tile(n) and own.group in (0, to.group)
         return (
             own.dim != to.dim
-            and own.group == to.group
+            and own.group in (0, to.group)
             and own.outer == to.outer == 1
             and not own.is_padded(n)
             and not to.is_padded(n)

@@ -71,6 +71,10 @@ class Split:
         """The same slices of another array's dimension `dim`."""
         return self if dim == self.dim else replace(self, dim=dim)
 
+    def of_group(self, group: int) -> Split:
+        """Of slices of all devices without padding: those of a device's own group, as if there were no others."""
+        return Split(self.dim, self.chunk * group, self.chunk, group=group)
+
     def is_padded(self, devices: int) -> bool:
         """Whether some device holds padding."""
         return self.chunk * (self.group or devices) != self.size
