@@ -29,18 +29,18 @@ def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move)
     Returns:
       Of the shape and dtype of `x`.
     """
-    mine = _reduce(slices(x.reshape(-1), 0, size), wire, all_to_all)
+    mine = added_up(slices(x.reshape(-1), 0, size), wire, all_to_all)
     whole = all_gather(mine.astype(wire)).reshape(-1)
     return whole[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 def reduce_scatter(x: Any, dim: int, wire: str | None, size: int, all_to_all: Move) -> Any:
     """This device's slice along `dim` of the sum of `x` over the devices; see `all_reduce`."""
-    return _reduce(slices(x, dim, size), wire or x.dtype, all_to_all).astype(x.dtype)
+    return added_up(slices(x, dim, size), wire or x.dtype, all_to_all).astype(x.dtype)
 
 
-def _reduce(parts: Any, wire: Any, all_to_all: Move) -> Any:
-    """The sum of what the devices have for this one."""
+def added_up(parts: Any, wire: Any, all_to_all: Move) -> Any:
+    """The sum of what the devices have for this one, of their parts for each."""
     wide = jnp.promote_types(parts.dtype, jnp.float32) if jnp.issubdtype(parts.dtype, jnp.floating) else parts.dtype
     return all_to_all(parts.astype(wire)).astype(wide).sum(0)
 

@@ -121,9 +121,15 @@ class GlooLowering(XlaLowering):
         return _all_reduce(x, wire, groups)
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        dim, wire, size = (eqn.params[k] for k in ("dim", "wire", "devices"))
-        all_to_all = functools.partial(_all_to_all, groups=eqn.params["groups"])
-        return exchange.reduce_scatter(x, dim, wire, size, all_to_all)
+        dim, wire, devices, groups = (eqn.params[k] for k in ("dim", "wire", "devices", "groups"))
+        host = self._in_host
+        if groups is not None or not host or x.nbytes < _LARGE:
+            return exchange.reduce_scatter(x, dim, wire, devices, functools.partial(_all_to_all, groups=groups))
+        parts = slices(x, dim, devices)
+        parts = parts.reshape(-1, host, *parts.shape[1:]).swapaxes(0, 1)  # [in a host, hosts, ...]
+        for groups in (within(devices, host), across(devices, host)):
+            parts = exchange.added_up(parts, wire or x.dtype, functools.partial(_all_to_all, groups=groups))
+        return parts.astype(x.dtype)
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         host, devices = self._in_host, eqn.params["devices"]

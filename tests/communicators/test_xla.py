@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.communicators import xla
-from jaxdist.ir.primitives import all_reduce_p
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 
 MESH = Mesh(jax.devices(), ("data",))
 HOST, BETWEEN = "{{0,1},{2,3},{4,5},{6,7}}", "{{0,2,4,6},{1,3,5,7}}"
@@ -55,6 +55,47 @@ def test_small_ones_and_those_of_one_host_at_once(size: int, in_host: int) -> No
     program = summed(x, in_host)
     np.testing.assert_array_equal(program(x), 8)
     assert moved(program, x) == {("all-reduce", "{{0,1,2,3,4,5,6,7}}")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+@pytest.mark.parametrize(("shape", "dim"), [((4099, 7), 0), ((3, 4096, 5), 1)])
+def test_large_gathers_between_hosts_first(shape: tuple[int, ...], dim: int, dtype: str) -> None:
+    whole = jnp.asarray(np.random.default_rng(0).integers(0, 2, shape), dtype)
+    padded = jnp.pad(whole, [(0, -shape[d] % 8 if d == dim else 0) for d in range(len(shape))])
+
+    def local(x: Any) -> Any:
+        def gather(x: Any) -> Any:
+            return gather_shards_p.bind(x, axes=("data",), dim=dim, size=shape[dim], devices=8, groups=None)
+
+        closed = jax.make_jaxpr(gather, axis_env=[("data", 8)])(x)
+        return xla.GlooLowering(2).run(closed, x)[0]
+
+    spec = P(*[None] * dim, "data")
+    program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=spec, out_specs=P(), check_vma=False))
+    np.testing.assert_array_equal(program(padded), whole)
+    large = padded.nbytes >= xla._LARGE
+    groups = {BETWEEN, HOST} if large else {"{{0,1,2,3,4,5,6,7}}"}
+    assert moved(program, padded) == {("all-gather", g) for g in groups}
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize(("shape", "dim"), [((4099, 7), 0), ((3, 4096, 5), 1), ((24, 3), 0)])
+def test_large_sums_in_slices_within_each_host_first(shape: tuple[int, ...], dim: int, wire: Any) -> None:
+    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, *shape)), jnp.float32)
+
+    def local(x: Any) -> Any:
+        def reduce(x: Any) -> Any:
+            return reduce_shard_p.bind(x[0], axes=("data",), wire=wire, dim=dim, devices=8, groups=None)
+
+        closed = jax.make_jaxpr(reduce, axis_env=[("data", 8)])(x)
+        return xla.GlooLowering(2).run(closed, x)[0]
+
+    out = P(*[None] * dim, "data")
+    program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=out, check_vma=False))
+    got = np.take(np.asarray(program(x)), np.arange(shape[dim]), dim)  # without what it was padded with
+    np.testing.assert_array_equal(got, x.sum(0))  # 8-bit numbers: exact in bfloat16
+    groups = {HOST, BETWEEN} if x[0].nbytes >= xla._LARGE else {"{{0,1,2,3,4,5,6,7}}"}
+    assert moved(program, x) == {("all-to-all", g) for g in groups}
 
 
 def test_a_step_on_several_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
