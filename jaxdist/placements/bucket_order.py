@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,18 +24,19 @@ class _Collective:
 
     Attributes:
       at: its position.
-      level: how many collectives it follows from, in the longest chain.
       ready: the position of the equation that makes its operand, but for cheap ones after it.
       needed: that of the first one that takes its result.
-      below: the lowest level of the collectives that follow from it.
+      follows: those that it follows from with none between.
+      eqn: the collective.
+      level: greater than that of any that it follows from; those of one level may travel together.
     """
 
     at: int
-    level: int
     ready: int
     needed: int
-    below: float
+    follows: list[_Collective]
     eqn: JaxprEqn
+    level: int = 0
 
     @property
     def gathers(self) -> bool:
@@ -54,8 +54,8 @@ class _Collective:
         return aval.size * jnp.dtype(self.eqn.params.get("wire") or aval.dtype).itemsize
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        return self.level, self.needed if self.gathers else self.ready, self.at
+    def order(self) -> tuple[int, int]:
+        return self.needed if self.gathers else self.ready, self.at
 
 
 def given(jaxpr: Jaxpr) -> Any:
@@ -107,23 +107,17 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
             needs[i] |= set() if last is None else {last}
             last = i
     collectives: list[_Collective] = []
-    levels, ready = [0] * len(eqns), [0] * len(eqns)
+    follows, ready = [0] * len(eqns), [0] * len(eqns)  # a bit for each collective
     for i, eqn in enumerate(eqns):
-        level = max((levels[j] for j in needs[i]), default=0)
-        made = max((ready[j] for j in needs[i]), default=-1)
-        fusible = eqn.primitive in FUSED and eqn.params["axes"] == (AXIS,)
-        if fusible:
-            collectives.append(_Collective(i, level, made, needed[i], math.inf, eqn))
-        levels[i] = level + fusible
-        ready[i] = made if eqn.primitive.name in CHEAP else i
-    fusible = {c.at: c for c in collectives}
-    below = [math.inf] * len(eqns)
-    for i in reversed(range(len(eqns))):
-        lowest = below[i]
-        if i in fusible:
-            fusible[i].below, lowest = lowest, fusible[i].level
         for j in needs[i]:
-            below[j] = min(below[j], lowest)
+            follows[i] |= follows[j]
+        made = max((ready[j] for j in needs[i]), default=-1)
+        if eqn.primitive in FUSED and eqn.params["axes"] == (AXIS,):
+            before = [c for k, c in enumerate(collectives) if follows[i] >> k & 1]
+            follows[i] = 1 << len(collectives)
+            collectives.append(_Collective(i, made, needed[i], before, eqn))
+        ready[i] = made if eqn.primitive.name in CHEAP else i
+    _set_levels(collectives)
 
     def limit(c: _Collective) -> int:
         if not c.gathers:
@@ -184,19 +178,34 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
     return out
 
 
+def _set_levels(collectives: Sequence[_Collective]) -> None:
+    """Gathers as early as they can be; reductions as late, so that gradients of layers that talk to each other share
+    buckets: each waits for others anyway, until its bucket is full."""
+
+    def earliest(c: _Collective) -> int:
+        return max((one.level + 1 for one in c.follows), default=0)
+
+    for c in collectives:
+        c.level = earliest(c)
+    latest = dict.fromkeys((c.at for c in collectives), max((c.level for c in collectives), default=0))
+    for c in reversed(collectives):
+        for one in c.follows:
+            latest[one.at] = min(latest[one.at], latest[c.at] - 1)
+    for c in collectives:
+        c.level = earliest(c) if c.gathers else latest[c.at]
+
+
 def _buckets(collectives: Sequence[_Collective], limit: Callable[[_Collective], int]) -> list[list[_Collective]]:
+    """In an order in which they can be sent: each as early as possible."""
     open_: dict[Any, list[_Collective]] = defaultdict(list)
     size: dict[Any, int] = defaultdict(int)
     closed: list[list[_Collective]] = []
-    for c in sorted(collectives, key=lambda c: c.order):
-        # Reductions wait for others that follow from more collectives, as gradients do where layers talk to each other.
-        key = (c.level, c.kind) if c.gathers else c.kind
+    for c in sorted(collectives, key=lambda c: (c.level, *c.order)):
+        key = (c.level, c.kind)
         if c.bytes >= limit(c) or not c.bytes:
             closed.append([c])
             continue
-        late = open_[key] and (
-            c.ready >= open_[key][0].needed if c.gathers else c.level >= min(one.below for one in open_[key])
-        )
+        late = c.gathers and open_[key] and c.ready >= open_[key][0].needed
         if size[key] + c.bytes > limit(c) or late:
             if open_[key]:
                 closed.append(open_.pop(key))
@@ -204,4 +213,8 @@ def _buckets(collectives: Sequence[_Collective], limit: Callable[[_Collective], 
         open_[key].append(c)
         size[key] += c.bytes
     closed.extend(bucket for bucket in open_.values() if bucket)
-    return sorted(closed, key=lambda bucket: bucket[-1].order)
+    turn: dict[int, int] = {}  # of each collective: the number of buckets before its own, in the longest chain
+    for bucket in sorted(closed, key=lambda bucket: bucket[0].level):
+        own = max((turn[one.at] + 1 for c in bucket for one in c.follows), default=0)
+        turn.update((c.at, own) for c in bucket)
+    return sorted(closed, key=lambda bucket: (turn[bucket[0].at], *bucket[-1].order))

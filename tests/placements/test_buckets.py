@@ -99,7 +99,32 @@ def test_what_follows_from_a_reduction_is_in_a_later_bucket() -> None:
         first = all_reduce(x)
         return all_reduce(x * first), all_reduce(y)
 
-    assert fused(f, [(3,), (5,)], 1000) == [("float32", 8), ("float32", 3)]
+    assert fused(f, [(3,), (5,)], 1000) == [("float32", 3), ("float32", 8)]
+
+
+@pytest.mark.parametrize("within", [None, 2])
+def test_gradients_of_layers_that_talk_to_each_other_share_a_bucket(within: Any) -> None:
+    """Each follows from more statistics than the one before; within groups it is also added up across them."""
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out = x
+            for w in params:
+                out = out @ w
+                out = (out - out.mean(0)) / jnp.sqrt(out.var(0) + 1e-5)
+            return jnp.sum(out[:, 0] ** 3)
+
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    tx = jaxdist.zero(optax.sgd(0.1), 2, within)
+    params = [jnp.asarray(np.random.default_rng(k).normal(size=(8, 8))) for k in range(4)]
+    args = params, tx.init(params), jnp.asarray(np.random.default_rng(9).normal(size=(64, 8)))
+    found = parity.collectives(parity.program(step, *args, devices=4))
+    assert [shape for kind, shape, _ in found if kind == "reduce-scatter"] == [(1, 4 * 64 // (within or 4))]
+    assert [shape for kind, shape, _ in found if kind == "all-reduce"].count((4 * 64 // 2,)) == bool(within)
+    got = jaxdist.data_parallel(step, mesh=parity.mesh(4), donate=False)(*args)
+    parity.compare(got, jax.jit(step)(*args), 1e-10)
 
 
 def test_the_order_is_that_of_the_backward_pass() -> None:

@@ -15,6 +15,7 @@ import parity
 import pytest
 
 import jaxdist
+from jaxdist.ir.interpreter import groups_of as groups_of_eqn
 from jaxdist.placements import products
 
 RNG = np.random.default_rng(0)
@@ -115,11 +116,24 @@ def test_as_on_one_device(name: str, devices: int, level: Any) -> None:
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("devices", "within", "level"), [(4, 2, 3), (8, 4, 2), (8, 2, 1), (8, 4, 3), (8, 1, 3)])
+@pytest.mark.parametrize("name", MODELS)
+def test_within_groups_as_on_one_device(name: str, devices: int, within: int, level: Any) -> None:
+    apply, params, batch = MODELS[name]
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1, eps=1e-3))
+    sharded = jaxdist.zero(tx, level, within)
+    want = trained(jax.jit(step_of(tx, apply)), params, tx.init(params), batch)
+    step = jaxdist.data_parallel(step_of(sharded, apply), mesh=parity.mesh(devices), donate=False)
+    got = trained(step, params, sharded.init(params), batch)
+    assert optimizers.gap(want, got) < 1e-10
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("rows", [32, 20])
 @pytest.mark.parametrize("within", [None, 2])
 def test_with_other_settings(within: Any, rows: int, microbatches: int) -> None:
-    """Microbatches; and examples that the devices don't divide, and groups, which keep to their ways."""
+    """Microbatches; groups; and examples that the devices don't divide, which keep to their way."""
     apply, params, _ = MODELS["wide and tall"]
     batch = array(rows, 96), array(rows, 96)
     tx = optax.sgd(0.1)
@@ -233,6 +247,44 @@ def test_a_weight_that_many_share_is_gathered_once() -> None:
     )
     gathered = [shape for kind, shape, _ in parity.collectives(program) if kind == "all-gather"]
     assert gathered.count((512, 512)) == 2  # for the forward and for the backward pass
+
+
+def groups_of(name: str, rows: int, level: Any, width: int = 512) -> list[tuple[str, Any, int]]:
+    """(kind, groups, entries of the result) of each collective of three layers on 4 devices, in groups of 2."""
+    apply, _, _ = MODELS[name]
+    params = [(array(width, width), array(width)) for _ in range(3)]
+    tx = jaxdist.zero(optax.sgd(0.1), level, within=2)
+    batch = array(rows, width), array(rows, width)
+    program = parity.program(step_of(tx, apply), params, tx.init(params), batch, devices=4)
+    return [
+        (parity.COLLECTIVES[eqn.primitive.name], groups_of_eqn(eqn), math.prod(eqn.outvars[0].aval.shape))
+        for eqn in program.eqns
+        if eqn.primitive.name in parity.COLLECTIVES
+    ]
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_within_groups_only_rows_cross_them(level: Any) -> None:
+    """Not the gradients' slices; weights are gathered within groups at level 2, after their update, and never at 3."""
+    rows, width = 64, 512
+    found = groups_of("wide and tall", rows, level, width)
+    inside, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    crossing = [size for _, who, size in found if who != inside]
+    assert across in [who for _, who, _ in found]
+    assert max(crossing) <= rows * width
+    assert max(size for kind, who, size in found if who == inside and (kind, level) != ("all-gather", 2)) <= (
+        rows // 2 * width
+    )
+    exchanged = [size for kind, who, size in found if (kind, who) == ("all-to-all", inside)]
+    assert len(exchanged) == {2: 3, 3: 5}[level]  # for the gradients; at level 3 they were, for the products
+
+
+def test_within_groups_a_batch_that_takes_long_stays() -> None:
+    """Each group computes the gradients' slices from the rows of all."""
+    few, many = (groups_of("wide and tall", rows, 2, 2048) for rows in (256, 1024))
+    across = ((0, 2), (1, 3))
+    assert ("all-gather", across) in [(kind, who) for kind, who, _ in few]
+    assert {kind for kind, who, _ in many if who == across} == {"all-reduce"}
 
 
 # --- what is said of it
