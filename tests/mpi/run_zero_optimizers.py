@@ -2,7 +2,7 @@
 
 JSON from the root.
 
-One step trains them all, the first at level 1 + I % 3 and so on.
+One step trains them all, the first at level 1 + I % 3 and so on. Within groups also few examples beside large weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import optimizers
+import oracle
 
 import jaxdist
 
@@ -36,6 +37,10 @@ def main() -> None:
         )
         for i, (name, level) in enumerate(zip(expected, levels, strict=True))
     }
+    if within:  # values of the batch travel within groups and across
+        got = oracle.run_decorated(oracle.case("few_examples", 3, within), ctx.rank, ctx.size)
+        gap = oracle.difference(oracle.expected("few_examples"), got)
+        report["few examples"] = max(ctx.control.exchange("few examples", gap))
     if ctx.is_root:
         print("REPORT " + json.dumps({"communicator": ctx.communicator, "size": ctx.size, "gaps": report}), flush=True)
 
