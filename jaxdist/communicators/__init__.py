@@ -70,7 +70,7 @@ def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowerin
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
-        return MpiLowering()
+        return MpiLowering(in_host)
     raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
 
 

@@ -40,7 +40,7 @@ def reduce_scatter(x: Any, dim: int, wire: str | None, size: int, all_to_all: Mo
 
 
 def added_up(parts: Any, wire: Any, all_to_all: Move) -> Any:
-    """The sum of what the devices have for this one, of their parts for each."""
+    """The sum of the devices' parts for this one, of which each device has `parts`, one for each."""
     wide = jnp.promote_types(parts.dtype, jnp.float32) if jnp.issubdtype(parts.dtype, jnp.floating) else parts.dtype
     return all_to_all(parts.astype(wire)).astype(wide).sum(0)
 

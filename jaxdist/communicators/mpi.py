@@ -25,11 +25,12 @@ from jax.interpreters import mlir
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
+from jaxdist.communicators.by_hosts import ByHosts
 from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
-from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, joined, reduce_shard_p, slices
-from jaxdist.mesh import AXIS
+from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
+from jaxdist.mesh import AXIS, Groups, across, within
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -80,6 +81,14 @@ def _parent(rank: int) -> Any:
     return _mpi().COMM_WORLD.Split(0, key=rank)
 
 
+def with_hosts(rank: int, size: int, in_host: int) -> None:
+    """Make the communicators of a step on several hosts; every rank calls it together."""
+    world(rank)
+    if in_host:
+        for groups in (within(size, in_host), across(size, in_host)):
+            _group(rank, next(one for one in groups or () if rank in one))
+
+
 @functools.cache
 def _group(rank: int, members: tuple[int, ...]) -> Any:
     """The communicator of some ranks, in that order; its members call it together."""
@@ -107,11 +116,12 @@ class MpiLowering(Interpreter):
     """Evaluates a step's jaxpr on one process of a ``shard_map``, its collectives as MPI calls in program order.
 
     Args:
+      in_host: how many ranks in a row are on one host; 0: that is no matter.
       comm: the communicator; default: `world`'s.
       order: where the calls continue from; default: the start of the program.
     """
 
-    def __init__(self, comm: Any = None, order: Any = None):
+    def __init__(self, in_host: int = 0, comm: Any = None, order: Any = None):
         super().__init__(
             {
                 all_reduce_p: self._gradient,
@@ -132,33 +142,36 @@ class MpiLowering(Interpreter):
         if comm is None:
             comm = world(jax.process_index())
         self.comm = comm
+        self._hosts = ByHosts(self._to_all, self._from_all, self._sum, in_host)
         self.rank = comm.Get_rank()
         self._token = lax.create_token() if order is None else self._fork(order)
 
     # --- the calls
 
     def _gradient(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        comm = self._comm(eqn)
-        wire, size = eqn.params["wire"], comm.Get_size()
-        if not x.size or wire is None:
-            return self._all_reduce(comm, x, "sum")
-        return exchange.all_reduce(
-            x, wire, size,
-            all_to_all=lambda parts: self._exchange("alltoall", comm, parts, parts.shape),
-            all_gather=lambda part: self._exchange("allgather", comm, part, (size, *part.shape)),
-        )  # fmt: skip
+        return self._hosts.all_reduce(x, eqn.params["wire"], self.comm.Get_size(), self._groups(eqn))
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        comm = self._comm(eqn)
-        return exchange.reduce_scatter(
-            x, eqn.params["dim"], eqn.params["wire"], comm.Get_size(),
-            all_to_all=lambda parts: self._exchange("alltoall", comm, parts, parts.shape),
-        )  # fmt: skip
+        dim, wire, devices = (eqn.params[k] for k in ("dim", "wire", "devices"))
+        return self._hosts.reduce_scatter(x, dim, wire, devices, self._groups(eqn))
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        comm = self._comm(eqn)
-        parts = self._exchange("allgather", comm, x, (comm.Get_size(), *x.shape))
-        return joined(parts, eqn.params["dim"], eqn.params["size"])
+        dim, size, devices = (eqn.params[k] for k in ("dim", "size", "devices"))
+        return self._hosts.gather(x, dim, size, devices, self._groups(eqn))
+
+    def _to_all(self, parts: Any, groups: Groups | None) -> Any:
+        return self._exchange("alltoall", self._of(groups), parts, parts.shape)
+
+    def _from_all(self, part: Any, groups: Groups | None) -> Any:
+        comm = self._of(groups)
+        return self._exchange("allgather", comm, part, (comm.Get_size(), *part.shape))
+
+    def _sum(self, x: Any, wire: str | None, groups: Groups | None) -> Any:
+        comm = self._of(groups)
+        if not x.size or wire is None:
+            return self._all_reduce(comm, x, "sum")
+        to_all, from_all = (functools.partial(move, groups=groups) for move in (self._to_all, self._from_all))
+        return exchange.all_reduce(x, wire, comm.Get_size(), to_all, from_all)
 
     def _all_reduce(self, comm: Any, x: Any, op: str) -> Any:
         if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):
@@ -260,13 +273,20 @@ class MpiLowering(Interpreter):
         return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
     def _comm(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Any:
-        """The communicator of an equation's groups, made by its members when they first lower one such."""
+        return self._of(self._groups(eqn, axes))
+
+    def _groups(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Groups | None:
+        """Of devices among which an equation's collective takes place; None: all are one."""
         if (axes or axes_of(eqn, AXIS)) != (AXIS,):
             self._unsupported(self, eqn)
         groups = groups_of(eqn)
+        return None if groups is None else tuple(map(tuple, groups))
+
+    def _of(self, groups: Groups | None) -> Any:
+        """The communicator of one's own group, made by its members when they first lower something for it."""
         if groups is None:
             return self.comm
-        return _group(self.rank, next(tuple(g) for g in groups if self.rank in g))
+        return _group(self.rank, next(one for one in groups if self.rank in one))
 
     def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: Any) -> Any:
         raise NotImplementedError(
@@ -297,7 +317,7 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
-        rules = MpiLowering(self.comm, order)
+        rules = MpiLowering(self._hosts.in_host, self.comm, order)
         outs = rules.run(closed, *args)
         return rules._join(), outs
 

@@ -15,6 +15,7 @@ from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
+from jaxdist.communicators.by_hosts import ByHosts
 from jaxdist.ir.interpreter import Interpreter, groups_of
 from jaxdist.ir.primitives import (
     FETCHED,
@@ -26,7 +27,7 @@ from jaxdist.ir.primitives import (
     reduced,
     slices,
 )
-from jaxdist.mesh import AXIS, Groups, across, within
+from jaxdist.mesh import AXIS, Groups
 
 
 class XlaLowering(Interpreter):
@@ -86,8 +87,7 @@ class GlooLowering(XlaLowering):
     * XLA would widen 16-bit floats on their way: compressed gradients are exchanged bit for bit.
     * XLA puts collectives that do not depend on each other into an order, on another processor perhaps into another:
       each has a number in its name, so that `jaxdist.runtime.order` can tell which is which.
-    * Gloo knows nothing of hosts: what is large is added up within each first, then the slices between them; or it
-      is gathered between them first, so that each link carries it once.
+    * Gloo knows nothing of hosts: see `jaxdist.communicators.by_hosts`.
 
     Args:
       in_host: how many devices in a row are on one host; 0: that is no matter.
@@ -95,14 +95,14 @@ class GlooLowering(XlaLowering):
 
     def __init__(self, in_host: int = 0) -> None:
         super().__init__()
-        self._in_host = in_host
+        self._hosts = ByHosts(_all_to_all, _all_gather, _all_reduce, in_host)
         self.rules = {
             **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
             **self.rules,
             all_reduce_p: self._all_reduce,
             compat.reduce_scatter_p: self._reduce_scatter,
             reduce_shard_p: self._reduce_shard,
-            gather_shards_p: self._gather_shards,
+            gather_shards_p: self._gather,
         }
         self._numbers = itertools.count(1)
 
@@ -115,28 +115,13 @@ class GlooLowering(XlaLowering):
     def _all_reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if not x.size:
             return reduced(x, **eqn.params)
-        wire, groups = eqn.params["wire"], eqn.params["groups"]
-        if groups is None and self._in_host and x.nbytes >= _LARGE:
-            return _by_hosts(x, wire, self._in_host)
-        return _all_reduce(x, wire, groups)
+        return self._hosts.all_reduce(x, eqn.params["wire"], lax.axis_size(AXIS), eqn.params["groups"])
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        dim, wire, devices, groups = (eqn.params[k] for k in ("dim", "wire", "devices", "groups"))
-        host = self._in_host
-        if groups is not None or not host or x.nbytes < _LARGE:
-            return exchange.reduce_scatter(x, dim, wire, devices, functools.partial(_all_to_all, groups=groups))
-        parts = slices(x, dim, devices)
-        parts = parts.reshape(-1, host, *parts.shape[1:]).swapaxes(0, 1)  # [in a host, hosts, ...]
-        for groups in (within(devices, host), across(devices, host)):
-            parts = exchange.added_up(parts, wire or x.dtype, functools.partial(_all_to_all, groups=groups))
-        return parts.astype(x.dtype)
+        return self._hosts.reduce_scatter(x, *(eqn.params[k] for k in ("dim", "wire", "devices", "groups")))
 
-    def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        host, devices = self._in_host, eqn.params["devices"]
-        if eqn.params["groups"] is not None or not host or x.nbytes * devices < _LARGE:
-            return _gather_shards(eqn, x)
-        parts = _all_gather(_all_gather(x, across(devices, host)), within(devices, host))  # [in a host, hosts, ...]
-        return joined(parts.swapaxes(0, 1).reshape(devices, *x.shape), eqn.params["dim"], eqn.params["size"])
+    def _gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        return self._hosts.gather(x, *(eqn.params[k] for k in ("dim", "size", "devices", "groups")))
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
@@ -148,26 +133,12 @@ class GlooLowering(XlaLowering):
         return total if tiled else total.squeeze(dim)
 
 
-_LARGE = 1 << 16
-"""Bytes from which less between hosts is worth two more messages within them."""
-
-
 def _all_reduce(x: Any, wire: str | None, groups: Groups | None) -> Any:
     if wire is None:
         return lax.psum(x, AXIS, axis_index_groups=groups)
     size = len(groups[0]) if groups else lax.axis_size(AXIS)
     all_to_all, all_gather = (functools.partial(move, groups=groups) for move in (_all_to_all, _all_gather))
     return exchange.all_reduce(x, wire, size, all_to_all, all_gather)
-
-
-def _by_hosts(x: Any, wire: str | None, in_host: int) -> Any:
-    """The sum over all devices: to slices within each host, these between the hosts, and together again."""
-    devices = lax.axis_size(AXIS)
-    host = within(devices, in_host)
-    part = exchange.reduce_scatter(x.reshape(-1), 0, wire, in_host, functools.partial(_all_to_all, groups=host))
-    part = _all_reduce(part, wire, across(devices, in_host))
-    whole = _all_gather(part.astype(wire or x.dtype), host).reshape(-1)
-    return whole[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:

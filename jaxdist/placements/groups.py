@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxdist.ir.interpreter import subjaxprs
+from jaxdist.mesh import on_each_host
 
 Within = int | str | None
 """Which devices share a leaf: None: all; ``"host"``: those of a host; a number: so many in a row."""
@@ -49,24 +49,12 @@ def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
     return 0 if found == len(hosts) else found
 
 
-def in_host(hosts: Sequence[Any]) -> int:
-    """How many devices in a row each host has; 0: there are no such groups, or one of all devices."""
-    try:
-        size = _size(HOST, hosts)
-    except ValueError:
-        return 0
-    return size if 1 < size < len(hosts) else 0
-
-
 def _size(within: Within, hosts: Sequence[Any]) -> int:
     n = len(hosts)
     if within is None or n == 1:
         return n
     if within == HOST:
-        each = Counter(hosts)
-        size = each[hosts[0]]
-        in_a_row = all(hosts[i] == hosts[i - i % size] for i in range(n))
-        if set(each.values()) != {size} or not in_a_row:
+        if not (size := on_each_host(hosts)):
             raise ValueError(
                 f"within='host' needs as many devices on each host, their ranks in a row; the hosts of the {n} devices "
                 f"are {', '.join(map(str, hosts[:16]))}{', ...' if n > 16 else ''}. Start as many processes on each "

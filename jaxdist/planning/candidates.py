@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxdist.ir.liveness import held_at_once
-from jaxdist.placements.groups import in_host
+from jaxdist.mesh import in_host
 from jaxdist.planning.elsewhere import Elsewhere, Needs, traffic_of
 from jaxdist.planning.report import STATE, LevelPlan
 from jaxdist.planning.topology import REACHED

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh
 
 from jaxdist import compat
 from jaxdist.ir.wire import Transfer, transfers
-from jaxdist.mesh import AXIS
-from jaxdist.placements.groups import HOST, in_host
+from jaxdist.mesh import AXIS, in_host
+from jaxdist.placements.groups import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
 from jaxdist.planning.report import LevelPlan, Plan, Traffic, duration, fraction, total_of

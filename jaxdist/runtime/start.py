@@ -16,7 +16,7 @@ from jaxdist.connectors import Connector
 from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.control.watchdog import Watchdog
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, in_host
 from jaxdist.runtime import communicator_of, compiler, coordinator, devices, executables, gloo, order
 
 _log = logging.getLogger("jaxdist")
@@ -125,9 +125,10 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         control.barrier(timeout)
         gloo.connect(mesh)
     if communicator == "mpi":
-        from jaxdist.communicators.mpi import world
+        from jaxdist.communicators.mpi import with_hosts
 
-        world(rank)  # made by all ranks together: now, not when one of them first compiles a step
+        # Made by all ranks together: now, not when one of them first compiles a step.
+        with_hosts(rank, size, in_host([each.host for each in resources]))
     return Started(found, tuple(each.host for each in resources), mesh, communicator)
 
 

@@ -17,11 +17,10 @@ from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, in_host
 from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
-from jaxdist.placements.groups import in_host
 from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
 from jaxdist.placements.offload import staged
 from jaxdist.placements.small import at_once

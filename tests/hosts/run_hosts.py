@@ -1,7 +1,8 @@
-"""A rank of a job across hosts: `run_hosts.py train EXPECTED COMMUNICATOR CONNECTOR [LEVEL]`, or `loop COMMUNICATOR`.
+"""A rank of a job across hosts: `run_hosts.py train EXPECTED COMMUNICATOR CONNECTOR [LEVEL]`, or `large COMMUNICATOR`, or
+`loop COMMUNICATOR`.
 
-`train`: the root prints a JSON line of where each rank is and how far its result is from one device's. `loop`: train
-until something ends it.
+`train`: the root prints a JSON line of where each rank is and how far its result is from one device's. `large`: the same
+of weights that are large enough to be reduced and gathered by hosts. `loop`: train until something ends it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,17 @@ def train(expected: str, communicator: str, connector: str, level: str = "0") ->
         print("REPORT " + json.dumps(report), flush=True)
 
 
+def large(communicator: str) -> None:
+    """Over all ranks and within hosts."""
+    ctx = jaxdist.init("auto", communicator)
+    want, gaps = oracle.expected("few_examples"), []
+    for level, within in ((0, None), (2, None), (3, None), (3, "host")):
+        got = oracle.run_decorated(oracle.case("few_examples", level, within), ctx.rank, ctx.size)
+        gaps.append(max(ctx.control.exchange("gap", oracle.difference(want, got))))
+    if ctx.is_root:
+        print("REPORT " + json.dumps({"gaps": gaps, "communicator": ctx.communicator}), flush=True)
+
+
 def loop(communicator: str) -> None:
     """Steps without end."""
     ctx = jaxdist.init("auto", communicator)
@@ -45,4 +57,4 @@ def loop(communicator: str) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    {"train": train, "loop": loop}[sys.argv[1]](*sys.argv[2:])
+    {"train": train, "large": large, "loop": loop}[sys.argv[1]](*sys.argv[2:])

@@ -63,6 +63,19 @@ def test_in_shards_within_hosts(hosts: Hosts, expected: str, communicator: str, 
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+def test_what_is_large_moves_by_hosts(hosts: Hosts, communicator: str) -> None:
+    mpirun = [jobs.mpirun_path(), "-np", "4", *NETWORK, "-H", "node1:2,node2:2"]
+    result = hosts.run("node1", [*mpirun, sys.executable, SCRIPT, "large", communicator], CLUSTER)
+    assert result.returncode == 0, result.output
+    found = re.search(r"REPORT (.*)$", result.stdout, re.MULTILINE)
+    assert found, result.output
+    report = json.loads(found[1])
+    assert report["communicator"] == communicator
+    assert max(report["gaps"]) < 1e-10
+
+
+@pytest.mark.mpi
 def test_open_mpi_host_file(hosts: Hosts, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\nnode2 slots=2\n")
