@@ -1,8 +1,8 @@
-"""A rank of a job across hosts: `run_hosts.py train EXPECTED COMMUNICATOR CONNECTOR [LEVEL]`, or `large COMMUNICATOR`, or
-`loop COMMUNICATOR`.
+"""A rank of a job across hosts: `run_hosts.py train EXPECTED COMMUNICATOR CONNECTOR [LEVEL]`, or `large` or `loop` with
+COMMUNICATOR.
 
-`train`: the root prints a JSON line of where each rank is and how far its result is from one device's. `large`: the same
-of weights that are large enough to be reduced and gathered by hosts. `loop`: train until something ends it.
+`train`: the root prints a JSON line of where each rank is and how far its result is from one device's. `large`: the
+same of weights that are large enough to be reduced and gathered by hosts. `loop`: train until something ends it.
 """
 
 from __future__ import annotations
