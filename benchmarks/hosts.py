@@ -4,7 +4,7 @@
 
 The hosts are network namespaces of this machine (root needed), two ranks each, with a link of `--rate` between them, as
 `tc tbf` makes it; within a host ranks talk over the loopback device. All ranks share the cores there are, so that only
-ratios within a round say something. Over gloo; float32, Adam. PYTHON is an interpreter that has torch (CPU); its ranks
+ratios within a round say something. float32, Adam; torch and what is by hand over gloo. PYTHON is an interpreter that has torch (CPU); its ranks
 take turns with jaxdist's, a job each, so that its rounds are minutes apart from those that they are compared with.
 """
 
@@ -24,11 +24,11 @@ import report
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("hosts", "support")]
 
 VARIANTS = {
-    "level 0": "jaxdist xla 0",
-    "level 3": "jaxdist xla 3",
-    "level 3, within hosts": "jaxdist xla 3 within=host",
-    "level 2": "jaxdist xla 2",
-    "level 2, within hosts": "jaxdist xla 2 within=host",
+    "level 0": "jaxdist {} 0",
+    "level 3": "jaxdist {} 3",
+    "level 3, within hosts": "jaxdist {} 3 within=host",
+    "level 2": "jaxdist {} 2",
+    "level 2, within hosts": "jaxdist {} 2 within=host",
     "one buffer by hand": "gloo flat",
 }
 TORCH = {"torch FSDP2": "FSDP2", "torch HSDP": "HSDP"}
@@ -45,7 +45,7 @@ _JOBS = 3
 """Of each kind, by turns, where there are two."""
 
 
-def rank(model: str, rounds: int, steps: int, torch: bool) -> None:
+def rank(model: str, communicator: str, rounds: int, steps: int, torch: bool) -> None:
     """One rank of the job: the variants by turns; the root prints all times."""
     from worker import RANK, run
 
@@ -56,9 +56,10 @@ def rank(model: str, rounds: int, steps: int, torch: bool) -> None:
 
         import jaxdist
 
-        jaxdist.init(communicator="xla")
+        jaxdist.init(communicator=communicator)
     make = Steps(model)
-    variants = {name: make(what) for name, what in (TORCH if torch else VARIANTS).items()}
+    wanted = TORCH if torch else {name: what.format(communicator) for name, what in VARIANTS.items()}
+    variants = {name: make(what) for name, what in wanted.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     losses = {name: [_over_ranks(variant.step(), torch) for _ in range(3)] for name, variant in variants.items()}
     for _ in range(rounds):
@@ -78,7 +79,9 @@ def _over_ranks(loss: Any, torch: bool) -> float:
     return float(loss)
 
 
-def measure(models: list[str], rate: str, rounds: int, steps: int, torch: str | None) -> dict[str, Any]:
+def measure(
+    models: list[str], communicator: str, rate: str, rounds: int, steps: int, torch: str | None
+) -> dict[str, Any]:
     """Each model, in jobs across the hosts."""
     import jobs
     from namespaces import Hosts
@@ -105,7 +108,7 @@ def measure(models: list[str], rate: str, rounds: int, steps: int, torch: str | 
                             model,
                             *(["--torch", python] if python == torch else []),
                         ]
-                        command += ["--rounds", str(turns), "--steps", str(steps)]
+                        command += ["--communicator", communicator, "--rounds", str(turns), "--steps", str(steps)]
                         own = {"XLA_FLAGS": None}  # the tests' are for compiling quickly
                         result = hosts.run("node1", command, own, timeout=900)
                         report_ = re.search(r"REPORT (.*)$", result.stdout, re.MULTILINE)
@@ -116,7 +119,13 @@ def measure(models: list[str], rate: str, rounds: int, steps: int, torch: str | 
                             found[model]["ms"].setdefault(name, []).extend(times)
         finally:
             hosts.close()
-    return {"machine": report.machine(), "command": report.command(), "rate": rate, "models": found}
+    return {
+        "machine": report.machine(),
+        "command": report.command(),
+        "communicator": communicator,
+        "rate": rate,
+        "models": found,
+    }
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -133,7 +142,7 @@ def markdown(results: dict[str, Any]) -> str:
     ratios = [[f"{a} / {b}", *(report.ratio(m["ms"], a, [b]) for m in models.values())] for a, b in pairs]
     return "\n\n".join(
         [
-            f"Two hosts of two ranks each, {results['rate']} between them, over gloo. Medians of ms a step.",
+            f"Two hosts of two ranks each, {results['rate']} between them, {results['communicator']}. Medians of ms a step.",
             report.table(["", *models], ms),
             "Medians of the ratios within rounds (smallest-largest).",
             report.table(["", *models], ratios),
@@ -144,6 +153,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default="MLP-10M,GPT-10M")
+    parser.add_argument("--communicator", choices=["xla", "mpi"], default="xla", help="xla: gloo")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
@@ -152,9 +162,9 @@ def main() -> None:
     report.add_arguments(parser, pictures=False)
     args = parser.parse_args()
     if args.rank:
-        rank(args.rank, args.rounds, args.steps, bool(args.torch))
+        rank(args.rank, args.communicator, args.rounds, args.steps, bool(args.torch))
         return
-    found = measure(args.models.split(","), args.rate, args.rounds, args.steps, args.torch)
+    found = measure(args.models.split(","), args.communicator, args.rate, args.rounds, args.steps, args.torch)
     report.write(args, found, markdown)
 
 

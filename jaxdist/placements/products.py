@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.ir.operations import ADDITION, SHAPE_ONLY
@@ -48,6 +50,8 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     examples = {described.operands[k][p.dim] for k in batch if isinstance(p := ins[k], Split)}
     if len(examples) > 1 or None in examples or any(isinstance(p, Partial) for p in ins):
         return None
+    if any(jnp.issubdtype(walk.block.avals[o].dtype, jax.dtypes.extended) for o in node.outs):
+        return None  # random keys, of which some are picked
     if any(p.group != (walk.infer.group if p.stored else 0) for p in splits):
         return None
     if any(p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
@@ -68,6 +72,8 @@ def _with_slices(
     (result,), cut = described.results, described.operands[kept][weight.dim]
     if cut is None or cut == example or example in described.operands[kept] or example not in result:
         return None
+    if weight.group and kept and described.params:
+        return None  # entries of the batch at places that a parameter says: the operation's sizes are those of all rows
     out = walk.block.avals[node.outs[0]]
     back = tile(result.index(example), out.shape[result.index(example)], walk.n)
     kind = described.reduced.get(cut)
@@ -110,7 +116,11 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     if slices.is_padded(walk.n) or (gathered and slices.group):
         return None
     moves = [(p, takes[k], aval) for k, p, aval in _of_batch(walk, node, ins)]
-    if not _pays(walk, moves, nbytes(out), lambda: _terms(walk, node), 1 if gathered else None, _again(walk, node)):
+    # Between groups the rows travel once, where slices would be added up; and each group does what others do as well.
+    between = sum(nbytes(aval) for *_, aval in moves) + flops(walk.block, node) // _BYTE[walk.infer.on_cpu]
+    if slices.group and between > 2 * nbytes(out):
+        return None
+    if not _pays(walk, moves, nbytes(out), lambda: _terms(walk, node), most=1 if gathered else None):
         return None
     product = Cut(described, cut, slices, None)
     if not gathered:
@@ -127,11 +137,15 @@ def _users(walk: Walk, node: Node, i: int) -> int:
     return sum(n.name == node.name and n.backward == node.backward for n in walk.block.nodes if i in n.ins)
 
 
+_MANY = 1 << 30
 _TO_A_SUM = ADDITION | SHAPE_ONLY | {"convert_element_type"}
 
 
 def _terms(walk: Walk, own: Node) -> int:
-    """Of how many cotangents, this one among them, the sum is that it is added to: they could be reduced as one."""
+    """Of how many cotangents, this one among them, the sum is that it is added to: they could be reduced as one.
+
+    With those of other operations more than pays: a table's rows are few where its product with all words is large.
+    """
     block, (i,) = walk.block, own.outs
     while block.uses[i] == 1 and i in walk.next and walk.next[i].name in _TO_A_SUM:
         (i,) = walk.next[i].outs
@@ -141,7 +155,7 @@ def _terms(walk: Walk, own: Node) -> int:
         if node is not None and node.name in _TO_A_SUM:
             todo += node.ins
         elif node is not None and (node is own or node.backward):
-            count += 1
+            count += 1 if node.name == own.name else _MANY
     return count
 
 
@@ -166,20 +180,8 @@ def _of_group(split: Split, aval: Any, group: int) -> tuple[Split, Any]:
     return ours, aval.update(shape=(*aval.shape[: split.dim], ours.size, *aval.shape[split.dim + 1 :]))
 
 
-def _again(walk: Walk, node: Node) -> int:
-    """What a gradient costs each group that computes it from the rows of all, as bytes between groups."""
-    if not (group := walk.infer.group):
-        return 0
-    return flops(walk.block, node) * (walk.n - group) // (walk.n * group * _BYTE[walk.infer.on_cpu])
-
-
 def _pays(
-    walk: Walk,
-    moves: Sequence[_Moved],
-    weight: int,
-    sharing: Callable[[], int],
-    most: int | None = None,
-    more: int = 0,
+    walk: Walk, moves: Sequence[_Moved], weight: int, sharing: Callable[[], int], most: int | None = None
 ) -> bool:
     """Whether values of the batch should travel in place of a weight.
 
@@ -192,11 +194,9 @@ def _pays(
       weight: its bytes.
       sharing: counts the operations for which it would travel once. Asked last: it looks at all of the block.
       most: that may be so many; None: if it is worth it for each.
-      more: what it costs besides, as bytes.
     """
     whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
     sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves) + len(moves) * _MESSAGE[walk.infer.on_cpu]
-    sent += more
     if whole > weight // (walk.infer.group or walk.n) or sent > weight:
         return False
     count = sharing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any
@@ -164,6 +165,28 @@ def test_state_that_was_sharded_within_groups() -> None:
     assert abs(evaluate(held, x) - np.mean(np.asarray(x) @ np.asarray(params))) < 1e-12
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("within", [None, 2])
+def test_entries_of_the_batch_at_places_that_a_parameter_says(within: Any) -> None:
+    """Numbers, and random keys."""
+    x, seeds = array(ROWS, 96), jnp.arange(ROWS, dtype=jnp.uint32)
+
+    def step(w: Any, opt_state: Any, batch: Any, tx: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean((batch[0][:, jnp.argsort(jax.lax.stop_gradient(w[:, 0]))] @ w) ** 2)
+
+        keys = jax.vmap(lambda s: jax.random.split(jax.random.key(s), 96))(batch[1])
+        picked = jax.random.key_data(keys[:, jnp.argsort(w[:, 1])])
+        updates, opt_state = tx.update(jax.grad(loss)(w), opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, picked
+
+    plain, sharded = optax.sgd(0.1), jaxdist.zero(optax.sgd(0.1), 3, within)
+    w = array(*WIDE)
+    want = jax.jit(functools.partial(step, tx=plain))(w, plain.init(w), (x, seeds))
+    decorated = jaxdist.data_parallel(functools.partial(step, tx=sharded), mesh=parity.mesh(4), donate=False)
+    parity.compare(decorated(w, sharded.init(w), (x, seeds)), want, 1e-10)
+
+
 # --- what travels
 
 
@@ -252,9 +275,9 @@ def test_a_weight_that_many_share_is_gathered_once() -> None:
 def groups_of(name: str, rows: int, level: Any, width: int = 512) -> list[tuple[str, Any, int]]:
     """(kind, groups, entries of the result) of each collective of three layers on 4 devices, in groups of 2."""
     apply, _, _ = MODELS[name]
-    params = [(array(width, width), array(width)) for _ in range(3)]
+    params = [(jnp.zeros((width, width), "f"), jnp.zeros(width, "f")) for _ in range(3)]
     tx = jaxdist.zero(optax.sgd(0.1), level, within=2)
-    batch = array(rows, width), array(rows, width)
+    batch = jnp.zeros((rows, width), "f"), jnp.zeros((rows, width), "f")
     program = parity.program(step_of(tx, apply), params, tx.init(params), batch, devices=4)
     return [
         (parity.COLLECTIVES[eqn.primitive.name], groups_of_eqn(eqn), math.prod(eqn.outvars[0].aval.shape))
@@ -285,6 +308,38 @@ def test_within_groups_a_batch_that_takes_long_stays() -> None:
     across = ((0, 2), (1, 3))
     assert ("all-gather", across) in [(kind, who) for kind, who, _ in few]
     assert {kind for kind, who, _ in many if who == across} == {"all-reduce"}
+
+
+def test_within_groups_no_more_crosses_them_than_slices_would() -> None:
+    """Where what a product makes is larger than the weight."""
+    params, rows = jnp.zeros((64, 16384), "f"), 176
+    tx = jaxdist.zero(optax.sgd(0.1), 3, within=4)
+
+    def step(w: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w), opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    program = parity.program(step, params, tx.init(params), jnp.zeros((rows, 64), "f"), devices=8)
+    across = ((0, 4), (1, 5), (2, 6), (3, 7))
+    crossing = [eqn for eqn in program.eqns if eqn.primitive.name in parity.COLLECTIVES]
+    crossing = [eqn for eqn in crossing if groups_of_eqn(eqn) in (across, None)]
+    assert sum(math.prod(eqn.outvars[0].aval.shape) for eqn in crossing) <= 64 * 16384 // 4
+
+
+def test_a_table_that_is_multiplied_as_well_is_reduced_once() -> None:
+    """Its gradient is the sum of few rows and of a product of all words."""
+    table = jnp.zeros((4096, 64), "f")
+    tx = jaxdist.zero(optax.sgd(0.1), 2)
+
+    def step(w: Any, opt_state: Any, ids: Any) -> Any:
+        loss = lambda w: jnp.mean(jax.nn.logsumexp(jnp.tanh(w[ids]) @ w.T, -1))
+        updates, opt_state = tx.update(jax.grad(loss)(w), opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    program = parity.program(step, table, tx.init(table), jnp.zeros((256, 2), "i"), devices=4)
+    found = parity.collectives(program)
+    assert [kind for kind, *_ in found if kind != "all-gather"] == ["reduce-scatter"]
+    assert [shape for kind, shape, _ in found if kind == "all-gather"] == [(4096, 64)]
 
 
 # --- what is said of it
