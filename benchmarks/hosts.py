@@ -4,8 +4,9 @@
 
 The hosts are network namespaces of this machine (root needed), two ranks each, with a link of `--rate` between them, as
 `tc tbf` makes it; within a host ranks talk over the loopback device. All ranks share the cores there are, so that only
-ratios within a round say something. float32, Adam; torch and what is by hand over gloo. PYTHON is an interpreter that has torch (CPU); its ranks
-take turns with jaxdist's, a job each, so that its rounds are minutes apart from those that they are compared with.
+ratios within a round say something. float32, Adam; torch and what is by hand over gloo. PYTHON is an interpreter that
+has torch (CPU); its ranks take turns with jaxdist's, a job each, so that its rounds are minutes apart from those that
+they are compared with.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def markdown(results: dict[str, Any]) -> str:
     ratios = [[f"{a} / {b}", *(report.ratio(m["ms"], a, [b]) for m in models.values())] for a, b in pairs]
     return "\n\n".join(
         [
-            f"Two hosts of two ranks each, {results['rate']} between them, {results['communicator']}. Medians of ms a step.",
+            f"Two hosts of two ranks each, {results['rate']} between them, {results['communicator']}. Medians, ms a step.",
             report.table(["", *models], ms),
             "Medians of the ratios within rounds (smallest-largest).",
             report.table(["", *models], ratios),
