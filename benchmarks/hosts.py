@@ -143,7 +143,7 @@ def markdown(results: dict[str, Any]) -> str:
     ratios = [[f"{a} / {b}", *(report.ratio(m["ms"], a, [b]) for m in models.values())] for a, b in pairs]
     return "\n\n".join(
         [
-            f"Two hosts of two ranks each, {results['rate']} between them, {results['communicator']}. Medians, ms a step.",
+            f"Two hosts of two ranks each, {results['rate']} between, {results['communicator']}. Medians of ms a step.",
             report.table(["", *models], ms),
             "Medians of the ratios within rounds (smallest-largest).",
             report.table(["", *models], ratios),
