@@ -52,8 +52,6 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         return None
     if any(jnp.issubdtype(walk.block.avals[o].dtype, jax.dtypes.extended) for o in node.outs):
         return None  # random keys, of which some are picked
-    if any(p.group != (walk.infer.group if p.stored else 0) for p in splits):
-        return None
     if any(p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
         return None
     (example,) = examples
@@ -87,7 +85,7 @@ def _with_slices(
     arrive = {k: (*_of_group(p, aval, weight.group), takes[k]) for k, p, aval in _of_batch(walk, node, ins)}
     back_here, out_here = _of_group(back, out, weight.group)
     moves = [(p, to, aval) for p, aval, to in arrive.values()] + [(made, back_here, out_here)]
-    if not _pays(walk, moves, nbytes(walk.block.avals[node.ins[kept]]), lambda: _users(walk, node, node.ins[kept])):
+    if not _pays(walk, moves, weight, walk.block.avals[node.ins[kept]], lambda: _users(walk, node, node.ins[kept])):
         return None
     if not weight.group:  # then what an operation takes is brought into its form, and written down
         arrive, moves = {}, moves[-1:]
@@ -120,7 +118,7 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     between = sum(nbytes(aval) for *_, aval in moves) + flops(walk.block, node) // _BYTE[walk.infer.on_cpu]
     if slices.group and between > 2 * nbytes(out):
         return None
-    if not _pays(walk, moves, nbytes(out), lambda: _terms(walk, node), most=1 if gathered else None):
+    if not _pays(walk, moves, slices, out, lambda: _terms(walk, node), most=1 if gathered else None):
         return None
     product = Cut(described, cut, slices, None)
     if not gathered:
@@ -181,7 +179,7 @@ def _of_group(split: Split, aval: Any, group: int) -> tuple[Split, Any]:
 
 
 def _pays(
-    walk: Walk, moves: Sequence[_Moved], weight: int, sharing: Callable[[], int], most: int | None = None
+    walk: Walk, moves: Sequence[_Moved], split: Split, aval: Any, sharing: Callable[[], int], most: int | None = None
 ) -> bool:
     """Whether values of the batch should travel in place of a weight.
 
@@ -191,13 +189,15 @@ def _pays(
     Args:
       walk: which places the block.
       moves: of values of the batch.
-      weight: its bytes.
+      split: of the weight, or of its gradient.
+      aval: its type.
       sharing: counts the operations for which it would travel once. Asked last: it looks at all of the block.
       most: that may be so many; None: if it is worth it for each.
     """
     whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
     sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves) + len(moves) * _MESSAGE[walk.infer.on_cpu]
-    if whole > weight // (walk.infer.group or walk.n) or sent > weight:
+    weight = nbytes(aval)
+    if whole > weight // (split.group or walk.n) or sent > weight:
         return False
     count = sharing()
     return count <= most if most else sent <= weight // count

@@ -99,6 +99,35 @@ def test_large_sums_in_slices_within_each_host_first(shape: tuple[int, ...], dim
     assert moved(program, x) == {("all-to-all", g) for g in groups}
 
 
+@pytest.mark.parametrize("primitive", [all_reduce_p, reduce_shard_p, gather_shards_p])
+def test_within_groups_at_once(primitive: Any) -> None:
+    """Groups are of one host, or one of each: no link would carry less."""
+    groups = ((0, 2, 4, 6), (1, 3, 5, 7))
+    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, 4, LARGE // 4)), jnp.float32)
+    params: dict[Any, dict[str, Any]] = {
+        all_reduce_p: {"wire": None},
+        reduce_shard_p: {"wire": None, "dim": 0, "devices": 4},
+        gather_shards_p: {"dim": 0, "size": 16, "devices": 4},
+    }
+
+    def local(x: Any) -> Any:
+        call = lambda x: primitive.bind(x[0], axes=("data",), groups=groups, **params[primitive])
+        closed = jax.make_jaxpr(call, axis_env=[("data", 8)])(x)
+        return xla.GlooLowering(2).run(closed, x)[0]
+
+    program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+    got = np.asarray(program(x)).reshape(8, -1, LARGE // 4)
+    for device in range(8):
+        own = x[device % 2 :: 2]
+        want = {
+            all_reduce_p: own.sum(0),
+            reduce_shard_p: own.sum(0)[device // 2 :][:1],
+            gather_shards_p: own.reshape(16, -1),
+        }[primitive]
+        np.testing.assert_array_equal(got[device], want)
+    assert {groups for _, groups in moved(program, x)} == {BETWEEN}
+
+
 def test_a_step_on_several_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxdist.step.program.hosts_of", lambda mesh: ["a", "a", "b", "b", "c", "c", "d", "d"])
     monkeypatch.setattr("jaxdist.communicators._over_gloo", lambda mesh: True)

@@ -102,6 +102,17 @@ def test_what_follows_from_a_reduction_is_in_a_later_bucket() -> None:
     assert fused(f, [(3,), (5,)], 1000) == [("float32", 3), ("float32", 8)]
 
 
+def test_what_nothing_follows_from_does_not_wait() -> None:
+    """It may share a bucket with the last of a chain; with one of its own it is sent as soon as it is there."""
+
+    def f(x: Any, y: Any) -> tuple[Any, Any]:
+        alone = all_reduce(y)
+        return all_reduce(jnp.sin(all_reduce(x))), alone
+
+    assert fused(f, [(3,), (5,)], 1) == [("float32", 5), ("float32", 3), ("float32", 3)]
+    assert fused(f, [(3,), (5,)], 1000) == [("float32", 3), ("float32", 8)]
+
+
 @pytest.mark.parametrize("within", [None, 2])
 def test_gradients_of_layers_that_talk_to_each_other_share_a_bucket(within: Any) -> None:
     """Each follows from more statistics than the one before; within groups it is also added up across them."""

@@ -169,22 +169,41 @@ def test_state_that_was_sharded_within_groups() -> None:
 @pytest.mark.parametrize("within", [None, 2])
 def test_entries_of_the_batch_at_places_that_a_parameter_says(within: Any) -> None:
     """Numbers, and random keys."""
-    x, seeds = array(ROWS, 96), jnp.arange(ROWS, dtype=jnp.uint32)
+    x, seeds = array(ROWS, 768), jnp.arange(ROWS, dtype=jnp.uint32)
 
-    def step(w: Any, opt_state: Any, batch: Any, tx: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return jnp.mean((batch[0][:, jnp.argsort(jax.lax.stop_gradient(w[:, 0]))] @ w) ** 2)
-
-        keys = jax.vmap(lambda s: jax.random.split(jax.random.key(s), 96))(batch[1])
-        picked = jax.random.key_data(keys[:, jnp.argsort(w[:, 1])])
-        updates, opt_state = tx.update(jax.grad(loss)(w), opt_state, w)
-        return optax.apply_updates(w, updates), opt_state, picked
+    def step(params: Any, opt_state: Any, batch: Any, tx: Any) -> Any:
+        w, places = params
+        grad = jax.grad(lambda w: jnp.mean((batch[0][:, places] @ w) ** 2))(w)
+        keys = jax.vmap(lambda s: jax.random.split(jax.random.key(s), 768))(batch[1])
+        picked = jax.random.key_data(keys[:, places])
+        updates, opt_state = tx.update((grad, jnp.zeros_like(places)), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, picked
 
     plain, sharded = optax.sgd(0.1), jaxdist.zero(optax.sgd(0.1), 3, within)
-    w = array(*WIDE)
-    want = jax.jit(functools.partial(step, tx=plain))(w, plain.init(w), (x, seeds))
+    params = array(*TALL), jnp.asarray(RNG.permutation(768))
+    want = jax.jit(functools.partial(step, tx=plain))(params, plain.init(params), (x, seeds))
     decorated = jaxdist.data_parallel(functools.partial(step, tx=sharded), mesh=parity.mesh(4), donate=False)
-    parity.compare(decorated(w, sharded.init(w), (x, seeds)), want, 1e-10)
+    parity.compare(decorated(params, sharded.init(params), (x, seeds)), want, 1e-10)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kept", ["whole", "over all devices"])
+def test_within_groups_a_leaf_that_is_kept_otherwise(kept: str) -> None:
+    """One on every device has its gradient added up at once; of one over all devices no more than rows travel."""
+    plain, sharded = optax.sgd(0.1), jaxdist.zero(optax.sgd(0.1), 3, within=2)
+    w, v, x = array(*WIDE), array(*TALL), array(ROWS, 96)
+
+    def step(w: Any, v: Any, opt_state: Any, x: Any, tx: Any) -> Any:
+        loss, (dw, dv) = jax.value_and_grad(lambda w, v: jnp.mean(jnp.tanh(x @ w) @ v), (0, 1))(w, v)
+        updates, opt_state = tx.update(dw, opt_state, w)
+        return optax.apply_updates(w, updates), loss, dv if kept == "whole" else None
+
+    ours = functools.partial(step, tx=sharded)
+    args = w, v if kept == "whole" else jaxdist.shard(v), sharded.init(w), x
+    want = jax.jit(functools.partial(step, tx=plain))(w, v, plain.init(w), x)
+    parity.compare(jaxdist.data_parallel(ours, donate=False)(*args), want, 1e-10)
+    found = parity.collectives(parity.program(ours, *args, devices=8))
+    assert [kind for kind, shape, _ in found if shape == TALL] == (["all-reduce"] if kept == "whole" else [])
 
 
 # --- what travels
@@ -254,6 +273,20 @@ def test_what_each_device_holds_whole_is_no_more_than_its_slice() -> None:
 
     assert "all-to-all" in kinds(64)
     assert "all-to-all" not in kinds(128)
+
+
+def test_within_groups_a_slice_is_of_all_devices_of_a_group() -> None:
+    """So much of the rows may be on a device, and for the rest of them an all-to-all sends so much."""
+    held = jaxdist.shard(jnp.zeros((512, 512), "f"), within=2)
+    evaluate = lambda w, x: jnp.mean(x @ w)
+
+    def kinds(rows_of_a_group: int) -> list[str]:
+        batch = jnp.zeros((4 * rows_of_a_group, 512), "f")
+        return [kind for kind, *_ in parity.collectives(parity.program(evaluate, held, batch, devices=8))]
+
+    # Half of the columns of all rows of a group there, their products back, and two messages (256 KiB): at most 1 MiB.
+    assert kinds(160) == ["all-to-all", "reduce-scatter", "all-reduce"]
+    assert kinds(200) == ["all-gather", "all-reduce"]
 
 
 def test_a_weight_that_many_share_is_gathered_once() -> None:
@@ -326,10 +359,11 @@ def test_within_groups_no_more_crosses_them_than_slices_would() -> None:
     assert sum(math.prod(eqn.outvars[0].aval.shape) for eqn in crossing) <= 64 * 16384 // 4
 
 
-def test_a_table_that_is_multiplied_as_well_is_reduced_once() -> None:
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_table_that_is_multiplied_as_well_is_reduced_once(level: Any) -> None:
     """Its gradient is the sum of few rows and of a product of all words."""
-    table = jnp.zeros((4096, 64), "f")
-    tx = jaxdist.zero(optax.sgd(0.1), 2)
+    table = jnp.zeros((16384, 64), "f")
+    tx = jaxdist.zero(optax.sgd(0.1), level)
 
     def step(w: Any, opt_state: Any, ids: Any) -> Any:
         loss = lambda w: jnp.mean(jax.nn.logsumexp(jnp.tanh(w[ids]) @ w.T, -1))
@@ -338,8 +372,9 @@ def test_a_table_that_is_multiplied_as_well_is_reduced_once() -> None:
 
     program = parity.program(step, table, tx.init(table), jnp.zeros((256, 2), "i"), devices=4)
     found = parity.collectives(program)
-    assert [kind for kind, *_ in found if kind != "all-gather"] == ["reduce-scatter"]
-    assert [shape for kind, shape, _ in found if kind == "all-gather"] == [(4096, 64)]
+    kinds = [kind for kind, *_ in found if kind != "all-gather"]
+    assert kinds == {2: ["reduce-scatter"], 3: ["all-to-all", "reduce-scatter"]}[level]  # at level 3 rows are looked up
+    assert [math.prod(shape) for kind, shape, _ in found if kind == "all-gather"].count(16384 * 64) == level - 1
 
 
 # --- what is said of it
