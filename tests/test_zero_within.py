@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from parity import mesh
 
 import jaxdist
 from jaxdist.placements.layouts import Padded
+from jaxdist.planning.schedule import collectives
 
 MESHES = [(4, 2), (8, 4), (8, 2)]
 """Devices, and how many of them share a leaf: 2x2, 2x4, 4x2."""
@@ -75,16 +76,6 @@ def mlp(level: Any, within: Any) -> tuple[Any, Any, Any]:
     return step, (params, tx.init(params)), rng.normal(size=(16, 16))
 
 
-def groups(text: str) -> dict[str, list[tuple[tuple[tuple[int, ...], ...], int]]]:
-    """Of a compiled program: by kind, who takes part in each collective, and its result's entries on a device."""
-    found: dict[str, list[Any]] = {}
-    pattern = r"= \(?\w+\[([\d,]*)\][^=]*? (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=\{([\d,{}]+)\}"
-    for shape, kind, who in re.findall(pattern, text):
-        parts = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+\d", who))
-        found.setdefault(kind, []).append((parts, int(np.prod([int(n) for n in shape.split(",") if n]))))
-    return found
-
-
 IN, ACROSS, ALL = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
 
 
@@ -93,10 +84,12 @@ IN, ACROSS, ALL = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
 def test_nothing_crosses_the_groups_but_slices(level: Any) -> None:
     step, state, x = mlp(level, 2)
     decorated = jaxdist.data_parallel(step, mesh=mesh(4))
-    found = groups(decorated.lower(*state, x).compile().as_text())
-    assert {who for who, _ in found["all-gather"]} == {IN}
-    assert {who for who, _ in found["reduce-scatter"]} == {IN}
-    sums = {who: sum(size for its, size in found["all-reduce"] if its == who) for who, _ in found["all-reduce"]}
+    found = collectives(decorated.lower(*state, x).compile().as_text(), 4)
+    assert {one.groups for one in found if one.kind in ("all-gather", "reduce-scatter")} == {IN}
+    sums: Counter[Any] = Counter()
+    for one in found:
+        if one.kind == "all-reduce":
+            sums[one.groups] += one.bytes // 8
     assert sums == {ACROSS: (16 * 24 + 24 * 7) // 2, ALL: 1}  # half of the gradients; the loss
 
 

@@ -381,7 +381,7 @@ class MpiLowering(Interpreter):
         body = eqn.params["jaxpr"]
 
         def run(order: Any, *xs: Any) -> Sequence[Any]:
-            order, outs = self._inner(order, ClosedJaxpr(body, ()), *xs)
+            order, outs = self._inner(order, compat.closed(body), *xs)
             return [order, *outs]
 
         closed = retrace(run, [jax.typeof(order), *(v.aval for v in body.invars)])

@@ -15,6 +15,7 @@ from jaxdist.compat.arrays import adopt, release_dropped, sharding_of
 from jaxdist.compat.compilation import (
     compiler_knows,
     for_any_device,
+    listed_groups,
     on_compile,
     on_compiled,
     same_cache_key_on_all_ranks,
@@ -32,9 +33,12 @@ from jaxdist.compat.distributed import (
 )
 from jaxdist.compat.ending import before_threads_end, on_exit_code
 from jaxdist.compat.jaxprs import (
+    batched_entry_by_entry,
     bind,
     call,
     closed,
+    composite_p,
+    expanded,
     in_backward_pass,
     linear_solve,
     makes_bits_by_place,

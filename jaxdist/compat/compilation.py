@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -141,3 +142,40 @@ def compiler_knows(option: str, value: Any) -> bool:
             return False
         raise
     return True
+
+
+@functools.lru_cache(maxsize=1024)
+def listed_groups(text: str) -> str:
+    """The groups of devices of a collective as lists, ``{{0,1},{2,3}}``, however XLA has written them.
+
+    From jax 0.12 on they may be axes of a mesh. XLA's printer of fingerprints writes lists in each version, and its
+    parser knows whatever it prints; neither has a public place.
+
+    Args:
+      text: what stands after ``replica_groups=`` in a compiled program.
+
+    Raises:
+      ValueError: XLA does not read it.
+    """
+    from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        module = _hlo.hlo_module_from_text(_COLLECTIVE.format(text))
+    except RuntimeError as error:
+        raise ValueError(f"these are no groups of devices: {text}") from error
+    return re.findall(r"replica_groups=(\{\{.*?\}\})", module.to_string(_hlo.HloPrintOptions.fingerprint()))[0]
+
+
+_COLLECTIVE = """HloModule one
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  ROOT %sum = f32[] all-reduce(%x), channel_id=1, replica_groups={}, use_global_device_ids=true, to_apply=%add
+}}
+"""

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import config as _config
-from jax._src import source_info_util
+from jax._src import hijax, source_info_util
+from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
 
@@ -32,6 +33,24 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
         args = _in_bounds(eqn.primitive.name, args, params)
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]
+
+
+def batched_entry_by_entry(primitive: Any) -> bool:
+    """Whether JAX batches a primitive as it does all that works entry by entry (`defvectorized`, `defbroadcasting`).
+
+    It is how JAX itself registers such work, in a table that is not public.
+    """
+    rule = getattr(batching.fancy_primitive_batchers.get(primitive), "func", None)
+    return rule is batching.vectorized_batcher or rule is batching.broadcast_batcher
+
+
+composite_p = hijax.call_hi_primitive_p
+"""An operation made of others (``jnp.nonzero`` from jax 0.12 on), which a trace still has in one piece."""
+
+
+def expanded(interpreter: Any, eqn: Any, *args: Any) -> Sequence[Any]:
+    """What a composite operation is made of, traced; a rule of an `Interpreter`."""
+    return eqn.primitive.to_lojax(*args, **eqn.params)
 
 
 def _in_bounds(name: str, args: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:

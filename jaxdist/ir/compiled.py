@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from jaxdist import compat
+from jaxdist.mesh import Groups
+
 _KINDS = {
     "all-reduce": "all-reduce",
     "all-gather": "all-gather",
@@ -19,6 +22,9 @@ _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)")
+
+
+_GROUPS = r"replica_groups=(.*?)(?=, (?!device_ids)\w+=|$)"
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,17 @@ class Instruction:
         if branches := self.attribute(r"branch_computations=\{([^}]*)\}"):
             names += re.findall(r"%?([\w.\-]+)", branches)
         return names
+
+    @property
+    def groups(self) -> Groups | None:
+        """The devices that a collective is between, group by group, or pairs of sender and receiver; None: all."""
+        listed = self.attribute(r"source_target_pairs=(\{[\d,{}]*\})")
+        if listed is None:
+            found = self.attribute(_GROUPS)
+            if found in (None, "{}"):
+                return None
+            listed = compat.listed_groups(found)
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed))
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a regular expression."""

@@ -34,8 +34,9 @@ def fingerprint(closed_jaxpr: ClosedJaxpr) -> tuple[str, ...]:
 
     Example:
       >>> import jax
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=AbstractMesh((2,), ("data",)),
+      >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+      >>> mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh,
       ...                       in_specs=P("data"), out_specs=P())
       >>> fingerprint(jax.make_jaxpr(total)(jax.numpy.ones(4, "float32")))
       ('psum_invariant float32[2] axes=(data)',)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
-from jaxdist.compat import bind, call
+from jaxdist import compat
 
 _WORTH_A_CALL, _LONGEST_CALL = 4, 256
 """Equations."""
@@ -23,9 +23,11 @@ INLINED = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
 }
 
 
@@ -46,10 +48,10 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> 
         if isinstance(value, ClosedJaxpr):
             return change(value)
         if isinstance(value, Jaxpr):  # jax.checkpoint: an open jaxpr, without constants
-            closed = change(ClosedJaxpr(value, ()))
-            if closed.consts:
+            made = change(compat.closed(value))
+            if made.consts:
                 raise NotImplementedError(f"constants inside {eqn.primitive}")
-            return closed.jaxpr
+            return made.jaxpr
         return type(value)(map(changed, value)) if isinstance(value, (tuple, list)) else value
 
     return {k: changed(v) for k, v in eqn.params.items()}
@@ -76,9 +78,7 @@ def contains(jaxpr: Jaxpr, primitives: Collection[Primitive]) -> bool:
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call that may be evaluated in place, else None."""
     body = eqn.params.get(INLINED.get(eqn.primitive.name, ""))
-    if isinstance(body, Jaxpr):
-        body = ClosedJaxpr(body, ())
-    return body
+    return None if body is None else compat.closed(body)
 
 
 def retrace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
@@ -128,7 +128,7 @@ class Interpreter:
             outs = [v for eqn in part for v in eqn.outvars if last.get(v, -1) >= stop]
             effects = frozenset().union(*(eqn.effects for eqn in part))
             body = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=part, effects=effects, debug_info=None)
-            env.update(zip(outs, call(ClosedJaxpr(body, ()), [env[v] for v in ins]), strict=True))
+            env.update(zip(outs, compat.call(ClosedJaxpr(body, ()), [env[v] for v in ins]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
@@ -159,14 +159,14 @@ class Interpreter:
             out = rule(self, eqn, *args)
             return out if eqn.primitive.multiple_results else [out]
         if not self.touches(eqn):
-            return bind(eqn, eqn.params, args)
+            return compat.bind(eqn, eqn.params, args)
         if body := called(eqn):
             return self.run(body, *args)
         return self.eval_nested(eqn, *args)
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """Rewrite the jaxprs that an equation holds and bind it again; its inputs and outputs keep their types."""
-        return bind(eqn, with_bodies(eqn, self.rewrite), args)
+        return compat.bind(eqn, with_bodies(eqn, self.rewrite), args)
 
     def touches(self, eqn: JaxprEqn) -> bool:
         """Whether the equation has to be evaluated, because a jaxpr inside it binds a primitive that has a rule."""

@@ -5,8 +5,12 @@ How its dimensions follow from those of the operands is in `jaxdist.placements.r
 
 from __future__ import annotations
 
-SAME = frozenset({"copy", "copy_p", "device_put", "jaxdist_plain", "jaxdist_shard", "pvary", "reshard",
-                  "sharding_constraint"})  # fmt: skip
+from jax.extend.core import Primitive
+
+from jaxdist import compat
+
+SAME = frozenset({"copy", "copy_p", "device_put", "jaxdist_plain", "jaxdist_shard", "layout_constraint", "pvary",
+                  "reshard", "sharding_constraint"})  # fmt: skip
 """The result is the operand, perhaps elsewhere."""
 
 SHAPE_ONLY = frozenset({"copy", "copy_p", "reshape", "squeeze", "transpose"})
@@ -21,7 +25,7 @@ CHEAP = SHAPE_ONLY | {"broadcast_in_dim", "convert_element_type", "div", "mul", 
 """May stand between what makes a tensor and its collective, without making that later."""
 
 CARRIES = (
-    ADDITION | (SAME - {"device_put", "pvary", "reshard", "sharding_constraint"})
+    ADDITION | (SAME - {"device_put", "layout_constraint", "pvary", "reshard", "sharding_constraint"})
     | {"clamp", "convert_element_type", "max", "min", "neg", "optimization_barrier", "reduce_precision",
        "stop_gradient", "sub"}
 )  # fmt: skip
@@ -43,21 +47,36 @@ SAME_RANK = frozenset({"concatenate", "dynamic_slice", "dynamic_update_slice", "
                        "split"})  # fmt: skip
 """The results have the operand's dimensions, some of them longer or shorter."""
 
-ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
-    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to",
-    "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not",
-    "optimization_barrier", "or", "polygamma", "population_count", "pow", "random_fold_in", "random_gamma_grad",
-    "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
-    "tan", "tanh", "threefry2x32", "xor", "zeta", "name", "pvary", "reshard",
-    "sharding_constraint", "mesh_cast", "device_put", "random_clone",
+_OF_ENTRIES = frozenset({
+    "add_any", "clamp", "convert_element_type", "copy_p", "device_put", "mesh_cast", "name", "optimization_barrier",
+    "layout_constraint", "pvary", "random_gamma_grad", "reshard", "select_n", "sharding_constraint", "stop_gradient",
 })  # fmt: skip
-"""Operands and results have the same dimensions, and an entry of a result is made of those at its place."""
+"""Of one entry at a time, though JAX has a rule of its own for batches of them."""
 
-DEFERRABLE = ELEMENTWISE - {
-    "device_put", "optimization_barrier", "random_fold_in", "random_gamma_grad", "reshard", "threefry2x32",
-}  # fmt: skip
-"""Cheap to compute where all that they take is deferred: what they make is deferred too."""
+_OTHER_DIMENSIONS = frozenset({"from_edtype", "random_bits", "random_seed", "random_split", "random_unwrap",
+                               "to_edtype"})  # fmt: skip
+"""JAX batches them like work on entries, but their results may have more dimensions, or fewer."""
+
+_DEAR = frozenset({"device_put", "optimization_barrier", "philox2x32", "philox4x32", "random_fold_in",
+                   "random_gamma_grad", "reshard", "stage", "threefry2x32", "threefry4x32", "tie",
+                   "with_memory_space_constraint"})  # fmt: skip
+"""Work on entries that is not to be done again, or that has a place."""
+
+
+def is_elementwise(primitive: Primitive) -> bool:
+    """Whether operands and results have the same dimensions, and an entry of a result is made of those at its place.
+
+    What JAX registers as that is: its own operations in any version, and those of a user's.
+
+    Example:
+      >>> from jax.extend.core.primitives import dot_general_p, tanh_p
+      >>> is_elementwise(tanh_p), is_elementwise(dot_general_p)
+      (True, False)
+    """
+    name = primitive.name
+    return name in _OF_ENTRIES or (compat.batched_entry_by_entry(primitive) and name not in _OTHER_DIMENSIONS)
+
+
+def is_deferrable(primitive: Primitive) -> bool:
+    """Whether an operation is cheap to compute where all that it takes is deferred: what it makes is deferred too."""
+    return is_elementwise(primitive) and primitive.name not in _DEAR

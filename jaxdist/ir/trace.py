@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.errors import StepError
-from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, subjaxprs
+from jaxdist.ir.interpreter import Interpreter, axes_of, contains, groups_of, subjaxprs
 from jaxdist.mesh import AXIS
 
 _log = logging.getLogger("jaxdist")
@@ -89,10 +89,13 @@ def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str
                 ) from None
             names.append(name)
             _log.info("the axis %r is taken for that of data parallelism: of size one, as on one device", name)
+    axes = [(name, 1) for name in names]
+    if contains(closed.jaxpr, [compat.composite_p]):
+        plain = Interpreter({compat.composite_p: compat.expanded})
+        closed = jax.make_jaxpr(lambda *xs: plain.run(closed, *xs), axis_env=axes)(*closed.in_avals)
     if not _named(closed.jaxpr, set(names)):
         return closed
     alone = Alone(names)
-    axes = [(name, 1) for name in names]
     return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals)
 
 

@@ -92,8 +92,9 @@ def transfers(program: ClosedJaxpr, devices: int, on_cpu: bool) -> Counter[Trans
 
     Example:
       >>> import jax
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=AbstractMesh((4,), ("data",)),
+      >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+      >>> mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh,
       ...                       in_specs=P("data"), out_specs=P())
       >>> [(one, n)] = transfers(jax.make_jaxpr(total)(jax.numpy.ones(40, "float32")), 4, on_cpu=True).items()
       >>> one.kind, one.elements, one.bytes, one.sent, n

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import INLINED, has_effect
+from jaxdist.ir.interpreter import called, has_effect
 from jaxdist.ir.operations import ADDITION, LINEAR
 
 
@@ -149,10 +149,7 @@ def _called(eqn: JaxprEqn, ins: Sequence[int]) -> tuple[ClosedJaxpr | None, Sequ
     """The body of a call that may stand in the call's place, and what it takes of the operands."""
     if eqn.primitive.name == "custom_linear_solve":  # differentiation is over: only the solution itself is left
         return compat.linear_solve(eqn.params, ins)
-    body = eqn.params.get(INLINED.get(eqn.primitive.name, ""))
-    if isinstance(body, Jaxpr):
-        body = ClosedJaxpr(body, ())
-    return body, ins
+    return called(eqn), ins
 
 
 def number(value: Any) -> Any:

@@ -105,9 +105,7 @@ def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     gives = [placement(s, shape) for s, shape in zip(params["out_specs"], walk.shapes(node.outs), strict=True)]
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        body = params["jaxpr"]
-        closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
-        return _Untyped().run(closed, *args)
+        return _Untyped().run(compat.closed(params["jaxpr"]), *args)
 
     return Strategy(takes, gives, run, exchanges=True)
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
-from jaxdist.ir.operations import DEFERRABLE, SAME_RANK
+from jaxdist.ir.operations import SAME_RANK, is_deferrable
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.marked import marked
 from jaxdist.placements.owners import with_owners
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
-from jaxdist.placements.strategy import Move, Placed, Strategy, nbytes
+from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import (
     DEFERRED,
@@ -235,7 +235,7 @@ class Walk:
 
     def factors(self, node: Node) -> Factors | None:
         """The loops of an operation."""
-        return rules.factors(node.name, node.eqn.params, self.shapes(node.ins), self.shapes(node.outs))
+        return rules.factors(node.eqn.primitive, node.eqn.params, self.shapes(node.ins), self.shapes(node.outs))
 
     def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.block.avals[i].shape for i in values]
@@ -243,7 +243,7 @@ class Walk:
     def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Of operands that every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
-        if aval is not None and aval.ndim and node.name in DEFERRABLE:
+        if aval is not None and aval.ndim and is_deferrable(node.eqn.primitive):
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
                 const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
@@ -260,6 +260,8 @@ class Walk:
             size = 0 if dim is None else self.block.avals[o].shape[dim]
             gives.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
+        if why and not (node.name in SPECIAL or rules.is_known(node.eqn.primitive)):
+            why = UNKNOWN
         if node.eqn.effects:
             why = f"{node.name} has an effect"
         return Strategy([REPLICATED] * len(ins), gives, run_as_is, why=why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxdist.ir.operations import ELEMENTWISE
+from jaxdist.ir.operations import is_elementwise
 from jaxdist.placements.block import Block
 from jaxdist.placements.values import reshaped
 
@@ -34,7 +34,7 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
             before = reshaped(infer.shard(dim, new[dim]), new, old)
             if before is not None and before.is_tile(infer.devices):
                 found.setdefault(node.ins[0], before.dim)
-        elif node.name in ELEMENTWISE:
+        elif is_elementwise(node.eqn.primitive):
             shape = block.avals[node.outs[0]].shape
             for i in node.ins:
                 if block.avals[i].shape == shape:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches, checkpointed
-from jaxdist.ir.operations import ELEMENTWISE, SAME
+from jaxdist.ir.operations import SAME, is_elementwise
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose
@@ -121,7 +121,7 @@ def _node(
     if name in SAME:
         return args[: len(node.outs)]
     update = next((a for a in args if isinstance(a, _Update)), None)
-    if update is not None and name in ELEMENTWISE:
+    if update is not None and is_elementwise(node.eqn.primitive):
         for source in args:
             if name == "add" and isinstance(source, _From):
                 found.roles.setdefault(source.index, "parameter")

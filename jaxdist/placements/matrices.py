@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.ir.interpreter import has_effect
-from jaxdist.ir.operations import CONTRACTION, ELEMENTWISE, FOR_ITSELF, LINEAR
+from jaxdist.ir.operations import CONTRACTION, FOR_ITSELF, LINEAR, is_elementwise
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import Placed, Strategy, nbytes
 from jaxdist.placements.values import Partial, Placement, Replicated, Split
@@ -75,7 +75,7 @@ def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved
         summed = isinstance(strategy.gives[0], Partial) and out.ndim > 1
         return moved[id(node)] > 0 or summed
     in_slices = any(isinstance(at[i], Split) for i in node.ins)
-    return bool(strategy.why) and in_slices and node.name not in ELEMENTWISE | LINEAR
+    return bool(strategy.why) and in_slices and not (node.name in LINEAR or is_elementwise(node.eqn.primitive))
 
 
 def bytes_moved(placed: Placed) -> Counter[int]:

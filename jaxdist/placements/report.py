@@ -13,7 +13,7 @@ from jaxdist.ir.control_flow import Scan
 from jaxdist.ir.operations import FACTORISATION
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import IN_PLACE, Move, Placed, Strategy
+from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed, Strategy
 from jaxdist.placements.values import Replicated, Split, reshaped
 from jaxdist.text import text_of
 
@@ -105,7 +105,8 @@ def warning(placed: Placed) -> str:
             continue
         elif _of_batch(row.what) and row.operation != "shard_map":  # which the user asked for
             kind = row.what.removesuffix(" of activations")
-            lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind})")
+            unknown = f": {row.why}" if row.why == UNKNOWN else ""
+            lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind}){unknown}")
         elif row.what.endswith("of shards") and row.why:
             lines.append(f"{what} gathers {in_words(row.bytes)} from shards: {row.why}")
     if not lines:
@@ -178,7 +179,7 @@ def _follow(block: Block, node: Node, at: Sequence[Rows]) -> Sequence[Rows]:
     if not any(at[i] for i in node.ins):
         return [frozenset()] * len(node.outs)
     ins, outs = ([block.avals[i].shape for i in values] for values in (node.ins, node.outs))
-    described = rules.factors(node.name, node.eqn.params, ins, outs)
+    described = rules.factors(node.eqn.primitive, node.eqn.params, ins, outs)
     if described is not None:
         factors = {
             dims[d] for i, dims in zip(node.ins, described.operands, strict=True) for d in at[i] if d < len(dims)

@@ -1,8 +1,8 @@
 """The table of rules: what each primitive of JAX does to the dimensions of its operands.
 
-Three kinds: `FACTORS` describe an operation by its loops (see `jaxdist.placements.describe`), which is all that most
-need; of those in `jaxdist.ir.operations.ELEMENTWISE` operands and results have the same dimensions; what has no rule is
-computed whole.
+`FACTORS` describe an operation by its loops (see `jaxdist.placements.describe`), which is all that most need; operands
+and results of what is elementwise (`jaxdist.ir.operations.is_elementwise`) have the same dimensions; what has no rule
+is computed whole: `WHOLE` says why, and a user is told of the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxdist.ir.operations import ELEMENTWISE
+from jax.extend.core import Primitive
+
+from jaxdist.ir.operations import is_elementwise
 from jaxdist.placements.describe import Dims, Factors, along
 from jaxdist.placements.values import Split
 
@@ -22,15 +24,14 @@ Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
 LETTERS = string.ascii_letters
 
 
-def factors(name: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+def factors(primitive: Primitive, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
     """The loops of an operation, or None if nothing is known of it."""
-    if name in ELEMENTWISE:
-        return _elementwise(params, ins, outs)
-    rule = FACTORS.get(name)
-    return rule(params, ins, outs) if rule else None
+    if rule := FACTORS.get(primitive.name):
+        return rule(params, ins, outs)
+    return _elementwise(ins, outs) if is_elementwise(primitive) else None
 
 
-def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+def _elementwise(ins: Shapes, outs: Shapes) -> Factors | None:
     if len({len(s) for s in outs}) > 1 or len(set(outs)) > 1:  # a barrier of arrays of several shapes
         return None
     if any(s and len(s) != len(outs[0]) for s in ins):  # a bitcast that adds or takes the last dimension
@@ -362,10 +363,26 @@ FACTORS: dict[str, Rule] = {
     "gather": _gather, "scatter-add": _scatter("sum"), "scatter_add": _scatter("sum"), "scatter-sub": _scatter(None),
     **dict.fromkeys(("scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max",
                      "scatter_max", "scatter_sub"), _scatter(None)),
-    **dict.fromkeys(("cholesky", "cholesky_update", "lu", "qr", "geqrf", "householder_product", "svd", "eigh", "eig",
-                     "schur", "hessenberg", "tridiagonal", "triangular_solve", "symmetric_product"), _batched(2)),
+    **dict.fromkeys(("cholesky", "cholesky_update", "lu", "qr", "geqrf", "geqp3", "ormqr", "householder_product",
+                     "svd", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "triangular_solve",
+                     "symmetric_product"), _batched(2)),
     "fft": _fft, "top_k": _top_k, "approx_top_k": _along("reduction_dimension"),
     "random_bits": _random_bits, "random_split": _random_bits, "random_unwrap": _random_bits,
     "random_wrap": _random_wrap, "random_seed": _random_wrap, "random_gamma": _random_gamma,
 }  # fmt: skip
 FACTORS |= {"lu_pivots_to_permutation": _batched(1), "tridiagonal_solve": _batched(1)}
+
+_KERNEL = "a kernel of which nothing is known"
+WHOLE = {
+    "custom_partitioning": _KERNEL, "ffi_call": _KERNEL, "pallas_call": _KERNEL,
+    "ragged_dot_general": "the sizes of its groups are of the whole batch",
+    "rng_bit_generator": "the bits of a generator that is not by place",
+    "select_and_scatter": "JAX emits select_and_scatter_add alone",
+    "platform_index": "a scalar: for which platform this is compiled",
+}  # fmt: skip
+"""What is computed by every device on whole operands, knowingly, and why."""
+
+
+def is_known(primitive: Primitive) -> bool:
+    """Whether an operation has a rule here, or is known to have none."""
+    return primitive.name in FACTORS or primitive.name in WHOLE or is_elementwise(primitive)

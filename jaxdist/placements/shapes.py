@@ -237,7 +237,7 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     return Strategy([form(to)], [to], run)
 
 
-@special("jaxdist_plain", "reshard", "sharding_constraint", "mesh_cast", "device_put", "pvary")
+@special("jaxdist_plain", "reshard", "sharding_constraint", "layout_constraint", "mesh_cast", "device_put", "pvary")
 def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """The value itself: a decorated step inside another one, and what only says where a value is."""
     gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]

@@ -13,6 +13,12 @@ import jax.numpy as jnp
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Split
 
+UNKNOWN = (
+    "jaxdist does not know this operation. If it is your own, jaxdist.register describes it; if it is JAX's, please "
+    "report it: https://github.com/jaxdist/jaxdist/issues"
+)
+"""Why an operation has to be computed whole of which there is no description."""
+
 IN_PLACE = "in place of a weight, which is larger"
 """Why values of a batch move where they need not."""
 

@@ -90,7 +90,7 @@ def _walk(computations: Computations, name: str, devices: int, times: int) -> It
         started = one.opcode.endswith("-start")
         own = _collective(one, computations)
         if kind := own.kind:
-            groups = _groups(own, devices)
+            groups = own.groups or (tuple(range(devices)),)
             size, dtype = _moved(one.type, kind, started)
             if kind == "reduce-scatter" and not started:
                 size *= max(map(len, groups))
@@ -151,19 +151,3 @@ def _parts(type_: str) -> list[str]:
             parts.append(type_[last:i])
             last = i + 1
     return [*parts, type_[last:-1]]
-
-
-def _groups(one: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
-    if listed := one.attribute(r"replica_groups=\{(\{[\d,{}]*\})\}"):
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed))
-    # "[2,4]<=[4,2]T(1,0)": the numbers from 0, in that shape, transposed and reshaped.
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", one.rest)
-    if iota:
-        shape, dims = ([int(n) for n in iota[k].split(",")] for k in (1, 2))
-        numbers = np.arange(int(np.prod(dims))).reshape(dims)
-        if iota[3]:
-            numbers = numbers.transpose([int(n) for n in iota[3].split(",")])
-        return tuple(tuple(map(int, group)) for group in numbers.reshape(shape))
-    if pairs := one.attribute(r"source_target_pairs=\{(\{[\d,{}]*\})\}"):
-        return tuple(tuple(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)\}", pairs))
-    return (tuple(range(devices)),)

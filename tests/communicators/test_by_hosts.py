@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -16,9 +15,10 @@ import jaxdist
 from jaxdist.communicators import xla
 from jaxdist.communicators.by_hosts import LARGE
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
+from jaxdist.planning.schedule import collectives
 
 MESH = Mesh(jax.devices(), ("data",))
-HOST, BETWEEN = "{{0,1},{2,3},{4,5},{6,7}}", "{{0,2,4,6},{1,3,5,7}}"
+HOST, BETWEEN, ALL = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7)), (tuple(range(8)),)
 
 
 def summed(x: Any, in_host: int, wire: str | None = None) -> Any:
@@ -34,9 +34,8 @@ def summed(x: Any, in_host: int, wire: str | None = None) -> Any:
     return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False))
 
 
-def moved(program: Any, *args: Any) -> set[tuple[str, str]]:
-    text = program.lower(*args).compile().as_text()
-    return set(re.findall(r"(all-reduce|all-to-all|all-gather)\(.*?replica_groups=([\d,{}]+\}\})", text))
+def moved(program: Any, *args: Any) -> set[tuple[str, Any]]:
+    return {(one.kind, one.groups) for one in collectives(program.lower(*args).compile().as_text(), 8)}
 
 
 @pytest.mark.parametrize("shape", [(1 << 13,), (3, 5, 7, 97)])
@@ -55,7 +54,7 @@ def test_small_ones_and_those_of_one_host_at_once(size: int, in_host: int) -> No
     x = jnp.ones((8, size), jnp.float32)
     program = summed(x, in_host)
     np.testing.assert_array_equal(program(x), 8)
-    assert moved(program, x) == {("all-reduce", "{{0,1,2,3,4,5,6,7}}")}
+    assert moved(program, x) == {("all-reduce", ALL)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
@@ -75,7 +74,7 @@ def test_large_gathers_between_hosts_first(shape: tuple[int, ...], dim: int, dty
     program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=spec, out_specs=P(), check_vma=False))
     np.testing.assert_array_equal(program(padded), whole)
     large = padded.nbytes >= LARGE
-    groups = {BETWEEN, HOST} if large else {"{{0,1,2,3,4,5,6,7}}"}
+    groups = {BETWEEN, HOST} if large else {ALL}
     assert moved(program, padded) == {("all-gather", g) for g in groups}
 
 
@@ -95,7 +94,7 @@ def test_large_sums_in_slices_within_each_host_first(shape: tuple[int, ...], dim
     program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=out, check_vma=False))
     got = np.take(np.asarray(program(x)), np.arange(shape[dim]), dim)  # without what it was padded with
     np.testing.assert_array_equal(got, x.sum(0))  # 8-bit numbers: exact in bfloat16
-    groups = {HOST, BETWEEN} if x[0].nbytes >= LARGE else {"{{0,1,2,3,4,5,6,7}}"}
+    groups = {HOST, BETWEEN} if x[0].nbytes >= LARGE else {ALL}
     assert moved(program, x) == {("all-to-all", g) for g in groups}
 
 

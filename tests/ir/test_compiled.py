@@ -62,5 +62,33 @@ def test_the_parts_of_an_instruction() -> None:
     assert main["sum-start"].kind == "all-reduce"
 
 
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{}", None),
+        ("{{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['data'=4] {'data'}", ((0, 1, 2, 3),)),
+        ("mesh['data'=2,'model'=2] {'data'}", ((0, 2), (1, 3))),
+        ("mesh['data'=2,'model'=2] {'model','data'}", ((0, 2, 1, 3),)),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", ((3, 1), (2, 0))),
+        ("mesh['data'=8] {'data':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+    ],
+)
+def test_groups_however_they_are_written(text: str, groups: object) -> None:
+    rest = f"(%x), channel_id=1, replica_groups={text}"
+    for more in (", use_global_device_ids=true, to_apply=%add", ""):
+        assert Instruction("sum", "f32[4]", "all-reduce", rest + more).groups == groups
+
+
+def test_pairs_and_what_names_no_devices() -> None:
+    pairs = "(%x), channel_id=1, source_target_pairs={{0,1},{1,2}}"
+    assert Instruction("sent", "f32[4]", "collective-permute", pairs).groups == ((0, 1), (1, 2))
+    assert Instruction("copied", "f32[4]", "copy", "(%x)").groups is None
+    with pytest.raises(ValueError, match="no groups of devices: several"):
+        _ = Instruction("sum", "f32[4]", "all-reduce", "(%x), replica_groups=several").groups
+
+
 def test_what_is_no_program_has_no_instructions() -> None:
     assert computations("") == ({}, "")

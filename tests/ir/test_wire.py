@@ -73,7 +73,7 @@ def test_small_gradients_of_a_loop_travel_after_it(seen: list[Counter[Transfer]]
 def test_groups() -> None:
     """Each act by themselves."""
     pairs = ((0, 1), (2, 3))
-    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     total = jax.shard_map(
         lambda x: lax.psum(lax.all_to_all(x, "data", 0, 0, tiled=True, axis_index_groups=pairs), "data"),
         mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -10,20 +11,18 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
+from jax.interpreters import batching, mlir
 from operations_of_a_batch import OPERATIONS, batch, state
 
+import jaxdist
 from jaxdist.ir.interpreter import INLINED, subjaxprs
+from jaxdist.ir.operations import is_elementwise
+from jaxdist.ir.trace import trace
 from jaxdist.placements import infer, rules
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.rules import FACTORS, factors
+from jaxdist.placements.strategy import UNKNOWN
 from jaxdist.placements.values import Split
-
-WHOLE = {
-    "rng_bit_generator": "bits of a generator that is not by place",
-    "select_and_scatter": "JAX emits select_and_scatter_add alone",
-    "platform_index": "a scalar: for which platform this is compiled",
-}
-"""Computed by every device on whole operands, knowingly, and why."""
 
 NAMED_AXES = {"all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all"}
 """Gone from a trace, whose axis has size one; over others they are refused or the user's own (`shard_map`)."""
@@ -34,37 +33,37 @@ NO_STEPS = {
 """Not in a step: of effects and references, or what transformations leave none of."""
 
 
-def known(name: str) -> bool:
-    if name == "custom_linear_solve":  # its solution is, see `placements.block`
+def known(primitive: Primitive) -> bool:
+    if primitive.name == "custom_linear_solve":  # its solution is, see `placements.block`
         return True
-    return name in rules.ELEMENTWISE | FACTORS.keys() | infer.SPECIAL.keys() | INLINED.keys() | WHOLE.keys()
+    return primitive.name in {*INLINED, *infer.SPECIAL} or rules.is_known(primitive)
 
 
 def test_each_public_primitive_is_known() -> None:
-    public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+    public = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
     assert len(public) > 150
-    assert sorted(name for name in public - NAMED_AXES - NO_STEPS if not known(name)) == []
+    assert sorted(name for name in public.keys() - NAMED_AXES - NO_STEPS if not known(public[name])) == []
 
 
 def test_each_primitive_of_the_operations_is_known() -> None:
-    found: set[str] = set()
+    found: dict[str, Primitive] = {}
 
     def visit(jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
-            found.add(eqn.primitive.name)
+            found[eqn.primitive.name] = eqn.primitive
             for sub in subjaxprs(eqn):
                 visit(sub)
 
+    leaves, tree = jax.tree.flatten((state(), batch(8)))
     for f in OPERATIONS.values():
-        visit(jax.make_jaxpr(f)(state(), batch(8)).jaxpr)
+        visit(trace(lambda *xs, f=f: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))), leaves).jaxpr)
     assert len(found) > 100
-    assert sorted(name for name in found if not known(name)) == []
+    assert sorted(name for name in found if not known(found[name])) == []
 
 
 def test_no_rule_is_of_a_name_that_is_not_there() -> None:
     """A primitive that JAX renamed would be computed whole, in silence."""
-    assert not rules.ELEMENTWISE & FACTORS.keys()
-    assert not set(WHOLE) & (rules.ELEMENTWISE | FACTORS.keys() | infer.SPECIAL.keys())
+    assert not rules.WHOLE.keys() & (FACTORS.keys() | infer.SPECIAL.keys())
 
 
 SHAPES: dict[str, Any] = {"mul": [(8, 3), (8, 3)], "add": [(8, 3), ()], "select_n": [(8, 3), (8, 3), (8, 3)]}
@@ -72,7 +71,7 @@ SHAPES: dict[str, Any] = {"mul": [(8, 3), (8, 3)], "add": [(8, 3), ()], "select_
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_elementwise(name: str) -> None:
-    found = factors(name, {}, SHAPES[name], [(8, 3)])
+    found = factors(getattr(primitives, f"{name}_p"), {}, SHAPES[name], [(8, 3)])
     assert found is not None
     assert found.results == ((0, 1),)
     assert all(dims == ((0, 1) if shape else ()) for dims, shape in zip(found.operands, SHAPES[name], strict=True))
@@ -81,7 +80,7 @@ def test_elementwise(name: str) -> None:
 def of(f: Any, *shapes: tuple[int, ...], primitive: str, **how: Any) -> Factors | None:
     jaxpr = jax.make_jaxpr(f)(*(jnp.ones(s, **how) for s in shapes)).jaxpr
     (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == primitive)
-    return factors(primitive, eqn.params, [v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars])  # type: ignore[union-attr]
+    return factors(eqn.primitive, eqn.params, [v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars])  # type: ignore[union-attr]
 
 
 def test_contractions() -> None:
@@ -140,3 +139,35 @@ def test_a_rule_of_ones_own() -> None:
         assert parity.collectives(parity.program(f, x, batch_argnums=0)) == []
     finally:
         del FACTORS["test_scale"]
+
+
+def _primitive(name: str) -> Primitive:
+    """An operation of a user's own, of one array, that adds 1."""
+    own = Primitive(name)
+    own.def_impl(lambda x: x + 1)
+    own.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(own, mlir.lower_fun(lambda x: x + 1, multiple_results=False))
+    return own
+
+
+def test_what_is_registered_with_jax_as_elementwise_is(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no list of ours that a new version of JAX, or a user's operation, would have to be entered in."""
+    own = _primitive("own_elementwise")
+    batching.defvectorized(own)
+    assert is_elementwise(own)
+    step = jaxdist.data_parallel(lambda w, x: w + own.bind(x * w).mean(0), donate=False)
+    w, x = np.ones(3), np.arange(24.0).reshape(8, 3)
+    np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
+    assert {row.what for row in jaxdist.explain(step, w, x).rows} == {"all-reduce"}
+    assert not caplog.records
+
+
+def test_a_user_is_told_of_an_operation_that_nobody_knows(caplog: pytest.LogCaptureFixture) -> None:
+    own = _primitive("own_unknown")
+    step = jaxdist.data_parallel(lambda w, x: w + own.bind(x * w).mean(0), donate=False)
+    w, x = np.ones(3), np.arange(24.0).reshape(8, 3)
+    np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
+    (record,) = caplog.records
+    told = r"own_unknown at .*test_rules.py:\d+ moves 192 B of activations .*: jaxdist does not know this operation"
+    assert re.search(told, record.getMessage())
+    assert UNKNOWN in {row.why for row in jaxdist.explain(step, w, x).rows if row.operation == "own_unknown"}

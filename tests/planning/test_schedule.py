@@ -96,19 +96,6 @@ def test_bytes(line: str, size: int, dtype: str) -> None:
     assert (one(line).bytes, one(line).dtype) == (size, dtype)
 
 
-@pytest.mark.parametrize(
-    ("text", "groups"),
-    [
-        ("{{0,2},{1,3}}", ((0, 2), (1, 3))),
-        ("[2,2]<=[4]", ((0, 1), (2, 3))),
-        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
-        ("{}", ((0, 1, 2, 3),)),
-    ],
-)
-def test_groups(text: str, groups: object) -> None:
-    assert one(f"f32[4]{{0}} all-reduce(%x), replica_groups={text}, to_apply=%add", 4).groups == groups
-
-
 @given(st.lists(st.integers(1, 40), max_size=4), st.integers(1, 50), st.integers(2, 16))
 def test_loops_multiply(shape: list[int], turns: int, devices: int) -> None:
     dims, known = ",".join(map(str, shape)), f'{{"known_trip_count":{{"n":"{turns}"}}}}'

@@ -40,7 +40,7 @@ def test_keywords_and_defaults() -> None:
     same(only(W, lr=0.25, x=X), sgd(W, X, 0.25))
     several = jaxdist.data_parallel(lambda w, *xs, **more: sgd(w, sum(xs), more["lr"]), donate=False)
     same(several(W, X, X, lr=0.5), sgd(W, X + X, 0.5))
-    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+    with pytest.raises(TypeError, match=r"missing a required .*argument: 'x'"):
         only(W, lr=0.5)  # type: ignore[call-arg]
 
 

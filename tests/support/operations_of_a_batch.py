@@ -53,6 +53,16 @@ def batch(rows: int) -> dict[str, np.ndarray]:
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
+@jax.custom_batching.custom_vmap
+def _doubled(x: Any) -> Any:
+    return 2 * x
+
+
+@_doubled.def_vmap
+def _(size: int, batched: Any, x: Any) -> Any:
+    return _doubled(x), batched[0]
+
+
 def _out_of_bounds(x: Any, zero: Any) -> Any:
     """Starts are moved to where the whole slice is in the array: also where it is then made on slices."""
     n, twice = len(x), jnp.concatenate([x, 2 * x])
@@ -415,6 +425,9 @@ OTHERS: dict[str, Operation] = {
         ]
         + [f(b["p"], b["p"] * 2) for f in (jnp.arctan2, jnp.power, jnp.remainder, jnp.hypot, jnp.nextafter, jnp.fmax)]
     ),
+    "pivoted QR": lambda w, b: jax.scipy.linalg.qr(b["spd"], pivoting=True)[1:],
+    "custom vmap": lambda w, b: jax.vmap(_doubled)(b["x"]),
+    "size one": lambda w, b: [lax.add(b["x"], b["x"][:, :1]), lax.mul(b["x"], b["x"][:1])],
     "integers": lambda w, b: [
         b["u32"] >> 3,
         b["u32"] << 2,
