@@ -38,6 +38,7 @@ from jaxdist.compat.jaxprs import (
     call,
     closed,
     composite_p,
+    context_of,
     expanded,
     in_backward_pass,
     linear_solve,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,18 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
     As `jax.core.eval_jaxpr` does for each equation: what `get_bind_params` returns, the equation's context (its
     matmul precision, say) and its name stack have no public access.
     """
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
+    with context_of(eqn):
         args = _in_bounds(eqn.primitive.name, args, params)
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def context_of(eqn: Any) -> Iterator[None]:
+    """What is traced here has an equation's line, name and settings."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def batched_entry_by_entry(primitive: Any) -> bool:
@@ -50,7 +55,8 @@ composite_p = hijax.call_hi_primitive_p
 
 def expanded(interpreter: Any, eqn: Any, *args: Any) -> Sequence[Any]:
     """What a composite operation is made of, traced; a rule of an `Interpreter`."""
-    return eqn.primitive.to_lojax(*args, **eqn.params)
+    with context_of(eqn) if user_line(eqn) else contextlib.nullcontext():  # else that of the call around it
+        return eqn.primitive.to_lojax(*args, **eqn.params)
 
 
 def _in_bounds(name: str, args: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:

@@ -161,7 +161,8 @@ class Interpreter:
         if not self.touches(eqn):
             return compat.bind(eqn, eqn.params, args)
         if body := called(eqn):
-            return self.run(body, *args)
+            with compat.context_of(eqn):
+                return self.run(body, *args)
         return self.eval_nested(eqn, *args)
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:

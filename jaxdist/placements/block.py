@@ -26,19 +26,20 @@ class Node:
       ins: the numbers of its operands in the block.
       outs: of its results.
       backward: it was made by differentiation.
-      call: the call in whose place it stands, if any.
+      calls: the calls in whose place it stands, the outermost first.
     """
 
     eqn: JaxprEqn
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     backward: bool
-    call: JaxprEqn | None = None
+    calls: tuple[JaxprEqn, ...] = ()
 
     @property
     def line(self) -> str:
         """``file:line`` of the user's code."""
-        return compat.user_line(self.eqn) or (self.call and compat.user_line(self.call)) or "an unknown line"
+        lines = map(compat.user_line, (self.eqn, *self.calls))
+        return next(filter(None, lines), "an unknown line")
 
     @property
     def name(self) -> str:
@@ -103,7 +104,7 @@ def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
     """
     block = Block()
     block.inputs = [block.new(v.aval) for v in closed.jaxpr.invars]
-    block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward, None)
+    block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward, ())
     used = set(block.outputs)
     live: list[Node] = []
     for node in reversed(block.nodes):
@@ -116,7 +117,7 @@ def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
 
 
 def _inline(
-    block: Block, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int], backward: bool, call: JaxprEqn | None
+    block: Block, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int], backward: bool, calls: tuple[JaxprEqn, ...]
 ) -> list[int]:
     env: dict[Any, int] = {}
 
@@ -137,10 +138,10 @@ def _inline(
         made = backward or compat.in_backward_pass(eqn)
         body, taken = _called(eqn, ins)
         if body is not None:
-            outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, taken, made, call or eqn)
+            outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, taken, made, (*calls, eqn))
         else:
             outs = tuple(block.new(v.aval) for v in eqn.outvars)
-            block.nodes.append(Node(eqn, ins, tuple(outs), made, call))
+            block.nodes.append(Node(eqn, ins, tuple(outs), made, calls))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

@@ -52,7 +52,7 @@ class Component:
 
         block.inputs = [number(i) for i in self.ins]
         block.nodes = block.traced = [
-            Node(n.eqn, tuple(map(number, n.ins)), tuple(map(number, n.outs)), n.backward, n.call) for n in self.nodes
+            Node(n.eqn, tuple(map(number, n.ins)), tuple(map(number, n.outs)), n.backward, n.calls) for n in self.nodes
         ]
         block.outputs = [number(i) for i in self.outs]
         block.count_uses()
