@@ -241,7 +241,7 @@ def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
         eqn = first.eqn.replace(primitive=owners_p, params={}, effects=set())
         ins = tuple(dict.fromkeys(i for one in group for i in one.component.ins))
         outs = tuple(o for one in group for o in one.component.outs)
-        groups[id(first)] = Owned(eqn, ins, outs, first.backward, first.call, group)
+        groups[id(first)] = Owned(eqn, ins, outs, first.backward, first.calls, group)
     nodes = [groups.get(id(n), n) for n in block.nodes if id(n) in groups or id(n) not in owned]
     maker = {o: k for k, node in enumerate(nodes) for o in node.outs}
     order = TopologicalSorter({k: {maker[i] for i in n.ins if i in maker} for k, n in enumerate(nodes)})
