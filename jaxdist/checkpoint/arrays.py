@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint.agreement import brief
@@ -62,13 +61,14 @@ class ArrayReader:
 
         def begin() -> list[Any]:
             array = opened.result()
-            if tuple(array.shape) != leaf.shape or str(np.dtype(array.dtype.numpy_dtype)) != leaf.dtype:
+            if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != dtype:
                 raise self.damaged(name, f"is {array.dtype.name}{list(array.shape)} on disk, and was "
                                          f"{leaf.dtype}{list(leaf.shape)}")  # fmt: skip
             return [array[tuple(slice(a, b) for a, b in bounds)].read() for bounds in wanted]
 
+        dtype = np.dtype(leaf.dtype).newbyteorder("=")  # older versions wrote down the order of bytes
         if 0 in leaf.shape:  # orbax refuses them
-            return lambda: [np.zeros([b - a for a, b in bounds], jnp.dtype(leaf.dtype)) for bounds in wanted]
+            return lambda: [np.zeros([b - a for a, b in bounds], dtype) for bounds in wanted]
         reads = careful(begin)
         return lambda: careful(lambda: [np.asarray(read.result()) for read in reads])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 from collections.abc import Callable
 
@@ -70,6 +71,14 @@ def await_pending() -> None:
     if _pending is not None:
         pending, _pending = _pending, None
         pending.wait()
+
+
+def _forget() -> None:
+    global _pending
+    _pending = None
+
+
+os.register_at_fork(after_in_child=_forget)  # it is the parent's
 
 
 @functools.cache

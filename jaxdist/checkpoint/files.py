@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ITEM = "default"  # what orbax's CheckpointManager calls the only item of a step
 UNFINISHED = ".orbax-checkpoint-tmp"  # of a directory that orbax too takes for an unfinished one
 _ASIDE = f".replaced{UNFINISHED}"
+_LOOKS = 100  # at a directory in which something moves
 _RECORD = re.compile(r"saved-(\d+)-after-(\d+)\.json")
 
 
@@ -38,25 +40,56 @@ def aside(final: Path) -> Path:
     return final.with_name(f"{final.name}{_ASIDE}")
 
 
-def checkpoint_of(path: Path, step: int) -> Path:
+def checkpoint_of(final: Path) -> Path:
     """The directory of one step; where a save was killed while it replaced that step, of the old one."""
-    final = path / str(step)
     return aside(final) if aside(final).is_dir() and not final.is_dir() else final
 
 
 def saved(path: Path) -> list[Saved]:
-    """The checkpoints in a directory, in the order in which they were saved; last those of which that is not known."""
-    if not path.is_dir():
-        return []
-    names = {p.name.removesuffix(_ASIDE) for p in path.iterdir() if p.is_dir()}
-    steps = [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
-    found = [look(checkpoint_of(path, step), step) for step in steps]
+    """The checkpoints in a directory, in the order in which they were saved; last those of which that is not known.
+
+    A job may be saving into it, which renames and removes some: it is read again until nothing moved meanwhile.
+    """
+    found: list[Saved | None] = []
+    for _ in range(_LOOKS):
+        steps, found, moved = _steps(path), [], False
+        for step in steps:
+            try:
+                found.append(look(checkpoint_of(path / str(step)), step))
+            except FileNotFoundError:
+                moved = True
+        if not moved and _steps(path) == steps:
+            break
+        time.sleep(0.001)
     return sorted((s for s in found if s is not None), key=lambda s: (s.number is None, s.number or 0, s.step))
 
 
+def _steps(path: Path) -> set[int]:
+    try:
+        names = {p.name.removesuffix(_ASIDE) for p in path.iterdir() if p.is_dir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    return {int(name) for name in names if name.isdecimal() and str(int(name)) == name}
+
+
+def identity(directory: Path) -> tuple[Any, ...] | None:
+    """Changes when the checkpoint in a directory is removed or renamed, another takes its name, or files in it go."""
+    try:
+        about = directory.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return directory, about.st_dev, about.st_ino, about.st_mtime_ns
+
+
 def look(directory: Path, step: int) -> Saved | None:
-    """Which checkpoint a directory holds; None: it is someone else's."""
-    names = [p.name for p in directory.iterdir()]
+    """Which checkpoint a directory holds; None: it is someone else's.
+
+    Raises:
+      FileNotFoundError: it was removed or renamed meanwhile.
+    """
+    before, names = identity(directory), [p.name for p in directory.iterdir()]
+    if identity(directory) != before:
+        raise FileNotFoundError(f"{directory} was removed, renamed or changed while its files were listed")
     records = [m for m in map(_RECORD.fullmatch, names) if m]
     if len(records) == 1:
         return Saved(step, int(records[0][1]), int(records[0][2]))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+
+from jaxdist.placements.layouts import Padded
 
 PYTHON = (bool, int, float, complex)
+TEXT = (str, np.str_)
+_PLAIN = (np.ndarray, np.memmap)  # others are more than their values: a mask, another meaning of `*`, names of fields
 
 
 def named(state: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
@@ -35,13 +41,57 @@ def nested(names: list[tuple[str, ...]], values: list[Any]) -> dict[str, Any]:
     return tree
 
 
-def kind(x: Any) -> Any:
-    """What of a leaf has to be the same on every rank, and in a checkpoint that is read into it."""
-    if isinstance(x, str):
-        return "str"
-    if type(x) in PYTHON:
+def refusal(x: Any) -> str:
+    """Why a leaf would not come back as what it is; "": it would."""
+    kind = type(x)
+    if kind in PYTHON or kind in TEXT:
+        return ""
+    if isinstance(x, Tracer):
+        return "it has no value yet inside of a function that JAX traces: save what the function returns"
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array would lose its mask: save x.filled(), or x.data and x.mask as two leaves"
+    if isinstance(x, np.ndarray) and kind not in _PLAIN:
+        return f"{kind.__name__} would come back as a plain array: save np.asarray(x)"
+    numpy = isinstance(x, np.ndarray) or (isinstance(x, np.generic) and kind is x.dtype.type)
+    if not numpy and not isinstance(x, (jax.Array, Padded)):
+        for base in (*PYTHON, str):
+            if isinstance(x, base):
+                return f"{kind.__name__} would come back as {base.__name__}: save {base.__name__}(x)"
+        return f"{kind.__name__} is not an array of JAX or NumPy, number or string"
+    if not is_key(x) and not _storable(x.dtype):
+        return f"the format on disk has no arrays of {x.dtype}: save it as another dtype, or as its bits (x.view)"
+    return ""
+
+
+@functools.cache
+def _storable(dtype: np.dtype) -> bool:
+    """Whether the format has a dtype. The library that writes it is asked: newer ones have more."""
+    import tensorstore as ts
+
+    try:
+        array = ts.open({"driver": "zarr3", "kvstore": "memory://"}, dtype=dtype.name, shape=[1], create=True).result()
+    except (ValueError, TypeError):
+        return False
+    return array.dtype.numpy_dtype == dtype.newbyteorder("=")
+
+
+def on_host(x: Any) -> np.ndarray:
+    """A number or an array as it is on disk: of native byte order, and a bool of no other bits than 0 and 1."""
+    value = np.asarray(x)
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    return value.view(np.uint8) != 0 if value.dtype == bool else value  # memory of other uses, taken for bools
+
+
+def dtype_of(x: Any) -> str:
+    """The name of an array's dtype, whatever the order of its bytes in memory."""
+    return str(x.dtype) if is_key(x) else np.dtype(x.dtype).name
+
+
+def kind(x: Any) -> str:
+    """What of a leaf has to be the same on every rank."""
+    if type(x) in PYTHON or type(x) in TEXT:
         return type(x).__name__
-    return tuple(np.shape(x)), str(x.dtype)
+    return f"{dtype_of(x)}{list(np.shape(x))}"
 
 
 def is_key(x: Any) -> bool:

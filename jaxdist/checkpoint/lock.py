@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ _RENEW = 10.0
 _LOOK = 0.25
 
 _locks: dict[Path, Lock] = {}
+os.register_at_fork(after_in_child=_locks.clear)  # they are the parent's, who lives on when the child ends
 
 
 class Lock:
@@ -108,18 +110,26 @@ def _create(file: Path, token: str) -> bool:
         return False
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     text = json.dumps({"token": token, "host": socket.gethostname(), "since": since, **_process()})
-    with os.fdopen(fd, "w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(fd)
+    try:
+        with os.fdopen(fd, "w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(fd)
+    except BaseException:  # a full disk: half a lock would keep everyone out, this process too
+        file.unlink(missing_ok=True)
+        raise
     return True
 
 
 def _read(file: Path) -> tuple[dict[str, Any], float | None]:
     """What a lock says, and when it was last renewed; None: there is none. Opened: NFS then asks the server."""
     try:
-        with file.open() as lock:
-            modified = os.fstat(lock.fileno()).st_mtime
+        if file.is_symlink():
+            return {}, 0.0  # none of ours, wherever it leads: of long ago
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as lock:  # a pipe is not waited for
+            about = os.fstat(lock.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                return {}, 0.0
             text = lock.read()
     except FileNotFoundError:
         return {}, None
@@ -127,7 +137,7 @@ def _read(file: Path) -> tuple[dict[str, Any], float | None]:
         content = json.loads(text)
     except ValueError:  # its owner is just writing it, or died then
         content = {}
-    return (content if isinstance(content, dict) else {}), modified
+    return (content if isinstance(content, dict) else {}), about.st_mtime
 
 
 def _now(directory: Path) -> float:

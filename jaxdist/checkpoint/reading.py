@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,21 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from jaxdist import compat
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief
 from jaxdist.checkpoint.arrays import ArrayReader, Bounds
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
-from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, saved
-from jaxdist.checkpoint.leaves import PYTHON, is_key, named
+from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, identity, saved
+from jaxdist.checkpoint.leaves import PYTHON, TEXT, dtype_of, is_key, named, refusal
 from jaxdist.checkpoint.record import DamagedError, LeafRecord, Record
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 
 T = TypeVar("T")
-_ERRORS = CheckpointError, FileNotFoundError, DamagedError  # a damaged one may be passed over, so it comes last
+_ERRORS = CheckpointError, TypeError, FileNotFoundError, DamagedError  # a damaged one may be passed over: it is last
+_SAME = "Restore the same step on every rank"
+_AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what has moved away is looked for again
 
 
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, fallback: bool | None = None) -> T:
@@ -52,9 +56,10 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
       jax arrays on the default device, numpy arrays, numbers.
 
     Raises:
-      FileNotFoundError: no such checkpoint, or no checkpoint at all.
+      FileNotFoundError: no such checkpoint, or no checkpoint at all, or it was removed while it was being read.
       CheckpointError: on every rank: it is of another model (names the first leaf that differs), or damaged (names
         the leaf and the file).
+      TypeError: a leaf of `like` that no checkpoint has.
       ValueError: both `step` and `fallback`.
 
     Example:
@@ -69,28 +74,37 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
     ctx = get_context()
     await_pending()
     root = absolute(path)
-    if fallback is None:
-        fallback = step is None and os.environ.get("JAXDIST_RESTARTS", "0") not in ("", "0")
+    again = step is None and os.environ.get("JAXDIST_RESTARTS", "0") not in ("", "0")
+    another = again if fallback is None else fallback  # will do, where one is damaged
     passed: list[tuple[Saved, str]] = []  # damaged ones, and how
+    moved: list[Path] = []  # removed or replaced, by the job that saves, while they were read
+    end = time.monotonic() + _FOR
     while True:
-        choose = functools.partial(_choose, ctx, root, step, fallback, [s for s, _ in passed])
-        _, choices = on_every_rank(ctx, "restore", choose, raises=_ERRORS)
-        wanted, fallback = choices[0]
-        read = functools.partial(_read_own, ctx, root, wanted, step, like)
+        choose = functools.partial(_choose, ctx, root, step, like, another, [s for s, _ in passed], moved, end)
         try:
-            # Reading may take a while longer on one rank than on another: as long as they live.
-            (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            _check_shares(root, wanted, leaves, shares)
-        except DamagedError as error:
-            if not fallback:
-                raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
-            passed.append((wanted, str(error)))
-            continue
+            _, choices = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: _SAME)
         except FileNotFoundError as error:
             if not passed:
                 raise
             all_of_them = "; ".join(f"step {s.step}: {text}" for s, text in passed)
             raise CheckpointError(f"{error} that is complete: {all_of_them}") from None
+        wanted, directory, place, another = choices[0]
+        read = functools.partial(_read_own, ctx, directory, wanted, like)
+        try:
+            # Reading may take a while longer on one rank than on another: as long as they live.
+            (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
+            _check_shares(directory, leaves, shares)
+        except (DamagedError, FileNotFoundError) as error:
+            there = functools.partial(_is_there, ctx, root, wanted, directory, place)
+            if not on_every_rank(ctx, "restore", there, raises=_ERRORS)[1][0]:
+                moved.append(directory)
+                continue
+            if not isinstance(error, DamagedError):
+                raise
+            if not another:
+                raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
+            passed.append((wanted, str(error)))
+            continue
         if ctx.is_root:
             for damaged, text in passed:
                 ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
@@ -123,31 +137,80 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
     return complete[-1].step if complete else None
 
 
-def read_all(directory: str | os.PathLike[str]) -> dict[str, np.ndarray | str]:
+def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:
     """Every leaf of one checkpoint by its name, as arrays of the host; for export. Of one process, without `init`.
+
+    Args:
+      path: of one step; or of a run, for the one that was saved last.
+
+    Returns:
+      Its directory, and the leaves.
 
     Raises:
       FileNotFoundError: not a checkpoint.
       CheckpointError: it is damaged.
     """
-    directory = absolute(directory)
-    found = record.of(directory)
-    if found is None:
-        raise FileNotFoundError(f"{directory} is not a checkpoint: expected a step, such as run/checkpoints/100")
-    record.check_files(directory, found)
-    values = _arrays(directory, found.arrays, dict.fromkeys(found.arrays), {})
-    return {
-        ".".join(name): values[name][0] if name in values else str(leaf.value) for name, leaf in found.leaves.items()
-    }
+    path, moved, end = absolute(path), [], time.monotonic() + _FOR
+    while True:
+        last = [] if (checkpoint_of(path) / ITEM).is_dir() else saved(path)
+        directory = checkpoint_of(path / str(last[-1].step) if last else path)
+        place = identity(directory)
+        try:
+            found = record.of(directory)
+            if found is None:
+                was = f"{path} was removed while it was being read" if moved else f"{path} is not a checkpoint"
+                raise FileNotFoundError(f"{was}: expected a step, such as run/checkpoints/100")
+            record.check_files(directory, found)
+            values = _arrays(directory, found.arrays, dict.fromkeys(found.arrays), {})
+        except (DamagedError, FileNotFoundError):
+            if identity(directory) == place:
+                raise
+            moved.append(directory)
+            _give_up(moved, end)
+            continue
+        leaves = found.leaves.items()
+        return directory, {".".join(k): values[k][0] if k in values else str(leaf.value) for k, leaf in leaves}
 
 
-def _choose(ctx: Context, root: Path, step: int | None, fallback: bool, passed: list[Saved]) -> Part[None]:
-    """The root tells which checkpoint to read (None: there is none), and whether another will do."""
-    there = [s for s in saved(root) if s not in passed and step in (None, s.step)] if ctx.is_root else []
-    return Part(None, told=(there[-1] if there else None, fallback))
+def _give_up(moved: list[Path], end: float) -> None:
+    if len(moved) > _AGAIN and time.monotonic() > end:
+        raise CheckpointError(
+            f"checkpoint {moved[-1]} was removed or replaced while it was being read, as were {len(moved) - 1} before "
+            "it: the job that saves there removes them faster than they can be read. Let it keep more: save(..., keep=)"
+        )
 
 
-def _elsewhere(root: Path, damaged: Saved | None) -> str:
+def _choose(
+    ctx: Context, root: Path, step: int | None, like: Any, another: bool, passed: list[Saved], moved: list[Path],
+    end: float,
+) -> Part[None]:  # fmt: skip
+    """The root tells which checkpoint to read, where it is and how to know it again, and whether another will do."""
+    for name, x in zip(*named(like), strict=True):
+        if why := "" if isinstance(x, jax.ShapeDtypeStruct) else refusal(x):
+            raise TypeError(f"leaf {'.'.join(name)} of `like` is nothing that a checkpoint has: {why}")
+    asked = (("the step", str(step)),)
+    if not ctx.is_root:
+        return Part(None, asked)
+    _give_up(moved, end)
+    all_of_them = saved(root)
+    there = [s for s in all_of_them if s not in passed and step in (None, s.step)]
+    if not there:
+        if step is None:
+            raise FileNotFoundError(f"there is no checkpoint in {root}")
+        others = f"there: {', '.join(str(s.step) for s in all_of_them) or 'none'}"
+        if moved:
+            raise FileNotFoundError(f"checkpoint {moved[-1]} was removed while it was being read; {others}")
+        raise FileNotFoundError(f"there is no checkpoint of step {step} in {root}; {others}")
+    directory = checkpoint_of(root / str(there[-1].step))
+    return Part(None, asked, (there[-1], directory, identity(directory), another))
+
+
+def _is_there(ctx: Context, root: Path, wanted: Saved, directory: Path, place: Any) -> Part[None]:
+    """The root tells whether a checkpoint that could not be read is still where it was."""
+    return Part(None, told=ctx.is_root and identity(directory) == place and wanted in saved(root))
+
+
+def _elsewhere(root: Path, damaged: Saved) -> str:
     others = [s.step for s in saved(root) if s != damaged]
     if not others:
         return "There is no other step"
@@ -161,19 +224,13 @@ _Leaves = dict[tuple[str, ...], LeafRecord]
 _OTHER_BITS = "has other bits than were saved"
 
 
-def _read_own(ctx: Context, root: Path, wanted: Saved | None, step: int | None, like: Any) -> Part[tuple[Any, _Leaves]]:
+def _read_own(ctx: Context, directory: Path, wanted: Saved, like: Any) -> Part[tuple[Any, _Leaves]]:
     """What this rank reads of a checkpoint.
 
     Returns:
       The state, and the leaves as they were saved; told are this rank's shares in the checksums of those arrays of
       which no rank has all.
     """
-    if wanted is None:
-        if step is None:
-            raise FileNotFoundError(f"there is no checkpoint in {root}")
-        there = ", ".join(str(s.step) for s in saved(root)) or "none"
-        raise FileNotFoundError(f"there is no checkpoint of step {step} in {root}; there: {there}")
-    directory = checkpoint_of(root, wanted.step)
     try:
         if not directory.is_dir():
             raise FileNotFoundError(
@@ -205,12 +262,16 @@ def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...
     for name, x in zip(names, leaves, strict=True):
         leaf, place = found.leaves[name], places[name]
         if leaf.dtype == "str":
-            out.append(str(leaf.value))
-        elif place is None:
-            out.append(_placed(values[name][0], x, leaf))
+            out.append(type(x)(leaf.value))
+            continue
+        if place is None:
+            value = _placed(values[name][0], x, leaf)
         else:
             blocks = dict(zip(_cut(place, leaf.shape)[0], values[name], strict=True))
-            out.append(_assembled(place, leaf.shape, blocks))
+            value = _assembled(place, leaf.shape, blocks)
+        if type(value) is Padded:
+            value.array = compat.with_weak_type(value.array, leaf.weak)
+        out.append(compat.with_weak_type(value, leaf.weak) if isinstance(value, jax.Array) else value)
     return jax.tree.unflatten(jax.tree.structure(like), out)
 
 
@@ -235,7 +296,8 @@ def _arrays(
         bounds, counts, alone = _cut(places[name], leaf.shape)
         values[name] = blocks = reads.pop(name)()
         each = zip(bounds, counts, blocks, strict=True)
-        share = sum(checksum(block, [a for a, _ in b]) for b, own, block in each if own) % MODULUS
+        sums = (checksum(x.astype(leaf.dtype, copy=False), [a for a, _ in b]) for b, own, x in each if own)
+        share = sum(sums) % MODULUS
         if not alone:
             shares[name] = share
         elif share != leaf.value:
@@ -243,12 +305,11 @@ def _arrays(
     return values
 
 
-def _check_shares(root: Path, wanted: Saved, leaves: _Leaves, shares: list[dict[tuple[str, ...], int]]) -> None:
+def _check_shares(directory: Path, leaves: _Leaves, shares: list[dict[tuple[str, ...], int]]) -> None:
     """Compare the checksums of arrays of which each rank has read a part."""
     for name in shares[0]:
         if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
-            reader = ArrayReader(checkpoint_of(root, wanted.step), ITEM)
-            raise reader.damaged(name, _OTHER_BITS)
+            raise ArrayReader(directory, ITEM).damaged(name, _OTHER_BITS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -288,18 +349,23 @@ def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: _Leaves) -> 
         x = jax.eval_shape(jax.random.key_data, x)
     elif leaf.key is not None:
         raise CheckpointError(f"{of} is a PRNG key, but it is not one in `like`")
-    if isinstance(x, str) != (leaf.dtype == "str"):
+    if (type(x) in TEXT) != (leaf.dtype == "str"):
         raise CheckpointError(f"{of} and of `like`: one is a string, the other is not")
-    if isinstance(x, str):
+    if type(x) in TEXT:
         return
+    dtype = np.dtype(leaf.dtype)
     if leaf.shape != np.shape(x):
         raise CheckpointError(f"{of} has shape {leaf.shape}, in `like` {np.shape(x)}")
     if type(x) in PYTHON:
-        if jnp.dtype(leaf.dtype).kind != np.asarray(x).dtype.kind:
-            raise CheckpointError(f"{of} is {leaf.dtype}, in `like` {type(x).__name__}")
-    elif leaf.dtype != str(np.dtype(x.dtype)):
+        if dtype.kind != np.asarray(x).dtype.kind:
+            raise CheckpointError(f"{of} is {dtype.name}, in `like` {type(x).__name__}")
+    elif dtype.name != dtype_of(x):
         raise CheckpointError(
-            f"{of} is {leaf.dtype}, in `like` {np.dtype(x.dtype)}: restore it as it was saved, and cast it then"
+            f"{of} is {dtype.name}, in `like` {dtype_of(x)}: restore it as it was saved, and cast it then"
+        )
+    elif not isinstance(x, (np.ndarray, np.generic)) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise CheckpointError(
+            f"{of} is {dtype.name}, which JAX has only with jax_enable_x64: set it, or give a NumPy array in `like`"
         )
 
 
@@ -328,5 +394,5 @@ def _placed(value: np.ndarray, x: Any, leaf: LeafRecord) -> Any:
             data = jnp.asarray(value)
         return jax.random.wrap_key_data(data, impl=leaf.key)
     if isinstance(x, (np.ndarray, np.generic)):
-        return value if isinstance(x, np.ndarray) else x.dtype.type(value)
+        return value.astype(x.dtype, copy=False) if isinstance(x, np.ndarray) else value[()]
     return jnp.asarray(value, x.dtype)

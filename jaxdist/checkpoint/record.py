@@ -33,12 +33,14 @@ class LeafRecord(NamedTuple):
       dtype: its name; "str" of a string.
       value: of an array the checksum (`jaxdist.checkpoint.checksum`), of a string the string.
       key: the generator's name, if it is an array of PRNG keys: the array is then their data.
+      weak: whether it is typed as a Python number is (JAX's weak type): the training would go on with other dtypes.
     """
 
     shape: tuple[int, ...]
     dtype: str
     value: int | str
     key: str | None = None
+    weak: bool = False
 
 
 class Record(NamedTuple):
@@ -67,7 +69,11 @@ def write(directory: Path, saved: Saved, leaves: dict[tuple[str, ...], LeafRecor
         "step": saved.step,
         "number": saved.number,
         "after": saved.after,
-        "leaves": [[list(name), list(leaf.shape), *leaf[1:]] for name, leaf in leaves.items()],
+        "leaves": [
+            # Older versions know of nothing after the key.
+            [list(name), list(leaf.shape), *(leaf[1:] if leaf.weak else leaf[1:-1])]
+            for name, leaf in leaves.items()
+        ],
         "files": _files(directory),
     }
     file = directory / record_name(saved.number, saved.after)
@@ -94,7 +100,7 @@ def read(directory: Path, saved: Saved) -> Record:
         )
     file = directory / record_name(saved.number, saved.after)
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(_bytes(file))
         digest = content.pop("digest")
         whole = digest == _digest(content)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -131,10 +137,16 @@ def check_files(directory: Path, record: Record) -> None:
             now = file.stat().st_size
             if now != size:
                 raise DamagedError(f"file {file} {of} has {now} bytes, {size} were written")
-            if crc is not None and zlib.crc32(file.read_bytes()) != crc:
+            if crc is not None and zlib.crc32(_bytes(file)) != crc:
                 raise DamagedError(f"file {file} {of} has other bytes than were written")
         except OSError as error:
             raise DamagedError(f"file {file} {of} can't be read: {error.strerror or error}") from None
+
+
+def _bytes(file: Path) -> bytes:
+    if not file.is_file():  # a pipe: to open it would wait for whoever writes into it
+        raise OSError(f"{file.name} is not a file" if file.exists() else f"there is no {file.name}")
+    return file.read_bytes()
 
 
 def _files(directory: Path) -> dict[str, tuple[int, int | None]]:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.agreement.description import Description
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, lock, orbax_writer, record
 from jaxdist.checkpoint.agreement import together
@@ -33,14 +34,15 @@ from jaxdist.checkpoint.files import (
     sync_to_disk,
     too_many,
 )  # fmt: skip
-from jaxdist.checkpoint.leaves import PYTHON, is_key, kind, named, nested
+from jaxdist.checkpoint.leaves import PYTHON, dtype_of, is_key, kind, named, nested, on_host, refusal
 from jaxdist.checkpoint.record import LeafRecord
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded, copied
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
-_WHERE, _KINDS = "the checkpoint", "the checksum of the names, shapes and dtypes of its leaves"
+_WHERE, _BY_ITSELF = "the checkpoint", ", which each rank has by itself,"
+_SHOWN = 60  # characters of a string in a message
 
 
 def save(
@@ -96,23 +98,23 @@ def save(
     await_pending()
     final = absolute(path) / str(step)
 
-    def prepare() -> Part[tuple[list[tuple[str, ...]], list[Any]]]:
+    def prepare() -> Part[tuple[list[tuple[str, ...]], list[Any], Description]]:
         names, leaves = named(state)
         _check_call(names, leaves, step, keep)
         if ctx.is_root:
             _make_ready(ctx, final, overwrite)
-        kinds = repr([(n, kind(x)) for n, x in zip(names, leaves, strict=True)])
-        entries = [(_WHERE, str(final)), (_KINDS, f"{zlib.crc32(kinds.encode()):08x}")]
-        own = _own(names, leaves) if ctx.size > 1 else {}
-        entries += [(f"leaf {name}, which each rank has by itself,", f"{value:x}") for name, value in own.items()]
-        return Part((names, leaves), tuple(entries), secrets.token_hex(8))
+        about = Description("save", _about(names, leaves) if ctx.size > 1 else ())
+        return Part((names, leaves, about), ((_WHERE, str(final)),), (secrets.token_hex(8), about.fingerprint))
 
     errors = CheckpointError, FileExistsError, ValueError, TypeError
-    (names, leaves), tokens = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
+    (names, leaves, about), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
+    if any(fingerprint != told[0][1] for _, fingerprint in told):  # leaf by leaf only then: a state may have thousands
+        on_every_rank(ctx, "save", lambda: Part(None, about.entries), raises=errors, advice=_advice)
     parts = _parts(ctx, names, leaves, copy=not wait)
-    name = f"save/{tokens[0]}"
+    token = told[0][0]
+    name = f"save/{token}"
     # Of its own: what a killed job has left is in nobody's way.
-    temporary = final.with_name(f"{step}.{tokens[0]}{UNFINISHED}")
+    temporary = final.with_name(f"{step}.{token}{UNFINISHED}")
 
     def conclude(sums: list[Any]) -> None:
         _publish(temporary, final, {part.name: part.leaf(sums) for part in parts}, keep)
@@ -135,7 +137,7 @@ def save(
 def _advice(entry: str) -> str:
     if entry == _WHERE:
         return "Save the same step into the same directory on every rank"
-    if entry == _KINDS:
+    if not entry.endswith(_BY_ITSELF):
         return "Save a state of the same names, shapes and dtypes on every rank"
     return (
         "Its value on rank 0 alone would be saved. Did each rank train by itself, with a step that is not decorated "
@@ -150,31 +152,44 @@ def _check_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep
         raise ValueError(f"save(keep={keep!r}): a number of checkpoints, 1 or more, or None for all")
     if not leaves:
         raise ValueError("the state has no leaves: there is nothing to save")
-    for name, x in zip(names, leaves, strict=True):
-        if isinstance(x, str) or type(x) in PYTHON:
-            if type(x) is int and not -(2**63) <= x < 2**63:
-                raise ValueError(f"leaf {'.'.join(name)} can't be saved: {x} does not fit into 64 bits")
-            continue
-        if not hasattr(x, "dtype") or not hasattr(x, "shape") or x.dtype == object:
-            raise TypeError(
-                f"leaf {'.'.join(name)} can't be saved: {type(x).__name__} is not an array, number or string"
-            )
-        if hasattr(x, "is_deleted") and x.is_deleted():
-            raise ValueError(f"leaf {'.'.join(name)} was donated to a step: save what the step has returned")
     joined = [".".join(name) for name in names]
+    for name, x in zip(joined, leaves, strict=True):
+        if why := refusal(x):
+            raise TypeError(f"leaf {name} can't be saved: {why}")
+        if type(x) is int and not -(2**63) <= x < 2**63:
+            raise ValueError(f"leaf {name} can't be saved: {x} does not fit into 64 bits")
+        if isinstance(x, (jax.Array, Padded)) and x.is_deleted():
+            raise ValueError(f"leaf {name} was donated to a step: save what the step has returned")
+        try:
+            f"{name}{x if isinstance(x, str) else ''}".encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"leaf {name} can't be saved: its name or text is not UTF-8: {error}") from None
     for a, b in itertools.pairwise(sorted(joined)):
         if a == b:
             raise ValueError(f"two leaves would both be named {a} on disk: keep dots out of one of the keys")
 
 
-def _own(names: list[tuple[str, ...]], leaves: list[Any]) -> dict[str, int]:
-    """Checksums of the arrays that each rank has for itself, not as a part of one of all ranks."""
-    found = {}
-    for name, x in zip(names, leaves, strict=True):
-        if isinstance(x, (np.ndarray, jax.Array)) and (isinstance(x, np.ndarray) or x.is_fully_addressable):
-            value = np.asarray(jax.random.key_data(x) if is_key(x) else x)
-            found[".".join(name)] = checksum(value, (0,) * value.ndim)
-    return found
+def _about(names: list[tuple[str, ...]], leaves: list[Any]) -> tuple[tuple[str, str], ...]:
+    """What has to be the same on every rank: the kinds of all leaves, and the values of those that each rank has."""
+    labels = [f"leaf {'.'.join(name)}" for name in names]
+    kinds = [(label, kind(x)) for label, x in zip(labels, leaves, strict=True)]
+    own = [(f"{label}{_BY_ITSELF}", _value(x)) for label, x in zip(labels, leaves, strict=True) if _is_own(x)]
+    return (*kinds, *own)
+
+
+def _is_own(x: Any) -> bool:
+    """Whether the rank has it for itself, not as a part of an array of all ranks."""
+    return not isinstance(x, (jax.Array, Padded)) or x.is_fully_addressable
+
+
+def _value(x: Any) -> str:
+    """A value for a message; others have other words, down to the last bit of an array."""
+    if isinstance(x, str):
+        return repr(x) if len(x) <= _SHOWN else f"{x[:_SHOWN]!r}… with CRC {zlib.crc32(x.encode()):08x}"
+    if type(x) in PYTHON:
+        return repr(x)
+    value = on_host(jax.random.key_data(x) if is_key(x) else x)
+    return f"{'an array' if value.ndim else value[()]} with checksum {checksum(value, (0,) * value.ndim):x}"
 
 
 class _PendingLeaf(NamedTuple):
@@ -215,9 +230,11 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
     x: Any
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, str):
-            parts.append(_PendingLeaf(name, x if ctx.is_root else None, False, LeafRecord((), "str", x)))
+            text = str(x)
+            parts.append(_PendingLeaf(name, text if ctx.is_root else None, False, LeafRecord((), "str", text)))
             continue
         key = str(jax.random.key_impl(x)) if is_key(x) else None
+        weak = bool(getattr(x, "weak_type", False))
         if key is not None:
             x = jax.random.key_data(x)
         if isinstance(x, Padded):
@@ -231,10 +248,10 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
         if shards:
             x = copied(x, x.sharding) if copy else x
         elif ctx.is_root:
-            x = np.array(x if whole else x.addressable_data(0), copy=copy or None)
+            x = np.array(on_host(x if whole else x.addressable_data(0)), copy=copy or None)
         else:
             x = np.asarray(x) if type(x) in PYTHON else x
-        about = LeafRecord(tuple(x.shape), str(x.dtype), 0, key)
+        about = LeafRecord(tuple(x.shape), dtype_of(x), 0, key, weak)
         parts.append(_PendingLeaf(name, x if (shards or ctx.is_root) and x.size else None, shards, about))
     return parts
 
@@ -259,7 +276,7 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
         lock.take(path, min(lock.LEASE + 1, ctx.timeout / 2))
         for found in saved(path):
-            if (whole := checkpoint_of(path, found.step)).name != str(found.step):
+            if (whole := checkpoint_of(path / str(found.step))).name != str(found.step):
                 whole.rename(path / str(found.step))
         history.set_aside(path, saved(path))
     except OSError as error:
@@ -283,7 +300,7 @@ def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], LeafRec
     if final.exists():
         final.rename(aside(final))  # killed here: `checkpoint_of` finds it
         temporary.rename(final)
-        shutil.rmtree(aside(final))
+        remove(aside(final))
     else:
         temporary.rename(final)
     sync_to_disk(path)

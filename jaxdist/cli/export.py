@@ -13,15 +13,13 @@ def export(
 ) -> None:
     """Writes the arrays of a checkpoint into one file, by their names: params.layer.kernel."""
     # Here, not above: `jaxdist run` needs none of it.
-    from jaxdist.checkpoint import latest_step, read_all
+    from jaxdist.checkpoint import read_all
     from jaxdist.errors import CheckpointError
 
     try:
         if out.suffix not in (".safetensors", ".npz"):
             raise ValueError(f"{out}: the file's name has to end in .safetensors or .npz")
-        if not (checkpoint / "default").is_dir() and (last := latest_step(checkpoint)) is not None:
-            checkpoint = checkpoint / str(last)
-        leaves = read_all(checkpoint)
+        checkpoint, leaves = read_all(checkpoint)
         if only:
             found = {name.removeprefix(f"{only}."): x for name, x in leaves.items() if name.startswith(f"{only}.")}
             if not found:

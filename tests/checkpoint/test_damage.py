@@ -153,9 +153,9 @@ def test_step_and_fallback(path: Path) -> None:
 def test_export_says_so_too(path: Path, tmp_path: Path) -> None:
     from jaxdist.checkpoint import read_all
 
-    assert read_all(path / "20")["model.n"].tolist() == [20] * 4  # type: ignore[union-attr]
+    assert read_all(path / "20")[1]["model.n"].tolist() == [20] * 4  # type: ignore[union-attr]
     shutil.copytree(path / "20", path / "best")  # under any name
-    assert read_all(path / "best")["name"] == "a"
+    assert read_all(path / "best")[1]["name"] == "a"
     flip(data_file(path / "best"), 40_000)
     with pytest.raises(CheckpointError, match=r"leaf model\.w .* is damaged"):
         read_all(path / "best")
