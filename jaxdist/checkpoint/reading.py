@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import socket
 import time
@@ -12,22 +11,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
 
-from jaxdist import compat
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief
-from jaxdist.checkpoint.arrays import ArrayReader, Bounds
+from jaxdist.checkpoint.arrays import ArrayReader
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, identity, saved
-from jaxdist.checkpoint.leaves import PYTHON, TEXT, dtype_of, is_key, named, refusal
-from jaxdist.checkpoint.record import DamagedError, LeafRecord, Record
+from jaxdist.checkpoint.leaves import named
+from jaxdist.checkpoint.like import Leaves, check_kinds, check_leaf, cut, on_mesh, placed
+from jaxdist.checkpoint.record import DamagedError, Record
 from jaxdist.errors import CheckpointError
-from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 
 T = TypeVar("T")
@@ -88,14 +84,15 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
                 raise
             all_of_them = "; ".join(f"step {s.step}: {text}" for s, text in passed)
             raise CheckpointError(f"{error} that is complete: {all_of_them}") from None
-        wanted, directory, place, another = choices[0]
+        wanted, name, place, another = choices[0]
+        directory = root / name
         read = functools.partial(_read_own, ctx, directory, wanted, like)
         try:
             # Reading may take a while longer on one rank than on another: as long as they live.
             (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
             _check_shares(directory, leaves, shares)
         except (DamagedError, FileNotFoundError) as error:
-            there = functools.partial(_is_there, ctx, root, wanted, directory, place)
+            there = functools.partial(_is_there, ctx, root, wanted, place)
             if not on_every_rank(ctx, "restore", there, raises=_ERRORS)[1][0]:
                 moved.append(directory)
                 continue
@@ -157,9 +154,10 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
         place = identity(directory)
         try:
             found = record.of(directory)
+            if found is None and moved:
+                raise FileNotFoundError(f"checkpoint {moved[-1]} was removed while it was being read")
             if found is None:
-                was = f"{path} was removed while it was being read" if moved else f"{path} is not a checkpoint"
-                raise FileNotFoundError(f"{was}: expected a step, such as run/checkpoints/100")
+                raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
             record.check_files(directory, found)
             values = _arrays(directory, found.arrays, dict.fromkeys(found.arrays), {})
         except (DamagedError, FileNotFoundError):
@@ -185,9 +183,7 @@ def _choose(
     end: float,
 ) -> Part[None]:  # fmt: skip
     """The root tells which checkpoint to read, where it is and how to know it again, and whether another will do."""
-    for name, x in zip(*named(like), strict=True):
-        if why := "" if isinstance(x, jax.ShapeDtypeStruct) else refusal(x):
-            raise TypeError(f"leaf {'.'.join(name)} of `like` is nothing that a checkpoint has: {why}")
+    check_kinds(like)
     asked = (("the step", str(step)),)
     if not ctx.is_root:
         return Part(None, asked)
@@ -202,12 +198,13 @@ def _choose(
             raise FileNotFoundError(f"checkpoint {moved[-1]} was removed while it was being read; {others}")
         raise FileNotFoundError(f"there is no checkpoint of step {step} in {root}; {others}")
     directory = checkpoint_of(root / str(there[-1].step))
-    return Part(None, asked, (there[-1], directory, identity(directory), another))
+    return Part(None, asked, (there[-1], directory.name, identity(directory), another))
 
 
-def _is_there(ctx: Context, root: Path, wanted: Saved, directory: Path, place: Any) -> Part[None]:
+def _is_there(ctx: Context, root: Path, wanted: Saved, place: Any) -> Part[None]:
     """The root tells whether a checkpoint that could not be read is still where it was."""
-    return Part(None, told=ctx.is_root and identity(directory) == place and wanted in saved(root))
+    same = ctx.is_root and identity(checkpoint_of(root / str(wanted.step))) == place
+    return Part(None, told=same and wanted in saved(root))
 
 
 def _elsewhere(root: Path, damaged: Saved) -> str:
@@ -220,11 +217,10 @@ def _elsewhere(root: Path, damaged: Saved) -> str:
     )
 
 
-_Leaves = dict[tuple[str, ...], LeafRecord]
 _OTHER_BITS = "has other bits than were saved"
 
 
-def _read_own(ctx: Context, directory: Path, wanted: Saved, like: Any) -> Part[tuple[Any, _Leaves]]:
+def _read_own(ctx: Context, directory: Path, wanted: Saved, like: Any) -> Part[tuple[Any, Leaves]]:
     """What this rank reads of a checkpoint.
 
     Returns:
@@ -252,36 +248,26 @@ def _read_own(ctx: Context, directory: Path, wanted: Saved, like: Any) -> Part[t
 def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...], int]) -> Any:
     names, leaves = named(like)
     for name, x in zip(names, leaves, strict=True):
-        _check_leaf(directory, name, x, found.leaves)
+        check_leaf(directory, name, x, found.leaves)
     known = set(names)
     if extra := [name for name in found.leaves if name not in known]:
         raise CheckpointError(f"checkpoint {directory} has a leaf {'.'.join(extra[0])} that `like` has not")
-    places = {name: _on_mesh(x) for name, x in zip(names, leaves, strict=True)}
+    places = {name: on_mesh(x) for name, x in zip(names, leaves, strict=True)}
     values = _arrays(directory, found.arrays, places, shares)
     out: list[Any] = []
     for name, x in zip(names, leaves, strict=True):
-        leaf, place = found.leaves[name], places[name]
-        if leaf.dtype == "str":
-            out.append(type(x)(leaf.value))
-            continue
-        if place is None:
-            value = _placed(values[name][0], x, leaf)
-        else:
-            blocks = dict(zip(_cut(place, leaf.shape)[0], values[name], strict=True))
-            value = _assembled(place, leaf.shape, blocks)
-        if type(value) is Padded:
-            value.array = compat.with_weak_type(value.array, leaf.weak)
-        out.append(compat.with_weak_type(value, leaf.weak) if isinstance(value, jax.Array) else value)
+        leaf = found.leaves[name]
+        out.append(type(x)(leaf.value) if leaf.dtype == "str" else placed(values[name], x, leaf, places[name]))
     return jax.tree.unflatten(jax.tree.structure(like), out)
 
 
 def _arrays(
     directory: Path,
-    leaves: _Leaves,
+    leaves: Leaves,
     places: dict[tuple[str, ...], Any],
     shares: dict[tuple[str, ...], int],
 ) -> dict[tuple[str, ...], list[np.ndarray]]:
-    """The slices of arrays that this process needs (`_cut`), compared with their checksums.
+    """The slices of arrays that this process needs (`cut`), compared with their checksums.
 
     Raises:
       DamagedError: an array is not what was saved.
@@ -290,10 +276,10 @@ def _arrays(
     opened = {name: reader.open(name) for name in leaves}
     reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
     for name, leaf in leaves.items():
-        reads[name] = reader.read(name, leaf, opened.pop(name), list(_cut(places[name], leaf.shape)[0]))
+        reads[name] = reader.read(name, leaf, opened.pop(name), list(cut(places[name], leaf.shape)[0]))
     values = {}
     for name, leaf in leaves.items():
-        bounds, counts, alone = _cut(places[name], leaf.shape)
+        bounds, counts, alone = cut(places[name], leaf.shape)
         values[name] = blocks = reads.pop(name)()
         each = zip(bounds, counts, blocks, strict=True)
         sums = (checksum(x.astype(leaf.dtype, copy=False), [a for a, _ in b]) for b, own, x in each if own)
@@ -305,94 +291,8 @@ def _arrays(
     return values
 
 
-def _check_shares(directory: Path, leaves: _Leaves, shares: list[dict[tuple[str, ...], int]]) -> None:
+def _check_shares(directory: Path, leaves: Leaves, shares: list[dict[tuple[str, ...], int]]) -> None:
     """Compare the checksums of arrays of which each rank has read a part."""
     for name in shares[0]:
         if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
             raise ArrayReader(directory, ITEM).damaged(name, _OTHER_BITS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cut(place: Sharding | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, ...], tuple[bool, ...], bool]:
-    """How this process reads an array.
-
-    Returns:
-      The slices that its devices hold, each once; of each whether this process counts it in the checksum (and not
-      another one that holds it too); whether what it counts is all of the array.
-    """
-    whole = tuple((0, n) for n in shape)
-    if place is None or place.is_fully_replicated:
-        return (whole,), (True,), True
-    first: dict[Bounds, Any] = {}
-    for device, index in place.devices_indices_map(shape).items():
-        first.setdefault(_bounds(index, shape), device)
-    local = tuple(dict.fromkeys(_bounds(i, shape) for i in place.addressable_devices_indices_map(shape).values()))
-    return local, tuple(first[b] in place.addressable_devices for b in local), place.is_fully_addressable
-
-
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-
-
-def _check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: _Leaves) -> None:
-    label = ".".join(name)
-    of = f"leaf {label} of checkpoint {where}"
-    if name not in leaves:
-        close = ", ".join(".".join(n) for n in itertools.islice(leaves, 3))
-        raise CheckpointError(f"checkpoint {where} has no leaf {label}, as `like` has; it has {close}, …")
-    leaf = leaves[name]
-    if is_key(x):
-        if leaf.key is None:
-            raise CheckpointError(f"{of} is not a PRNG key, but it is one in `like`")
-        if (kind := jax.random.key(0, impl=leaf.key).dtype) != x.dtype:
-            raise CheckpointError(f"{of} is a PRNG key {kind}, in `like` {x.dtype}")
-        x = jax.eval_shape(jax.random.key_data, x)
-    elif leaf.key is not None:
-        raise CheckpointError(f"{of} is a PRNG key, but it is not one in `like`")
-    if (type(x) in TEXT) != (leaf.dtype == "str"):
-        raise CheckpointError(f"{of} and of `like`: one is a string, the other is not")
-    if type(x) in TEXT:
-        return
-    dtype = np.dtype(leaf.dtype)
-    if leaf.shape != np.shape(x):
-        raise CheckpointError(f"{of} has shape {leaf.shape}, in `like` {np.shape(x)}")
-    if type(x) in PYTHON:
-        if dtype.kind != np.asarray(x).dtype.kind:
-            raise CheckpointError(f"{of} is {dtype.name}, in `like` {type(x).__name__}")
-    elif dtype.name != dtype_of(x):
-        raise CheckpointError(
-            f"{of} is {dtype.name}, in `like` {dtype_of(x)}: restore it as it was saved, and cast it then"
-        )
-    elif not isinstance(x, (np.ndarray, np.generic)) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise CheckpointError(
-            f"{of} is {dtype.name}, which JAX has only with jax_enable_x64: set it, or give a NumPy array in `like`"
-        )
-
-
-def _on_mesh(x: Any) -> NamedSharding | None:
-    own = getattr(x, "sharding", None)
-    return own if isinstance(own, NamedSharding) and type(x) is not Padded and not is_key(x) else None
-
-
-def _assembled(place: NamedSharding, shape: tuple[int, ...], blocks: dict[Bounds, np.ndarray]) -> jax.Array:
-    return jax.make_array_from_callback(shape, place, lambda index: blocks[_bounds(index, shape)])
-
-
-def _placed(value: np.ndarray, x: Any, leaf: LeafRecord) -> Any:
-    """A leaf as its counterpart is, off the mesh."""
-    if type(x) in PYTHON:
-        return type(x)(value.item())
-    if type(x) is Padded:
-        padded = x.layout.padded(value)
-        own = x.array.sharding
-        return Padded(jax.make_array_from_callback(padded.shape, own, lambda i: padded[i]), x.layout)
-    if is_key(x):
-        own = getattr(x, "sharding", None)
-        if isinstance(own, NamedSharding):  # not device_put: it refuses a mesh of several processes
-            data = jax.make_array_from_callback(value.shape, own, lambda index: value[index])
-        else:
-            data = jnp.asarray(value)
-        return jax.random.wrap_key_data(data, impl=leaf.key)
-    if isinstance(x, (np.ndarray, np.generic)):
-        return value.astype(x.dtype, copy=False) if isinstance(x, np.ndarray) else value[()]
-    return jnp.asarray(value, x.dtype)

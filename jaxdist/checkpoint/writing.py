@@ -160,6 +160,8 @@ def _check_call(names: list[tuple[str, ...]], leaves: list[Any], step: Any, keep
             raise ValueError(f"leaf {name} can't be saved: {x} does not fit into 64 bits")
         if isinstance(x, (jax.Array, Padded)) and x.is_deleted():
             raise ValueError(f"leaf {name} was donated to a step: save what the step has returned")
+        if name.endswith("/") or (isinstance(x, str) and "~" in name):
+            raise ValueError(f"leaf {name} can't be saved: no name on disk ends with a slash, no string's has a ~")
         try:
             f"{name}{x if isinstance(x, str) else ''}".encode()
         except UnicodeEncodeError as error:

@@ -161,3 +161,69 @@ def test_breaking_takes_no_other_lock(tmp_path: Path) -> None:
     lock._break(file, {"token": "of the dead"})
     assert json.loads(file.read_text())["token"] == "of the faster one"
     assert [p.name for p in tmp_path.iterdir()] == [lock.NAME]
+
+
+@pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
+def test_a_forked_child_leaves_it_alone(how: str, tmp_path: Path) -> None:
+    """It ends as a script does, and it tries to save."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path), how],
+        env=jobs.environment(), text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "CHILD another job saves into" in done.stdout, done.stdout + done.stderr
+    assert "PARENT True" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]  # given back by the parent
+
+
+FORKING = """
+import multiprocessing, os, sys
+import jaxdist
+from jaxdist.checkpoint import lock
+jaxdist.save(sys.argv[1], {"w": 1}, 1)
+def child():
+    try:
+        jaxdist.save(sys.argv[1], {"w": 1}, 2)
+    except jaxdist.CheckpointError as error:
+        print("CHILD", error, flush=True)
+if sys.argv[2] == "os.fork":
+    if os.fork() == 0:
+        child()
+        sys.exit(0)
+    assert os.wait()[1] == 0
+else:
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+own = lock._locks[lock.Path(sys.argv[1]).resolve()]
+print("PARENT", own.held(), flush=True)
+"""
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"can't write into .*: No space left on device"):
+            jaxdist.save(tmp_path, {"w": 1}, 1)
+    assert list(tmp_path.iterdir()) == []
+    lock.take(tmp_path, 0)
+
+
+@pytest.mark.parametrize("kind", ["to nothing", "to a file", "pipe"])
+def test_what_is_no_lock_of_ours(kind: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "run", tmp_path / "other"
+    path.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path / lock.NAME)
+    else:
+        (path / lock.NAME).symlink_to(other)
+    if kind == "to a file":
+        other.write_text("mine")
+    jaxdist.save(path, {"w": 1}, 1)
+    assert lock._locks[path.resolve()].held()
+    assert not (path / lock.NAME).is_symlink()
+    assert kind != "to a file" or other.read_text() == "mine"

@@ -241,6 +241,8 @@ told(jaxdist.save, "/proc/none", {"w": 0}, 1)
 jaxdist.save(path, {"w": np.zeros(3)}, 1)
 told(jaxdist.restore, path, {"w": np.zeros(3 + ctx.rank)})
 told(jaxdist.save, path, {"w": np.zeros(3)}, 1)
+told(jaxdist.restore, path, {"w": np.zeros(3)}, step=1 + ctx.rank)
+told(jaxdist.restore, path, {"w": np.zeros(3) if ctx.rank == 0 else b""})
 """
 
 
@@ -252,14 +254,73 @@ def test_bad_calls_are_told_on_every_rank(tmp_path: Path) -> None:
     assert done.returncode == 0, done.output
     told = re.findall(r"TOLD (.*)", done.stdout)
     for pattern in (
-        r"FileNotFoundError restore, on rank 0 \(and on rank 1\): there is no checkpoint in",
+        r"FileNotFoundError restore, on rank 0: there is no checkpoint in",
         r"CheckpointError the ranks call save with .*: the checkpoint is .*run0/1 on rank 0; .*run1/1 on",
-        r"CheckpointError the ranks call save .*: the checksum of the names, shapes and dtypes of its leaves is ",
+        r"CheckpointError the ranks call save .*: leaf w is float64\[2\] on rank 0; float64\[3\] on rank 1\. Save a",
         r"CheckpointError the ranks call save .*: leaf w, which each rank has by itself, is .*Did each rank train by",
         r"TypeError save, on rank 1: leaf w can't be saved",
         r"CheckpointError save, on rank 0: can't write into /proc/none",
         r"CheckpointError restore, on rank 1: leaf w .* has shape \(3,\), in `like` \(4,\)",
         r"FileExistsError save, on rank 0: there is a checkpoint of this step",
+        r"CheckpointError the ranks call restore .*: the step is 1 on rank 0; 2 on rank 1",
+        r"TypeError restore, on rank 1: leaf w of `like` is nothing that a checkpoint has: bytes",
     ):
         assert sum(bool(re.match(pattern, line)) for line in told) == 2, (pattern, done.output)
-    assert len(told) == 16, done.output
+    assert len(told) == 20, done.output
+
+
+DIFFERENT = """
+import sys
+import jax, jax.numpy as jnp, jaxdist, ml_dtypes, numpy as np
+ctx = jaxdist.init()
+root = ctx.rank == 0  # the others have something else
+long = "x" * 1000
+pairs = {
+    "float": (0.1, 0.2), "zero": (0.0, -0.0), "int": (1, 2), "bool": (True, False), "complex": (1j, 2j),
+    "string": ("a", "b"), "long": (long + "a", long + "b"), "np.str_": (np.str_("a"), np.str_("b")),
+    "np.float32": (np.float32(1), np.float32(2)), "np.bool_": (np.bool_(0), np.bool_(1)),
+    "int4": (ml_dtypes.int4(1), ml_dtypes.int4(2)), "0-d": (np.array(1.0), np.array(2.0)),
+    "array": (np.ones(3), np.zeros(3)), "big": (np.ones(3, ">f4"), np.zeros(3, ">f4")),
+    "local": (jnp.ones(3), jnp.zeros(3)), "key": (jax.random.key(0), jax.random.key(1)),
+    "type": (1, 1.0), "text": (1, "1"), "scalar": (1.0, np.float64(1)), "dtype": (np.ones(3, "f4"), np.ones(3, "f8")),
+    "shape": (np.ones(3), np.ones(4)), "impl": (jax.random.key(0), jax.random.key(0, impl="rbg")),
+}
+for name, (first, second) in pairs.items():
+    state = {"same": np.ones(3), "deep": [0.5, {name: first if ctx.rank < ctx.size - 1 else second}]}
+    try:
+        jaxdist.save(sys.argv[1], state, 1)
+    except jaxdist.CheckpointError as error:
+        print("TOLD", name, error, flush=True)
+try:
+    jaxdist.save(sys.argv[1], {"a": 1} if root else {"a": 1, "b": 2}, 1)
+except jaxdist.CheckpointError as error:
+    print("TOLD structure", error, flush=True)
+same = np.full(3, np.nan), np.full(3, np.nan, ">f4" if root else "<f4"), float("nan"), long, jnp.ones(2), 2**60
+print("LATEST", jaxdist.latest_step(sys.argv[1]), flush=True)
+jaxdist.save(sys.argv[1], same, 1)
+got = jaxdist.restore(sys.argv[1], same)
+print("SAME", got[1].dtype.str, got[3] == long, got[5] == 2**60, flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("communicator", "ranks"), [("mpi", 2), ("xla", 3)])
+def test_a_leaf_that_differs_on_one_rank(communicator: str, ranks: int, tmp_path: Path) -> None:
+    script = tmp_path / "different.py"
+    script.write_text(DIFFERENT)
+    env = {"JAXDIST_COMMUNICATOR": communicator}
+    done = jobs.mpirun(ranks, [str(script), str(tmp_path / "run")], env=env, timeout=120)
+    assert done.returncode == 0, done.output
+    told = re.findall(r"TOLD (\S+) (.*)", done.stdout)
+    first, last = ", ".join(map(str, range(ranks - 1))), ranks - 1
+    names = [name for name, _ in told]
+    assert len(set(names)) == 23, done.output
+    for name, error in told:
+        assert names.count(name) == ranks, done.output
+        leaf = "b" if name == "structure" else rf"deep\.1\.{re.escape(name)}"
+        of = "0" if name == "structure" else first
+        other = rf"(, which each rank has by itself,)? is \S.* on rank {of}; \S.* on rank .*{last}\. "
+        assert re.match(rf"the ranks call save with different arguments: leaf {leaf}{other}", error), (name, error)
+        assert len(error) < 700
+    assert done.stdout.count("LATEST None") == ranks
+    assert all(f"SAME {order}f4 True True" in done.stdout for order in "<>"), done.output
