@@ -9,15 +9,12 @@ joins in, and finds the difference; one that has is stopped by its watcher threa
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jax.extend.core import ClosedJaxpr
-
 from jaxdist.agreement.description import Description, difference
-from jaxdist.agreement.programs import Programs
+from jaxdist.agreement.programs import Programs, Traced
 from jaxdist.control.progress import Progress
 from jaxdist.runtime.context import Context
 
@@ -61,8 +58,7 @@ class Agreement:
         self.steps = context.watchdog.steps
         self.sequence = context.sequence
         if context.size > 1:
-            self.programs = Programs(self.control, self.steps)
-            context.watchdog.when_stuck(functools.partial(self.programs.compare, stuck=True))
+            self.programs = Programs(self.control, self.steps, context.timeout)
 
     def enter(self, step: str) -> int:
         """Called first in each call of a step; returns the call's number, from 1.
@@ -95,10 +91,15 @@ class Agreement:
     def _committed(self, call: int, what: StepCall) -> None:
         self.steps[what.step].commit(call, watched=self.context.size > 1)
 
-    def traced(self, step: str, program: ClosedJaxpr, held: Callable[[], str]) -> None:
-        """The program of a step was traced; if in a call of it, the ranks that trace it too compare what they have."""
+    def traced(self, new: Callable[[], Traced]) -> None:
+        """A program was traced; if in a call of its step, this comes back once all ranks have the same."""
         if self.context.size > 1:
-            self.programs.traced(step, program, held())
+            self.programs.traced(new())
+
+    def may_trace(self, step: str, may: bool) -> None:
+        """Whether this rank, in the call committed to, may still trace a program that is new to it."""
+        if (call := self.steps[step].current) is not None:
+            call.may_trace = may
 
     def returned(self, step: str, result: object) -> None:
         """The program of the call committed to has returned, and may still run."""
@@ -143,4 +144,6 @@ def _advice(name: str) -> str:
         return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
     if name.startswith("constant "):
         return "What is no array must be the same on every rank"
+    if name.startswith("setting "):
+        return "Settings of JAX must be the same on every rank"
     return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"

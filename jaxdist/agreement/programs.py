@@ -1,168 +1,243 @@
-"""Whether the ranks run the same program: what a rank traces in a call is compared, and nobody waits for it.
+"""Whether the ranks run the same program: what a rank traces in a call is compared before it runs for the first time.
 
-A rank that traces a step's program in a call tells rank 0 a digest of it, and rank 0 tells all. Who hears
-of a program for arguments of some types compares it with its own one for these, once it knows which that is: the one
-that it traces in the same call, or one that it has from an earlier call. So a rank that traces alone, because its
-cache was cleared, is left in peace.
+A rank that traces a program which is new to it waits at a gate, before it compiles it, until every rank has come with
+the same. One that traces again what all have agreed on (its cache was cleared) does not wait. If another rank is in
+the same call with a program that it has run before, it will never come to the gate: a thread of that rank finds out,
+and tells the one that waits. Ranks that differ end at the gate: none returns from its call, so nothing
+that a script does on an error (such as to save) happens any more.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
-import zlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
+from jaxdist import compat
+from jaxdist.agreement.description import by_value, list_ranks, listed
 from jaxdist.control.channel import Control
-from jaxdist.control.progress import Progress
+from jaxdist.control.progress import ActiveCall, Progress
+from jaxdist.control.stacks import of_the_user
 from jaxdist.ir.dataflow import dataflow, operations
-from jaxdist.ir.fingerprint import fingerprint
 
-_TRACED, _DIFFERS = "a program was traced", "a program differs"
+_GATE, _DETAILS, _PASSED = "a new program of a step", "where programs differ", "a call without a new program"
+_SHOWN = 160  # characters of an operation
+_SOON = 2.0  # seconds in which a call that has begun shows whether its program is a new one
+_NONE = "no operation that the other does not have, too"
+_ADVICE = (
+    "Inside a step nothing may depend on the rank: look for `ctx.rank`, an `if rank == ...`, a loop over a set, a "
+    "seed, options or versions that are not the same on all ranks."
+)
 
 
-_COMPUTES, _HOLDS = "computes ", "numbers and arrays with the checksum "
-_SHOWN = 3  # operations of each rank that the other does not have
+@dataclass(frozen=True)
+class Traced:
+    """A program of a step that is about to be compiled.
 
-
-class _Traced(NamedTuple):
-    """A program of a step: for which arguments, the call in which it was traced (0: none), and what is compared.
-
-    On its way to the others it has no `lines` and `operations` at first; they come when the digests differ.
+    Attributes:
+      step: its name.
+      kind: what it is for, within this process: programs of one kind are the same, unless the step has changed.
+      program: as one device runs it.
+      source: the step as it was traced.
+      arguments: names and types of its leaves.
     """
 
     step: str
-    types: str  # a digest
+    kind: Hashable
+    program: ClosedJaxpr
+    source: ClosedJaxpr
+    arguments: tuple[tuple[str, str], ...] = ()
+
+
+class _Gate(NamedTuple):
+    """Where a rank waits: before the first run of a program, in this call of this step."""
+
+    step: str
     call: int
     digest: str
-    lines: tuple[str, ...] = ()
-    operations: bytes = b""  # packed: they may be many
+
+    def __str__(self) -> str:
+        return f"step {self.step!r}, call {self.call}"
+
+
+class Line(NamedTuple):
+    """An operation, for another rank.
+
+    Attributes:
+      digest: of what it computes.
+      text: for a person.
+      place: where it stands in the user's code; "": nowhere.
+    """
+
+    digest: bytes
+    text: str
+    place: str
+
+    def __str__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        return f"{text}, at {self.place}" if self.place else text
 
 
 class Programs:
-    """The programs of this rank's steps, and what it heard of the others'.
+    """The programs of this rank's steps that all ranks have agreed on.
 
     Args:
       control: of the job.
       steps: this rank's progress.
+      timeout: seconds to wait for the others.
     """
 
-    def __init__(self, control: Control, steps: Mapping[str, Progress]):
-        self._control, self._steps = control, steps
-        self._mine: dict[tuple[str, str], _Traced] = {}  # by step and types: the latest
-        self._heard: list[tuple[int, _Traced]] = []
+    def __init__(self, control: Control, steps: Mapping[str, Progress], timeout: float):
+        self._control, self._steps, self._timeout = control, steps, timeout
+        self._agreed: dict[tuple[str, Hashable], str] = {}  # digests
+        self._arguments: dict[str, tuple[tuple[str, str], ...]] = {}  # of the newest program of each step
+        self._gates: dict[str, int] = {}  # by step: the last call in which this rank came to one
+        self._heard: list[tuple[int, _Gate]] = []  # ranks at a gate; this one may come to it, too
+        self._later = False
         self._lock = threading.Lock()
-        control.listen(_TRACED, self._hear)
-        control.listen(_DIFFERS, self._differs)
+        control.listen(f"enter {_GATE}", self._hear)
+        control.listen(_PASSED, self._passed)
 
-    def traced(self, step: str, program: ClosedJaxpr, held: str = "") -> None:
-        """This rank has traced a program of the step; in a call of it, or (`lower`) in none: then nothing is sent.
+    def traced(self, new: Traced) -> None:
+        """This rank has traced a program. In a call of its step it comes back once all ranks have the same.
 
-        Args:
-          step: its name.
-          program: as one device runs it.
-          held: a checksum of the numbers and arrays that it holds.
+        Raises:
+          ControlError: some rank did not come within the timeout, or is in another call.
         """
-        progress = self._steps.get(step)
+        progress = self._steps.get(new.step)
         current = progress.current if progress else None
-        call = 0 if current is None or current.returned else current.number
-        types = _digest(f"{a.dtype}{a.shape}" for a in program.in_avals)
-        lines = (*fingerprint(program), _COMPUTES + dataflow(program), _HOLDS + held)
-        mine = _Traced(step, types, call, _digest(lines), lines, _packed(operations(program)))
-        with self._lock:
-            self._mine[step, types] = mine
-        if call:
-            self._control.post(_TRACED, mine._replace(lines=(), operations=b""), to=0 if self._control.rank else None)
-            self.compare()
+        if current is None or current.returned:  # `lower`: nothing is sent
+            return
+        digest = dataflow(new.program)
+        self._arguments[new.step] = new.arguments
+        if self._agreed.get((new.step, new.kind)) == digest:
+            current.may_trace = False
+            return
+        self._gates[new.step] = current.number
+        mine = _Gate(new.step, current.number, digest)
+        everyone = self._control.exchange(_GATE, mine, self._timeout, f"the comparison of programs of {mine}")
+        if any(gate != mine for gate in everyone):
+            self._end(new, everyone)
+        self._agreed[new.step, new.kind] = digest
 
-    def compare(self, stuck: bool = False) -> None:
-        """Compare what can be compared now with what was heard.
+    def _end(self, new: Traced, everyone: Sequence[_Gate]) -> None:
+        """The ranks differ: rank 0 says where, and ends the job."""
+        first = everyone[0]
+        other = next(rank for rank, gate in enumerate(everyone) if gate != first)
+        told = (_lines(new.source), _lines(new.program)) if self._control.rank in (0, other) else None
+        details = self._control.exchange(_DETAILS, told, self._timeout)
+        if self._control.rank == 0:
+            if len(calls := by_value(list(map(str, everyone)))) > 1:
+                text = f"the ranks are in different calls: {listed(calls)}"
+            else:
+                groups = list(by_value([gate.digest for gate in everyone]).values())
+                found = next(filter(None, map(difference, details[0], details[other])), None)
+                text = f"{first}: the ranks have different programs, and none has run. {explained(found, groups)}"
+            self._control.fail(f"{text}\n{_ADVICE}", brief=True)
+        self._control.process.stay()
 
-        Args:
-          stuck: this rank has been in its call for long: if it has not traced a program by now, it won't.
-        """
+    # --- a rank that does not come to the gate
+
+    def compare(self) -> None:
+        """Look for ranks that wait at the gate of a call in which this one has not come to it, and won't."""
         if not self._heard:
             return
-        differing: list[tuple[int, _Traced]] = []
+        waiting: list[tuple[int, _Gate]] = []
         with self._lock:
             heard, self._heard = self._heard, []
-            for rank, theirs in heard:
-                mine = self._mine.get((theirs.step, theirs.types))
-                progress = self._steps.get(theirs.step, Progress())
-                current = progress.current
-                settled = progress.committed - (not stuck and current is not None and not current.returned)
-                if (mine is None or mine.call < theirs.call) and settled < theirs.call:
-                    self._heard.append((rank, theirs))
-                elif mine is None:
-                    if not (progress.failed and progress.committed == theirs.call):  # else it has its own error
-                        differing.append((rank, theirs._replace(digest="")))
-                elif mine.call <= theirs.call and mine.digest != theirs.digest:
-                    differing.append((rank, mine._replace(call=theirs.call)))
-        for rank, program in differing:
-            self._control.post(_DIFFERS, program, to=rank)
+            for rank, gate in heard:
+                progress = self._steps.get(gate.step, Progress())
+                settled = progress.committed - (progress.current is not None and _may_trace(progress.current))
+                if self._gates.get(gate.step, 0) >= gate.call:
+                    continue  # both are there
+                if settled < gate.call:
+                    self._heard.append((rank, gate))
+                elif not (progress.failed and progress.committed == gate.call):  # else it has its own error
+                    waiting.append((rank, gate))
+            if self._heard and not self._later:
+                self._later = True
+                again = threading.Timer(_SOON, self._again)
+                again.daemon = True
+                again.start()
+        for rank, gate in waiting:
+            self._control.post(_PASSED, (gate, self._arguments.get(gate.step, ())), to=rank)
 
-    def _hear(self, rank: int, theirs: _Traced) -> None:
+    def _hear(self, rank: int, gate: _Gate) -> None:
         with self._lock:
-            self._heard.append((rank, theirs))
+            self._heard.append((rank, gate))
         self.compare()
 
-    def _differs(self, rank: int, theirs: _Traced) -> None:
-        """Another rank has found that its program is not the one that this rank told of."""
-        me = self._control.rank
-        where = f"step {theirs.step!r}, call {theirs.call}: "
-        if not theirs.digest:
-            self._control.fail(
-                f"{where}rank {me} came with arguments of another shape or dtype than before, and rank {rank} did not. "
-                "State and batch must have the same types on every rank."
+    def _again(self) -> None:
+        self._later = False
+        self.compare()
+
+    def _passed(self, rank: int, told: tuple[_Gate, tuple[tuple[str, str], ...]]) -> None:
+        """Another rank is in the call at whose gate this one waits, with a program that it had before."""
+        gate, theirs = told
+        me, mine = self._control.rank, self._arguments[gate.step]
+        pairs = zip_longest(mine, theirs, fillvalue=("none", "none"))
+        if differs := next(((a, b) for a, b in pairs if a != b), None):
+            (name, here), (_, there) = differs
+            text = f"{name} is {here} on rank {me}, {there} on rank {rank}. Types must be the same on every rank."
+        else:
+            text = (
+                f"rank {me} has traced another program than before, and rank {rank} has not: something that the step "
+                f"reads from outside (a global, an attribute, an option) changed on rank {me} alone."
             )
-            return
-        mine = self._mine[theirs.step, theirs.types]
-        pairs = list(zip_longest(mine.lines, theirs.lines, fillvalue="none"))
-        n = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
-        if all(line.startswith(_HOLDS) for line in pairs[n]):
-            self._control.fail(
-                f"{where}the ranks run the same collectives on other numbers: what the step closes over, a number or "
-                f"an array, is not the same on rank {me} and rank {rank}. Pass what differs as part of the batch, or "
-                "make it the same everywhere (a seed that depends on the rank? an `if rank == ...` in the step?)"
-            )
-            return
-        if all(line.startswith(_COMPUTES) for line in pairs[n]):
-            here, there = _unpacked(mine.operations), _unpacked(theirs.operations)
-            self._control.fail(
-                f"{where}the ranks run different programs, with other operations between the same collectives. Only on "
-                f"rank {me}: {_listed(here - there)}; only on rank {rank}: {_listed(there - here)}. Another version of "
-                "the script or a package on some host, other settings of JAX, an `if rank == ...`, a loop over a set?"
-            )
-            return
-        (one, other), (all_of_mine, all_of_theirs) = pairs[n], (len(mine.lines) - 2, len(theirs.lines) - 2)
-        self._control.fail(
-            f"{where}the ranks run different programs. Collective {n + 1} of rank {me} ({all_of_mine} in all) is: "
-            f"{one if n < all_of_mine else 'none'}; of rank {rank} ({all_of_theirs} in all): "
-            f"{other if n < all_of_theirs else 'none'}. Inside a step nothing may depend on the rank: look for "
-            "`if ctx.rank == ...`, a loop over a set, options that differ."
-        )
+        self._control.fail(f"{gate}: the ranks have different programs. {text}\n{_ADVICE}", brief=True)
 
 
-def _packed(operations: Counter[str]) -> bytes:
-    return zlib.compress("\n".join(f"{count} {text}" for text, count in sorted(operations.items())).encode(), 1)
+def _may_trace(call: ActiveCall) -> bool:
+    """Whether a rank may still trace a new program in this call."""
+    # Other types show when JAX looks at the arguments, right after the call was entered.
+    return not call.returned and (call.may_trace or time.monotonic() - call.since < _SOON)
 
 
-def _unpacked(packed: bytes) -> Counter[str]:
-    lines = (line.partition(" ") for line in zlib.decompress(packed).decode().splitlines())
-    return Counter({text: int(count) for count, _, text in lines})
+def _lines(closed: ClosedJaxpr) -> list[Line]:
+    return [Line(one.digest, one.text, compat.user_line(one.eqn, of_the_user)) for one in operations(closed)]
 
 
-def _listed(operations: Counter[str]) -> str:
-    if not operations:
-        return "none (the same ones, with other operands)"
-    shown = [f"{count} x {text}" if count > 1 else text for text, count in sorted(operations.items())]
-    return "; ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+def difference(one: Sequence[Line], other: Sequence[Line]) -> tuple[Line | None, Line | None] | None:
+    """The first operation of each of two programs that the other does not have, or has elsewhere.
+
+    Args:
+      one: the operations of a program, in order.
+      other: those of the other.
+
+    Returns:
+      The two operations (None: there is none); None in all: no operation differs.
+
+    Example:
+      >>> a, b, c = (Line(text.encode(), text, "") for text in "abc")
+      >>> [str(x) for x in difference([a, b], [a, c])]
+      ['b', 'c']
+      >>> [str(x) for x in difference([a, b], [b, a])]
+      ['a', 'b']
+    """
+    known = [{line.digest for line in lines} for lines in (one, other)]
+    mine = next((line for line in one if line.digest not in known[1]), None)
+    theirs = next((line for line in other if line.digest not in known[0]), None)
+    if mine or theirs:
+        return mine, theirs
+    return next(((a, b) for a, b in zip_longest(one, other) if a is None or b is None or a.digest != b.digest), None)
 
 
-def _digest(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def explained(found: tuple[Line | None, Line | None] | None, groups: Sequence[Sequence[int]]) -> str:
+    """A difference, for a person.
+
+    Args:
+      found: see `difference`.
+      groups: the ranks that have each program; the first two are those of the difference.
+    """
+    if found is None:
+        text = "They do the same operations, and return other results of these"
+        return f"{text}: one on rank {'; another on rank '.join(map(list_ranks, groups))}."
+    rest = [rank for group in groups[2:] for rank in group]
+    more = f"\n  rank {list_ranks(rest)}: other programs again" if rest else ""
+    lines = [f"\n  rank {list_ranks(g)}: {x or _NONE}" for g, x in zip(groups[:2], found, strict=True)]
+    return f"The first operation that differs:{''.join(lines)}{more}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,16 @@ def _transposed(stack: Any) -> bool:
     return "transpose(" in str(stack)
 
 
-def user_line(eqn: Any) -> str:
-    """``file:line`` of the user's code that an equation comes from, or "" (no public access)."""
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_OURS):
-            return f"{frame.file_name}:{frame.start_line}"
-    return ""
+def user_line(eqn: Any, preferred: Callable[[str], bool] = lambda file: True) -> str:
+    """``file:line`` of the user's code that an equation comes from, or "" (no public access).
+
+    Args:
+      eqn: an equation.
+      preferred: of files: the innermost line in one of these, if there is any.
+    """
+    frames = [f for f in source_info_util.user_frames(eqn.source_info.traceback) if not f.file_name.startswith(_OURS)]
+    frame = next((f for f in frames if preferred(f.file_name)), frames[0] if frames else None)
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
 
 
 _OURS = f"{Path(__file__).absolute().parent.parent}{os.sep}"

@@ -132,12 +132,14 @@ class Control:
         if self.size == 1:
             return [value]
         self._check_owner()
+        self.process.stay_if_ending()
         with self._exchange_lock:
             if self._closed:
                 raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
             self._send(("enter", tag, value, Entry(self.position(), what or repr(tag))))
             kind, got, payload = self._answer(tag, timeout)
         if kind == "error":
+            self.process.stay_if_ending()
             raise ControlError(f"rank {self.rank}: {payload}")
         assert got == tag, (got, tag)
         return payload
@@ -158,7 +160,6 @@ class Control:
                     known = f" {known}."
                 elif turns.bit_count() == 1:  # 1, 2, 4, 8, ...
                     self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
-        # Rank 0 tells everyone, so that nobody waits for a rank that gave up.
         self._send(("timeout", timeout, known))
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=10.0)
@@ -170,9 +171,9 @@ class Control:
         """Call a hook with what another rank posts, on the watcher thread: it must not block.
 
         Args:
-          tag: of a `post`; or "enter": another rank waits in an exchange (the value: an `Entry`); "bye": one has said
-            goodbye (its position); "gone": the connection of one has ended (rank 0 hears of each, the others of rank
-            0's end in order).
+          tag: of a `post`; or "enter": another rank waits in an exchange (an `Entry`); "enter TAG": in this one (what
+            came with); "bye": one said goodbye (its position); "gone": the connection of one has ended (rank 0 hears of
+            each, the others of rank 0's end in order).
           hook: of the rank and the value; the only one of its tag.
         """
         self._listeners[tag] = hook
@@ -263,26 +264,25 @@ class Control:
                 send_cast(self._root, flat)
         return flat
 
-    def alarm(self, message: str, *, stacks: bool = False) -> None:
-        """Make every other rank print `message` and end at once with a non-zero code.
-
-        The caller goes on, to raise its own error.
+    def alarm(self, message: str, *, stacks: bool = False, brief: bool = False) -> None:
+        """Make every other rank print `message` and end at once with a non-zero code; the caller goes on.
 
         Args:
-          message: why.
+          message: says why.
           stacks: whether they print where their main threads are, too.
+          brief: whether one rank of each other host prints it.
         """
         self.process.alarmed = True
         if self.size > 1 and self.process.is_owner():
-            self._send(("alarm", message, stacks))
+            self._send(("alarm", message, stacks, brief))
 
-    def fail(self, message: str) -> None:
-        """End the job, whatever its main threads do.
+    def fail(self, message: str, *, brief: bool = False) -> None:
+        """End the job with a non-zero code, whatever its main threads do.
 
-        Every rank prints `message` and the stack of its main thread, and ends with a non-zero code.
+        Every rank prints `message` and the stack of its main thread; if it is `brief` one rank of each host, no stack.
         """
-        self.process.end_because_of(message, pause=0.5, stacks=True)
-        self.alarm(message, stacks=True)
+        self.process.end_because_of(message, 0.5, stacks=not brief)
+        self.alarm(message, stacks=not brief, brief=brief)
 
     def close(self) -> None:
         """Say goodbye: what the others see next is an orderly end, not a death.
@@ -360,6 +360,7 @@ class Control:
             _, tag, rank, value, entry = message
             self.notices.setdefault(tag, {})[rank] = value
             self.waiting[rank] = entry
+            self._call(self._listeners.get(f"enter {tag}"), rank, value)
             self._call(self._listeners.get("enter"), rank, entry)
         elif kind == "bye":
             _, rank, position = message

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
 from jaxdist.control import rendezvous
+from jaxdist.control.handshake import Member
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _CHUNK = 1 << 24  # bytes of a broadcast that travel in one frame
@@ -33,6 +34,7 @@ class Root(Protocol):
     """What the hub asks of rank 0's own end of the channel (`jaxdist.control.channel.Control`)."""
 
     size: int
+    members: list[Member]
 
     def deliver(self, message: tuple[Any, ...]) -> None: ...
     def who(self, rank: int) -> str: ...
@@ -123,7 +125,8 @@ class Hub:
                     for r in self.others(-1):
                         self.send(r, ("all left",))
             elif kind == "alarm":
-                self.end_all(message[1], spare=rank, pause=2 * PRINT_SECONDS, stacks=message[2])
+                _, text, stacks, brief = message
+                self.end_all(text, rank, 2 * PRINT_SECONDS, stacks, brief)
 
     def enter(self, rank: int, tag: str, value: Any, entry: Entry) -> None:
         if self.failure is None:
@@ -194,9 +197,13 @@ class Hub:
         self.timer, self.failure = None, None
         self.entered, self.told = {}, set()
 
-    def end_all(self, message: str, spare: int, pause: float = 0.0, stacks: bool = False) -> None:
+    def end_all(self, message: str, spare: int, pause: float = 0.0, stacks: bool = False, brief: bool = False) -> None:
+        hosts = {self.root.members[spare].host} if brief else set()  # where it is printed already
         for r in self.others(spare):
-            self.send(r, ("end", message, pause, stacks))
+            host = self.root.members[r].host
+            self.send(r, ("end", "" if host in hosts else message, pause, stacks))
+            if brief:
+                hosts.add(host)
 
     # --- broadcast
 

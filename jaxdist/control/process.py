@@ -76,14 +76,14 @@ class Process:
         """Print why, and end this process soon; unless its main thread already sees to that.
 
         Args:
-          message: why.
+          message: why; "": it is said elsewhere.
           pause: seconds to leave to the rank that failed: launchers report the code of the rank
             that ends first.
           stacks: whether to print where the main thread is.
         """
         if self.ending or not self.is_owner():
             return
-        if not self._quiet:
+        if message and not self._quiet:
             self.say(message)
         self._reason.set()
         self.over.set()
@@ -100,6 +100,16 @@ class Process:
             self.depart(1)
 
         threading.Thread(target=end, daemon=True).start()
+
+    def stay(self) -> NoReturn:
+        """Wait for the end of this process, which another thread sees to: nothing else may happen before."""
+        while True:
+            time.sleep(3600)
+
+    def stay_if_ending(self) -> None:
+        """Do not come back if another thread is about to end this process."""
+        if self._reason.is_set() and not self._held and self.is_owner():
+            self.stay()
 
     def depart(self, code: int, *, abort: bool = False) -> NoReturn:
         """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort

@@ -20,6 +20,7 @@ class ActiveCall:
       number: from 1.
       since: when; of `time.monotonic`.
       returned: whether its program was dispatched: nothing will be traced any more.
+      may_trace: whether it is known that something new may be traced before.
       over: whether it has ended, as far as was seen.
       output: one small array of its result.
     """
@@ -27,6 +28,7 @@ class ActiveCall:
     number: int
     since: float
     returned: bool = False
+    may_trace: bool = False
     over: bool = False
     output: Any = None
 

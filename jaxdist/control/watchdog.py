@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from jaxdist.control.channel import Control
@@ -53,7 +53,6 @@ class Watchdog:
 
     def __init__(self, control: Control, timeout: float):
         self.steps: dict[str, Progress] = {}
-        self._when_stuck: Callable[[], None] = lambda: None
         self._control, self._timeout = control, timeout
         self._number = 0  # of the question
         self._reports: dict[int, _Report] = {}  # answers to it
@@ -65,10 +64,6 @@ class Watchdog:
         control.where_is(others=self.whereabouts)
         if control.size > 1:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
-
-    def when_stuck(self, hook: Callable[[], None]) -> None:
-        """What to do when a call has taken longer than `timeout` though no rank is missing."""
-        self._when_stuck = hook
 
     def whereabouts(self, ranks: Collection[int], step: str = "", call: int = 0) -> str | None:
         """Where ranks are that do not come; asks them.
@@ -164,7 +159,6 @@ class Watchdog:
                     f"one may be late by more than {self._timeout:g} s, say so: jaxdist.init(timeout=...)"
                 )
                 return
-            self._when_stuck()
             if watched is newest and newest.finished() is False:
                 self._control.say(
                     f"{where}, and no rank is missing: each is in this call or one before it. A long compilation or a "

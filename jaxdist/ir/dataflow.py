@@ -1,83 +1,172 @@
-"""What a program computes: a digest that is equal in processes that traced the same, and its operations as text.
+"""What a program computes and sends: a digest that is equal in processes that traced the same, and its operations.
 
 Neither depends on the order in which independent operations stand, which may follow that of a set of the user's, on the
-names of functions, or on addresses. Numbers and arrays that the program holds count by their types alone
-(`jaxdist.ir.fingerprint.constants` sees to them).
+names of functions, or on addresses. Collectives count in their order, which is that of the messages, with what they
+send; numbers and arrays that the program holds count by their checksums.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxdist.ir.fingerprint import aval_text, lines, parameters
-from jaxdist.ir.interpreter import subjaxprs
+from jaxdist import compat
+from jaxdist.ir.fingerprint import aval_text, checksum, moves, parameters, place
+from jaxdist.ir.interpreter import live
 
 _COMMUTATIVE = {"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"}
 
 
+class Operation(NamedTuple):
+    """Of a program.
+
+    Attributes:
+      digest: of what it computes from the inputs of the jaxpr that it is in.
+      text: for a person: where it is, its name, operands and parameters.
+      eqn: the equation.
+      sent: whether it is a collective.
+    """
+
+    digest: bytes
+    text: str
+    eqn: JaxprEqn
+    sent: bool
+
+
 def dataflow(closed: ClosedJaxpr) -> str:
-    """A digest of how the outputs of a program follow from its inputs.
+    """A digest of how the outputs of a program, and what it sends, follow from its inputs.
 
     Args:
       closed: a step as one device runs it.
+
+    Raises:
+      ValueError: it closes over an array that is spread over several processes.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> of = lambda f: dataflow(jax.make_jaxpr(f)(1.0, 2.0))
       >>> of(lambda x, y: x * y + jnp.sin(x)) == of(lambda a, b: jnp.sin(a) + a * b)
       True
-      >>> of(lambda x, y: x - y) == of(lambda x, y: y - x)
-      False
+      >>> of(lambda x, y: x - y) == of(lambda x, y: y - x), of(lambda x, y: x + 1) == of(lambda x, y: x + 2)
+      (False, False)
     """
-    return _Digests().of(closed.jaxpr).hex()
+    return _Digests().of(closed).total.hex()
 
 
-def operations(closed: ClosedJaxpr) -> Counter[str]:
-    """The operations of a program, those nested in its control flow too: how many of each.
+def operations(closed: ClosedJaxpr) -> list[Operation]:
+    """The operations of a program in order, those in its control flow before the one that they are in.
 
     Args:
-      closed: a step as one device runs it.
+      closed: a step as one device runs it, or as it was traced; dead code in it does not count.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> operations(jax.make_jaxpr(jnp.sin)(jnp.ones(3, "float32")))
-      Counter({'sin float32[3]': 1})
+      >>> [one.text for one in operations(jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(jnp.ones(3, "float32")))]
+      ['sin float32[3]', 'add float32[3], 1.0']
     """
-    return Counter(lines(closed.jaxpr, lambda _: True))
+    return list(_walk(_Digests(), closed, ""))
+
+
+def _walk(digests: _Digests, closed: ClosedJaxpr, where: str) -> Iterator[Operation]:
+    held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    for eqn, made in digests.of(closed).made:
+        for i, body in enumerate(_bodies(eqn)):
+            yield from _walk(digests, body, where + place(eqn, i))
+        operands = ", ".join(_operand(v, held) for v in eqn.invars)
+        text = f"{where}{eqn.primitive.name.removeprefix('jaxdist_')} {operands}{parameters(eqn)}"
+        yield Operation(made, text, eqn, moves(eqn))
+
+
+class _Digest(NamedTuple):
+    """Of a jaxpr: in all, and of each operation; whether something in it is sent."""
+
+    total: bytes
+    made: list[tuple[JaxprEqn, bytes]]
+    sends: bool
 
 
 class _Digests:
     """Of jaxprs: of each once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Jaxpr, bytes]] = {}  # the jaxpr stays, so that its id stays its own
+        self._known: dict[tuple[int, ...], tuple[ClosedJaxpr, _Digest]] = {}  # kept, so that an id stays its own
+        self._values: dict[int, tuple[Any, bytes]] = {}
 
-    def of(self, jaxpr: Jaxpr) -> bytes:
-        if id(jaxpr) not in self._known:
-            self._known[id(jaxpr)] = jaxpr, self._of(jaxpr)
-        return self._known[id(jaxpr)][1]
+    def of(self, closed: ClosedJaxpr) -> _Digest:
+        key = (id(closed.jaxpr), *map(id, closed.consts))
+        if key not in self._known:
+            self._known[key] = closed, self._of(closed)
+        return self._known[key][1]
 
-    def _of(self, jaxpr: Jaxpr) -> bytes:
-        env: dict[Any, bytes] = {}
-        for kind, given in (("input", jaxpr.invars), ("constant", jaxpr.constvars)):
-            for i, v in enumerate(given):
-                env[v] = _digest(f"{kind} {i if kind == 'input' else ''} {aval_text(v)}")
+    def _of(self, closed: ClosedJaxpr) -> _Digest:
+        jaxpr = closed.jaxpr
+        env: dict[Any, bytes] = {v: _digest(f"input {i} {aval_text(v)}") for i, v in enumerate(jaxpr.invars)}
+        env.update((v, self._value(x)) for v, x in zip(jaxpr.constvars, closed.consts, strict=True))
 
         def read(atom: Any) -> bytes:
-            return _digest(f"constant  {aval_text(atom)}") if isinstance(atom, Literal) else env[atom]
+            return self._value(atom.val) if isinstance(atom, Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
+        made: list[tuple[JaxprEqn, bytes]] = []
+        sent: list[bytes] = []
+        for eqn in live(jaxpr):
             name = eqn.primitive.name
             operands = [read(v) for v in eqn.invars]
             if name in _COMMUTATIVE:
                 operands.sort()
-            made = _digest(name + parameters(eqn), *operands, *(self.of(sub) for sub in subjaxprs(eqn)))
-            env.update((v, _digest(f"{i} {aval_text(v)}", made)) for i, v in enumerate(eqn.outvars))
-        return _digest("outputs", *(read(v) for v in jaxpr.outvars))
+            bodies = [self.of(body) for body in _bodies(eqn)]
+            digest = _digest(name + parameters(eqn), *operands, *(body.total for body in bodies))
+            env.update((v, _digest(f"{i} {aval_text(v)}", digest)) for i, v in enumerate(eqn.outvars))
+            made.append((eqn, digest))
+            if moves(eqn) or any(body.sends for body in bodies):
+                sent.append(digest)
+        total = _digest("outputs", *(read(v) for v in jaxpr.outvars), _digest("sent", *sent))
+        return _Digest(total, made, bool(sent))
+
+    def _value(self, value: Any) -> bytes:
+        if id(value) not in self._values:
+            self._values[id(value)] = value, _digest(f"constant {held(value):08x}")
+        return self._values[id(value)][1]
+
+
+def held(value: Any) -> int:
+    """A checksum of a number or an array that a program holds.
+
+    Args:
+      value: a constant or a literal of a jaxpr.
+    """
+    raw = value
+    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        with jax.ensure_compile_time_eval():  # the program that holds it is being traced
+            raw = jax.random.key_data(value)
+    if isinstance(raw, jax.Array) and not raw.is_fully_addressable:
+        raise ValueError(
+            f"the step closes over an array of shape {raw.shape} that is spread over several processes: pass it as "
+            "an argument"
+        )
+    return checksum(np.asarray(raw))
+
+
+def _operand(v: Any, constants: dict[Any, Any]) -> str:
+    if not isinstance(v, Literal) and v not in constants:
+        return aval_text(v)
+    value = v.val if isinstance(v, Literal) else constants[v]
+    if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        return f"{np.asarray(value)}"
+    return f"{aval_text(v)} with the checksum {held(value):08x}"
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
+    """The jaxprs among an equation's parameters, with what they hold."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (ClosedJaxpr, Jaxpr)):
+                yield compat.closed(item)
 
 
 def _digest(text: str, *parts: bytes) -> bytes:

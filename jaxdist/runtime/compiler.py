@@ -46,8 +46,12 @@ def compiler_of(xla_flags: str) -> Compiler:
       xla_flags: the environment variable: flags, or the name of a file with flags.
     """
     versions = {"jaxdist": _version("jaxdist"), "jax": jax.__version__, "jaxlib": jaxlib_version}
-    settings = {name: str(getattr(jax.config, name)) for name in _SETTINGS if hasattr(jax.config, name)}
-    return Compiler(versions, settings, flags_of(xla_flags))
+    return Compiler(versions, settings(), flags_of(xla_flags))
+
+
+def settings() -> dict[str, str]:
+    """Those of JAX on which programs depend, as they are now in this thread."""
+    return {name: str(getattr(jax.config, name)) for name in _SETTINGS if hasattr(jax.config, name)}
 
 
 def _version(package: str) -> str:

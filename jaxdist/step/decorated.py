@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
 from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, trace_state_clean
-from jaxdist.ir.fingerprint import constants
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.placements import report
@@ -33,7 +33,7 @@ from jaxdist.step.forecast import Forecast
 from jaxdist.step.latest import Latest, expected, types
 from jaxdist.step.method import Method
 from jaxdist.step.placer import ELSEWHERE, Placer
-from jaxdist.step.program import OtherTypesError
+from jaxdist.step.program import OtherTypesError, Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, is_array
@@ -329,7 +329,9 @@ class DataParallel(Generic[R]):
             what = self._agreed.setdefault(known, self._entering.agree(signature, leaves, batch))
             self._agreement.compared(call, what)
         if changed:
+            self._agreement.may_trace(self._name, True)
             program = self._cache.program(signature, leaves)
+            self._agreement.may_trace(self._name, not program.known)
             self._entering.place(program, leaves, call, differs)
             self._latest[key] = Latest(expected(program, constants), program, signature, values, known)
         assert program is not None
@@ -351,10 +353,10 @@ class DataParallel(Generic[R]):
         signature, leaves = self._signature(*self._arguments(args, {}))
         return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, apart)
 
-    def _traced(self, program: ClosedJaxpr, placed: Placed | None) -> None:
+    def _traced(self, of: Program, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""
         assert self._context is not None
-        self._agreement.traced(self._name, program, functools.partial(constants, program))
+        self._agreement.traced(lambda: Traced(self._name, of.kind, program, of.source, of.arguments()))
         if self._log is not None:
             self._log.traced(program)
         if placed is None or not self._context.is_root:

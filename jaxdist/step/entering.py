@@ -14,6 +14,7 @@ from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout
+from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.context import Context
 from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum
 from jaxdist.step.program import Program
@@ -94,6 +95,7 @@ class Entering:
         names = [signature.names[i] for i in signature.batch]
         problem = self._placer.batch_problem(names, batch)
         entries = [(f"constant {name}", value) for name, value in signature.constants]
+        entries += [(f"setting {name}", value) for name, value in settings().items()]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             if is_batch:
                 entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))

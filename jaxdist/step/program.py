@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
 from jaxdist.communicators import Rules, compiler_options, lowering
+from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
@@ -58,12 +59,13 @@ class Program:
       donate: positions of the leaves whose memory may be reused, if the step returns them.
       bucket_bytes: see `placements.buckets`.
       compress: the dtype in which gradients travel; None: their own.
-      on_traced: told of the program that is about to be lowered, and of how it is placed (None: on one device).
+      on_traced: told of what one device runs, before it is lowered, and of how it is placed (None: on one device).
 
     Attributes:
       checked: what the findings are about; nothing: there are none.
       padded: where the state's leaves are arrays with padding.
       batch: how the leaves of the batch are split.
+      kind: equal for programs that are for the same arguments, kept alike, under the same settings of JAX.
     """
 
     def __init__(
@@ -77,12 +79,13 @@ class Program:
         donate: Collection[int],
         bucket_bytes: int,
         compress: str | None,
-        on_traced: Callable[[ClosedJaxpr, Placed | None], None] | None = None,
+        on_traced: Callable[[Program, ClosedJaxpr, Placed | None], None] | None = None,
         name: str = "step",
     ):
         self._step, self.signature, self.layouts, self._mesh = step, signature, tuple(layouts), mesh
         self.checked = step.checked
         self.types = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        self.kind = signature.tree, signature.constants, self.types, self.layouts, compat.trace_settings()
         held = [self.layouts[i] for i in signature.state]
         self.padded = [i for i, how in enumerate(held) if how and not how.is_plain]
         self.batch = [tile(0, avals[i].shape[0], mesh.size) for i in signature.batch]
@@ -126,6 +129,21 @@ class Program:
     def use(self, executable: jax.stages.Compiled) -> None:
         """Run what was compiled ahead, where it fits."""
         self._executable = executable
+
+    @property
+    def known(self) -> bool:
+        """Whether it has run."""
+        return self._calls > 0
+
+    @property
+    def source(self) -> ClosedJaxpr:
+        """The step as it was traced."""
+        return self._step.jaxpr
+
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """Names and types of its leaves, for a person."""
+        texts = (type_text(dtype, shape) for shape, dtype, _ in self.types)
+        return tuple(zip(self.signature.names, texts, strict=True))
 
     @property
     def donated(self) -> list[int]:
@@ -182,7 +200,7 @@ class Program:
     def _report(self, closed: ClosedJaxpr, placed: Placed | None) -> None:
         self._traced = closed, placed
         if self._on_traced is not None:
-            self._on_traced(closed, placed)
+            self._on_traced(self, closed, placed)
 
     def place(self, fused: Callable[[Placed], ClosedJaxpr] | None = None) -> tuple[Placed, list[Placement]]:
         """Settle the placements of the step; also: how its arguments come.

@@ -92,7 +92,7 @@ def test_an_exchange_waits_for_who_is_slow_and_then_names_who_is_not() -> None:
 
 def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
     controls = job(2)
-    ended, said, stuck = [threading.Event() for _ in range(3)]
+    ended, said = threading.Event(), threading.Event()
     texts: list[str] = []
 
     def note(event: threading.Event) -> Any:
@@ -100,11 +100,9 @@ def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
 
     controls[0].fail, controls[0].say = note(ended), note(said)  # for good: the threads outlive the test
     dogs = [Watchdog(c, 0.2) for c in controls]
-    dogs[0].when_stuck(stuck.set)
     dogs[1].steps["train"] = at(7, busy=False)
     dogs[0].steps["train"] = at(7, busy=True)
     assert said.wait(20)
-    assert stuck.is_set()
     assert re.match(r"step 'train', call 7: rank 0 has waited for \d s, and no rank is missing", texts[0])
     current = dogs[0].steps["train"].current
     assert current is not None
