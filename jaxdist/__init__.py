@@ -13,6 +13,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from jaxdist import streams
+
 
 class _Package(ModuleType):
     """A package of which some functions have the name of a module, `zero` say: an import binds the function."""
@@ -46,6 +48,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(path)
 
+
+streams.open_closed()  # before a socket of a library's gets the number of one
 
 _MODULE_OF = {
     alias.name: node.module or ""

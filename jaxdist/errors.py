@@ -1,6 +1,13 @@
-"""Exceptions of jaxdist's own."""
+"""Exceptions of jaxdist's own, and any exception in words."""
 
 from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import cast
+
+_LONGEST = 10_000  # characters of an exception's message that go to other ranks
 
 
 class StepError(TypeError):
@@ -32,3 +39,69 @@ class CheckpointError(RuntimeError):
 
 class SyncError(RuntimeError):
     """What should be the same on every rank and device is not; from `jaxdist.check_sync` and ``check_every``."""
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception, whatever its class makes of `str`; the beginning of a very long one.
+
+    Args:
+      error: a user's, say.
+
+    Example:
+      >>> message_of(ValueError("boom"))
+      'boom'
+    """
+    try:
+        text = str.__str__(str(error))  # not of a class of the user's that can be formatted in its own way only
+    except BaseException:  # Python's own tracebacks do the same
+        text = "<exception str() failed>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
+
+
+def in_words(error: BaseException) -> str:
+    """The type and the message of an exception.
+
+    Args:
+      error: as for `message_of`.
+
+    Example:
+      >>> in_words(ValueError("boom"))
+      'ValueError: boom'
+      >>> in_words(ExceptionGroup("two", [KeyError(1), OSError()]))
+      'ExceptionGroup: two (2 sub-exceptions); the first is KeyError: 1'
+    """
+    text = ": ".join(filter(None, (type(error).__name__, message_of(error))))
+    first = next(leaves(error))
+    return text if first is error else f"{text}; the first is {in_words(first)}"
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions that a group holds, and that groups in it hold; of another exception itself.
+
+    Args:
+      error: as for `message_of`.
+
+    Example:
+      >>> list(leaves(ExceptionGroup("two", [KeyError(1), ExceptionGroup("one", [OSError()])])))
+      [KeyError(1), OSError()]
+    """
+    left = [error]
+    while left:
+        one = left.pop()
+        if issubclass(type(one), BaseExceptionGroup):  # isinstance asks `__class__`, which may be the user's
+            left += reversed(cast("BaseExceptionGroup[BaseException]", one).exceptions)
+        else:
+            yield one
+
+
+def printed(error: BaseException, trace: TracebackType | None) -> str:
+    """An exception with its traceback as Python prints it, as far as its class allows that.
+
+    Args:
+      error: as for `message_of`.
+      trace: where it was raised.
+    """
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace))
+    except BaseException:  # attributes that Python asks for, `__cause__` say, raise
+        return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace), in_words(error), "\n"])

@@ -12,7 +12,7 @@ import jaxdist
 ROOT = Path(jaxdist.__file__).parent
 # From the ground up; those of a line know nothing of one another.
 LAYERS = (
-    ("compat", "errors", "mesh", "text", "tracebacks"),
+    ("compat", "errors", "mesh", "streams", "text", "tracebacks"),
     ("control",),
     ("connectors",),
     ("ir",),

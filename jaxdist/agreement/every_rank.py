@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxdist.agreement.description import Description, difference, first_problem
+from jaxdist.errors import in_words, message_of
 from jaxdist.runtime.context import Context
 
 R = TypeVar("R")
@@ -82,4 +83,4 @@ def _attempt(part: Callable[[], Part[R]]) -> tuple[Part[R] | None, Exception | N
 def _told(error: Exception, raises: tuple[type[Exception], ...]) -> tuple[int, str]:
     """Which of these errors it is for all ranks, and with which words."""
     known = [raises.index(kind) for kind in type(error).__mro__ if kind in raises]
-    return (known[0], str(error) or "failed") if known else (0, f"{type(error).__name__}: {error}")
+    return (known[0], message_of(error) or "failed") if known else (0, in_words(error))

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.errors import SyncError
+from jaxdist.errors import SyncError, in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
@@ -89,7 +89,7 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
         try:
             leaves = describe(tree)
         except Exception as error:
-            raise SyncError(f"{prefix} can't be compared: {type(error).__name__}: {error}") from error
+            raise SyncError(f"{prefix} can't be compared: {in_words(error)}") from error
         wholes = [(leaf.name, leaf.kind, leaf.sums[:1] and leaf.sums[0][1]) for leaf in leaves]
         uniform = all(len({s for _, s in sums}) < 2 for leaf in leaves for _, sums in (("", leaf.sums), *leaf.slices))
         slices = grouped((name, sums[0][1]) for leaf in leaves for name, sums in leaf.slices)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist.agreement.description import first_problem
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, message_of
 from jaxdist.runtime.context import Context
 
 _SLICE = 5.0  # seconds of waiting, after which a rank looks whether the job still lives
@@ -78,5 +78,5 @@ def _await(ctx: Context, name: str, what: str, rank: int) -> Any:
 
 def brief(error: BaseException) -> str:
     """The first lines of what a library said."""
-    text = " ".join(str(error).split())
+    text = " ".join(message_of(error).split())
     return text if len(text) < 500 else f"{text[:500]}…"

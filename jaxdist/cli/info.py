@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxdist.cli.doctor import Finding, findings, versions
 from jaxdist.cli.output import console, write_json
+from jaxdist.errors import in_words
 
 
 def info(
@@ -27,8 +28,7 @@ def info(
         ctx = init(connector, communicator)
     except (ValueError, RuntimeError, ImportError) as error:
         # What is missing may be why it failed, so say that too.
-        problem = f"{type(error).__name__}: {error}"
-        report = _report([], {}, problem)
+        report = _report([], {}, in_words(error))
         _write(report, as_json)
         raise typer.Exit(1) from None
     ranks: list[dict[str, Any]] = ctx.control.exchange("jaxdist info", _this_rank(ctx))

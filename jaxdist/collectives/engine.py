@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxdist.agreement.description import Description, difference
 from jaxdist.collectives.call import Call
+from jaxdist.errors import in_words
 from jaxdist.runtime import commlog
 
 _DETAILS = "details of an eager collective"
@@ -82,7 +83,7 @@ class Eager:
             mine = ready.description
         except Exception as error:
             problem = error
-            mine = Description(kind, problem=f"{type(error).__name__}: {error}")
+            mine = Description(kind, problem=in_words(error))
         if self.debug:
             self._compare_aloud(mine, problem, ready)
         if ready:
@@ -124,7 +125,7 @@ class Eager:
         try:
             ready = prepare(self.wire)
         except Exception as error:  # the other rank must not wait for it
-            self.wire.send(Description("send", problem=f"{type(error).__name__}: {error}"), [], to)
+            self.wire.send(Description("send", problem=in_words(error)), [], to)
             raise
         if self._logs:
             commlog.say(f"{ready.description} to rank {to}: {sum(x.nbytes for x in ready.leaves)} bytes")

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxdist import compat
+from jaxdist import compat, streams
 from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.stacks import of_the_user
+from jaxdist.errors import in_words, leaves, message_of, printed
 
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
@@ -96,12 +97,14 @@ def install(control: Control, script: ScriptExit) -> None:
         if ours and issubclass(kind, KeyboardInterrupt):
             _end_interrupted(control, _place(trace))
         control.process.hold()
-        if ours:
-            _print_marked(control.rank, "".join(traceback.format_exception(kind, error, trace)))
-        else:
-            _print_marked(control.rank, "uncaught exception:")
-            previous(kind, error, trace)
-        _end(control, kind, error)
+        try:
+            if ours:
+                _print_marked(control.rank, printed(error, trace))
+            else:
+                _print_marked(control.rank, "uncaught exception:")
+                previous(kind, error, trace)
+        finally:  # the hook that was there may fail of the error, too
+            _end(control, kind, error)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         if os.getpid() != owner or issubclass(args.exc_type, SystemExit):
@@ -109,9 +112,11 @@ def install(control: Control, script: ScriptExit) -> None:
             return
         control.process.hold()
         name = args.thread.name if args.thread else "a thread"
-        _print_marked(control.rank, f"uncaught exception in thread {name}:")
-        previous_thread(args)
-        _end(control, args.exc_type, args.exc_value)
+        try:
+            _print_marked(control.rank, f"uncaught exception in thread {name}:")
+            previous_thread(args)
+        finally:
+            _end(control, args.exc_type, args.exc_value)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
@@ -140,15 +145,17 @@ def may_be_aftermath(error: BaseException | None) -> bool:
       >>> may_be_aftermath(ConnectionResetError()), may_be_aftermath(ValueError())
       (True, False)
     """
-    return isinstance(error, _AFTERMATH) or "/gloo/" in str(error)
+    return error is not None and all(
+        issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error)
+    )
 
 
 def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> NoReturn:
     if may_be_aftermath(error) and control.process.told_to_end(_CAUSE_SECONDS):
         control.process.depart(1)
-    lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
-    # The first line of a message says most; notes and chained text follow.
-    text = f"{control.who(control.rank)} failed: {lines[0] if lines else kind}"
+    words = kind.__name__ if error is None else in_words(error)
+    # The first line of a message says most.
+    text = f"{control.who(control.rank)} failed: {words.splitlines()[0]}"
     # A rank that did not come (to an exchange) shows where it was.
     control.alarm(text, stacks=issubclass(kind, ControlError))
     control.process.depart(130 if issubclass(kind, KeyboardInterrupt) else 1, abort=True)
@@ -244,5 +251,5 @@ def _print_marked(rank: int, text: str) -> None:
         sys.stdout.flush()
         sys.stderr.write(marked)
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        os.write(2, marked.encode())
+    except Exception:  # closed, or of the user's own
+        streams.write(marked)

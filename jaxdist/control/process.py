@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from jaxdist import streams
 from jaxdist.control.hub import PRINT_SECONDS
 from jaxdist.control.stacks import main_thread_stack
 
@@ -53,7 +52,7 @@ class Process:
         # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe. A line at a time: the system
         # keeps a short write in one piece, and ranks may share the pipe.
         for line in message.splitlines():
-            os.write(2, f"[jaxdist rank {self._rank}] {line}\n".encode())
+            streams.write(f"[jaxdist rank {self._rank}] {line}\n")
 
     @property
     def ending(self) -> bool:
@@ -136,9 +135,7 @@ def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None
     """
 
     def gently() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or a full pipe
-                stream.flush()
+        streams.flush()
         if abort is not None:
             abort(code, message)
 

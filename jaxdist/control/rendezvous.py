@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from jaxdist import streams
 from jaxdist.control import handshake
 from jaxdist.control.handshake import Hello, Member
 from jaxdist.control.keys import Key, is_loopback
@@ -239,7 +240,7 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: Key, t
             )
             if time.monotonic() > say_after:
                 say_after = deadline
-                os.write(2, f"[jaxdist rank {rank}] {last}; trying on for {left:.0f} s\n".encode())
+                streams.write(f"[jaxdist rank {rank}] {last}; trying on for {left:.0f} s\n")
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(0.5, pause * 1.5)
 

@@ -145,8 +145,8 @@ def run_job(
 ) -> int:
     """Runs the commands together; returns 0, or the exit code of the first that failed.
 
-    When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on;
-    a second one ends the job at once. Call it from the main thread.
+    When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on,
+    unless they were ignored; a second one ends the job at once. Call it from the main thread.
 
     Args:
         commands: what to run.
@@ -160,7 +160,9 @@ def run_job(
         del frame
         events.put(_Signal(number))
 
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What is ignored stays ignored, here and in the ranks: `nohup`, a shell's job in the background.
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in caught}
     running: dict[int, subprocess.Popen[bytes]] = {}
     pumps: list[_Pump] = []
@@ -184,7 +186,7 @@ def run_job(
         _kill_sessions({process.pid for process in started})
         _drain(pumps, events)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
 
 
 def _supervise(

@@ -13,7 +13,6 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from jaxdist import compat
 from jaxdist.control import failfast
+from jaxdist.errors import in_words, printed
 from jaxdist.runtime import transfer
 from jaxdist.runtime.context import Context, init
 
@@ -168,8 +168,8 @@ def _write_failure(folder: Path, ctx: Context | None, error: BaseException) -> N
         time=when,
         rank=None if ctx is None else ctx.rank,
         aftermath=failfast.may_be_aftermath(error),
-        summary="".join(traceback.format_exception_only(error)).strip(),
-        traceback="".join(traceback.format_exception(type(error), error, trace)),
+        summary=in_words(error),
+        traceback=printed(error, trace),
         pickled=_pickled(error),
     )
     unfinished = folder / f"unfinished-{os.getpid()}"

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxdist import compat
+from jaxdist.errors import in_words
 from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.mesh import AXIS, in_host
 from jaxdist.placements.groups import HOST
@@ -130,7 +131,7 @@ class Elsewhere:
             try:
                 other = self.compiled(scale=factor)
             except Exception as error:  # whatever a step makes of a batch of another size
-                problem = problem or (str(error).strip() or type(error).__name__).splitlines()[0]
+                problem = problem or in_words(error).splitlines()[0]
                 continue
             slope = (other.temporaries - written.temporaries) / (factor - 1)
             return min(max(0, round(slope)), written.temporaries)

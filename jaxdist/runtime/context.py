@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from jaxdist import communicators, connectors
+from jaxdist import communicators, connectors, streams
 from jaxdist.communicators import Rules
 from jaxdist.connectors import Connector
 from jaxdist.control import failfast, rendezvous
@@ -216,6 +216,7 @@ def init(
             if wanted not in COMMUNICATORS:
                 raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
         timeout = _timeout(timeout)
+        streams.open_closed()  # a daemon may have closed them since the import
         failfast.one_line_for_interrupts()
         commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
@@ -223,6 +224,8 @@ def init(
         if ctx.size > 1:
             _write_whole_lines()
         failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
+        if ctx.size > 1 and (problem := streams.taken()):
+            raise RuntimeError(f"rank {ctx.rank}: {problem}")
         jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout)
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator = jax_
         ctx.num_devices = len(ctx.devices)

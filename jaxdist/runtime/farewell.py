@@ -18,6 +18,7 @@ from jaxdist.control import failfast
 from jaxdist.control.channel import Control
 from jaxdist.control.stacks import main_thread_stack
 from jaxdist.control.watchdog import Watchdog
+from jaxdist.errors import in_words
 from jaxdist.tracebacks import of_a_step
 
 _OTHERS_SECONDS = 1.0  # for them to print why the job ends
@@ -109,7 +110,7 @@ def _watch_exit_handlers() -> list[str]:
             ours = ours or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE
             trace = trace.tb_next
         if ours and "atexit" in (unraisable.err_msg or ""):
-            failures.append(f"{unraisable.exc_type.__name__}: {unraisable.exc_value}".splitlines()[0])
+            failures.append(in_words(unraisable.exc_value).splitlines()[0])
         previous(unraisable)
 
     sys.unraisablehook = hook

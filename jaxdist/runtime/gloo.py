@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -14,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdist import streams
 
 _T = TypeVar("_T")
 
@@ -56,7 +57,7 @@ def quietly(mesh: Mesh, run: Callable[[], _T]) -> _T:
 
 @contextlib.contextmanager
 def _held_output() -> Iterator[None]:
-    sys.stdout.flush()
+    streams.flush()
     try:
         own = os.dup(1)
     except OSError:  # there is none
@@ -67,7 +68,7 @@ def _held_output() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()
+        streams.flush()
         os.dup2(own, 1)
         os.lseek(held, 0, os.SEEK_SET)
         with os.fdopen(own, "wb") as output, os.fdopen(held, "rb") as lines:

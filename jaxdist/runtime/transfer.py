@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdist.errors import in_words
+
 _WHOLE, _LEAVES, _ERROR = "whole", "leaves", "error"
 
 
@@ -36,7 +38,7 @@ def pack(obj: Any) -> list[memoryview]:
         except Exception:
             # The others wait for something: let every rank raise.
             buffers.clear()
-            skeleton = _dumps((_ERROR, f"{type(error).__name__}: {error}"), buffers)
+            skeleton = _dumps((_ERROR, in_words(error)), buffers)
     return [memoryview(skeleton), *(b.raw() for b in buffers)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdist.errors import message_of
 from jaxdist.placements.layouts import HOST, Padded, copied
 from jaxdist.step.calling import Calling
 from jaxdist.step.signature import leaf_name
@@ -29,8 +30,8 @@ def name_deleted(
     """XLA's error for an array whose memory another call has taken says neither which nor why."""
     leaves = jax.tree_util.tree_leaves_with_path(args)
     gone = [path for path, x in leaves if isinstance(x, (jax.Array, Padded)) and x.is_deleted()]
-    about = isinstance(error, (RuntimeError, ValueError)) and ("deleted" in str(error) or "donated" in str(error))
-    if not gone or not about:
+    said = message_of(error) if issubclass(type(error), (RuntimeError, ValueError)) else ""
+    if not gone or not ("deleted" in said or "donated" in said):
         return
     name = leaf_name(calling.of(len(args), keywords), gone[0])
     raise RuntimeError(

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.description import list_ranks, unlike_the_root
+from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout
 from jaxdist.runtime.compiler import settings
@@ -113,9 +114,8 @@ class Entering:
     def report(self, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
         if self._context.size > 1:
-            text = f"{type(error).__name__}: {error}"
             with contextlib.suppress(ValueError):  # this rank raises its own
-                self._agreement.check(StepCall(self._name), problem=text)
+                self._agreement.check(StepCall(self._name), problem=in_words(error))
 
 
 def _type_of(x: Any) -> str:

@@ -1,0 +1,86 @@
+"""The standard streams of this process: there even where it was started without them, and written past their locks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import stat
+import sys
+
+_NAMES = ("stdin", "stdout", "stderr")
+_missing: set[int] = set()  # closed when Python started, and another file's by now
+
+
+def open_closed() -> None:
+    """Let the null device stand in for standard streams that are closed, as a daemon's may be.
+
+    The next file that is opened would have the number of the stream: a connection of the job would be given what
+    this process and the libraries in it write on standard error.
+
+    Example:
+      >>> open_closed()
+    """
+    for number, name in enumerate(_NAMES):
+        closed_at_start = getattr(sys, f"__{name}__") is None
+        if not _is_open(number):
+            _open_null(number)
+        elif closed_at_start and getattr(sys, name) is None:
+            _missing.add(number)
+        if closed_at_start and getattr(sys, name) is None:  # most code writes to it without asking
+            mode = "w" if number else "r"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="backslashreplace"))  # noqa: PTH123, SIM115
+
+
+def taken() -> str:
+    """What says that an output stream's number has become something else than a file; "" if none has."""
+    for number in sorted(_missing - {0}):
+        mode = os.fstat(number).st_mode if _is_open(number) else stat.S_IFREG
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+            return (
+                f"{_NAMES[number]} was closed when this process started, and a library that was imported before "
+                f"jaxdist has got its number, {number}, for a connection: what others print would be sent over it. "
+                f"Import jaxdist first, or start the process with {number}>/dev/null"
+            )
+    return ""
+
+
+def flush() -> None:
+    """Write out what print() has left in Python's streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # there is none, it is closed, or nobody reads it any more
+            stream.flush()
+
+
+def write(text: str) -> None:
+    """Write on standard error, not through `sys.stderr`, whose lock another thread may hold; never fails.
+
+    Args:
+      text: with its line ends.
+    """
+    if 2 in _missing:
+        return
+    data = memoryview(text.encode(errors="backslashreplace"))
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        while data:
+            try:
+                data = data[os.write(2, data) :]
+            except BlockingIOError:  # a terminal that a program beside this one has set so
+                select.select([], [2], [])
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def _open_null(number: int) -> None:
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_RDWR)
+        if null == number:  # the lowest that was free
+            os.set_inheritable(number, True)
+        else:  # another thread was faster
+            os.close(null)
