@@ -21,15 +21,15 @@ def open_closed() -> None:
     Example:
       >>> open_closed()
     """
+    bare = [name for name in _NAMES if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None]
     for number, name in enumerate(_NAMES):
-        closed_at_start = getattr(sys, f"__{name}__") is None
         if not _is_open(number):
             _open_null(number)
-        elif closed_at_start and getattr(sys, name) is None:
+        elif name in bare:
             _missing.add(number)
-        if closed_at_start and getattr(sys, name) is None:  # most code writes to it without asking
-            mode = "w" if number else "r"
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="backslashreplace"))  # noqa: PTH123, SIM115
+    for name in bare:  # most code writes to it without asking
+        mode = "r" if name == "stdin" else "w"
+        setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="backslashreplace"))  # noqa: PTH123, SIM115
 
 
 def taken() -> str:

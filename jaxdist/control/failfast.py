@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -33,9 +34,11 @@ class ScriptExit:
 
     Attributes:
       code: that it gave to `sys.exit`.
+      error: what it ended with that another `sys.excepthook` was given, which was installed over ours.
     """
 
     code: Any = None
+    error: Callable[[], BaseException | None] = lambda: None
 
 
 def one_line_for_interrupts() -> None:
@@ -118,8 +121,15 @@ def install(control: Control, script: ScriptExit) -> None:
         finally:
             _end(control, args.exc_type, args.exc_value)
 
+    handled = _last_uncaught()
+
+    def unheard() -> BaseException | None:
+        last = _last_uncaught()
+        return last if sys.excepthook is not hook and last is not handled else None
+
     sys.excepthook = hook
     threading.excepthook = thread_hook
+    script.error = unheard
     _watch_exit(script)
     _watch_interrupt(control)
 
@@ -174,15 +184,22 @@ def _end_interrupted(control: Control, place: str) -> NoReturn:
     control.process.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
 
 
-def end_if_exiting(control: Control, code: Any) -> None:
-    """At exit: if the script ends by `sys.exit(code)` with a failing code, end the others too.
+def _last_uncaught() -> BaseException | None:
+    return getattr(sys, "last_value", None)  # set before the hook is called
+
+
+def end_if_failed(control: Control, script: ScriptExit) -> None:
+    """At exit: if the script ends by `sys.exit` with a failing code, or has failed unheard, end the others too.
 
     Without this the orderly shutdown would wait for ranks that wait for this one.
 
     Args:
       control: of the job.
-      code: of the script.
+      script: of this process.
     """
+    if (error := script.error()) is not None and not control.ending:
+        end(control, error)
+    code = script.code
     if code is None or code == 0 or control.ending:
         return
     number = code if isinstance(code, int) else 1

@@ -43,7 +43,7 @@ def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, t
     def end() -> None:
         if os.getpid() != owner:  # a forked data worker
             return
-        failfast.end_if_exiting(control, script.code)
+        failfast.end_if_failed(control, script)
         if failures and not control.ending:
             failfast.fail_at_exit(control, f"a function that runs at exit failed: {failures[0]}")
         if control.rank == 0 and not control.ending and not control.position():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
 
 import jobs
 import pytest
+
+from jaxdist.control import failfast
 
 pytestmark = pytest.mark.slow  # together
 
@@ -217,3 +220,58 @@ def test_failing_exit_code_of_one_rank(how, what):
 def test_a_caught_exit_and_a_normal_end_are_no_failure():
     for result in _start("env", "caught").finish(60):
         assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.output
+
+
+_ODD = """
+import sys, time
+from jaxdist.runtime.context import init
+ctx = init(timeout=30)
+ctx.barrier()
+def refuse(self, *args): raise RuntimeError("no words")
+def exits(self): sys.exit(0)
+def hook(*args): print("A HOOK OF ANOTHER LIBRARY")
+def odd(name, **members): return type(name, (ValueError,), members)
+if ctx.rank == 1:
+    {body}
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise odd('Odd', __str__=refuse)", "Odd: <exception str() failed>"),
+        ("raise odd('Odd', __str__=refuse, __repr__=refuse)(1)", "Odd: <exception str() failed>"),
+        ("raise odd('Odd', __str__=exits)", "Odd: <exception str() failed>"),
+        ("raise odd('Odd', __str__=lambda self: 7)", "Odd: <exception str() failed>"),
+        ("raise odd('Odd', __class__=property(refuse))('boom')", "Odd: boom"),
+        ("raise odd('Odd', __cause__=property(refuse), __notes__=7)('boom')", "Odd: boom"),
+        ("raise odd('Odd', __traceback__=None)('boom')", "Odd: boom"),
+        ("raise type('Base', (BaseException,), {})('boom')", "Base: boom"),
+        (
+            "raise BaseExceptionGroup('two', [KeyError(1), SystemExit(0)])",
+            "(2 sub-exceptions); the first is KeyError: 1",
+        ),
+        ("raise ExceptionGroup('two', [odd('Odd', __str__=refuse)()])", "the first is Odd: <exception str() failed>"),
+        ("raise ValueError('boom' + 'x' * 30_000_000)", "x… (30,000,004 characters)"),
+        (r"raise ValueError('a\0b\udc80\ud800c')", "ValueError: a\0b\\udc80\\ud800c"),
+        ("raise ValueError(b'\\xff')", r"ValueError: b'\xff'"),
+        ("raise ValueError('first\\nsecond')", "ValueError: first\n"),
+        ("raise ValueError", "ValueError\n"),
+        ("sys.excepthook = hook; raise ValueError('boom')", "ValueError: boom"),
+        ("sys.excepthook = refuse; raise ValueError('boom')", "ValueError: boom"),
+    ],
+)
+def test_whatever_the_error_is_made_of_the_others_are_told(body, told):
+    results = jobs.start_env(2, ["-c", _ODD.format(body=body)]).finish(60)
+    assert [result.returncode for result in results] == [1, 1], results[0].output
+    assert re.search(rf"\[jaxdist rank 0\] rank 1 \(.*\) failed: .*{re.escape(told)}", results[0].output), (
+        results[0].output[-3000:] + results[1].output[-3000:]
+    )
+    assert len(results[0].output) < 20_000
+
+
+def test_a_group_of_what_others_have_caused_may_be_aftermath():
+    lost, own = ConnectionResetError(), ValueError()
+    assert failfast.may_be_aftermath(ExceptionGroup("of a TaskGroup", [lost, ExceptionGroup("inner", [lost])]))
+    assert not failfast.may_be_aftermath(ExceptionGroup("of a TaskGroup", [lost, ExceptionGroup("inner", [own])]))

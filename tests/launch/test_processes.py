@@ -3,6 +3,9 @@
 import os
 import signal
 import subprocess
+import sys
+
+import pytest
 
 from jaxdist.launch import processes
 
@@ -30,3 +33,32 @@ def test_a_program_that_has_ended_is_still_there_to_be_asked() -> None:
     running.kill()
     assert processes._ended(running) == 128 + signal.SIGKILL
     running.wait()
+
+
+_IGNORING = """
+import os, signal, sys
+from jaxdist.launch.processes import Command, run_job
+first = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+for number in first:
+    signal.signal(number, signal.SIG_IGN if number.name in sys.argv[1] else signal.SIG_DFL)
+rank = "import signal; print([n.name for n in (1, 2, 15) if signal.getsignal(n) is signal.SIG_IGN])"
+rank = rank.replace("(1, 2, 15)", "map(signal.Signals, (1, 2, 15))")
+send = lambda: [os.kill(os.getpid(), signal.Signals[name]) for name in sys.argv[2].split()]
+print("code", run_job([Command("rank 0", [sys.executable, "-c", rank], {})], on_start=send), flush=True)
+print([signal.getsignal(number).name for number in first])
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM"])
+def test_a_signal_that_is_ignored_stays_ignored_here_and_in_the_ranks(name: str) -> None:
+    """`nohup jaxdist run ... &`; what a shell's script starts in the background ignores SIGINT."""
+    command = [sys.executable, "-c", _IGNORING, name]
+    done = subprocess.run([*command, name], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[:2] == [f"['{name}']", "code 0"], done.stderr
+    assert done.stdout.count("SIG_IGN") == 1
+
+
+def test_a_signal_that_is_not_ignored_ends_the_job() -> None:
+    command = [sys.executable, "-c", _IGNORING, "SIGHUP", "SIGTERM"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert f"code {128 + signal.SIGTERM}" in done.stdout
