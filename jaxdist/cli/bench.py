@@ -50,7 +50,8 @@ def bench(
         str | None, typer.Option(help="Which, with commas between them; default: all below.", show_default=False)
     ] = None,
     communicators: Annotated[
-        str | None, typer.Option(help="xla, mpi or both; default: what there is. A job has only one.")
+        str | None,
+        typer.Option("--communicator", help="xla, mpi or xla,mpi; default: what there is. A job has only one."),
     ] = None,
     sizes: Annotated[str, typer.Option(help="With commas between them; units: B, KiB, MiB, GiB.")] = _SIZES,
     dtype: Annotated[Dtype, typer.Option(help="Of the elements.")] = Dtype.float32,
@@ -87,7 +88,7 @@ def bench(
     """
     try:
         names = names_in("--collectives", collectives, _known_collectives())
-        wanted = names_in("--communicators", communicators, ("xla", "mpi"))
+        wanted = names_in("--communicator", communicators, ("xla", "mpi"))
         nbytes = parse_sizes(sizes)
         if not 0 < seconds < math.inf:
             raise ValueError(f"--seconds {seconds:g}: expected a positive number")
@@ -99,7 +100,7 @@ def bench(
                 "-n and --launcher start ranks, and this process already is one of a job's: leave them out"
             )
         if as_rank and communicators is not None and len(wanted) > 1:
-            raise ValueError("a job has one communicator: name one with --communicators, or run without a launcher")
+            raise ValueError("a job has one communicator: name one with --communicator, or run without a launcher")
         _check_elements(names, nbytes, dtype, 1 if as_rank else ranks or 2)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -268,7 +269,7 @@ def _start(
     with tempfile.TemporaryDirectory(prefix="jaxdist-bench-") as folder:
         for name in communicators:
             report = Path(folder, f"{name}.json")
-            script = ["-m", "jaxdist", "bench", *arguments, "--communicators", name, "--report", str(report)]
+            script = ["-m", "jaxdist", "bench", *arguments, "--communicator", name, "--report", str(report)]
             try:
                 if name == "mpi" and importlib.util.find_spec("mpi4jax") is None:
                     raise typer.BadParameter("mpi4jax is not installed; `jaxdist info` says how to get it")

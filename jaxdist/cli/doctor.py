@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from jaxdist.connectors import site
-from jaxdist.launch.mpi import ROOT_ENV, Mpirun, find_mpirun, mpi_library, python_probe
+from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV, Mpirun, find_mpirun, mpi_library, python_probe
 
 # Open MPI, MPICH and NCCL share buffers between the processes of a machine there.
 _SHM_BYTES = 256 << 20
@@ -101,15 +101,21 @@ def _mpi4jax(library: str) -> Finding:
 
 
 def _open_mpi_settings(mpirun: Mpirun) -> Iterator[Finding]:
-    if mpirun.family != "openmpi" or os.geteuid() != 0:
+    """What `jaxdist run` sets and a plain mpirun does not."""
+    wanted = mpirun.environment()
+    if not wanted:
         return
-    allowed = all(os.environ.get(name) == value for name, value in ROOT_ENV.items())
-    export = "export " + " ".join(f"{name}={value}" for name, value in ROOT_ENV.items())
+    # People export `:oversubscribe`, too.
+    has = {name for name, value in wanted.items() if os.environ.get(name, "").endswith(value.rpartition(":")[2])}
+    refused = [
+        *(["to start as root"] if ROOT_ENV.keys() & wanted.keys() - has else []),
+        *(["more ranks than cores"] if OVERSUBSCRIBE_ENV.keys() & wanted.keys() - has else []),
+    ]
     yield Finding(
-        "plain mpirun as root",
-        allowed,
-        "allowed" if allowed else "Open MPI refuses it (`jaxdist run` does not need this)",
-        export,
+        "plain mpirun",
+        not refused,
+        f"Open MPI refuses {' and '.join(refused)} (`jaxdist run` does not need this)" if refused else "can start jobs",
+        "export " + " ".join(f"{name}={value}" for name, value in wanted.items()),
     )
 
 

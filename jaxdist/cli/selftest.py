@@ -1,5 +1,6 @@
 """`jaxdist test`: does this installation train as it should, here or on several hosts? In under a minute."""
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -41,7 +42,8 @@ def self_test(
         typer.Option(help="Who starts them, as of `jaxdist run`; default: env for xla, mpirun for mpi."),
     ] = None,
     communicators: Annotated[
-        str | None, typer.Option(help="xla, mpi or both; default: what there is. A job has only one.")
+        str | None,
+        typer.Option("--communicator", help="xla, mpi or xla,mpi; default: what there is. A job has only one."),
     ] = None,
     hosts: Annotated[str | None, typer.Option(help="As of `jaxdist run`.")] = None,
     hostfile: Annotated[
@@ -58,7 +60,7 @@ def self_test(
     if as_rank or in_job():
         raise typer.Exit(_as_rank())
     try:
-        names = names_in("--communicators", communicators, ("xla", "mpi"))
+        names = names_in("--communicator", communicators, ("xla", "mpi"))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     begin = time.monotonic()
@@ -182,14 +184,12 @@ def _parity(ctx: Any, level: Any) -> Finding:
     from jaxdist.step.data_parallel import data_parallel
     from jaxdist.zero import unshard, zero
 
-    tx = zero(optax.adam(1e-2), level)
-
     def loss_fn(params: Any, x: Any) -> Any:
         hidden = x @ params["in"]
         hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-3)  # of the whole batch, as BatchNorm
         return jnp.mean((jnp.tanh(hidden) @ params["out"] - x.sum(1, keepdims=True)) ** 2)
 
-    def step(state: Any, x: Any) -> Any:
+    def step(tx: Any, state: Any, x: Any) -> Any:
         params, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -199,16 +199,17 @@ def _parity(ctx: Any, level: Any) -> Finding:
     whole = random.normal(size=(4 * ctx.num_devices, 13))
     begin = {"in": random.normal(size=(13, 16 * ctx.num_devices)), "out": random.normal(size=(16 * ctx.num_devices, 1))}
 
-    def train(step: Any, batch: Any) -> Any:
+    def train(transform: Any, tx: Any, batch: Any) -> Any:
         params = jax.tree.map(jnp.asarray, begin)
-        state, loss = (params, tx.init(params)), None
+        state, loss, update = (params, tx.init(params)), None, transform(functools.partial(step, tx))
         for _ in range(_STEPS):
-            state, loss = step(state, batch)
+            state, loss = update(state, batch)
         return unshard((state[0], loss))
 
     rows = len(whole) // ctx.size
-    got = train(data_parallel(step), whole[ctx.rank * rows : (ctx.rank + 1) * rows])
-    want = train(jax.jit(step), whole)
+    tx = optax.adam(1e-2)
+    got = train(data_parallel, zero(tx, level), whole[ctx.rank * rows : (ctx.rank + 1) * rows])
+    want = train(jax.jit, tx, whole)
     apart = jax.tree.map(lambda a, b: float(np.max(np.abs(np.asarray(a) - b)) / (1 + np.max(np.abs(b)))), got, want)
     most = max(ctx.control.exchange(_TAG, max(jax.tree.leaves(apart))), key=lambda x: (x != x, x))  # NaN is the most
     ok = most <= _TOLERANCE

@@ -98,7 +98,7 @@ def test_under_a_launcher_it_is_one_of_the_ranks(tmp_path):
     ("arguments", "said"),
     [
         (["--collectives", "allreduce,allsum"], "no 'allsum'; valid: allreduce, allgather"),
-        (["--communicators", "nccl"], "no 'nccl'; valid: xla, mpi"),
+        (["--communicator", "nccl"], "no 'nccl'; valid: xla, mpi"),
         (["--sizes", "4KB"], "'4KB' is not a size; expected such as 4KiB"),
         (["--sizes", "1KiB,,2KiB"], "'' is not a size"),
         (["--sizes", "4B"], "too small for allgather: 2 element(s) of 4 bytes"),
@@ -107,7 +107,7 @@ def test_under_a_launcher_it_is_one_of_the_ranks(tmp_path):
         (["-n", "1"], "Invalid value for '-n' / '--np'"),
         (["--plot", "bench.txt"], "must end in .png, .pdf or .svg"),
         (["--plot", "nowhere/bench.png"], "there is no folder nowhere"),
-        (["--launcher", "env", "--communicators", "mpi"], "know nothing of MPI"),
+        (["--launcher", "env", "--communicator", "mpi"], "know nothing of MPI"),
     ],
 )
 def test_bad_arguments(arguments, said):
@@ -118,7 +118,7 @@ def test_bad_arguments(arguments, said):
 
 def test_bad_arguments_of_a_rank(monkeypatch):
     monkeypatch.setenv("JAXDIST_CONNECTOR", "env://")
-    for arguments, said in ((["-n", "2"], "leave them out"), (["--communicators", "xla,mpi"], "one communicator")):
+    for arguments, said in ((["-n", "2"], "leave them out"), (["--communicator", "xla,mpi"], "one communicator")):
         done = CliRunner().invoke(app, ["bench", *arguments])
         assert done.exit_code == 2
         assert said in " ".join(done.output.split())

