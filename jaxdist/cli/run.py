@@ -10,7 +10,8 @@ from typer.core import TyperCommand
 from jaxdist.launch.advice import crowded, misplaced_options
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
-from jaxdist.launch.processes import Failed, say
+from jaxdist.launch.output import say
+from jaxdist.launch.processes import Failed
 from jaxdist.launch.program import program_command
 from jaxdist.launch.remote import that_answer
 

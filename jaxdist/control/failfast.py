@@ -18,6 +18,7 @@ import jax
 
 from jaxdist import compat, streams
 from jaxdist.control.channel import Control, ControlError
+from jaxdist.control.process import within
 from jaxdist.control.stacks import of_the_user
 from jaxdist.errors import in_words, leaves, message_of, printed
 
@@ -25,6 +26,7 @@ from jaxdist.errors import in_words, leaves, message_of, printed
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
 _CAUSE_SECONDS = 1.0
 _STUCK_SECONDS = 3.0  # that Ctrl-C waits for the main thread to come back from native code
+_PRINT_SECONDS = 2.0  # for a traceback to be read
 _EVERYONE_SECONDS = 0.3  # within which Ctrl-C comes to all ranks, by their launcher or their terminal
 
 
@@ -103,8 +105,7 @@ def install(control: Control, script: ScriptExit) -> None:
         try:
             if ours:
                 _print_marked(control.rank, printed(error, trace))
-            else:
-                _print_marked(control.rank, "uncaught exception:")
+            elif _print_marked(control.rank, "uncaught exception:"):
                 previous(kind, error, trace)
         finally:  # the hook that was there may fail of the error, too
             _end(control, kind, error)
@@ -116,8 +117,8 @@ def install(control: Control, script: ScriptExit) -> None:
         control.process.hold()
         name = args.thread.name if args.thread else "a thread"
         try:
-            _print_marked(control.rank, f"uncaught exception in thread {name}:")
-            previous_thread(args)
+            if _print_marked(control.rank, f"uncaught exception in thread {name}:"):
+                previous_thread(args)
         finally:
             _end(control, args.exc_type, args.exc_value)
 
@@ -261,12 +262,17 @@ def _watch_interrupt(control: Control) -> None:
     threading.Thread(target=watch, name="jaxdist-interrupt", daemon=True).start()
 
 
-def _print_marked(rank: int, text: str) -> None:
+def _print_marked(rank: int, text: str) -> bool:
+    """Whether it is out; it isn't if nobody reads any more."""
     # One write: lines of several ranks failing together do not mix within a line.
     marked = "".join(f"[jaxdist rank {rank}] {line}\n" for line in text.rstrip().splitlines())
-    try:
-        sys.stdout.flush()
-        sys.stderr.write(marked)
-        sys.stderr.flush()
-    except Exception:  # closed, or of the user's own
-        streams.write(marked)
+
+    def write() -> None:
+        try:
+            sys.stdout.flush()
+            sys.stderr.write(marked)
+            sys.stderr.flush()
+        except Exception:  # closed, or of the user's own
+            streams.write(marked)
+
+    return within(_PRINT_SECONDS, write)

@@ -14,6 +14,7 @@ from jaxdist.control.stacks import main_thread_stack
 
 _STACK_SECONDS = 2.0  # to print a stack
 _OTHERS_SECONDS = 1.0  # for the other ranks to print theirs: launchers kill them when one ends
+SAY_SECONDS = 1.0  # for a message to be read: it may be a pipe that nobody reads any more
 _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
 
 
@@ -49,10 +50,14 @@ class Process:
 
     def say(self, message: str) -> None:
         """Print a message on stderr, each line marked with the rank."""
+
         # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe. A line at a time: the system
         # keeps a short write in one piece, and ranks may share the pipe.
-        for line in message.splitlines():
-            streams.write(f"[jaxdist rank {self._rank}] {line}\n")
+        def write() -> None:
+            for line in message.splitlines():
+                streams.write(f"[jaxdist rank {self._rank}] {line}\n")
+
+        within(SAY_SECONDS, write)
 
     @property
     def ending(self) -> bool:
@@ -139,10 +144,29 @@ def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None
         if abort is not None:
             abort(code, message)
 
-    helper = threading.Thread(target=gently, daemon=True)
+    within(3.0, gently)
+    os._exit(code)
+
+
+def within(seconds: float, act: Callable[[], object]) -> bool:
+    """Do something that may block for ever, such as a write to a pipe that nobody reads, and go on after a while.
+
+    Args:
+      seconds: to wait for it.
+      act: what to do.
+
+    Returns:
+      Whether it was done.
+
+    Example:
+      >>> within(10.0, lambda: None)
+      True
+    """
+    helper = threading.Thread(target=act, name="jaxdist-within", daemon=True)
     try:
         helper.start()
-        helper.join(3.0)  # a flush can block on a pipe that nobody reads
     except RuntimeError:  # Python 3.12.1 starts no thread at exit
-        gently()
-    os._exit(code)
+        act()
+        return True
+    helper.join(seconds)
+    return not helper.is_alive()

@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from jaxdist.control import guard
 from jaxdist.placements.layouts import Padded, layout
 from jaxdist.placements.values import tile
 from jaxdist.step.placer import Placer, batch_part
@@ -134,6 +135,7 @@ def stream(
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
     if workers:
+        guard.start(whole_job=False)
         from absl import flags
 
         if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them

@@ -12,12 +12,14 @@ import time
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
+from jaxdist.control.process import within
 from jaxdist.launch.processes import FAILURE_GRACE_S, Failed, run_job
 from jaxdist.launch.ranks import own_processes, thread_environment
 
 # Begins the line by which the launcher hears of the first failure at once: this process ends only after the other
 # ranks of its host have.
 FAILURE_MARK = b"\0jaxdist exit code "
+_REPORT_S = 1.0  # in which it is read, if anybody reads
 
 
 @dataclass(frozen=True)
@@ -74,4 +76,4 @@ def _obey(orders: BinaryIO) -> None:
 
 
 def _report(failed: Failed) -> None:
-    os.write(2, b"%b%d\n" % (FAILURE_MARK, failed.code))
+    within(_REPORT_S, lambda: os.write(2, b"%b%d\n" % (FAILURE_MARK, failed.code)))

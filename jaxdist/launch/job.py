@@ -4,14 +4,15 @@ import importlib.util
 import re
 import secrets
 import signal
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from jaxdist.connectors import site
+from jaxdist.control import scratch
 from jaxdist.launch.hosts import Host
-from jaxdist.launch.mpi import Mpirun, find_mpirun, mpi_library, split_tag
-from jaxdist.launch.processes import Command, Failed, LineFilter, run_job, say
+from jaxdist.launch.mpi import AbortNotice, Mpirun, find_mpirun, mpi_library, split_tag
+from jaxdist.launch.output import LineFilter, say
+from jaxdist.launch.processes import Command, Failed, run_job
 from jaxdist.launch.ranks import cores, free_port, own_processes, thread_environment
 from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_commands
 
@@ -75,9 +76,9 @@ def launch(
         ValueError: a host can't be used; says which and why.
     """
     environment = {"JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi", **environment}
-    with tempfile.TemporaryDirectory(prefix="jaxdist-", ignore_cleanup_errors=True) as scratch:
+    with scratch.folder("jaxdist-run-") as folder:
         if mpirun is not None:
-            one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, scratch, whole_lines)
+            one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, folder)
             commands = [one]
         elif hosts:
             commands = remote_commands(command, hosts, environment, prefix, only_rank)
@@ -139,8 +140,7 @@ def _under_mpirun(
     environment: dict[str, str],
     prefix: bool,
     only_rank: int | None,
-    scratch: str,
-    whole_lines: bool,
+    folder: str,
 ) -> Command:
     if hosts:
         if mpirun_uses_ssh():
@@ -149,16 +149,15 @@ def _under_mpirun(
     else:
         # In /tmp a job of Open MPI that was killed leaves a directory by its number, and the next to get that number
         # fails: "The PMIx server's listener thread failed to start".
-        environment = {"PRTE_MCA_prte_tmpdir_base": scratch, **environment, **thread_environment(size)}
+        environment = {"PRTE_MCA_prte_tmpdir_base": folder, **environment, **thread_environment(size)}
         export = {}
-    line_filter: LineFilter | None = (lambda line: line) if hosts or whole_lines else None
     tag = prefix or only_rank is not None
     spread = bool(hosts) or cores() >= 2 * size
     return Command(
         name="mpirun",
         argv=mpirun.command(size, command, tag=tag, spread=spread, hosts=hosts, export=export),
         environment={**mpirun.environment(hosts), **environment},
-        line_filter=_tagged_lines(prefix, only_rank) if tag else line_filter,
+        line_filter=_lines_of_mpirun(tag, prefix, only_rank),
         last_words=_LAST_WORDS if hosts else None,
         # Not SIGKILL: mpirun has to end its ranks, on other hosts too.
         death_signal=signal.SIGTERM,
@@ -177,13 +176,17 @@ def _alone(size: int) -> dict[str, str]:
     }
 
 
-def _tagged_lines(prefix: bool, only_rank: int | None) -> LineFilter:
-    def line_filter(tagged: bytes) -> bytes | None:
-        rank, line = split_tag(tagged)
-        if rank is None:  # mpirun's own words
-            return line
+def _lines_of_mpirun(tagged: bool, prefix: bool, only_rank: int | None) -> LineFilter:
+    notice = AbortNotice()
+
+    def line_filter(line: bytes) -> bytes | None:
+        rank, text = split_tag(line) if tagged else (None, line)
+        if notice.is_in(text):
+            return None
+        if rank is None:  # mpirun's own words, or nobody's in particular
+            return text
         if only_rank is not None and rank != only_rank:
             return None
-        return b"[%d] %b" % (rank, line) if prefix else line
+        return b"[%d] %b" % (rank, text) if prefix else text
 
     return line_filter

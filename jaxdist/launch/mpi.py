@@ -205,3 +205,28 @@ def split_tag(line: bytes) -> tuple[int | None, bytes]:
     if match is None:
         return None, line
     return int(match.group(1) or match.group(2)), line[match.end() :]
+
+
+_CAUSE = re.compile(rb"\[jaxdist rank \d+\] (Traceback|uncaught|interrupted|rank \d+ \()")
+_ABORT = re.compile(
+    rb"(-{74}|MPI_ABORT was invoked on rank .*|  Proc: \[\[.*|  Errorcode: .*|with errorcode .*"
+    rb"|NOTE: invoking MPI_ABORT causes .*|You may or may not see output .*|exactly when Open MPI kills them\."
+    rb"|(prterun|mpirun) has exited due to process rank .* calling"
+    rb"|\"abort\"\. This may have caused .*|terminated by signals sent by (prterun|mpirun) .*|)[\s\0]*"
+)
+
+
+class AbortNotice:
+    """Open MPI's eighteen lines about MPI_Abort, which is how a rank of ours ends a job that has failed."""
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def is_in(self, line: bytes) -> bool:
+        """Whether a line belongs to it, and stands behind the cause, so that it can be left out.
+
+        Args:
+            line: of a job's output, without a tag.
+        """
+        self._failed = self._failed or _CAUSE.match(line) is not None
+        return self._failed and _ABORT.fullmatch(line) is not None

@@ -13,15 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple, TextIO
+from typing import NamedTuple
 
-# What to write for a line of a process: None drops it.
-LineFilter = Callable[[bytes], bytes | None]
+from jaxdist.control import guard
+from jaxdist.launch.output import LineFilter, Pump, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
 # stuck in a collective. After the user's own signal they have longer, to write a checkpoint.
@@ -29,8 +27,10 @@ FAILURE_GRACE_S = 2.0
 SIGNAL_GRACE_S = 10.0
 # What a rank started and left behind may hold its pipe open; for so long its silence is waited for.
 _SILENCE_S = 1.0
-
-_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # a progress bar's too, which begins its line anew
+# So long the last lines of a job that failed wait for somebody to read them; those of others as long as it takes.
+_UNREAD_S = 3.0
+# What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
+_LEFT_S = 1.0
 
 # Becomes the program that it is told, after asking for a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
 # A program of its own, and no function between fork and exec: this process may have JAX's threads, and warns of forks.
@@ -109,31 +109,6 @@ class _Signal:
     number: int
 
 
-class _Pump(threading.Thread):
-    """Passes lines on from a process's pipe.
-
-    Attributes:
-        writing: it waits for whoever reads our own output, not for the process.
-    """
-
-    def __init__(self, source: IO[bytes], show: Callable[[bytes], None]) -> None:
-        super().__init__(daemon=True)
-        self.writing = False
-        self._source = source
-        self._show = show
-
-    def run(self) -> None:
-        rest = b""
-        while data := os.read(self._source.fileno(), 1 << 16):
-            *lines, rest = _LINE_END.split(rest + data)
-            self.writing = True
-            for line in lines:
-                self._show(line)
-            self.writing = False
-        if rest:
-            self._show(rest + b"\n")
-
-
 _Event = _Exited | _PartFailed | _LastWords | _Signal
 
 
@@ -165,26 +140,29 @@ def run_job(
     caught = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in caught}
     running: dict[int, subprocess.Popen[bytes]] = {}
-    pumps: list[_Pump] = []
+    pumps: list[Pump] = []
     started: list[subprocess.Popen[bytes]] = []
+    leaders: list[guard.Name] = []
+    verdict = 1
     try:
         if on_start is not None:
             on_start()
         for index, command in enumerate(commands):
             process = _start(command)
             started.append(process)
+            leaders += [seen.name] if (seen := guard.look(process.pid)) else []
             running[index] = process
             pumps += _pump_output(process, command, index, events)
             threading.Thread(
                 target=lambda i, p: events.put(_Exited(i, _ended(p))), args=(index, process), daemon=True
             ).start()
-        return _supervise(commands, running, events, on_failure)
+        verdict = _supervise(commands, running, events, on_failure)
+        return verdict
     finally:
-        # Whatever a rank itself started and left behind is still in the rank's group.
+        _end_sessions(leaders)
         for process in started:
             _signal_group(process, signal.SIGKILL)
-        _kill_sessions({process.pid for process in started})
-        _drain(pumps, events)
+        _drain(pumps, events, patient=verdict == 0)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
 
@@ -211,9 +189,9 @@ def _supervise(
         if isinstance(event, _Signal):
             again = kill_at is not None
             verdict = verdict or 128 + event.number
+            _signal_all(commands, running, signal.SIGKILL if again else signal.Signals(event.number))
             if event.number == signal.SIGINT and not again:
                 say("interrupted: ending the job. (Ctrl-C again: at once)")
-            _signal_all(commands, running, signal.SIGKILL if again else signal.Signals(event.number))
             kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
             continue
         if isinstance(event, _Exited):
@@ -223,14 +201,14 @@ def _supervise(
         if isinstance(event, _Exited):  # what others fail of may be seen before what has ended it
             event = next((_Exited(i, code) for i, p in running.items() if (code := _crashed(p))), event)
         verdict = event.code
+        # Not the part's own command: it sees to its other parts, and a second signal would end them at once.
+        others = {index: process for index, process in running.items() if index != event.index}
+        _signal_all(commands, others, signal.SIGTERM)
         if on_failure is not None:
             on_failure(Failed(commands[event.index].name, verdict))
         if running:
-            others = {index: process for index, process in running.items() if index != event.index}
             rest = f"; ending the other {len(others)}" if others else ""
             say(f"{commands[event.index].name} failed with exit code {verdict}{rest}")
-            # Not the part's own command: it sees to its other parts, and a second signal would end them at once.
-            _signal_all(commands, others, signal.SIGTERM)
             kill_at = time.monotonic() + FAILURE_GRACE_S
     return verdict
 
@@ -270,56 +248,56 @@ def _start(command: Command) -> "subprocess.Popen[bytes]":
     return process
 
 
-def _drain(pumps: Sequence[_Pump], events: "queue.SimpleQueue[_Event]") -> None:
-    """Lets the last lines out, however slowly they are read (`| less`), unless a signal says to stop."""
-    for pump in pumps:
-        give_up_at = time.monotonic() + _SILENCE_S
-        while pump.is_alive() and time.monotonic() < give_up_at:
-            begin = time.monotonic()
-            pump.join(timeout=0.05)
-            if pump.writing:
-                give_up_at += time.monotonic() - begin
-            with contextlib.suppress(queue.Empty):
-                if isinstance(events.get_nowait(), _Signal):
-                    return
+def _drain(pumps: Sequence[Pump], events: "queue.SimpleQueue[_Event]", *, patient: bool) -> None:
+    """Lets the last lines out, unless a signal says to stop.
+
+    Args:
+        pumps: of all processes, which have ended.
+        events: where signals come.
+        patient: however slowly they are read (`| less`).
+    """
+    quiet = unread = 0.0
+    while waiting := [pump for pump in pumps if pump.is_alive()]:
+        begin, written = time.monotonic(), sum(pump.written for pump in pumps)
+        waiting[0].join(timeout=0.05)
+        spent = time.monotonic() - begin
+        if not any(pump.writing for pump in waiting):
+            quiet += spent
+        elif written == sum(pump.written for pump in pumps):
+            unread += spent
+        else:
+            unread = 0.0
+        if quiet > _SILENCE_S or (unread > _UNREAD_S and not patient):
+            return
+        with contextlib.suppress(queue.Empty):
+            if isinstance(events.get_nowait(), _Signal):
+                return
 
 
 def _pump_output(
     process: "subprocess.Popen[bytes]", command: Command, index: int, events: "queue.SimpleQueue[_Event]"
-) -> list[_Pump]:
+) -> list[Pump]:
     line_filter, mark, last_words = command.line_filter, command.failure_mark, command.last_words
     if line_filter is None:
         return []
 
-    def show(target: TextIO, line: bytes) -> None:
-        if mark is not None and target is sys.stderr and line.startswith(mark):
-            events.put(_PartFailed(index, int(line.removeprefix(mark))))
-            return
+    def shown(line: bytes) -> bytes | None:
         if last_words is not None and last_words.search(line):
             events.put(_LastWords())
-        shown = line_filter(line)
-        if shown is not None:
-            _write(target, shown)
+        return line_filter(line)
+
+    def shown_of_errors(line: bytes) -> bytes | None:
+        if mark is not None and line.startswith(mark):
+            events.put(_PartFailed(index, int(line.removeprefix(mark))))
+            return None
+        return shown(line)
 
     assert process.stdout is not None
     assert process.stderr is not None
-    pumps = [
-        _Pump(process.stdout, partial(show, sys.stdout)),
-        _Pump(process.stderr, partial(show, sys.stderr)),
-    ]
+    pumps = [Pump(process.stdout, sys.stdout, shown), Pump(process.stderr, sys.stderr, shown_of_errors)]
     for pump in pumps:
         pump.start()
     return pumps
-
-
-def _write(target: TextIO, line: bytes) -> None:
-    """In one piece: lines of several ranks don't mix."""
-    below = getattr(target, "buffer", None)
-    if below is None:  # a notebook's, or a StringIO
-        target.write(line.decode(errors="replace"))
-    else:
-        below.write(line)
-    target.flush()
 
 
 def _signal_all(
@@ -344,14 +322,24 @@ def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) ->
         os.killpg(process.pid, number)
 
 
-def _kill_sessions(leaders: set[int]) -> None:
-    """Ends what left its command's group, as mpirun's ranks and its ssh do."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(int(entry.name)) in leaders:
-                os.kill(int(entry.name), signal.SIGKILL)
+def _end_sessions(leaders: Collection[guard.Name]) -> None:
+    """Ends what a rank itself started and left behind, also what left its group, as mpirun's ranks and its ssh do."""
 
+    def left() -> list[guard.Name]:
+        found = guard.running()
+        # One that got the number of a command which ended long ago may lead a session of its own.
+        others = {seen.name.pid for seen in found if seen.name not in leaders}
+        sessions = {leader.pid for leader in leaders} - others
+        return [seen.name for seen in found if seen.session in sessions]
 
-def say(text: str) -> None:
-    """A line of our own."""
-    print(f"jaxdist: {text}", file=sys.stderr, flush=True)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        told, give_up_at = set[guard.Name](), time.monotonic() + _LEFT_S
+        while names := left():
+            for name in names:
+                if name not in told:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(name.pid, number)
+            told.update(names)
+            if time.monotonic() > give_up_at:
+                break
+            time.sleep(0.02)

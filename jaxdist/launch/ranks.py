@@ -5,7 +5,8 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from jaxdist.launch.processes import Command, LineFilter
+from jaxdist.launch.output import LineFilter
+from jaxdist.launch.processes import Command
 
 
 def own_processes(

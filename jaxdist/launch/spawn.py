@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jax
 
 from jaxdist import compat, connectors
+from jaxdist.control import scratch
 from jaxdist.runtime import devices
 from jaxdist.runtime.context import started
 
@@ -86,12 +86,13 @@ def spawn(
     from jaxdist.launch import spawned
     from jaxdist.launch.advice import crowded
     from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
-    from jaxdist.launch.processes import Failed, say
+    from jaxdist.launch.output import say
+    from jaxdist.launch.processes import Failed
 
     _check(n, only_rank)
     launcher = LauncherName.mpirun if communicator == "mpi" else LauncherName.env
     mpirun = choose(launcher, ConnectorName.auto, CommunicatorName(communicator))
-    with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-", ignore_cleanup_errors=True) as folder:
+    with scratch.folder("jaxdist-spawn-") as folder:
         spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]
         for advice in (crowded(n, command), _crowded_gpu()):

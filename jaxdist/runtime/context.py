@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxdist import communicators, connectors, streams
 from jaxdist.communicators import Rules
 from jaxdist.connectors import Connector
-from jaxdist.control import failfast, rendezvous
+from jaxdist.control import failfast, guard, rendezvous
 from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.keys import Key
 from jaxdist.control.sequence import CallSequence
@@ -220,6 +220,8 @@ def init(
         failfast.one_line_for_interrupts()
         commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
+        if found.name != "local":
+            guard.start(whole_job=True)
         ctx = Context(found, _control(found, timeout), timeout)
         if ctx.size > 1:
             _write_whole_lines()

@@ -21,7 +21,6 @@ import platform
 import shutil
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ import jax
 
 from jaxdist import compat
 from jaxdist.communicators.handles import put_in, take_out
+from jaxdist.control import scratch
 from jaxdist.control.channel import Control
 from jaxdist.runtime.lowered import LoweredProgram
 
@@ -66,9 +66,7 @@ def offer(local_rank: int) -> Offer:
     if local_rank or os.environ.get("JAXDIST_COMPILE") == "each":
         return Offer(machine)
     try:
-        _remove_leftovers()
-        folder = tempfile.mkdtemp(prefix=_PREFIX)  # for this user alone
-        _in_use(folder)
+        folder, _ = scratch.make(_PREFIX)  # in use as long as this process lives
     except OSError:
         return Offer(machine)
     owner = os.getpid()
@@ -93,7 +91,7 @@ def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
         found = os.lstat(folder)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700 or not stat.S_ISDIR(found.st_mode):
             return  # what lies in it is run as code
-        _in_use(folder)
+        scratch.use(folder)
     except OSError:  # another file system: containers
         return
     compat.on_compile(Executables(control, timeout, Path(folder)), LoweredProgram)
@@ -229,20 +227,3 @@ def _locked(lock: int) -> bool:
 def _unlock(lock: int) -> None:
     fcntl.flock(lock, fcntl.LOCK_UN)  # closed it may still be open in a forked child
     os.close(lock)
-
-
-def _in_use(folder: str) -> None:
-    """As long as this process lives."""
-    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-def _remove_leftovers() -> None:
-    """Folders of jobs that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.lstat().st_uid != os.geteuid():
-                continue
-            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
-            if _locked(lock):
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)

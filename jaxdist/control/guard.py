@@ -1,0 +1,229 @@
+"""What a rank starts ends with it, whatever ends the rank: a process of its own sees to that.
+
+Workers of a data set, their resource tracker and a script's own programs do not notice that the rank is gone. They
+would live for ever, hold memory and GPUs, and keep an mpirun waiting that reads the pipes which they have inherited.
+
+Linux can kill a child when its parent dies (PR_SET_PDEATHSIG), but only a child that asks for it, and already when the
+*thread* that started it ends. So each rank has a guard: this file, run as a program that imports nothing but the
+standard library. It waits for the end of the rank, looks for what the rank has left behind, and ends it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+MARK = "JAXDIST_GUARDED"
+"""A variable that is set to the `Name` of the rank: whatever program the rank starts has it in its environment."""
+
+_SOFT_SECONDS = 1.0  # to end by SIGTERM
+_HARD_SECONDS = 5.0  # for SIGKILL to take effect: a process may wait for a disk
+_IN_ORDER = "over"
+_POLL_SECONDS = 0.5  # where Linux is too old to tell of the end of a process that is not a child (5.3)
+
+_started: list[int] = []  # in which process
+
+
+class Name(NamedTuple):
+    """A process, told from a later one that got its number.
+
+    Attributes:
+      pid: its number.
+      born: when it started, in ticks since the machine did.
+    """
+
+    pid: int
+    born: int
+
+    def __str__(self) -> str:
+        return f"{self.pid}.{self.born}"
+
+
+class Seen(NamedTuple):
+    """What /proc says of a process.
+
+    Attributes:
+      name: of it.
+      parent: its number.
+      session: its session.
+    """
+
+    name: Name
+    parent: int
+    session: int
+
+
+def look(pid: int) -> Seen | None:
+    """A process that runs; None: it has ended.
+
+    Args:
+      pid: its number.
+
+    Example:
+      >>> look(os.getpid()).parent == os.getppid()
+      True
+    """
+    try:
+        # The name of the program, in parentheses, may have spaces and parentheses in it.
+        state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else Seen(Name(pid, int(rest[18])), int(rest[0]), int(rest[2]))
+
+
+def running() -> list[Seen]:
+    """All processes of this machine."""
+    return [seen for entry in Path("/proc").glob("[0-9]*") if (seen := look(int(entry.name))) is not None]
+
+
+def start(*, whole_job: bool) -> None:
+    """Have what this process starts from now on, and what it has started already, end with it.
+
+    After an end in order (the interpreter's own, with its exit handlers) what is in a session of its own stays: it was
+    meant to. Does nothing where there is no /proc, and in a second call.
+
+    Args:
+      whole_job: this is a rank that a launcher started. Else, after an end in order, everything stays.
+
+    Example:
+      >>> start(whole_job=True)  # doctest: +SKIP
+    """
+    own = look(os.getpid())
+    if own is None or _started[-1:] == [os.getpid()]:
+        return
+    _started.append(os.getpid())
+    os.environ[MARK] = str(own.name)
+    # Not a child of this process for longer than a moment: scripts wait for all of theirs (`os.wait`).
+    program = [sys.executable, "-I", "-S", __file__, str(own.name), "all" if whole_job else ""]
+    with contextlib.suppress(OSError):  # no more processes: the job matters more
+        process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd="/", start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None
+        tell = _teller(process.stdin.fileno())
+        threading.Thread(target=process.wait, name="jaxdist-guard", daemon=True).start()
+        # A child that is forked, and does not become another program, has no environment of its own.
+        os.register_at_fork(after_in_child=lambda: tell(str(os.getpid())))
+        atexit.register(lambda: tell(_IN_ORDER) if os.getpid() == own.name.pid else None)
+        _pipes.append(process)
+
+
+_pipes: list[subprocess.Popen[bytes]] = []  # stay open
+
+
+def _teller(pipe: int) -> Callable[[str], None]:
+    os.set_blocking(pipe, False)
+    itself = os.fstat(pipe)
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(itself, os.fstat(pipe)):  # a child may have closed all it had, and opened others
+                os.write(pipe, f"{line}\n".encode())
+
+    return tell
+
+
+# --- the guard itself
+
+
+def main(rank: Name, everything: bool) -> None:
+    """Wait for the end of a rank, and end what it has left behind.
+
+    Args:
+      rank: a process.
+      everything: also after an end in order, what is in the rank's session.
+    """
+    seen, forked = look(rank.pid), set[Name]()
+    if seen is None or seen.name != rank:  # it has ended already, and another process may have its number
+        session = 0
+    else:
+        session = seen.session
+        forked = {child.name for child in running() if child.parent == rank.pid}
+    in_order = _listen(rank, forked)
+    if in_order and not everything:
+        return
+    begin, told = time.monotonic(), set[Name]()
+    while time.monotonic() < begin + _SOFT_SECONDS + _HARD_SECONDS:
+        left = _left_behind(rank, forked)
+        if in_order:  # what has made a session of its own is meant to stay
+            left = [each for each in left if each.session == session]
+        if not left:
+            return
+        soft = time.monotonic() < begin + _SOFT_SECONDS
+        for each in left:
+            if not (soft and each.name in told):
+                with contextlib.suppress(OSError):
+                    os.kill(each.name.pid, signal.SIGTERM if soft else signal.SIGKILL)
+            told.add(each.name)
+        time.sleep(0.1)
+
+
+def _listen(rank: Name, forked: set[Name]) -> bool:
+    """Until the rank has ended; whether it did so in order. Collects what it has forked."""
+    waiting, rest, in_order = select.poll(), b"", False
+    waiting.register(0, select.POLLIN)
+    end: int | None = None
+    with contextlib.suppress(OSError, AttributeError):
+        end = os.pidfd_open(rank.pid)
+        waiting.register(end, select.POLLIN)
+    while True:
+        seen = look(rank.pid)
+        over = seen is None or seen.name != rank
+        for source, _ in waiting.poll(0 if over else None if end is not None else 1000 * _POLL_SECONDS):
+            if source != 0:
+                over = True
+                continue
+            data = os.read(0, 1 << 16)
+            if not data:
+                waiting.unregister(0)
+            *lines, rest = (rest + data).split(b"\n")
+            in_order = in_order or _IN_ORDER.encode() in lines
+            found = [look(int(line)) for line in lines if line.isdigit()]
+            forked.update(child.name for child in found if child is not None)
+            if len(forked) > 1000:  # most of them have ended
+                forked -= {name for name in forked if (child := look(name.pid)) is None or child.name != name}
+        if over:
+            return in_order
+
+
+def _left_behind(rank: Name, forked: set[Name]) -> list[Seen]:
+    """What has the mark or was forked, and what these have started."""
+    mark = f"\0{MARK}={rank}\0".encode()
+    all_of_them = {seen.name.pid: seen for seen in running()}
+    known: dict[int, bool] = {os.getpid(): False, rank.pid: False}  # whether it is left behind
+
+    def left(seen: Seen) -> bool:
+        pid = seen.name.pid
+        if pid not in known:
+            known[pid] = False
+            parent = all_of_them.get(seen.parent)
+            known[pid] = seen.name in forked or mark in _environment(pid) or (parent is not None and left(parent))
+        return known[pid]
+
+    return [seen for seen in all_of_them.values() if left(seen)]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
+    except OSError:  # another user's
+        return b""
+
+
+if __name__ == "__main__":
+    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(_number, signal.SIG_IGN)
+    if os.fork() == 0:
+        _pid, _, _born = sys.argv[1].partition(".")
+        main(Name(int(_pid), int(_born)), bool(sys.argv[2]))

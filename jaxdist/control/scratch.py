@@ -1,0 +1,79 @@
+"""Folders for a job's own files, which the next job removes if this one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def folder(prefix: str) -> Iterator[str]:
+    """A new folder for this user alone, removed at the end.
+
+    Args:
+      prefix: of its name; what killed jobs have left under this one is removed.
+
+    Example:
+      >>> with folder("jaxdist-example-") as path:
+      ...     Path(path).is_dir()
+      True
+    """
+    with contextlib.ExitStack() as at_end:
+        try:
+            path, lock = make(prefix)
+            at_end.callback(os.close, lock)
+        except OSError:  # no locks here: nobody removes it but this process
+            path = tempfile.mkdtemp(prefix=prefix)
+        at_end.callback(shutil.rmtree, path, ignore_errors=True)
+        yield path
+
+
+def make(prefix: str) -> tuple[str, int]:
+    """A new folder, and a descriptor: it is in use for as long as that is open.
+
+    Args:
+      prefix: as of `folder`.
+
+    Raises:
+      OSError: it can't be made.
+    """
+    _remove_leftovers(prefix)
+    while True:
+        path = tempfile.mkdtemp(prefix=prefix)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another job takes it for a leftover
+            lock = use(path)
+            if Path(path).exists():
+                return path, lock
+            os.close(lock)
+
+
+def use(path: str) -> int:
+    """Keep others from removing a folder for as long as the descriptor that this returns is open.
+
+    Args:
+      path: of the folder.
+
+    Raises:
+      OSError: it is not there, or its file system knows no locks.
+    """
+    lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock
+
+
+def _remove_leftovers(prefix: str) -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid != os.geteuid():
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
