@@ -4,6 +4,7 @@ Whoever reads it may pause (`less`, Ctrl-S) or be stuck. Then a rank waits that 
 launcher; the launcher itself never does: it has to hear of signals and of ranks that end.
 """
 
+import collections
 import contextlib
 import io
 import os
@@ -40,6 +41,9 @@ class Pump(threading.Thread):
         self.writing = False
         self.written = 0
         self._source, self._target, self._shown = source, target, shown
+        self._helper: threading.Thread | None = None
+        self._reading = threading.Lock()
+        self._ahead: collections.deque[bytes] = collections.deque()  # read, and not looked at yet
         self._begun: list[bytes] = []  # of a line that has no end yet
         self._length = 0
         self._within: bool | None = None  # a very long line, whose start is out already: whether it is shown
@@ -50,9 +54,32 @@ class Pump(threading.Thread):
         except OSError:  # nobody will read any more: the process shall see it as if it had written there itself
             self._source.close()
 
+    def relieve(self, while_: Callable[[], bool]) -> None:
+        """Keep what the process writes until somebody reads again: it has more to do than to write, and shall do it.
+
+        Args:
+            while_: asked after each piece.
+        """
+
+        def read_ahead() -> None:
+            with contextlib.suppress(OSError, ValueError):  # closed
+                while self.is_alive() and self.writing and while_():
+                    with self._reading:
+                        self._ahead.append(os.read(self._source.fileno(), _CHUNK))
+                    if not self._ahead[-1]:
+                        return
+
+        if self._helper is None or not self._helper.is_alive():
+            self._helper = threading.Thread(target=read_ahead, daemon=True)
+            self._helper.start()
+
+    def _read(self) -> bytes:
+        with self._reading:
+            return self._ahead.popleft() if self._ahead else os.read(self._source.fileno(), _CHUNK)
+
     def _pass_on(self) -> None:
         last = b""
-        while data := os.read(self._source.fileno(), _CHUNK):
+        while data := self._read():
             # Ends at \r, too: a progress bar's, which begins its line anew.
             lines = data.splitlines(keepends=True)
             if last.endswith(b"\r") and lines[0] == b"\n":

@@ -29,6 +29,7 @@ SIGNAL_GRACE_S = 10.0
 _SILENCE_S = 1.0
 # So long the last lines of a job that failed wait for somebody to read them; those of others as long as it takes.
 _UNREAD_S = 3.0
+_LOOK_S = 1.0  # so often we look whether somebody reads
 # What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
 _LEFT_S = 1.0
 
@@ -131,9 +132,12 @@ def run_job(
     # SimpleQueue.put is reentrant, so that a signal handler may call it.
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
 
+    asked, over = threading.Event(), threading.Event()
+
     def on_signal(number: int, frame: FrameType | None) -> None:
         del frame
         events.put(_Signal(number))
+        asked.set()
 
     # What is ignored stays ignored, here and in the ranks: `nohup`, a shell's job in the background.
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -156,9 +160,12 @@ def run_job(
             threading.Thread(
                 target=lambda i, p: events.put(_Exited(i, _ended(p))), args=(index, process), daemon=True
             ).start()
+        has_more_to_do = lambda: asked.is_set() or _alone(leaders)
+        threading.Thread(target=_relieve, args=(pumps, has_more_to_do, over), daemon=True).start()
         verdict = _supervise(commands, running, events, on_failure)
         return verdict
     finally:
+        over.set()
         _end_sessions(leaders)
         for process in started:
             _signal_group(process, signal.SIGKILL)
@@ -248,6 +255,17 @@ def _start(command: Command) -> "subprocess.Popen[bytes]":
     return process
 
 
+def _relieve(pumps: Sequence[Pump], has_more_to_do: Callable[[], bool], over: threading.Event) -> None:
+    """Frees an mpirun that waits for somebody to read what it writes: it would not hear of a signal or a rank's end."""
+    written: list[int] = []
+    while not over.wait(_LOOK_S):
+        before, written = written, [pump.written for pump in pumps]
+        if before == written and any(pump.writing for pump in pumps) and has_more_to_do():
+            for pump in pumps:
+                if pump.writing:
+                    pump.relieve(has_more_to_do)
+
+
 def _drain(pumps: Sequence[Pump], events: "queue.SimpleQueue[_Event]", *, patient: bool) -> None:
     """Lets the last lines out, unless a signal says to stop.
 
@@ -320,6 +338,12 @@ def _order(process: "subprocess.Popen[bytes]", line: bytes) -> None:
 def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+def _alone(leaders: Collection[guard.Name]) -> bool:
+    """Whether the ranks of mpirun have ended, and itself has not."""
+    sessions = {leader.pid for leader in leaders}
+    return not any(seen.session in sessions and seen.name not in leaders for seen in guard.running())
 
 
 def _end_sessions(leaders: Collection[guard.Name]) -> None:
