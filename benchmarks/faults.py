@@ -3,16 +3,23 @@
     python benchmarks/faults.py --json faults.json --markdown faults.md
     python benchmarks/faults.py --faults sigkill,order_of_twins --launchers run
 
+    python benchmarks/faults.py --kills 200 --seed 1
+
 A fault (`known_faults.py`) says what it should lead to: the job fails and names the rank, with that rank's exit code
 where it chose one, or it goes on. Seconds are those from the fault to the end of the last process. **hung** jobs were
 killed after `--limit` seconds; **silent** ones should have failed, and every rank ended with 0 or no line named the
 culprit; in **crash** ones native code (gloo, MPI, JAX's coordinator) ended a process before an error could say what was
 wrong. The exit code is 1 if anything is wrong. In full it takes about an hour on two cores.
+
+With --kills, so many jobs with workers of a data set get a SIGKILL each: one of their processes (a rank, a worker, the
+launcher, the mpirun of `jaxdist run`), at a random moment. Within 10 seconds all that ran then has to be gone; under
+`jaxdist run`, if it lives, a second start has to come to training.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -20,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import report
@@ -120,7 +128,7 @@ def run(name: str, setting: Setting) -> tuple[Outcome, str]:
     return Outcome(name, setting.launcher, setting.communicator, seconds, codes, named, orphans, problems), text
 
 
-def _start(name: str, culprit: int, setting: Setting, scratch: str) -> jobs.Job:
+def _start(name: str, culprit: int, setting: Setting, scratch: str, options: Sequence[str] = ()) -> jobs.Job:
     program = [str(HERE / "faulty.py"), name, "--culprit", str(culprit), "--level", str(setting.level)]
     program += ["--late", str(setting.late), "--scratch", scratch]
     env = {"JAXDIST_TIMEOUT": f"{setting.timeout:g}", "JAXDIST_COMMUNICATOR": setting.communicator}
@@ -130,7 +138,7 @@ def _start(name: str, culprit: int, setting: Setting, scratch: str) -> jobs.Job:
         return jobs.start_env(setting.size, program, env)
     how = ["--launcher", "env"] if setting.launcher == "run-env" else []
     job = jobs.Job()
-    job.start([*JAXDIST_RUN, "-n", str(setting.size), *how, *program], env)
+    job.start([*JAXDIST_RUN, "-n", str(setting.size), *how, *options, *program], env)
     return job
 
 
@@ -209,6 +217,154 @@ _SPEAKER = re.compile(
 )
 
 
+class Kill(NamedTuple):
+    """A SIGKILL for one process of a job with workers.
+
+    Attributes:
+      launcher: "mpirun", "run" or "run-env", as in `Setting`.
+      communicator: likewise.
+      victim: "rank", "worker", "launcher", or "mpirun" (that of "run").
+      which: of several; the rest of a division counts.
+      after: seconds from when there is such a process.
+      again: whether the job is started again (``--max-restarts 1``).
+      size: of the job.
+    """
+
+    launcher: str
+    communicator: str
+    victim: str
+    which: int = 0
+    after: float = 0.0
+    again: bool = False
+    size: int = 2
+
+
+VICTIMS = {
+    "mpirun": ("rank", "worker", "launcher"),
+    "run": ("rank", "worker", "launcher", "mpirun"),
+    "run-env": ("rank", "worker", "launcher"),
+}
+_VICTIM = {
+    "rank": re.compile(r"\d+ \S*python\S* \S*faulty\.py "),
+    "worker": re.compile(r"\d+ .*--multiprocessing-fork"),
+    "mpirun": re.compile(r"\d+ \S*/(prterun|mpirun|mpiexec\S*) "),
+}
+_GONE_SECONDS = 10.0
+
+
+class Killed(NamedTuple):
+    """What became of it.
+
+    Attributes:
+      kill: what was done.
+      seconds: until everything that ran was gone; None if it was not within `_GONE_SECONDS`.
+      code: exit code of the launcher; None if it lives on with a second start, which came to training.
+      problems: of "missed" (there was no such process), "orphans", "hung", "silent", "not started again"; nothing if
+        all is as it should be.
+    """
+
+    kill: Kill
+    seconds: float | None
+    code: int | None
+    problems: list[str]
+
+
+def kill(plan: Kill, limit: float = 120.0) -> tuple[Killed, str]:
+    """Start a job, kill one of its processes, and see it end.
+
+    Args:
+      plan: which.
+      limit: seconds until there has to be such a process, and until a second start has to come to training.
+
+    Returns:
+      What became of the job, and all that it wrote.
+    """
+    setting = Setting(plan.launcher, plan.communicator, plan.size)
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as scratch:
+        job = _start("worker_or_other_is_killed", 0, setting, scratch, ["--max-restarts", "1"] if plan.again else [])
+        launcher = job.processes[0]
+        try:
+            found = _victims(job, plan.victim, limit)
+            time.sleep(plan.after)
+            found = _victims(job, plan.victim, 0.0) if found else []
+            if not found:
+                return Killed(plan, None, launcher.poll(), ["missed"]), job.everything()
+            had = {int(entry.split()[0]) for entry in job.alive()}
+            starts = job.text().count("READY")
+            begin = time.monotonic()
+            os.kill(found[plan.which % len(found)], signal.SIGKILL)
+            goes_on = plan.again and plan.victim != "launcher"
+            left = had
+            while time.monotonic() < begin + _GONE_SECONDS and left:
+                time.sleep(0.02)
+                alive = {int(entry.split()[0]) for entry in job.alive()}
+                left = alive & had - ({launcher.pid} if goes_on else set())
+            problems = ["orphans"] if left - {launcher.pid} else ["hung"] if left else []
+            seconds = None if left else round(time.monotonic() - begin, 2)
+            end = time.monotonic() + limit
+            while goes_on and launcher.poll() is None and time.monotonic() < end:
+                if job.text().count("READY") > starts and "restart 1 of 1" in job.text(0, "err"):
+                    launcher.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(0.1)
+            else:
+                if goes_on and launcher.poll() != 0:  # 0: it had come to its end before
+                    problems.append("not started again")
+                return Killed(plan, seconds, launcher.poll(), _silent(plan, job, problems)), job.everything()
+            if job.alive(patience=_GONE_SECONDS):
+                problems.append("orphans")
+            return Killed(plan, seconds, None, problems), job.everything()
+        finally:
+            job.kill()
+            job.clean()
+
+
+def _silent(plan: Kill, job: jobs.Job, problems: list[str]) -> list[str]:
+    whole = job.text().count("END ") == plan.size
+    return [*problems, "silent"] if job.processes[0].poll() == 0 and not whole else problems
+
+
+def _victims(job: jobs.Job, kind: str, patience: float) -> list[int]:
+    if kind == "launcher":
+        return [job.processes[0].pid] if job.processes[0].poll() is None else []
+    end = time.monotonic() + patience
+    while True:
+        pids = [int(entry.split()[0]) for entry in job.alive() if _VICTIM[kind].match(entry)]
+        pids = [pid for pid in pids if pid != job.processes[0].pid]
+        if pids or time.monotonic() > end or job.processes[0].poll() is not None:
+            return sorted(pids)
+        time.sleep(0.02)
+
+
+def random_kill(random: Random, launchers: Sequence[str], communicators: Sequence[str], size: int) -> Kill:
+    """Any process at any moment."""
+    launcher = random.choice([name for name in launchers if name in VICTIMS])
+    wire = random.choice([name for name in communicators if name in WIRES[launcher]])
+    victim = random.choice(VICTIMS[launcher])
+    after = random.uniform(0.0, 2.0 if victim == "worker" else 8.0)
+    return Kill(
+        launcher, wire, victim, random.randrange(100), after, launcher != "mpirun" and random.random() < 0.5, size
+    )
+
+
+def markdown_of_kills(results: dict[str, Any]) -> str:
+    """A row for each kind of process, then how many were wrong."""
+    found = [Killed(Kill(*row["kill"]), *[row[key] for key in Killed._fields[1:]]) for row in results["kills"]]
+    rows = []
+    for launcher, victims in VICTIMS.items():
+        for victim in victims:
+            these = [k for k in found if (k.kill.launcher, k.kill.victim) == (launcher, victim)]
+            times = [k.seconds for k in these if k.seconds is not None]
+            again = sum(k.code is None for k in these)
+            wrong = sum(bool(k.problems) for k in these)
+            rows.append([launcher, victim, len(these), again, max(times, default=None), wrong])
+    head = ["launcher", "killed", "jobs", "started again", "seconds, at most", "wrong"]
+    bad = [f"{', '.join(k.problems)}: {k.kill}" for k in found if k.problems]
+    return "\n\n".join(
+        [report.table(head, rows), f"{len(found)} jobs of {results['size']} ranks with two workers each.", *bad]
+    )
+
+
 def naming(text: str, culprit: int) -> str:
     """The first line of a job's output that says that this rank is to blame; "" if there is none.
 
@@ -280,6 +436,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=75.0, help="seconds after which a job hangs; default: 75")
     parser.add_argument("--late", type=float, help="seconds that late ranks are late; default: 2.5 timeouts")
     parser.add_argument("--level", type=int, default=0, choices=range(4), help="of jaxdist.zero; default: 0")
+    parser.add_argument("--kills", type=int, default=0, help="so many random kills, in place of faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills; default: 0")
     parser.add_argument("--logs", type=Path, help="folder for what the jobs write")
     parser.add_argument("-v", "--verbose", action="store_true", help="show what jobs that are wrong have written")
     report.add_arguments(parser, pictures=False)
@@ -291,14 +449,35 @@ def main() -> None:
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
+    kills: list[Killed] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no job is left behind
     try:
-        _have_all(args, limit, late, outcomes)
+        if args.kills:
+            _kill_all(args, kills)
+        else:
+            _have_all(args, limit, late, outcomes)
     except KeyboardInterrupt:
         print("interrupted: the rest was not run", file=sys.stderr)
     found = {"command": report.command(), "machine": report.machine(), "size": args.n}
+    if args.kills:
+        report.write(args, {**found, "kills": [k._asdict() for k in kills]}, markdown_of_kills)
+        sys.exit(any(k.problems for k in kills))
     report.write(args, {**found, "outcomes": [o._asdict() for o in outcomes]}, markdown)
     sys.exit(any(o.problems for o in outcomes))
+
+
+def _kill_all(args: argparse.Namespace, kills: list[Killed]) -> None:
+    random = Random(args.seed)
+    while len(kills) < args.kills:
+        killed, text = kill(random_kill(random, args.launchers, args.communicators, args.n))
+        print(f"{len(kills)}: {killed}", file=sys.stderr, flush=True)
+        if "missed" in killed.problems:
+            continue
+        if args.logs:
+            (args.logs / f"kill.{args.seed}.{len(kills)}").write_text(f"{killed}\n{text}")
+        if args.verbose and killed.problems:
+            print(text, file=sys.stderr, flush=True)
+        kills.append(killed)
 
 
 def _have_all(args: argparse.Namespace, limit: float, late: float, outcomes: list[Outcome]) -> None:

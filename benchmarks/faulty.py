@@ -109,8 +109,11 @@ class Training:
         """The same, on batches of a loader."""
         import jaxdist
 
-        data = Examples(self.guilty)
-        for batch in jaxdist.loader(data, 2, workers=2 if "worker" in self.options.fault else 0):
+        boom = self.options.fault.startswith("data_")
+        data = Examples(self.guilty and boom)
+        for turn, batch in enumerate(jaxdist.loader(data, 2, workers=2 if "worker" in self.options.fault else 0)):
+            if turn == AT and self.ctx.is_root:
+                print("READY", flush=True)
             self.step(batch)
             time.sleep(0.02)
 

@@ -159,6 +159,11 @@ def data_worker_raises(t: Training) -> None:
     """See `Examples`."""
 
 
+@fault("data", expects="goes on")
+def worker_or_other_is_killed(t: Training) -> None:
+    """From outside, by `faults.py --kills`: nothing goes wrong by itself."""
+
+
 @fault("calls", culprit=0)  # callbacks run on the root
 def callback_raises(t: Training) -> None:
     t.step()

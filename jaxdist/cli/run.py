@@ -1,6 +1,7 @@
 """`jaxdist run`: one program on N ranks, and again if one fails."""
 
 import itertools
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,9 @@ from jaxdist.launch.output import say
 from jaxdist.launch.processes import Failed
 from jaxdist.launch.program import program_command
 from jaxdist.launch.remote import that_answer
+
+_AT_ONCE_S = 15.0  # a job that fails within this time has made no progress
+_ENOUGH = 6  # so often in a row; with pauses of 1, 2, 4 and 8 s between
 
 
 class RunCommand(TyperCommand):
@@ -84,15 +88,28 @@ def run(
                 say(advice)
         mpirun = choose(launcher, connector, communicator)
         environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
+        at_once = 0  # starts, the latest ones, that soon failed
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)
             failed: list[Failed] = []  # stays empty if it was the user who ended the job
+            begin = time.monotonic()
             code = launch(
                 command, size, mpirun, environment,
                 hosts=placed, prefix=prefix, only_rank=only_rank, on_failure=failed.append,
             )  # fmt: skip
             if not failed or restart == max_restarts:
                 raise typer.Exit(code)
+            at_once = at_once + 1 if time.monotonic() - begin < _AT_ONCE_S else 0
+            if at_once == _ENOUGH:
+                name, code = failed[0]
+                say(
+                    f"each of the last {_ENOUGH} starts failed within {_AT_ONCE_S:g} s, the last one when {name} ended "
+                    f"with exit code {code}: another would fail, too. Not restarted, although {max_restarts - restart} "
+                    f"of --max-restarts {max_restarts} are left"
+                )
+                raise typer.Exit(code)
+            if at_once > 1:  # what it fails of (a full disk, a host that is still down) may pass
+                time.sleep(2.0 ** (at_once - 2))
             if shrink and size > 1:
                 placed = _what_remains(placed)
                 size = sum(host.slots for host in placed) if placed else size - 1

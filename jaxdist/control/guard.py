@@ -105,21 +105,22 @@ def start(*, whole_job: bool) -> None:
     os.environ[MARK] = str(own.name)
     # Not a child of this process for longer than a moment: scripts wait for all of theirs (`os.wait`).
     program = [sys.executable, "-I", "-S", __file__, str(own.name), "all" if whole_job else ""]
-    with contextlib.suppress(OSError):  # no more processes: the job matters more
+    reading, writing = os.pipe()
+    try:
         process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd="/", start_new_session=True,
+            program, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+            start_new_session=True,
         )  # fmt: skip
-        assert process.stdin is not None
-        tell = _teller(process.stdin.fileno())
-        threading.Thread(target=process.wait, name="jaxdist-guard", daemon=True).start()
-        # A child that is forked, and does not become another program, has no environment of its own.
-        os.register_at_fork(after_in_child=lambda: tell(str(os.getpid())))
-        atexit.register(lambda: tell(_IN_ORDER) if os.getpid() == own.name.pid else None)
-        _pipes.append(process)
-
-
-_pipes: list[subprocess.Popen[bytes]] = []  # stay open
+    except OSError:  # no more processes: the job matters more
+        os.close(writing)
+        return
+    finally:
+        os.close(reading)
+    threading.Thread(target=process.wait, name="jaxdist-guard", daemon=True).start()
+    tell = _teller(writing)
+    # A child that is forked, and does not become another program, has no environment of its own.
+    os.register_at_fork(after_in_child=lambda: tell(str(os.getpid())))
+    atexit.register(lambda: tell(_IN_ORDER) if os.getpid() == own.name.pid else None)
 
 
 def _teller(pipe: int) -> Callable[[str], None]:
