@@ -298,7 +298,8 @@ def kill(plan: Kill, limit: float = 120.0) -> tuple[Killed, str]:
             while time.monotonic() < begin + _GONE_SECONDS and left:
                 time.sleep(0.02)
                 alive = {int(entry.split()[0]) for entry in job.alive()}
-                left = alive & had - ({launcher.pid} if goes_on else set())
+                left = alive & had | {launcher.pid} if launcher.poll() is None else alive & had
+                left -= {launcher.pid} if goes_on else set()
             problems = ["orphans"] if left - {launcher.pid} else ["hung"] if left else []
             seconds = None if left else round(time.monotonic() - begin, 2)
             end = time.monotonic() + limit

@@ -48,6 +48,12 @@ class Name(NamedTuple):
     def __str__(self) -> str:
         return f"{self.pid}.{self.born}"
 
+    @classmethod
+    def of(cls, text: str) -> Name:
+        """What `str` has made of it."""
+        pid, _, born = text.partition(".")
+        return cls(int(pid), int(born))
+
 
 class Seen(NamedTuple):
     """What /proc says of a process.
@@ -104,7 +110,7 @@ def start(*, whole_job: bool) -> None:
     _started.append(os.getpid())
     os.environ[MARK] = str(own.name)
     # Not a child of this process for longer than a moment: scripts wait for all of theirs (`os.wait`).
-    program = [sys.executable, "-I", "-S", __file__, str(own.name), "all" if whole_job else ""]
+    program = [sys.executable, "-I", "-S", __file__, str(own.name), str(own.session if whole_job else 0)]
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
@@ -118,8 +124,12 @@ def start(*, whole_job: bool) -> None:
         os.close(reading)
     threading.Thread(target=process.wait, name="jaxdist-guard", daemon=True).start()
     tell = _teller(writing)
+    for child in running():
+        if child.parent == own.name.pid:
+            tell(str(child.name))
+
     # A child that is forked, and does not become another program, has no environment of its own.
-    os.register_at_fork(after_in_child=lambda: tell(str(os.getpid())))
+    os.register_at_fork(after_in_child=lambda: tell(str(seen.name)) if (seen := look(os.getpid())) else None)
     atexit.register(lambda: tell(_IN_ORDER) if os.getpid() == own.name.pid else None)
 
 
@@ -138,27 +148,20 @@ def _teller(pipe: int) -> Callable[[str], None]:
 # --- the guard itself
 
 
-def main(rank: Name, everything: bool) -> None:
+def main(rank: Name, session: int) -> None:
     """Wait for the end of a rank, and end what it has left behind.
 
     Args:
       rank: a process.
-      everything: also after an end in order, what is in the rank's session.
+      session: what is in this one ends even after an end in order of the rank; 0: nothing.
     """
-    seen, forked = look(rank.pid), set[Name]()
-    if seen is None or seen.name != rank:  # it has ended already, and another process may have its number
-        session = 0
-    else:
-        session = seen.session
-        forked = {child.name for child in running() if child.parent == rank.pid}
-    in_order = _listen(rank, forked)
-    if in_order and not everything:
+    started = set[Name]()
+    in_order = _listen(rank, started)
+    if in_order and not session:
         return
     begin, told = time.monotonic(), set[Name]()
     while time.monotonic() < begin + _SOFT_SECONDS + _HARD_SECONDS:
-        left = _left_behind(rank, forked)
-        if in_order:  # what has made a session of its own is meant to stay
-            left = [each for each in left if each.session == session]
+        left = [each for each in _left_behind(rank, started) if not in_order or each.session == session]
         if not left:
             return
         soft = time.monotonic() < begin + _SOFT_SECONDS
@@ -170,8 +173,8 @@ def main(rank: Name, everything: bool) -> None:
         time.sleep(0.1)
 
 
-def _listen(rank: Name, forked: set[Name]) -> bool:
-    """Until the rank has ended; whether it did so in order. Collects what it has forked."""
+def _listen(rank: Name, started: set[Name]) -> bool:
+    """Until the rank has ended; whether it did so in order. Collects what it says it has started."""
     waiting, rest, in_order = select.poll(), b"", False
     waiting.register(0, select.POLLIN)
     end: int | None = None
@@ -190,16 +193,15 @@ def _listen(rank: Name, forked: set[Name]) -> bool:
                 waiting.unregister(0)
             *lines, rest = (rest + data).split(b"\n")
             in_order = in_order or _IN_ORDER.encode() in lines
-            found = [look(int(line)) for line in lines if line.isdigit()]
-            forked.update(child.name for child in found if child is not None)
-            if len(forked) > 1000:  # most of them have ended
-                forked -= {name for name in forked if (child := look(name.pid)) is None or child.name != name}
+            started.update(Name.of(line.decode()) for line in lines if b"." in line)
+            if len(started) > 1000:  # most of them have ended
+                started -= {name for name in started if (seen := look(name.pid)) is None or seen.name != name}
         if over:
             return in_order
 
 
-def _left_behind(rank: Name, forked: set[Name]) -> list[Seen]:
-    """What has the mark or was forked, and what these have started."""
+def _left_behind(rank: Name, started: set[Name]) -> list[Seen]:
+    """What has the mark or was told of, and what these have started."""
     mark = f"\0{MARK}={rank}\0".encode()
     all_of_them = {seen.name.pid: seen for seen in running()}
     known: dict[int, bool] = {os.getpid(): False, rank.pid: False}  # whether it is left behind
@@ -209,7 +211,7 @@ def _left_behind(rank: Name, forked: set[Name]) -> list[Seen]:
         if pid not in known:
             known[pid] = False
             parent = all_of_them.get(seen.parent)
-            known[pid] = seen.name in forked or mark in _environment(pid) or (parent is not None and left(parent))
+            known[pid] = seen.name in started or mark in _environment(pid) or (parent is not None and left(parent))
         return known[pid]
 
     return [seen for seen in all_of_them.values() if left(seen)]
@@ -226,5 +228,4 @@ if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
     if os.fork() == 0:
-        _pid, _, _born = sys.argv[1].partition(".")
-        main(Name(int(_pid), int(_born)), bool(sys.argv[2]))
+        main(Name.of(sys.argv[1]), int(sys.argv[2]))

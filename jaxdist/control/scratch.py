@@ -45,11 +45,16 @@ def make(prefix: str) -> tuple[str, int]:
     _remove_leftovers(prefix)
     while True:
         path = tempfile.mkdtemp(prefix=prefix)
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another job takes it for a leftover
+        try:
             lock = use(path)
-            if Path(path).exists():
-                return path, lock
-            os.close(lock)
+        except (FileNotFoundError, BlockingIOError):  # another job takes it for a leftover
+            continue
+        except OSError:
+            Path(path).rmdir()
+            raise
+        if Path(path).exists():
+            return path, lock
+        os.close(lock)
 
 
 def use(path: str) -> int:
@@ -62,7 +67,11 @@ def use(path: str) -> int:
       OSError: it is not there, or its file system knows no locks.
     """
     lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
     return lock
 
 

@@ -1,0 +1,164 @@
+"""What a process has started ends with it, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxdist.control import guard
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="NO /proc: nothing of the guard was tried")
+
+# Prints the numbers of all it has started, by name; ends when told.
+RANK = """
+import os, subprocess, sys, time
+from jaxdist.control import guard
+
+def tell(name, pid):
+    os.write(1, f"{name} {pid}\\n".encode())
+
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
+tell("before", subprocess.Popen(sleep).pid)
+guard.start(whole_job=sys.argv[1] == "whole")
+tell("program", subprocess.Popen(sleep).pid)
+tell("session", subprocess.Popen(sleep, start_new_session=True).pid)
+tell("stubborn", subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]).pid)
+if (pid := os.fork()) == 0:
+    tell("bare", subprocess.Popen(sleep, env={}).pid)  # of a fork that lives
+    time.sleep(300)
+tell("fork", pid)
+tell("ready", 0)
+sys.stdin.readline()
+os._exit(3) if sys.argv[2] == "abruptly" else sys.exit(0)
+"""
+
+
+class Rank:
+    """A process with a guard, and what it has started."""
+
+    def __init__(self, how: str, end: str = "in order"):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK, how, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.children: dict[str, guard.Name] = {}
+        while not {"ready", "bare"} <= self.children.keys():
+            name, pid = self.process.stdout.readline().split()
+            seen = guard.look(int(pid) or os.getpid())
+            assert seen is not None
+            self.children[name] = seen.name
+        del self.children["ready"]
+
+    def left(self, seconds: float) -> set[str]:
+        """What still runs when all others have ended, or after this time."""
+        end = time.monotonic() + seconds
+        while True:
+            found = {name for name, child in self.children.items() if (s := guard.look(child.pid)) and s.name == child}
+            if not found or time.monotonic() > end:
+                return found
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    started: list[Rank] = []
+    yield started
+    for rank in started:
+        rank.process.kill()
+        for child in rank.children.values():
+            if (seen := guard.look(child.pid)) and seen.name == child:
+                os.kill(child.pid, signal.SIGKILL)
+        rank.process.communicate()
+
+
+def test_whatever_a_killed_process_has_started_ends(ranks: list[Rank]) -> None:
+    ranks.append(Rank("whole"))
+    assert ranks[0].left(0.0) == {"before", "program", "session", "stubborn", "bare", "fork"}
+    ranks[0].process.kill()
+    assert ranks[0].left(20.0) == set()
+
+
+def test_also_where_no_launcher_has_started_it_and_it_ends_without_its_exit_handlers(ranks: list[Rank]) -> None:
+    ranks.append(Rank("alone", "abruptly"))
+    ranks[0].process.communicate("\n")
+    assert ranks[0].process.returncode == 3
+    assert ranks[0].left(20.0) == set()
+
+
+def test_after_an_end_in_order_what_has_a_session_of_its_own_stays(ranks: list[Rank]) -> None:
+    ranks.append(Rank("whole"))
+    assert ranks[0].process.stdin is not None
+    ranks[0].process.stdin.write("\n")
+    ranks[0].process.stdin.flush()
+    assert ranks[0].process.wait(20) == 0
+    end = time.monotonic() + 20
+    while ranks[0].left(0.0) != {"session"} and time.monotonic() < end:
+        time.sleep(0.05)
+    assert ranks[0].left(1.0) == {"session"}
+
+
+def test_after_an_end_in_order_without_a_launcher_all_of_it_stays(ranks: list[Rank]) -> None:
+    ranks.append(Rank("alone"))
+    assert ranks[0].process.stdin is not None
+    ranks[0].process.stdin.write("\n")
+    ranks[0].process.stdin.flush()
+    assert ranks[0].process.wait(20) == 0
+    assert ranks[0].left(2.5) == ranks[0].children.keys()
+
+
+def test_a_process_that_got_the_number_of_another_is_left_alone() -> None:
+    """The rank had ended before its guard came, and its number belongs to a stranger, with children of its own."""
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as stranger:
+        assert stranger.stdout is not None
+        child, seen = int(stranger.stdout.readline()), guard.look(stranger.pid)
+        assert seen is not None
+        try:
+            other = guard.Name(stranger.pid, seen.name.born - 1)
+            command = [sys.executable, "-I", "-S", guard.__file__, str(other), str(seen.session)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=True)
+            time.sleep(2.5)
+            assert guard.look(child) is not None
+            assert stranger.poll() is None
+        finally:
+            os.killpg(stranger.pid, signal.SIGKILL)
+
+
+def test_it_is_no_child_that_a_script_would_wait_for() -> None:
+    script = """
+import os, time
+from jaxdist.control import guard
+guard.start(whole_job=True)
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    print("none")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("none\n", "")
+
+
+def test_a_child_that_has_closed_all_its_files_writes_into_none_of_the_new_ones(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from jaxdist.control import guard
+guard.start(whole_job=True)
+if os.fork() == 0:
+    os.closerange(3, 256)
+    files = [os.open(f"{sys.argv[1]}/{i}", os.O_CREAT | os.O_RDWR) for i in range(64)]
+    if os.fork() != 0:
+        os.wait()
+    os._exit(0)
+os.wait()
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=True)
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {str(i): 0 for i in range(64)}
