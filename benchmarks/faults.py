@@ -249,7 +249,6 @@ _VICTIM = {
     "worker": re.compile(r"\d+ .*--multiprocessing-fork"),
     "mpirun": re.compile(r"\d+ \S*/(prterun|mpirun|mpiexec\S*) "),
 }
-_GONE_SECONDS = 10.0
 
 
 class Killed(NamedTuple):
@@ -257,7 +256,7 @@ class Killed(NamedTuple):
 
     Attributes:
       kill: what was done.
-      seconds: until everything that ran was gone; None if it was not within `_GONE_SECONDS`.
+      seconds: until everything that ran was gone; None if it was not in time.
       code: exit code of the launcher; None if it lives on with a second start, which came to training.
       problems: of "missed" (there was no such process), "orphans", "hung", "silent", "not started again"; nothing if
         all is as it should be.
@@ -269,12 +268,13 @@ class Killed(NamedTuple):
     problems: list[str]
 
 
-def kill(plan: Kill, limit: float = 120.0) -> tuple[Killed, str]:
+def kill(plan: Kill, limit: float = 120.0, gone_seconds: float = 10.0) -> tuple[Killed, str]:
     """Start a job, kill one of its processes, and see it end.
 
     Args:
       plan: which.
       limit: seconds until there has to be such a process, and until a second start has to come to training.
+      gone_seconds: within which all that ran has to be gone.
 
     Returns:
       What became of the job, and all that it wrote.
@@ -295,7 +295,7 @@ def kill(plan: Kill, limit: float = 120.0) -> tuple[Killed, str]:
             os.kill(found[plan.which % len(found)], signal.SIGKILL)
             goes_on = plan.again and plan.victim != "launcher"
             left = had
-            while time.monotonic() < begin + _GONE_SECONDS and left:
+            while time.monotonic() < begin + gone_seconds and left:
                 time.sleep(0.02)
                 alive = {int(entry.split()[0]) for entry in job.alive()}
                 left = alive & had | {launcher.pid} if launcher.poll() is None else alive & had
@@ -312,7 +312,7 @@ def kill(plan: Kill, limit: float = 120.0) -> tuple[Killed, str]:
                 if goes_on and launcher.poll() != 0:  # 0: it had come to its end before
                     problems.append("not started again")
                 return Killed(plan, seconds, launcher.poll(), _silent(plan, job, problems)), job.everything()
-            if job.alive(patience=_GONE_SECONDS):
+            if job.alive(patience=gone_seconds):
                 problems.append("orphans")
             return Killed(plan, seconds, None, problems), job.everything()
         finally:

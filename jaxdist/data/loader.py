@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -310,7 +311,10 @@ class Loader:
             batch = next(self._stream[0])
             return batch if self._place else known(self._sampling, batch)
         except BaseException:
-            self.close()  # grain's iterator may have moved on
+            # Grain's iterator may have moved on. It waits up to 25 s for workers that are still starting; not here, where
+            # it may be that one was killed and the job has to end.
+            streams, self._stream[:] = list(self._stream), []
+            threading.Thread(target=close, args=(streams,), name="jaxdist-loader", daemon=True).start()
             raise
 
     def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:

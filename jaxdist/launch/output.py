@@ -49,10 +49,9 @@ class Pump(threading.Thread):
         self._within: bool | None = None  # a very long line, whose start is out already: whether it is shown
 
     def run(self) -> None:
-        try:
+        # If nobody will read any more, the process shall see it as if it had written there itself.
+        with contextlib.suppress(OSError), self._source:
             self._pass_on()
-        except OSError:  # nobody will read any more: the process shall see it as if it had written there itself
-            self._source.close()
 
     def relieve(self, while_: Callable[[], bool]) -> None:
         """Keep what the process writes until somebody reads again: it has more to do than to write, and shall do it.

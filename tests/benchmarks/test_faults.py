@@ -38,6 +38,26 @@ def test_a_fault_leads_to_what_it_should(faults: Any, name: str, launcher: str, 
     assert outcome.seconds is not None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "communicator", "victim", "which", "after", "again"),
+    [
+        pytest.param("mpirun", "mpi", "rank", 0, 3.0, False, marks=pytest.mark.mpi),
+        pytest.param("mpirun", "xla", "launcher", 0, 4.0, False, marks=pytest.mark.mpi),
+        pytest.param("run", "xla", "worker", 1, 1.0, True, marks=pytest.mark.mpi),
+        pytest.param("run", "xla", "rank", 1, 4.0, True, marks=pytest.mark.mpi),
+        pytest.param("run", "mpi", "mpirun", 0, 5.0, False, marks=pytest.mark.mpi),
+        ("run-env", "xla", "launcher", 0, 5.0, False),
+        ("run-env", "xla", "rank", 0, 5.0, True),
+    ],
+)
+def test_a_killed_process_takes_its_job_along(
+    faults: Any, launcher: str, communicator: str, victim: str, which: int, after: float, again: bool
+) -> None:
+    killed, text = faults.kill(faults.Kill(launcher, communicator, victim, which, after, again), gone_seconds=30.0)
+    assert killed.problems == [], f"{killed}\n{text}"
+
+
 @pytest.mark.parametrize(
     ("fault", "codes", "problems"),
     [

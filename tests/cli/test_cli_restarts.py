@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
+from jaxdist.cli import app
 from jaxdist.cli.run import _what_remains
 from jaxdist.launch.hosts import Host, parse_hosts
+from jaxdist.launch.processes import Failed
 
 pytestmark = pytest.mark.slow  # together
 
@@ -58,6 +63,39 @@ def test_no_more_than_asked_for(jaxdist, launcher, tmp_path):
     done = jaxdist("run", "--launcher", launcher, "--max-restarts", 2, script)
     assert done.returncode == 3
     assert re.findall(r"TRY (\d)", done.stdout) == ["0", "1", "2"]
+
+
+def _run_with(results: Iterator[tuple[float, int]], monkeypatch: pytest.MonkeyPatch) -> tuple[Result, list[float]]:
+    """`jaxdist run --max-restarts 20` of a job whose starts take so many seconds and end with such exit codes."""
+    module = importlib.import_module("jaxdist.cli.run")
+    clock, pauses = [0.0], list[float]()
+
+    def launch(*_: Any, on_failure: Callable[[Failed], None], **__: Any) -> int:
+        seconds, code = next(results)
+        clock[0] += seconds
+        if code:
+            on_failure(Failed("rank 1", code))
+        return code
+
+    monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
+    return CliRunner().invoke(app, ["run", "--launcher", "env", "--max-restarts", "20", "echo"]), pauses
+
+
+def test_a_loop_that_fails_at_once_slows_down_and_gives_up(monkeypatch):
+    done, pauses = _run_with(itertools.repeat((2.0, 7)), monkeypatch)
+    assert done.exit_code == 7
+    assert pauses == [1.0, 2.0, 4.0, 8.0]
+    assert (
+        "each of the last 6 starts failed within 15 s, the last one when rank 1 ended with exit code 7" in done.output
+    )
+    assert "although 15 of --max-restarts 20 are left" in done.output
+
+
+def test_failures_far_apart_have_all_the_restarts(monkeypatch):
+    done, pauses = _run_with(iter([(2.0, 7), (2.0, 7), (60.0, 7)] * 6 + [(60.0, 0)]), monkeypatch)
+    assert (done.exit_code, pauses) == (0, [1.0] * 6)
 
 
 def test_not_after_the_user_has_ended_it(tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from jaxdist.cli import app
 from jaxdist.launch.hosts import Host
-from jaxdist.launch.mpi import Mpirun, split_tag
+from jaxdist.launch.mpi import AbortNotice, Mpirun, split_tag
 from jaxdist.launch.program import program_command
 
 pytestmark = pytest.mark.slow  # together
@@ -186,6 +186,94 @@ def test_a_killed_rank_ends_the_job(jaxdist, script, launcher, wait_gone):
     done = jaxdist("run", "-n", 2, "--launcher", launcher, path, mark, timeout=20)
     assert done.returncode in (137, 9), done.stderr  # MPICH says 9
     assert wait_gone(mark, 1) == []
+
+
+FLOOD = """
+import threading
+threading.Thread(target=lambda: (time.sleep(300), os._exit(0)), daemon=True).start()
+open(f"{sys.argv[1]}-{rank}", "w").write(str(os.getpid()))
+while True:
+    if rank == 0:
+        print("progress " * 10, file=sys.stderr, flush=True)
+    else:
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "INT", "INT twice"])
+def test_output_that_nobody_reads_keeps_no_job(script, tmp_path, launcher, wait_gone, how: str):
+    """A paused `less`, Ctrl-S, a stuck `tee`."""
+    mark = f"mark-{os.getpid()}-unread-{launcher}-{how[-3:]}"
+    path = script(FLOOD)
+    reading, writing = os.pipe()
+    command = [*CLI, "run", "-n", "2", "--launcher", launcher, str(path), mark]
+    with subprocess.Popen(command, stdout=writing, stderr=writing, cwd=tmp_path, preexec_fn=_hear_ctrl_c) as job:
+        os.close(writing)
+        try:
+            while len(files := [file for file in tmp_path.glob(f"{mark}-*") if file.read_text()]) < 2:
+                time.sleep(0.05)
+            time.sleep(3)  # until all pipes are full
+            if how == "killed":
+                os.kill(int((tmp_path / f"{mark}-1").read_text()), signal.SIGKILL)
+                # The ranks know nothing of each other here; those of a job would end by themselves.
+                if launcher == "mpirun":
+                    time.sleep(1)
+                    os.kill(int((tmp_path / f"{mark}-0").read_text()), signal.SIGKILL)
+            else:
+                job.send_signal(signal.SIGINT)
+                if how == "INT twice":
+                    time.sleep(1)
+                    job.send_signal(signal.SIGINT)
+            assert job.wait(timeout=30) == (137 if how == "killed" else 130), files
+            assert wait_gone(mark, 5) == []
+        finally:
+            job.kill()
+            os.close(reading)
+
+
+def _hear_ctrl_c() -> None:
+    """A shell's background job ignores SIGINT, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_a_long_line_costs_no_more_than_short_ones(jaxdist, script):
+    path = script("if rank == 1: print('y' * (32 << 20)); print('z')")
+    done = jaxdist("run", "-n", 2, "--launcher", "env", "--prefix", path)  # some minutes, if it grew with the square
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[1] {'y' * (32 << 20)}\n[1] z\n"
+
+
+def test_the_next_job_removes_what_a_killed_one_left(script, tmp_path, launcher, monkeypatch):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    path = script("print('ready', flush=True); time.sleep(60)")
+    command = [*CLI, "run", "-n", "1", "--launcher", launcher, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"ready\n"
+        job.kill()
+    assert len(list(temporary.glob("jaxdist-run-*"))) == 1
+    subprocess.run([*CLI, "run", "--launcher", "env", "echo"], timeout=60, check=True)
+    assert list(temporary.glob("jaxdist-run-*")) == []
+
+
+def test_the_notice_of_an_abort_is_left_out_once_the_cause_is_there():
+    block = [
+        b"-" * 74 + b"\n", b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n",
+        b"  Proc: [[17267,1],1]\n", b"  Errorcode: 1\n", b"\n",
+        b"NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.\n",
+        b"You may or may not see output from other processes, depending on\n",
+        b"exactly when Open MPI kills them.\n", b"-" * 74 + b"\n",
+        b"prterun has exited due to process rank 1 with PID 0 on node vm calling\n",
+        b'"abort". This may have caused other processes in the application to be\n',
+        b"terminated by signals sent by prterun (as reported here).\n", b"\0\n",
+    ]  # fmt: skip
+    cause = [b"[jaxdist rank 1] ValueError: boom\n", b"[jaxdist rank 0] rank 1 (vm, pid 7) failed: ValueError: boom\n"]
+    killed = b"prterun noticed that process rank 1 with PID 7 on node vm exited on\n"
+    notice = AbortNotice()
+    assert [line for line in block if notice.is_in(line)] == []  # the script's own MPI_Abort: nothing else says it
+    assert [line for line in [*cause, *block, killed] if not notice.is_in(line)] == [*cause, killed]
 
 
 @pytest.mark.mpi

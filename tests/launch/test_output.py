@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -99,8 +99,8 @@ def test_a_reader_that_has_gone_is_seen_by_the_process_as_its_own() -> None:
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Standard error is a full pipe; its other end."""
+def full() -> Iterator[tuple[int, TextIO]]:
+    """A full pipe: its other end, and a stream into it."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     try:
@@ -109,34 +109,27 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     except BlockingIOError:
         os.set_blocking(writing, True)
     target = os.fdopen(writing, "w")
+    yield reading, target
+    os.close(reading)  # frees the threads that wait
+    target.close()
+
+
+def test_a_word_that_nobody_reads_keeps_nobody(full: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, target = full
     monkeypatch.setattr(sys, "stderr", target)
-    yield reading
-    os.set_blocking(reading, False)
-    threading.Thread(target=lambda: _empty(reading), daemon=True).start()  # frees the threads that wait
-    monkeypatch.undo()
-
-
-def _empty(reading: int) -> None:
-    for _ in range(100):
-        try:
-            os.read(reading, 1 << 16)
-        except BlockingIOError:
-            time.sleep(0.02)
-
-
-def test_a_word_that_nobody_reads_keeps_nobody(full: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "_SAY_S", 0.1)
     for _ in range(3):
         output.say("hello")  # hangs, without a time limit
     said = b""
     while said.count(b"jaxdist: hello\n") < 3:  # somebody reads it, later
-        said += os.read(full, 1 << 16)
+        said += os.read(reading, 1 << 16)
 
 
-def test_a_process_whose_output_nobody_reads_can_be_relieved(full: int) -> None:
+def test_a_process_whose_output_nobody_reads_can_be_relieved(full: tuple[int, TextIO]) -> None:
     """And what it has written meanwhile comes when somebody reads, in order."""
+    other_end, target = full
     reading, writing = os.pipe()
-    pump = Pump(os.fdopen(reading, "rb"), sys.stderr, lambda line: line)
+    pump = Pump(os.fdopen(reading, "rb"), target, lambda line: line)
     pump.start()
     os.write(writing, b"first\n")
     end = time.monotonic() + 30
@@ -158,5 +151,5 @@ def test_a_process_whose_output_nobody_reads_can_be_relieved(full: int) -> None:
     assert done.wait(30)
     said = b""
     while not said.endswith(b"49999\n"):
-        said += os.read(full, 1 << 16)
+        said += os.read(other_end, 1 << 16)
     assert said.lstrip(b".") == b"first\n" + lines
