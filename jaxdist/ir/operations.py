@@ -31,6 +31,12 @@ CARRIES = (
 )  # fmt: skip
 """What comes out is a next value of an operand of its shape."""
 
+WRITES = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
+"""The result is the first operand, in part overwritten or added to."""
+
+PIECES = frozenset({"concatenate", "expand_dims", "reshape", "slice", "split", "squeeze"})
+"""The results have entries of the operands in order: a tree as one vector, and a vector as a tree."""
+
 CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})
 
 FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2,

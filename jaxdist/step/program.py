@@ -56,7 +56,7 @@ class Program:
       layouts: how each leaf of the arguments is kept; None: whole on every device, or it belongs to the batch.
       mesh: one axis, ``"data"``.
       communicator: whose lowering rules to use.
-      donate: positions of the leaves whose memory may be reused, if the step returns them.
+      donate: positions of the leaves whose memory may be reused, if the step carries them over.
       bucket_bytes: see `placements.buckets`.
       compress: the dtype in which gradients travel; None: their own.
       on_traced: told of what one device runs, before it is lowered, and of how it is placed (None: on one device).
@@ -101,14 +101,14 @@ class Program:
         self._emitted: tuple[ClosedJaxpr, Placed, list[Placement]] | None = None
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
-        returned = {i for i in step.sources if i is not None}
+        given_up = step.given_up.intersection(donate)
         state = signature.state
         self._offloaded = {  # and its next value
             i: step.sources.index(i) if i in step.sources else None
             for i, how in enumerate(self.layouts) if how and how.host
         }  # fmt: skip
-        self._given_up = [k for k, i in enumerate(state) if i in donate and i in returned]
-        self._kept = [k for k, i in enumerate(state) if not (i in donate and i in returned)]
+        self._given_up = [k for k, i in enumerate(state) if i in given_up]
+        self._kept = [k for k, i in enumerate(state) if i not in given_up]
         self._pick = picker(self._given_up), picker(self._kept)
         shardings = [sharding(mesh, how) for how in held]
         # What is in the host's memory, and does not say so (see `compat.say_on_host`).

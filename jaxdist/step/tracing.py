@@ -50,12 +50,14 @@ class TracedStep(StepJaxpr):
       marks: of `jaxdist.zero`.
       layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
       sources: for each output the argument whose next value it is, or None.
+      given_up: the arguments that are carried over into their next value, which may take their memory.
     """
 
     infer: Infer
     marks: Marks
     layouts: tuple[Layout | None, ...]
     sources: tuple[int | None, ...]
+    given_up: frozenset[int]
 
     def result(self) -> Any:
         """Shapes and types of the step's result."""
@@ -112,9 +114,9 @@ def traced(
     follows = flows(infer, block)
     batch = set(signature.batch)
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
-    sources = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
+    sources, given_up = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    return TracedStep(closed, tree, step.checked, infer, found, tuple(layouts), tuple(sources))
+    return TracedStep(closed, tree, step.checked, infer, found, tuple(layouts), tuple(sources), given_up)
 
 
 def jaxpr_of(
@@ -169,8 +171,8 @@ def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
     follows from what tell."""
     infer = Infer(1, lambda shape: None, None, True)
     follows = flows(infer, infer.block(step.jaxpr))[: step.tree.num_leaves]
-    outs = [(a.shape, carry) for a, (_, carry) in zip(step.jaxpr.out_avals, follows, strict=False)]
-    return {i for i, a in enumerate(avals) if any(shape == a.shape and carry >> i & 1 for shape, carry in outs)}
+    outs = list(zip(step.jaxpr.out_avals, follows, strict=False))
+    return {i for i, a in enumerate(avals) if any(out.shape == a.shape and flow.carries(i) for out, flow in outs)}
 
 
 def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import parity
 import pytest
 from jax import lax
@@ -158,3 +160,135 @@ def test_only_what_is_returned_is_donated() -> None:
     assert not read.is_deleted()
     with pytest.raises((RuntimeError, ValueError), match=r"\bb\b.*(deleted|donat)"):
         step(read, moved, X)
+
+
+P = {"w": W, "b": jnp.zeros(2)}
+
+
+def tree_loss(p: Any, x: Any) -> Any:
+    return jnp.mean((x @ p["w"] + p["b"]) ** 2)
+
+
+grad = jax.grad(tree_loss)
+
+
+def both(f: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(f, *trees)
+
+
+def moved(p: Any, x: Any) -> Any:
+    return both(lambda p, g: p - 0.1 * g, p, grad(p, x))
+
+
+NO_NEXT_VALUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "gradients": (grad, (P,)),
+    "a loss and gradients": (jax.value_and_grad(tree_loss), (P,)),
+    "gradients, clipped": (lambda p, x: optax.clip_by_global_norm(0.5).update(grad(p, x), optax.EmptyState())[0], (P,)),
+    "a direction": (
+        lambda p, x: {"w": jnp.linalg.solve(x.T @ x + jnp.eye(3), grad(p, x)["w"]), "b": grad(p, x)["b"]}, (P,),
+    ),
+    "gradients with decay": (lambda p, x: both(lambda p, g: g + 1e-2 * p, p, grad(p, x)), (P,)),
+    "a loss with decay, differentiated": (
+        jax.grad(lambda p, x: tree_loss(p, x) + 0.5 * optax.tree.norm(p, squared=True)), (P,),
+    ),
+    "what changed": (lambda p, x: both(jnp.subtract, moved(p, x), p), (P,)),
+    "what is to be added": (lambda p, x: both(lambda p, g: -0.1 * (g + 0.1 * p), p, grad(p, x)), (P,)),
+    "gradients of a loop": (
+        lambda p, x: lax.scan(lambda g, x: (both(jnp.add, g, grad(p, x)), None), both(jnp.zeros_like, p),
+                              x.reshape(2, 8, 3))[0], (P,),
+    ),
+    "gradients in a branch": (lambda p, x: lax.cond(x.mean() > 0, grad, lambda p, x: both(jnp.zeros_like, p), p, x),
+                              (P,)),
+    "a product with the Hessian": (lambda p, x: jax.jvp(lambda p: grad(p, x), (p,), (p,))[1], (P,)),
+    "gradients by one of two alike": (lambda p, q, x: jax.grad(lambda p: tree_loss(p, x) * tree_loss(q, x))(p), (P, P)),
+    "gradients by both": (
+        lambda p, q, x: jax.grad(lambda p, q: tree_loss(p, x) * tree_loss(q, x), (0, 1))(p, q), (P, P),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_NEXT_VALUE)
+def test_a_gradient_is_no_next_value(name: str) -> None:
+    f, state = NO_NEXT_VALUE[name]
+    state = jax.tree.map(placed, state)
+    step, want = jaxdist.data_parallel(f), jax.jit(f)(*state, X)
+    for _ in range(2):
+        parity.compare(step(*state, X), want, 1e-10)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_gradients_beside_statistics_that_move_on() -> None:
+    def step(p: Any, stats: Any, n: Any, x: Any) -> Any:
+        return grad(p, x), {"mean": 0.9 * stats["mean"] + 0.1 * x.mean(0), "n": stats["n"] + 1}, n + 1
+
+    p, stats, n = jax.tree.map(placed, (P, {"mean": np.zeros(3), "n": 0}, 0))
+    jaxdist.data_parallel(step)(p, stats, n, X)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(p))
+    assert all(x.is_deleted() for x in jax.tree.leaves((stats, n)))
+
+
+def test_gradients_and_what_they_move() -> None:
+    assert sources(lambda p, x: (grad(p, x), moved(p, x)), P, X) == [None, None, "p['b']", "p['w']"]
+
+
+def ravelled(p: Any, x: Any) -> Any:
+    flat, back = jax.flatten_util.ravel_pytree(p)
+    return back(flat - 0.1 * jax.flatten_util.ravel_pytree(grad(p, x))[0])
+
+
+def orthogonal(g: Any) -> Any:
+    return g @ jnp.linalg.inv(g.T @ g + jnp.eye(2)) if g.ndim == 2 else g
+
+
+def stepped(tx: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def step(p: Any, s: Any, x: Any) -> Any:
+        updates, s = tx.update(grad(p, x), s, p)
+        return optax.apply_updates(p, updates), s
+
+    return step, (P, tx.init(P))
+
+
+NEXT_VALUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "decayed": (lambda p, x: both(lambda p, g: p * (1 - 0.1 * 0.01) - 0.1 * g, p, grad(p, x)), (P,)),
+    "decayed by an argument": (
+        lambda p, rate, x: (both(lambda p, g: p * (1 - rate * 0.01) - rate * g, p, grad(p, x)), rate * 0.9),
+        (P, jnp.asarray(0.1)),
+    ),
+    "by signs": (lambda p, x: both(lambda p, g: p - 0.1 * jnp.sign(g), p, grad(p, x)), (P,)),
+    "by orthogonal matrices": (lambda p, x: both(lambda p, g: p - 0.1 * orthogonal(g), p, grad(p, x)), (P,)),
+    "projected": (lambda p, x: both(lambda p: p / jnp.linalg.norm(p), moved(p, x)), (P,)),
+    "clipped": (lambda p, x: both(lambda p: jnp.clip(p, -1, 1), moved(p, x)), (P,)),
+    "where finite": (
+        lambda p, x: both(lambda new, p: jnp.where(jnp.isfinite(x).all(), new, p), moved(p, x), p), (P,),
+    ),
+    "reflected at zero": (lambda p, x: both(lambda n: jnp.where(n < 0, -n, n), moved(p, x)), (P,)),
+    "with casts": (lambda p, x: both(lambda a: a.astype(jnp.bfloat16).astype(a.dtype), moved(p, x)), (P,)),
+    "as one vector": (ravelled, (P,)),
+    "rows written": (lambda p, x: both(lambda p, g: p.at[:1].add(-0.1 * g[:1]), p, grad(p, x)), (P,)),
+    "a running mean": (lambda p, n, x: (both(lambda p, g: p + (g - p) / (n + 1.0), p, grad(p, x)), n + 1), (P, 0)),
+    "lookahead": (
+        lambda fast, slow, x: (lambda s: (s, s))(both(lambda s, f: s + 0.5 * (f - s), slow, moved(fast, x))), (P, P),
+    ),
+    "estimated anew": (
+        lambda p, x: {"w": (x.T @ jax.nn.softmax(x @ p["w"])), "b": jnp.tanh(p["b"] + x.mean())}, (P,),
+    ),
+    "the last gradients, and a count": (
+        lambda s, p, x: ({"n": s["n"] * 0, "g": grad(p, x)}, moved(p, x)), ({"n": 0, "g": P}, P),
+    ),
+    "the last gradients": (lambda last, p, x: ([grad(p, x)], both(lambda p, u: p - 0.1 * u, p, last[0])), ([P], P)),
+    "keys": (lambda p, k, x: (moved(p, x), jax.random.split(k)[1], jax.random.fold_in(k, 1)), (P, jax.random.key(0))),
+    "adam": stepped(optax.adam(0.1)),
+    "cocob": stepped(optax.contrib.cocob(0.1)),
+    "momentum": stepped(optax.sgd(0.1, 0.9, nesterov=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEXT_VALUE)
+def test_a_next_value_takes_the_memory_of_the_old_one(name: str) -> None:
+    f, state = NEXT_VALUE[name]
+    state = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else placed(x),
+                         jax.tree.map(jnp.asarray, state))  # fmt: skip
+    step = jaxdist.data_parallel(f)
+    step.lower(*state, X)  # type: ignore[attr-defined]
+    (program,) = step._cache.programs.values()  # type: ignore[attr-defined]
+    assert program.donated == list(program.signature.state)
