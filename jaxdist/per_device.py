@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxdist.compat import under_no_mesh
 from jaxdist.ir.trace import step_mesh
 from jaxdist.runtime.context import get_context
 
@@ -45,6 +46,7 @@ def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_v
       https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
 
+    @under_no_mesh
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
         mesh = step_mesh() or get_context().mesh

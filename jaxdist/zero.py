@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxdist.compat import under_no_mesh
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
 from jaxdist.placements.groups import Within, check_within
@@ -169,6 +170,7 @@ def shard(tree: Any, within: Within = None) -> Any:
     return jax.tree.unflatten(structure, [x for (x,) in _sharder(within)(leaves)])
 
 
+@under_no_mesh
 def unshard(tree: Any) -> Any:
     """Plain arrays, whole, on this process: of a state of any level.
 

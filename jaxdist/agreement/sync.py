@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
 from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.compat import under_no_mesh
 from jaxdist.errors import SyncError, in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Padded
@@ -27,6 +28,7 @@ _ADVICE = (
 )
 
 
+@under_no_mesh
 def check_sync(tree: Any) -> None:
     """Raise on every rank unless a tree is the same on all of them.
 

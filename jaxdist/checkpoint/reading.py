@@ -23,6 +23,7 @@ from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, ident
 from jaxdist.checkpoint.leaves import named
 from jaxdist.checkpoint.like import Leaves, check_kinds, check_leaf, cut, on_mesh, placed
 from jaxdist.checkpoint.record import DamagedError, Record
+from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context, get_context
 
@@ -32,6 +33,7 @@ _SAME = "Restore the same step on every rank"
 _AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what has moved away is looked for again
 
 
+@under_no_mesh
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, fallback: bool | None = None) -> T:
     """Read a checkpoint; every process calls it.
 

@@ -36,6 +36,7 @@ from jaxdist.checkpoint.files import (
 )  # fmt: skip
 from jaxdist.checkpoint.leaves import PYTHON, dtype_of, is_key, kind, named, nested, on_host, refusal
 from jaxdist.checkpoint.record import LeafRecord
+from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded, copied
 from jaxdist.runtime.context import Context, get_context
@@ -45,6 +46,7 @@ _WHERE, _BY_ITSELF = "the checkpoint", ", which each rank has by itself,"
 _SHOWN = 60  # characters of a string in a message
 
 
+@under_no_mesh
 def save(
     path: str | os.PathLike[str],
     state: Any,

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxdist.agreement.description import Description, difference
 from jaxdist.collectives.call import Call
+from jaxdist.compat import under_no_mesh
 from jaxdist.errors import in_words
 from jaxdist.runtime import commlog
 
@@ -56,6 +57,7 @@ class Eager:
             from jaxdist.collectives.xla import XlaWire as Wire
         self.wire = Wire(ctx, self.timeout)
 
+    @under_no_mesh
     def collective(self, kind: str, prepare: Callable[[Any], Prepared]) -> tuple[Call, list[Any] | None]:
         """Prepares the call, agrees on it with all ranks, and makes it.
 
@@ -120,6 +122,7 @@ class Eager:
 
     # --- between two
 
+    @under_no_mesh
     def send(self, prepare: Callable[[Any], Prepared], to: int) -> None:
         """Sends the leaves; does not wait until they are received."""
         try:
@@ -131,6 +134,7 @@ class Eager:
             commlog.say(f"{ready.description} to rank {to}: {sum(x.nbytes for x in ready.leaves)} bytes")
         self.wire.send(ready.description, ready.leaves, to)
 
+    @under_no_mesh
     def recv(self, mine: Description, likes: Sequence[jax.ShapeDtypeStruct], source: int) -> list[jax.Array]:
         """Receives leaves of the types described."""
 

@@ -61,6 +61,7 @@ from jaxdist.compat.tracing import (
     reduce_scatter_p,
     trace_settings,
     trace_state_clean,
+    under_no_mesh,
     varying_axes,
     with_weak_type,
 )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import mesh as _mesh
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
+
+A = ParamSpec("A")
+R = TypeVar("R")
 
 # The replicated -> varying cast of shard_map's types (jax 0.10: `jax.lax.pcast` binds it, but the primitive
 # itself has no public name), and the two public collectives whose types tie them together.
@@ -57,6 +64,44 @@ def trace_settings() -> Any:
 def trace_state_clean() -> bool:
     """Whether nothing is being traced (no public query)."""
     return _core.trace_state_clean()
+
+
+def under_no_mesh(function: Callable[A, R]) -> Callable[A, R]:
+    """A function that runs as if `jax.set_mesh` had not been called, whatever mesh the process or the caller has set.
+
+    Its axes keep their names: a step may name them in `jax.lax.with_sharding_constraint`, as under the older ``with
+    mesh:``, which sets no types of what is traced. Under tracing, where no mesh can be set, it runs as it is.
+
+    Example:
+      >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+      ...     under_no_mesh(lambda: jax.sharding.get_abstract_mesh().empty)()
+      True
+    """
+
+    @functools.wraps(function)
+    def call(*args: A.args, **kwargs: A.kwargs) -> R:
+        if jax.sharding.get_abstract_mesh().empty or not _core.trace_state_clean():
+            return function(*args, **kwargs)
+        mesh = jax.sharding.get_mesh()
+        with jax.set_mesh(None), _naming(jax.sharding.Mesh(mesh.devices, mesh.axis_names)):  # pyright: ignore
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _naming(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """``with mesh:``, which warns in jax 0.10 that it is deprecated."""
+    resources = _mesh.thread_resources
+    resources.stack.append(resources.stack[-1].with_mesh(mesh))
+    resources.env = resources.stack[-1]
+    before = _config.mesh_context_manager.swap_local((mesh,))
+    try:
+        yield
+    finally:
+        resources.stack.pop()
+        resources.env = resources.stack[-1]
+        _config.mesh_context_manager.set_local(before)
 
 
 def with_weak_type(x: Any, weak_type: bool) -> Any:

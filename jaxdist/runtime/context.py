@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxdist import communicators, connectors, streams
 from jaxdist.communicators import Rules
+from jaxdist.compat import under_no_mesh
 from jaxdist.connectors import Connector
 from jaxdist.control import failfast, guard, rendezvous
 from jaxdist.control.channel import Control, ControlError
@@ -160,6 +161,7 @@ class Context:
         )
 
 
+@under_no_mesh
 def init(
     connector: str | Connector = "auto",
     communicator: str | Rules = "auto",

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxdist.agreement import sync
 from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.programs import Traced
-from jaxdist.compat import trace_settings, trace_state_clean
+from jaxdist.compat import trace_settings, trace_state_clean, under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.placements import report
@@ -83,6 +83,10 @@ class DataParallel(Generic[R]):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_traced(args, kwargs) or not self._settings.enabled:
             return self._on_tracers(args, kwargs)
+        return self._outermost(args, kwargs)
+
+    @under_no_mesh
+    def _outermost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._bind_context()
         if on := debugging.settings():
             return self._debug(on, args, kwargs)
@@ -177,6 +181,7 @@ class DataParallel(Generic[R]):
         return self._ahead("trace", args, kwargs, stages.Traced)
 
     @api_boundary
+    @under_no_mesh
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
         self._bind_context()
@@ -190,6 +195,7 @@ class DataParallel(Generic[R]):
             self._cache.clear()
         self._latest.clear()
 
+    @under_no_mesh
     def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
         if not self._settings.enabled:
             step, axis = self._settings.step, self._settings.axis_name
@@ -216,6 +222,7 @@ class DataParallel(Generic[R]):
         of = lambda x: (np.shape(x), jax.dtypes.result_type(x)) if is_array(x) else x
         return tree, keywords, tuple(map(of, leaves))
 
+    @under_no_mesh
     def placed(self, *args: Any, **kwargs: Any) -> Placed | None:
         """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
         self._bind_context()
@@ -347,6 +354,7 @@ class DataParallel(Generic[R]):
     def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
         return any(self._placer.layout(leaves[i]) is ELSEWHERE for i in signature.state)
 
+    @under_no_mesh
     def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, apart: bool | None = None) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
         self._bind_context()

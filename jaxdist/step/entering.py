@@ -17,7 +17,7 @@ from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.context import Context
-from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum
+from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum, spans
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature
 
@@ -68,6 +68,7 @@ class Entering:
             everyone = context.control.exchange(tag, mine, context.timeout)
             values = {i: [theirs.get(i) for theirs in everyone] for i in everyone[0]}
             differs = {i: others for i, each in values.items() if (others := unlike_the_root(each))}
+        differs = {i: ranks for i, ranks in differs.items() if not spans(leaves[i])}  # such an array is one for all
         for i in sorted(read & differs.keys()):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -77,12 +77,14 @@ class Placer:
         return how
 
     def state_problem(self, x: Any) -> str | None:
-        """What is wrong with a leaf that is in shards, but not over this mesh."""
+        """What is wrong with a leaf that is in shards over other devices than this mesh's."""
         own = getattr(physical(x), "sharding", None)
         if not isinstance(own, NamedSharding) or own.is_fully_replicated or own.mesh == self.mesh:
             return None
+        if own.device_set == set(self.mesh.devices.flat) and type(x) is not Padded:  # `place_state` moves it
+            return None
         return (
-            f"is in shards over {own.mesh.size} devices, and this step runs on {self.mesh.size} others. Restore the "
+            f"is in shards over the devices {_ids(own.device_set)}, and this step runs on {_ids(self.mesh.devices.flat)}. Restore the "
             "state from a checkpoint, or gather it with jaxdist.unshard where it was made"
         )
 
@@ -104,7 +106,7 @@ class Placer:
             array = copied(physical(x), sharding(self.mesh, how))
             return array if how.is_plain else Padded(array, how)
         if spans(x):
-            x = x.addressable_data(0)  # whole
+            x = (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0)
         x = np.asarray(x)
         parts = self.mesh.size // how.groups
         rows = how.physical(x.shape)[how.dim] // self.mesh.size
@@ -200,6 +202,14 @@ class Placer:
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         own = 1 if self.processes == 1 else len(self.local_devices)
         return batch_problem(names, placed, [self.mesh.size if spans(x) else own for x in placed])
+
+
+def _ids(devices: Iterable[jax.Device]) -> str:
+    """Devices, for a message."""
+    ids = sorted(d.id for d in devices)
+    if len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids))):
+        return f"{ids[0]} to {ids[-1]}"
+    return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
 
 
 def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:

@@ -1,0 +1,178 @@
+"""Meshes of the user's own: one that is set for the process or around a call, one that a step names, and one over which
+state comes in shards.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import parity
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+
+X = np.random.default_rng(0).normal(size=(16, 4))
+W = np.random.default_rng(1).normal(size=(4, 3))
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SET = {
+    "all devices": lambda: jax.set_mesh(jax.make_mesh((8,), ("S",), (AUTO,))),
+    "explicit": lambda: jax.set_mesh(jax.make_mesh((8,), ("S",), (EXPLICIT,))),
+    "of two axes": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "tensor"), (AUTO, AUTO))),
+    "of our name": lambda: jax.set_mesh(jax.make_mesh((8,), ("data",), (EXPLICIT,))),
+    "one device": lambda: jax.set_mesh(jax.make_mesh((1,), ("S",), (AUTO,), devices=jax.devices()[:1])),
+    "with mesh": lambda: Mesh(jax.devices(), ("S",)),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def step(w: Any, opt_state: Any, key: Any, x: Any) -> Any:
+    """With control flow, random numbers and a state in shards."""
+    x = x + jax.random.normal(key, x.shape)
+    loss, grads = jax.value_and_grad(loss_fn)(w, x)
+    updates, opt_state = jaxdist.zero(optax.adam(0.1), 1).update(grads, opt_state, w)
+    w = jax.lax.cond(loss > 0, lambda: optax.apply_updates(w, updates), lambda: w)
+    return jax.lax.fori_loop(0, 2, lambda _, w: w * 0.99, w), opt_state, jax.random.split(key)[0], loss
+
+
+def train(folder: Path) -> Any:
+    """What a training script calls."""
+    decorated = jaxdist.data_parallel(step, check_every=2)
+    state: Any = (W, optax.adam(0.1).init(W), jax.random.key(0))
+    for _ in range(2):
+        *state, _ = decorated(*state, X)
+    *state, loss = decorated(*state, X)
+    jaxdist.check_sync(state)
+    jaxdist.save(folder, state, 1)
+    state = jaxdist.restore(folder, state)
+    evaluate = jaxdist.data_parallel(loss_fn, donate=False)
+    ahead = evaluate.lower(state[0], X).compile()(state[0], X)  # type: ignore[attr-defined]
+    types = evaluate.eval_shape(state[0], X)  # type: ignore[attr-defined]
+    assert "all-reduce" in str(jaxdist.explain(evaluate, state[0], X))
+    losses = [evaluate(state[0], x) for x in jaxdist.loader(X, batch_size=8, shuffle=False)]
+    means = jaxdist.per_device(lambda x: x.mean(0, keepdims=True), P("data"), P("data"))(X)
+    return jax.tree.map(np.asarray, (jaxdist.unshard(state[:2]), loss, ahead, losses, means)), types.dtype
+
+
+@pytest.mark.parametrize("name", SET)
+def test_a_mesh_that_is_set(name: str, tmp_path: Path) -> None:
+    want, kind = train(tmp_path / "plain")
+    with SET[name]():
+        before = jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()
+        got, found = train(tmp_path / "set")
+        assert (jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()) == before
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert found == kind
+
+
+def constrained(w: Any, x: Any) -> Any:
+    """As maxtext does, and flax's ``with_logical_constraint``."""
+
+    def loss(w: Any) -> Any:
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("S"))
+        return jnp.mean(hidden**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("name", ["all devices", "with mesh"])
+def test_a_step_that_names_its_axes(name: str) -> None:
+    with SET[name]():
+        want = jax.jit(constrained)(jnp.asarray(W), X)
+        got = jaxdist.data_parallel(constrained)(W, X)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    with pytest.raises(RuntimeError, match="requires a non-empty mesh"):  # the mesh is no longer set: as under jit
+        jaxdist.data_parallel(constrained)(W, X)
+
+
+def test_a_step_that_asks_for_shardings() -> None:
+    def resharded(w: Any, x: Any) -> Any:
+        return w - jax.sharding.reshard(x, P("S")).mean(0)[:, None]
+
+    with SET["explicit"](), pytest.raises(ValueError, match="mesh") as raised:
+        jaxdist.data_parallel(resharded)(W, X)
+    assert any("whole batch, without the mesh of jax.set_mesh" in note for note in raised.value.__notes__)
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np
+jax.set_mesh(jax.make_mesh((4,), ("S",), (jax.sharding.AxisType.Auto,)))  # as an import of netket does
+import jaxdist
+context = jaxdist.init()
+X = np.arange(24.0).reshape(8, 3) / 24
+step = jaxdist.data_parallel(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+w = jnp.ones(3)
+for _ in range(2):
+    w = step(w, X)
+print(np.asarray(w * 1.0).tolist(), jaxdist.allreduce(np.ones(2)).tolist())
+"""
+
+
+def test_a_mesh_set_for_the_whole_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=_environment(env), capture_output=True,
+                          text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    w, x = jnp.ones(3), np.arange(24.0).reshape(8, 3) / 24
+    for _ in range(2):
+        w = w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    got, ones = done.stdout.strip().split("] [")
+    np.testing.assert_allclose([float(v) for v in got.strip("[]").split(",")], w, rtol=1e-12)
+    assert ones == "1.0, 1.0]"
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("JAXDIST_")} | more
+
+
+DEVICES = jax.devices()
+SHARDED = {
+    "along an axis": NamedSharding(Mesh(DEVICES, ("S",)), P("S")),
+    "along one of two": NamedSharding(Mesh(np.array(DEVICES).reshape(2, 4), ("a", "b")), P("b")),
+    "along both": NamedSharding(Mesh(np.array(DEVICES).reshape(2, 4), ("a", "b")), P(("a", "b"))),
+    "along both dimensions": NamedSharding(Mesh(np.array(DEVICES).reshape(4, 2), ("a", "b")), P("b", "a")),
+    "in another order": NamedSharding(Mesh(DEVICES[::-1], ("data",)), P("data")),
+    "explicitly": NamedSharding(jax.make_mesh((4, 2), ("a", "b"), (EXPLICIT, EXPLICIT)), P("b")),
+    "in the host's memory": NamedSharding(Mesh(DEVICES, ("S",)), P("S"), memory_kind="unpinned_host"),
+}
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", SHARDED)
+def test_state_in_shards_of_a_mesh_of_the_same_devices(name: str, level: Literal[0, 3]) -> None:
+    tx = jaxdist.zero(optax.adam(0.1), level)
+    w = {"a": np.arange(8.0 * 8).reshape(8, 8) / 64, "b": np.ones((8, 8))}
+
+    def step(w: Any, opt_state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: jnp.mean((x @ w["a"] @ w["b"]) ** 2))(w)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    x = np.random.default_rng(0).normal(size=(16, 8))
+    state = (w, optax.adam(0.1).init(w))
+    want = jax.jit(step)(*jax.jit(step)(*state, x), x)
+    sharded = jax.tree.map(lambda x: jax.device_put(x, SHARDED[name]) if np.ndim(x) else x, state)
+    decorated = jaxdist.data_parallel(step)
+    got = jaxdist.unshard(decorated(*decorated(*sharded, x), x))
+    parity.compare(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), 1e-10)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(sharded) if isinstance(x, jax.Array)), "they were copied"
+
+
+def test_state_in_shards_of_other_devices() -> None:
+    w = jax.device_put(np.ones(4), NamedSharding(Mesh(DEVICES[:4], ("S",)), P("S")))
+    with pytest.raises(ValueError, match=r"state leaf w is in shards over the devices 0 to 3, .* runs on 0 to 7"):
+        jaxdist.data_parallel(lambda w, x: w - x.mean(0))(w, X)
