@@ -26,7 +26,7 @@ from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
-from jaxdist.step import debugging, finite, modules, stages
+from jaxdist.step import debugging, effects, finite, modules, stages
 from jaxdist.step.donation import name_deleted, without_aliases
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Forecast
@@ -116,7 +116,7 @@ class DataParallel(Generic[R]):
             self._entering.agree(signature, leaves, [leaves[i] for i in signature.batch])
             signature, _ = self._signer.settle(signature, args, call, self._context)
         plain = lambda *args: with_axis(
-            lambda *xs: run(self._settings.step, xs, signature.keywords), self._settings.axis_name, args
+            lambda *xs: run(self._settings.step, effects.apart(xs), signature.keywords), self._settings.axis_name, args
         )
         result = debugging.op_by_op(plain, signature, leaves, self._placer, self._context)
         return modules.update(objects, result) if objects else result
@@ -165,7 +165,9 @@ class DataParallel(Generic[R]):
 
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step; but it must not be compiled as it is in a job of several devices."""
-        result = with_axis(functools.partial(self._settings.step, **kwargs), self._settings.axis_name, args)
+        step = self._settings.step
+        plain = lambda *xs: step(*effects.apart(xs), **effects.apart(kwargs))
+        result = with_axis(plain, self._settings.axis_name, args)
         if inside_step() or not self._settings.enabled:
             return result
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)

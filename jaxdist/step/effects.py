@@ -1,36 +1,64 @@
-"""What a step changes outside of itself: it would be lost, as under `jax.jit`, and is refused."""
+"""What a step changes outside of itself: it would be lost, as under `jax.jit`, and is refused. In the batch, of which
+there is another one in each call, a step may work as it likes.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
 from jaxdist.errors import StepError
-from jaxdist.step.signature import leaf_name
+from jaxdist.step import modules
+from jaxdist.step.signature import Signature, leaf_name
 
 _DEPTH = 3  # how far a tracer is looked for in containers and objects
 _MOST = 1000  # and among how many entries of each: what is added stands last
 
 
-def refuse(step: Callable[..., Any], names: Sequence[str], given: Any, args: Sequence[Any], result: Any) -> None:
-    """Look at what a step has done, while it is traced.
+class Change(NamedTuple):
+    """A result that a step has put into one of its arguments.
+
+    Attributes:
+      name: of the leaf.
+      leaf: its position among the arguments' leaves; None: it is a new one.
+      argument: position of the argument.
+    """
+
+    name: str
+    leaf: int | None
+    argument: int
+
+
+def apart(args: Any) -> Any:
+    """Arguments in containers of their own, as `jax.jit` makes them; objects of nnx, which are changed, as they are.
 
     Args:
-      step: as written.
+      args: a tuple of arguments, or a dict of them.
+    """
+    return jax.tree.map(
+        lambda x: x if modules.found(x) else jax.tree.map(lambda leaf: leaf, x), args, is_leaf=lambda x: x is not args
+    )
+
+
+def changes(names: Sequence[str], given: Any, args: Sequence[Any], result: Any) -> list[Change]:
+    """Look at what a step has done to its arguments, while it is traced.
+
+    Args:
       names: of its arguments.
       given: the arguments before it, as of `jax.tree.flatten_with_path`.
       args: the same after it.
       result: of the step.
 
-    Raises:
-      StepError: it has put a result into an argument, and returns neither that nor the argument's next value; or into
-        what it closes over.
+    Returns:
+      The results that it has put into them, where it returns neither these nor the argument's next value.
     """
     before = dict(given[0])
+    places = {path: i for i, path in enumerate(before)}
+    found = []
     returned, structures = {id(x) for x in jax.tree.leaves(result)}, set(_structures(result))
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(leaf, Tracer) and before.get(path) is not leaf and id(leaf) not in returned:
@@ -38,10 +66,32 @@ def refuse(step: Callable[..., Any], names: Sequence[str], given: Any, args: Seq
                 continue
             if jax.tree.structure(args[path[0].idx]) in structures:  # it was a place to work in
                 continue
+            found.append(Change(leaf_name(names, path), places.get(path), path[0].idx))
+    return found
+
+
+def refuse_changes(found: Sequence[Change], signature: Signature) -> None:
+    """Let a step change the batch, and nothing else.
+
+    Raises:
+      StepError: it changes its state in place, and does not return it.
+    """
+    for name, leaf, argument in found:
+        leaves = signature.arguments[argument][1] if leaf is None else [leaf]
+        if not any(signature.is_batch[i] for i in leaves):
             raise StepError(
-                f"the step changes its argument {leaf_name(names, path)} in place, and does not return it: the change "
-                "would be lost. Return what is to be kept"
+                f"the step changes its argument {name} in place, and does not return it: the change would be lost. "
+                "Return what is to be kept, or work in a copy, dict(state) say. (A batch may be changed: if it is one, "
+                "say so by batch_argnums=)"
             )
+
+
+def refuse_kept(step: Callable[..., Any]) -> None:
+    """Look at what a step has put elsewhere, while it is traced.
+
+    Raises:
+      StepError: a result is in what it closes over.
+    """
     for name, value in _outside(step):
         if (where := _holds_tracer(value, _DEPTH)) is not None:
             raise StepError(

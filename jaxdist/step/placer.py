@@ -84,8 +84,9 @@ class Placer:
         if own.device_set == set(self.mesh.devices.flat) and type(x) is not Padded:  # `place_state` moves it
             return None
         return (
-            f"is in shards over the devices {_ids(own.device_set)}, and this step runs on {_ids(self.mesh.devices.flat)}. Restore the "
-            "state from a checkpoint, or gather it with jaxdist.unshard where it was made"
+            f"is in shards over the devices {_ids(own.device_set)}, and this step runs on "
+            f"{_ids(self.mesh.devices.flat)}. Restore the state from a checkpoint, or gather it with jaxdist.unshard "
+            "where it was made"
         )
 
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
@@ -204,7 +205,7 @@ class Placer:
         return batch_problem(names, placed, [self.mesh.size if spans(x) else own for x in placed])
 
 
-def _ids(devices: Iterable[jax.Device]) -> str:
+def _ids(devices: Iterable[Any]) -> str:
     """Devices, for a message."""
     ids = sorted(d.id for d in devices)
     if len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids))):

@@ -34,11 +34,13 @@ class StepJaxpr:
       jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
       tree: of the result.
       checked: what the findings are about (see `jaxdist.step.finite`).
+      changes: what it puts into its arguments.
     """
 
     jaxpr: ClosedJaxpr
     tree: Any
     checked: tuple[str, ...]
+    changes: tuple[effects.Change, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,7 @@ def traced(
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
       apart: whether the devices have a memory of their own, beside the host's; None: as they say.
     """
+    effects.refuse_changes(step.changes, signature)
     closed, tree = step.jaxpr, step.tree
     shapes = [a.shape for a in avals]
     dims: dict[tuple[int, ...], int | None] = {}
@@ -116,7 +119,7 @@ def traced(
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources, given_up = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    return TracedStep(closed, tree, step.checked, infer, found, tuple(layouts), tuple(sources), given_up)
+    return TracedStep(closed, tree, step.checked, step.changes, infer, found, tuple(layouts), tuple(sources), given_up)
 
 
 def jaxpr_of(
@@ -138,9 +141,9 @@ def jaxpr_of(
       check_finite: whether the result is looked at.
 
     Raises:
-      StepError: it changes things outside.
+      StepError: it keeps a result outside.
     """
-    trees: list[tuple[Any, tuple[str, ...]]] = []
+    trees: list[tuple[Any, tuple[str, ...], tuple[effects.Change, ...]]] = []
 
     def flat(*args: Any) -> list[Any]:
         args = constants_back(args)
@@ -149,11 +152,12 @@ def jaxpr_of(
             result = run(step, args, signature.keywords)
             if check_finite:
                 found.look_at(result, "result")
-        effects.refuse(step, signature.parameters, given, args, result)
+        changes = effects.changes(signature.parameters, given, args, result)
+        effects.refuse_kept(step)
         constant = NUMBERS if signature.numbers else ()
         result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
         outs, tree = jax.tree.flatten(result)
-        trees.append((tree, tuple(found.names)))
+        trees.append((tree, tuple(found.names), tuple(changes)))
         return [*outs, found.everywhere()] if found.names else outs
 
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments

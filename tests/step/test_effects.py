@@ -87,3 +87,81 @@ def test_what_is_read_outside_is_no_change() -> None:
     scale = [jnp.asarray(2.0)]
     step = jaxdist.data_parallel(lambda w, x: w - scale[0] * x.mean(0))
     np.testing.assert_allclose(step(W, X), W - 2 * X.mean(0), rtol=1e-12)
+
+
+def mixed(batch: Any) -> Any:
+    """As scenic's mixup does."""
+    batch["x"] = 0.7 * batch["x"] + 0.3 * batch["x"][::-1]
+    return batch
+
+
+def in_the_loss(batch: Any, w: Any) -> Any:
+    """As maxtext's loss does."""
+    for name, x in batch.items():
+        batch[name] = jax.tree.map(lambda x: x[:8], x)
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+def taken_out(batch: Any, w: Any) -> Any:
+    y = batch.pop("y")
+    batch["residual"] = batch["x"] @ w - y
+    return jnp.mean(batch["residual"] ** 2)
+
+
+def nested(batch: Any, w: Any) -> Any:
+    batch["more"]["views"].append(batch["x"] * 2)
+    batch["more"]["views"][0] = batch["more"]["views"][0] + 1
+    return jnp.mean((sum(batch["more"]["views"]) @ w - batch["y"]) ** 2)
+
+
+USES = {
+    "replaced": lambda w, batch: jnp.mean((mixed(batch)["x"] @ w - batch["y"]) ** 2),
+    "in the loss": lambda w, batch: in_the_loss(batch, w),
+    "taken out": lambda w, batch: taken_out(batch, w),
+    "nested": lambda w, batch: nested(batch, w),
+    "summed over the axis": lambda w, batch: jax.lax.pmean(taken_out(batch, w), "batch"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*was called inside a function that jax compiles")
+@pytest.mark.parametrize("name", USES)
+def test_a_batch_to_work_in(name: str) -> None:
+    def step(w: Any, batch: Any) -> Any:
+        return w - 0.1 * jax.grad(USES[name])(w, batch)
+
+    def batch() -> Any:
+        return {"x": X, "y": np.ones(16), "more": {"views": [X]}}
+
+    if "axis" in name:  # bound at size one
+        want = jax.jit(jax.vmap(step, (None, 0), axis_name="batch"))(W, jax.tree.map(lambda x: x[None], batch()))[0]
+    else:
+        want = jax.jit(step)(W, batch())
+    decorated = jaxdist.data_parallel(step)
+    within = jaxdist.data_parallel(lambda w, batch: (decorated(w, batch), batch["y"].sum()))
+    calls = {
+        "decorated": decorated,
+        "named": jaxdist.data_parallel(step, batch_argnums="batch"),
+        "off": jaxdist.data_parallel(step, enabled=False),
+        "within a step": lambda w, batch: within(w, batch)[0],
+        "under jit": jax.jit(lambda w, batch: (decorated(w, batch), batch["y"].sum())[0]),
+    }
+    for how, call in calls.items():
+        given = batch()
+        np.testing.assert_allclose(call(W, given), want, rtol=1e-12, err_msg=how)
+        assert jax.tree.structure(given) == jax.tree.structure(batch()), "the caller's is as it was"
+        assert given["x"] is X
+        assert given["more"]["views"][0] is X
+    with jax.disable_jit():
+        np.testing.assert_allclose(decorated(W, batch()), want, rtol=1e-12)
+
+
+def test_a_change_of_what_is_no_batch() -> None:
+    def step(w: Any, settings: Any, batch: Any) -> Any:
+        settings["rate"] = settings["rate"] * 0.5
+        return w - settings["rate"] * batch["x"].mean(0)
+
+    with pytest.raises(jaxdist.StepError, match=r"changes its argument settings\['rate'\] in place.*or work in a copy"):
+        jaxdist.data_parallel(step)(W, {"rate": jnp.ones(())}, {"x": X})
+    with pytest.raises(jaxdist.StepError, match=r"changes its argument data\['n'\] in place"):
+        jaxdist.data_parallel(lambda w, data: (data.update(n=data["n"] + 1), w - data["x"].mean(0))[1],
+                              batch_argnums="data['x']")(W, {"x": X, "n": 0})  # fmt: skip
