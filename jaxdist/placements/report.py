@@ -18,6 +18,7 @@ from jaxdist.placements.values import Replicated, Split, reshaped
 from jaxdist.text import text_of
 
 _WORTH_SAYING = 0.01
+_WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results
 _MOST_LINES = 5
 _ACTIVATIONS = ("all-gather", "all-to-all")
 
@@ -62,6 +63,12 @@ def rows(placed: Placed) -> list[Row]:
     if placed.whole:
         why = "the step is small: to compute all of it takes less time than messages would"
         return [*table, Row("repeated", "all of it", "", flops=work(placed), share=1.0, why=why)]
+    if again := unsplit(placed):
+        why, instead = "no argument is taken for the batch", "batch_argnums= says which one is"
+        table.append(
+            Row("repeated", "all of it", "", flops=again, share=again / work(placed), why=why, instead=instead)
+        )
+        return table
     total = 0
     repeated: dict[tuple[str, str], int] = {}
     for node, cost, again in _work(placed, 1):
@@ -97,7 +104,7 @@ def warning(placed: Placed) -> str:
     if placed.whole:
         return ""
     lines = []
-    for row in rows(placed):
+    for row in () if unsplit(placed) else rows(placed):
         what = f"{row.operation} at {row.line}"
         if row.what == "repeated" and row.share > _WORTH_SAYING:
             lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
@@ -139,6 +146,22 @@ def _moves(placed: Placed, times: int) -> Iterator[tuple[Move, int]]:
             yield from _moves(body, times * _times(node))
 
 
+def unsplit(placed: Placed) -> int:
+    """FLOPs that every device repeats because there is no batch; 0: there is one."""
+    inputs = (placed.at[i] for i in placed.block.inputs)
+    if placed.whole or any(isinstance(p, Split) and not p.stored for p in inputs):
+        return 0
+    return sum(cost for _, cost, again in _work(placed, 1, every=True) if again)
+
+
+def worth_splitting(placed: Placed) -> bool:
+    """Whether a step without a batch is more work than to make its arguments or its results, as an `init` is."""
+    block = placed.block
+    entries = sum(math.prod(block.avals[i].shape) for i in (*block.inputs, *block.outputs))
+    least, each = _WORTH_SPLITTING
+    return unsplit(placed) > max(least, each * entries)
+
+
 def work(placed: Placed) -> int:
     """FLOPs of a device in all of it."""
     return sum(cost for _, cost, _ in _work(placed, 1))
@@ -153,9 +176,11 @@ Rows = frozenset[int]
 """Dimensions of a value that run over the examples of the batch."""
 
 
-def _work(placed: Placed, times: int, given: Sequence[Rows] | None = None) -> Iterator[tuple[Node, int, bool]]:
+def _work(
+    placed: Placed, times: int, given: Sequence[Rows] | None = None, every: bool = False
+) -> Iterator[tuple[Node, int, bool]]:
     """Each operation with the FLOPs of a device, and whether every device does all of what is one device's work: the
-    operation runs over the examples, and nothing of it is cut."""
+    operation runs over the examples (`every`: or not), and nothing of it is cut."""
     block = placed.block
     at: list[Rows] = [frozenset()] * len(block.avals)
     for k, i in enumerate(block.inputs):
@@ -166,10 +191,10 @@ def _work(placed: Placed, times: int, given: Sequence[Rows] | None = None) -> It
         for o, dims in zip(node.outs, _follow(block, node, at), strict=True):
             at[o] = dims
         for body in strategy.bodies:
-            yield from _work(body, times * _times(node), _inside(node, body, at))
+            yield from _work(body, times * _times(node), _inside(node, body, at), every)
         if strategy.bodies or strategy.make is not None:
             continue
-        over = any(at[i] for i in (*node.ins, *node.outs))
+        over = every or any(at[i] for i in (*node.ins, *node.outs))
         whole = all(isinstance(p, Replicated) for p in strategy.takes)
         yield node, times * flops(block, node, strategy), over and whole
 

@@ -1,11 +1,14 @@
-"""Which arguments of a step are the batch, where `batch_argnums` does not say so.
+"""Which arguments of a step are the batch, where `batch_argnums` does not say so; and what of them is cut.
+
+Of an argument that is the batch, arrays are cut, each along its own first dimension. Numbers, arrays without a
+dimension and single keys are whole, and so is what an earlier call left whole on the mesh.
 
 Within one process the answer decides only what is split over the devices: the result is the same. Between several it
 decides what the step means: a batch is each rank's own part, state is the same on all. So it is not guessed there. In
 order:
 
-1. An argument that can't be a batch is state: one with a number, a key or what is no array in it, with arrays of
-   several lengths, kept on the mesh by an earlier call, or of which the step returns the next value.
+1. An argument that can't be a batch is state: one without an array, with arrays of several lengths, kept on the mesh by
+   an earlier call, or of which the step returns the next value.
 2. Of the others, those that are as long as the last one are the batch, and so are longer or shorter ones that do not
    come first.
 3. Of several ranks, what has another length and is the same on all is state: if it differs in a later call, that is an
@@ -13,17 +16,28 @@ order:
    while others are not may be state; the first, and one that the step returns, may be batch if it differs. Readings in
    which the step can't be traced, with the examples of all ranks together, are out. If several are left, that is an
    error which names them.
+4. Within one process arrays beside numbers and keys, and arrays of several lengths, are tried as well (`pieces`):
+   what can be twice as long is the batch.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+INDICES = (
+    "A batch is the parts of all ranks, one after the other: positions within a part (the edges of a graph, say) need "
+    "the entries of the ranks before it added, edges + rank * nodes"
+)
+"""To be said where `batch_argnums` is advised to several ranks: nobody can know which numbers are indices."""
+
+_MOST_ARGUMENTS = 4  # that are tried together: each way is a trace of the step
+_MOST_LENGTHS = 8  # of one argument
 
 
 class Argument(NamedTuple):
@@ -40,25 +54,48 @@ class Argument(NamedTuple):
     differs: bool | None = None
 
 
-def length(leaves: Sequence[Any], kept: Callable[[Any], bool]) -> int | None:
-    """How many examples an argument has if it is a batch; None: it can't be one.
+def is_keys(x: Any) -> bool:
+    """Whether a leaf is a typed PRNG key, or an array of them."""
+    return jnp.issubdtype(getattr(x, "dtype", None) or type(x), jax.dtypes.prng_key)
+
+
+def sizes(leaves: Sequence[Any], kept: Callable[[Any], bool] = lambda x: False) -> list[int | None]:
+    """For each leaf of an argument that is a batch how many entries there are to be cut; None: it is whole.
 
     Args:
       leaves: of the argument.
       kept: whether a leaf is on the mesh as state is kept.
 
     Example:
-      >>> length([np.ones((8, 3)), np.ones(8)], lambda x: False), length([np.ones(8), 0.1], lambda x: False)
-      (8, None)
+      >>> sizes([np.ones((8, 3)), np.ones(5), 0.1, np.float32(1), np.zeros((0, 3))])
+      [8, 5, None, None, None]
     """
-    lengths = set()
-    for x in leaves:
-        dtype = getattr(x, "dtype", None)
-        if dtype is None or not np.ndim(x) or jnp.issubdtype(dtype, jax.dtypes.prng_key) or kept(x):
-            return None
-        lengths.add(np.shape(x)[0])
-    raw_key = len(leaves) == 1 and leaves[0].dtype == np.uint32 and np.shape(leaves[0]) in ((2,), (4,))
-    return lengths.pop() if len(lengths) == 1 and not raw_key else None
+    found = [
+        None if getattr(x, "dtype", None) is None or not np.ndim(x) or kept(x) else int(np.shape(x)[0]) for x in leaves
+    ]
+    raw = [n is not None and _like_a_raw_key(x) for x, n in zip(leaves, found, strict=True)]
+    lengths = {n for n, key in zip(found, raw, strict=True) if n and not key}
+    return [
+        None if (key and n not in lengths) or (n == 0 and lengths) else n for n, key in zip(found, raw, strict=True)
+    ]
+
+
+def length(sizes: Sequence[int | None]) -> int | None:
+    """How many examples an argument has if it is a batch; None: it has none, or arrays of several lengths.
+
+    Args:
+      sizes: of its leaves, as of `sizes`.
+
+    Example:
+      >>> length([8, 8, None]), length([8, 5]), length([None])
+      (8, None, None)
+    """
+    found = {n for n in sizes if n is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _like_a_raw_key(x: Any) -> bool:
+    return x.dtype == np.uint32 and np.shape(x) in ((2,), (4,))
 
 
 class AmbiguousError(ValueError):
@@ -123,6 +160,61 @@ def which(
     return possible[0] if possible else tuple(batch)  # an error of the step's own will come
 
 
+def pieces(
+    parts: Sequence[Mapping[int, Sequence[int]]],
+    batch: Sequence[int],
+    mixed: Sequence[int],
+    traces: Callable[[Collection[tuple[int, int]]], bool],
+) -> set[tuple[int, int]]:
+    """What is cut of the arguments of one process, where some of them can't be told by their length alone.
+
+    Args:
+      parts: of each argument: the leaves that may be cut, by their length.
+      batch: arguments that are one, as `which` says of those that are arrays of one length and nothing else.
+      mixed: other arguments that may be one.
+      traces: whether the step can be traced if these, ``(argument, length)``, are twice as long.
+
+    Example:
+      >>> params, graph = {3: [0], 5: [1]}, {8: [2], 12: [3]}
+      >>> sorted(pieces([params, graph], [], [0, 1], lambda cut: {i for i, _ in cut} == {1}))
+      [(1, 8), (1, 12)]
+    """
+
+    def of(arguments: Sequence[int]) -> set[tuple[int, int]]:
+        return {(i, n) for i in arguments for n in parts[i]}
+
+    certain = [i for i in batch if i]
+    tried = [i for i in mixed if i][-_MOST_ARGUMENTS:]
+    if not certain and len(tried) == 1 and not batch and len(parts[tried[0]]) == 1:
+        return of(tried)  # nothing else may be the batch: what is wrong costs time alone
+    if not certain and 0 in (*batch, *mixed):
+        tried.append(0)  # the state, in most steps
+    chosen = itertools.chain.from_iterable(itertools.combinations(tried, k) for k in range(len(tried), 0, -1))
+    cut = next(filter(traces, (of([*certain, *some]) for some in chosen)), of(certain))
+    known = {n for _, n in cut}
+    for i in mixed:  # a part of it may be: the examples, and not the weights of the classes
+        for n in sorted(parts[i], reverse=True)[:_MOST_LENGTHS] if len(parts[i]) > 1 else ():
+            if (not known or n in known) and (i, n) not in cut and traces(cut | {(i, n)}):
+                cut.add((i, n))
+    return cut or of(batch)
+
+
+def unsplit(names: Sequence[str], devices: int, processes: int) -> str:
+    """What to say of a step of which nothing is split.
+
+    Args:
+      names: of the arguments that may be the batch.
+      devices: of the step.
+      processes: of the step.
+    """
+    which, last = " or ".join(names[-3:]), names[-1]
+    return (
+        f"no argument is taken for the batch, so each of the {devices} devices computes all of it. If {which} has an "
+        f"entry an example, say so: batch_argnums={last!r}, or a part of it, batch_argnums=\"{last}['x']\". "
+        "batch_argnums=() says that there is no batch" + (f". {INDICES}" if processes > 1 else "")
+    )
+
+
 def _two_readings(arguments: Sequence[Argument], readings: Sequence[tuple[int, ...]], doubtful: Sequence[int]) -> str:
     def said(reading: tuple[int, ...]) -> str:
         names = tuple(arguments[i].name for i in reading)
@@ -136,7 +228,11 @@ def _two_readings(arguments: Sequence[Argument], readings: Sequence[tuple[int, .
         f"{'not the same' if arguments[i].differs else 'the same'} on all ranks"
         for i in doubtful
     )
-    return f"which arguments are the batch can't be told: {found}. Say which: " + "; or ".join(map(said, readings))
+    return (
+        f"which arguments are the batch can't be told: {found}. Say which: "
+        + "; or ".join(map(said, readings))
+        + f". {INDICES}"
+    )
 
 
 def _list(names: Sequence[str]) -> str:

@@ -363,19 +363,21 @@ class DataParallel(Generic[R]):
         signature, leaves = self._signature(*self._arguments(args, {}))
         return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, apart)
 
-    def _traced(self, of: Program, program: ClosedJaxpr, placed: Placed | None) -> None:
+    def _traced(self, made: Program, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""
         assert self._context is not None
-        self._agreement.traced(lambda: Traced(self._name, of.kind, program, of.source, of.arguments()))
+        self._agreement.traced(lambda: Traced(self._name, made.kind, program, made.source, made.arguments()))
         if self._log is not None:
             self._log.traced(program)
         if placed is None or not self._context.is_root:
             return
         if commlog.asked("placements"):
             commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")
-        elif not self._warned and (text := report.warning(placed)):
-            self._warned = True
-            _log.warning("step %r: %s", self._name, text)
+        elif not self._warned:
+            text = report.warning(placed) or (made.unsplit(placed) if self._settings.batch is None else "")
+            if text:
+                self._warned = True
+                _log.warning("step %r: %s", self._name, text)
 
 
 class _ModulesError(Exception):

@@ -17,6 +17,7 @@ from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout
 from jaxdist.runtime.compiler import settings
 from jaxdist.runtime.context import Context
+from jaxdist.step.batch import INDICES
 from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum, spans
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature
@@ -72,8 +73,10 @@ class Entering:
         for i in sorted(read & differs.keys()):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
-                "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel"
+                "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel. " + INDICES
             )
+            if not program.types[i][0]:
+                advice = "It has no entry an example, so it is one for all: pass the same on every rank"
             if jax.numpy.issubdtype(program.types[i][1], jax.dtypes.prng_key):
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(

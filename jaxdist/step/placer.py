@@ -16,6 +16,7 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import HOST, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.placements.values import Split
 from jaxdist.runtime.context import Context
+from jaxdist.step.batch import is_keys
 from jaxdist.step.signature import NUMBERS
 
 ELSEWHERE = object()
@@ -159,6 +160,8 @@ class Placer:
     def _shard(self, x: Any) -> jax.Array:
         if spans(x):
             return x if x.sharding == self.batch_sharding else jax.device_put(x, self.batch_sharding)
+        if is_keys(x):
+            return jax.random.wrap_key_data(self._shard(jax.random.key_data(x)), impl=str(jax.random.key_impl(x)))
         rows, n = x.shape[0], len(self.local_devices)
         parts = [x] if n == 1 else [x[i * rows // n : (i + 1) * rows // n] for i in range(n)]
         shards = [jax.device_put(p, d) for p, d in zip(parts, self.local_devices, strict=True)]
@@ -240,7 +243,7 @@ def spans(x: Any) -> bool:
 def checksum(x: Any) -> int:
     """Of the bytes, type and shape of a leaf that this process has whole."""
     if isinstance(x, jax.Array):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_keys(x):
             x = jax.random.key_data(x)
         if not x.is_fully_addressable:
             return 0
@@ -305,7 +308,7 @@ class _KeyData:
 def _to_host(x: Any) -> Any:
     """A leaf as something that can be sent, its weak type kept."""
     if isinstance(x, jax.Array):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_keys(x):
             return _KeyData(x)
         return x.item() if x.weak_type and x.ndim == 0 else np.asarray(x)
     return x if isinstance(x, NUMBERS) else np.asarray(x)

@@ -24,11 +24,13 @@ from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
 from jaxdist.placements.offload import staged
+from jaxdist.placements.report import worth_splitting
 from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
+from jaxdist.step.batch import is_keys, unsplit
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
 from jaxdist.step.tracing import TracedStep
 
@@ -159,6 +161,18 @@ class Program:
         """Positions of the leaves of the state of which the step returns no next value."""
         returned = set(self._step.sources)
         return [i for i in self.signature.state if i not in returned]
+
+    def unsplit(self, placed: Placed) -> str:
+        """What to say of a step that has no batch, though an argument may be one, and would gain from it."""
+        returned, avals = set(self._step.sources), self._avals
+        names = [
+            name for _, at, name in self.signature.arguments
+            if returned.isdisjoint(at) and any(avals[i].shape and not is_keys(avals[i]) for i in at)
+        ]  # fmt: skip
+        if not names or not worth_splitting(placed):
+            return ""
+        processes = {d.process_index for d in self._mesh.devices.flat}
+        return unsplit(names, self._mesh.size, len(processes))
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it.

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 
 from jaxdist.agreement.description import unlike_the_root
 from jaxdist.errors import StepError
-from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.placer import Placer, abstract, checksum, spans
+from jaxdist.step.placer import Placer, checksum, spans
 from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.reading import Reader
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, leaf_name
-from jaxdist.step.tracing import carried
 
 _log = logging.getLogger("jaxdist")
 
@@ -44,9 +43,10 @@ class Signer:
         self._name, self._calling, self._declared = name, settings.calling, settings.batch
         self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
+        self._several = True  # devices that a batch would be split over
         self._warned = False  # that all ranks come with the same batch
 
-    def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
+    def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = (), several: bool | None = None) -> Signature:
         """The signature of a call, as far as this rank can tell by itself.
 
         A Python number is data, as under `jax.jit`, unless the step needs it as a number, to choose a branch or a
@@ -55,10 +55,12 @@ class Signer:
         Args:
           args: of the call, in order.
           keywords: names of the last ones.
+          several: whether it is for several devices; None: as the placer's mesh is.
 
         Raises:
           TypeError: an argument that is said to be a batch is none.
         """
+        self._several = self._placer.mesh.size > 1 if several is None else several
         leaves = jax.tree.leaves(args)
         fixed = _in_equinox(args)
         signature = self._sign(args, keywords, fixed)
@@ -103,13 +105,12 @@ class Signer:
         for i, values in enumerate(zip(*everyone, strict=True)):
             if others := list(range(context.size)) if values[0] is None else unlike_the_root(values):
                 differs[i] = others
-        lengths = [self._length(leaves, at) for _, at, _ in signature.arguments]
         if self._declared is None:
-            arguments = [  # what lies on all processes may be of a loader, or the first argument's shards
-                batch.Argument(name, n, n is not None and any(i in differs and (k or mine[i] is not None) for i in at))
-                for k, ((_, at, name), n) in enumerate(zip(signature.arguments, lengths, strict=True))
-            ]
-            signature = self._one(self._read(signature, arguments, leaves))
+            # What lies on all processes may be of a loader, or the first argument's shards.
+            first = signature.arguments[0][1]
+            own = {i for i in differs if mine[i] is not None or i not in first}
+            signature = self._one(self._read(signature, leaves, own))
+        self._check_alike(signature, leaves, differs)
         seen = [i for i in signature.batch if getattr(leaves[i], "size", 1)]  # without entries all are alike
         if seen and not any(i in differs for i in seen) and not self._warned:
             self._warned = True
@@ -136,9 +137,8 @@ class Signer:
         leaves = [x for _, x in paths]
         if self._declared is not None:
             self._check_declared(args, parameters)
-            return signature.with_batch(self._chosen(signature))
-        arguments = [batch.Argument(name, self._length(leaves, at)) for _, at, name in signature.arguments]
-        return self._read(signature, arguments, leaves)
+            return signature.with_batch(self._chosen(signature, leaves))
+        return self._read(signature, leaves)
 
     def bad_constant(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> TypeError | None:
         """The error of a leaf that is no array and can't be a constant of the program, if there is one."""
@@ -156,49 +156,30 @@ class Signer:
                 )
         return None
 
-    def _read(self, signature: Signature, arguments: Sequence[batch.Argument], leaves: Sequence[Any]) -> Signature:
-        def with_batch(reading: Sequence[int]) -> Signature:
-            return signature.with_batch([i for k in reading for i in signature.arguments[k][1]])
-
-        def returned() -> list[int]:
-            types = [abstract(x) for x in leaves]
-            try:
-                found = carried(self._cache.jaxpr(signature, types), types)
-            except Exception:  # it will come again when the step is traced as it is called
-                return []
-            return [k for k, (_, at, _) in enumerate(signature.arguments) if at and found.issuperset(at)]
-
-        def traces(reading: tuple[int, ...]) -> bool:
-            tried = with_batch(reading)
-            types = self._cache.types(tried, leaves)
-            if self._placer.processes == 1:  # what is no batch can't be twice as long
-                types = [
-                    jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
-                    for a, is_batch in zip(types, tried.is_batch, strict=True)
-                ]
-            try:
-                self._cache.jaxpr(tried, types)
-            except Exception:
-                return False
-            return True
-
+    def _read(self, signature: Signature, leaves: Sequence[Any], differs: Collection[int] | None = None) -> Signature:
         try:
-            return with_batch(batch.which(arguments, returned, traces))
+            return Reader(signature, leaves, self._placer, self._cache).read(differs, self._several)
         except batch.AmbiguousError as error:
             raise ValueError(f"step {self._name!r}: {error}") from None
 
-    def _length(self, leaves: Sequence[Any], at: Sequence[int]) -> int | None:
-        return batch.length([leaves[i] for i in at], self._is_kept)
-
-    def _is_kept(self, x: Any) -> bool:
-        """Whether a leaf is on the mesh as state is, which an earlier call returned: not split along the first axis."""
-        if type(x) is Padded:
-            return x.layout.dim != 0 or x.layout.groups > 1
-        own = getattr(x, "sharding", None)
-        if getattr(own, "mesh", None) != self._placer.mesh:
-            return False
-        spec = getattr(own, "spec", ())
-        return not (spec and spec[0] in (AXIS, (AXIS,)))
+    def _check_alike(self, signature: Signature, leaves: Sequence[Any], differs: Collection[int]) -> None:
+        """Refuse an array in the batch that is the same on all ranks, where it may be one for all examples as well."""
+        named = {n for n in self._declared or () if isinstance(n, str)}
+        found = Reader(signature, leaves, self._placer, self._cache).alike(differs, named)
+        if found is None:
+            return
+        names, own = signature.names, next(at for _, at, _ in signature.arguments if found in at)
+        others = [
+            name for _, at, name in signature.arguments if at is not own and not set(at).isdisjoint(signature.batch)
+        ]
+        rest = (*others, *(names[i] for i in own if i != found and signature.is_batch[i]))
+        each = (*others, next(name for _, at, name in signature.arguments if at is own), names[found])
+        raise ValueError(
+            f"step {self._name!r}: {names[found]} ({leaves[found].shape[0]} entries) is the same on all ranks, and the "
+            "rest of the batch is not. It may be one array for all examples (the weights of classes), or each rank's "
+            f"part that happens to be the same. Say which: batch_argnums={rest!r}: it is one for all; or "
+            f"batch_argnums={each!r}: each rank has its own part of it. {batch.INDICES}"
+        )
 
     def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
         assert self._declared is not None
@@ -224,10 +205,18 @@ class Signer:
                     f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
                 )
 
-    def _chosen(self, signature: Signature) -> list[int]:
+    def _chosen(self, signature: Signature, leaves: Sequence[Any]) -> list[int]:
+        """What of the arguments that are said to be the batch has entries; all of one that has none."""
         assert self._declared is not None
-        whole = {n if isinstance(n, str) else signature.parameters[n] for n in self._declared}
-        return [i for i, name in enumerate(signature.names) if any(_is_in(name, of) for of in whole)]
+        chosen: list[int] = []
+        for of in {n if isinstance(n, str) else signature.parameters[n]: None for n in self._declared}:
+            at = [i for i, name in enumerate(signature.names) if _is_in(name, of)]
+            sizes = [None] * len(at) if len(at) == 1 else batch.sizes([leaves[i] for i in at])
+            keys = [batch.is_keys(leaves[i]) for i in at]
+            arrays = {n for n, key in zip(sizes, keys, strict=True) if not key}
+            cut = [i for i, n, key in zip(at, sizes, keys, strict=True) if n is not None and (not key or n in arrays)]
+            chosen += cut or at
+        return chosen
 
 
 def _in_equinox(args: Any) -> frozenset[int]:

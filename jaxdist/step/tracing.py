@@ -184,6 +184,21 @@ def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
     return {i for i, a in enumerate(avals) if any(out.shape == a.shape and flow.carries(i) for out, flow in outs)}
 
 
+def returns_like(step: StepJaxpr, structure: Any, avals: Sequence[Any]) -> bool:
+    """Whether some part of a step's result has this structure, with leaves of these shapes and types."""
+    wanted = [(a.shape, a.dtype) for a in avals]
+    todo = [(step.tree, 0)]
+    for tree, first in todo:
+        if tree.num_leaves < structure.num_leaves:
+            continue
+        if tree == structure and wanted == [(a.shape, a.dtype) for a in step.jaxpr.out_avals[first:][: len(wanted)]]:
+            return True
+        for child in tree.children():
+            todo.append((child, first))
+            first += child.num_leaves
+    return False
+
+
 def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
     """Call a step with arguments as of its `Signature`."""
     if any(type(x) is modules.NnxArrays for x in args):
