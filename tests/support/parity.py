@@ -66,7 +66,7 @@ def program(f: Callable[..., Any], *args: Any, devices: int = 8, **settings: Any
     """The jaxpr of what one device runs, its collectives in buckets."""
     found: list[Any] = []
     step = decorated(f, devices, **settings)
-    step._traced = lambda closed, _: found.append(closed)
+    step._traced = lambda _, closed, __: found.append(closed)
     step.lower(*args)
     return found[-1].jaxpr
 
