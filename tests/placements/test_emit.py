@@ -419,7 +419,7 @@ def test_what_is_stored_moves_and_the_batch_does_not(equation: str) -> None:
     f = lambda w, x: jnp.sum(jnp.einsum(equation, *operands(w, x)) ** 2)
     step = jaxdist.data_parallel(f, donate=False)
     found: list[Any] = []
-    step._traced = lambda closed, _: found.append(closed)  # type: ignore[attr-defined]
+    step._traced = lambda _, closed, __: found.append(closed)  # type: ignore[attr-defined]
     np.testing.assert_allclose(step(w, x), f(jaxdist.unshard(w), x), rtol=1e-12)
     assert parity.collectives(found[0].jaxpr) == [("all-gather", (64, 48), ""), ("all-reduce", (), "")]
 
