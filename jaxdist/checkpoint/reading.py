@@ -152,7 +152,8 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     path, moved, end = absolute(path), [], time.monotonic() + _FOR
     while True:
         last = [] if (checkpoint_of(path) / ITEM).is_dir() else saved(path)
-        directory = checkpoint_of(path / str(last[-1].step) if last else path)
+        final = path / str(last[-1].step) if last else path
+        directory = checkpoint_of(final)
         place = identity(directory)
         try:
             found = record.of(directory)
@@ -163,7 +164,7 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
             record.check_files(directory, found)
             values = _arrays(directory, found.arrays, dict.fromkeys(found.arrays), {})
         except (DamagedError, FileNotFoundError):
-            if identity(directory) == place:
+            if identity(checkpoint_of(final)) == place and not (last and place is None):
                 raise
             moved.append(directory)
             _give_up(moved, end)

@@ -117,6 +117,26 @@ def test_a_step_that_was_replaced(run: Path, step: int | None, call: str, monkey
     assert jaxdist.latest_step(run) == 1
 
 
+@pytest.mark.parametrize("of", ["run", "step"])
+def test_export_between_the_renames(run: Path, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is chosen, and has another name when it is looked at; then it is gone."""
+    original = reading.identity
+    moves = [
+        lambda: (run / "1").rename(files.aside(run / "1")),
+        lambda: None,
+        lambda: files.aside(run / "1").rename(run / "1"),
+        *([lambda: None, lambda: publish(run, 2)] if of == "run" else []),
+    ]
+
+    def identity(directory: Path) -> Any:
+        if moves:
+            moves.pop(0)()
+        return original(directory)
+
+    monkeypatch.setattr(reading, "identity", identity)
+    assert read_all(run if of == "run" else run / "1")[1]["t"] == ("2" if of == "run" else "1")
+
+
 @pytest.mark.parametrize("reader", [lambda path: jaxdist.restore(path, LIKE), read_all], ids=["restore", "export"])
 def test_it_is_not_tried_for_ever(run: Path, reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_FOR", 0.0)
