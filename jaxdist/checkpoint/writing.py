@@ -66,7 +66,7 @@ def save(
     Args:
       path: directory of the checkpoints of one run, on a file system that all processes share.
       state: any pytree of arrays of any kind (of a step, of the host, PRNG keys), numbers and strings: parameters,
-        the optimizer's state, that of a `loader`, …
+        the optimizer's state, that of a `loader`, … What would not come back as what it is is refused.
       step: its name, 0 or more.
       wait: False: return as soon as the state is copied, and write in the background. Training may go on and donate
         the state; the next `save` waits for this one, and so does the end of the script.
@@ -81,7 +81,7 @@ def save(
       CheckpointError: on every rank: it could not be written (by which rank, and why), or an earlier one could not
         that was written in the background; or another job saves into the directory; or the ranks' states differ.
       FileExistsError: there is a checkpoint of this step.
-      TypeError: a leaf that can't be saved.
+      TypeError: a leaf that can't be saved, of a dtype that the format has not, or a masked array.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile
