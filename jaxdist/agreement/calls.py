@@ -112,6 +112,7 @@ class Agreement:
     def failed(self, step: str, call: int, error: BaseException) -> None:
         """A call raised an error; if it was committed to, the next one compares whether it did so on all ranks."""
         self.steps[step].fail(call, type(error).__name__)
+        self.control.process.stay_if_ending()  # its cause may be that another rank has left
 
     def check(self, what: StepCall, entries: tuple[tuple[str, str], ...] = (), problem: str | None = None) -> None:
         """Compare with every rank.

@@ -7,7 +7,7 @@ import itertools
 import logging
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -147,6 +147,8 @@ class DataParallel(Generic[R]):
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
             self._agreed.clear()  # the next call finds out whether it failed on every rank
+            for latest in self._latest.values():
+                latest.what = None
             name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
         self._agreement.returned(self._name, result)
@@ -331,18 +333,25 @@ class DataParallel(Generic[R]):
             latest = None
         program = latest and latest.program
         changed = program is None or any(not signature.is_batch[i] for i in misplaced)
-        what = self._agreed.get(known)
+        # State that is kept in another way has another program.
+        kept = [self._placer.layout(leaves[i]) for i in signature.state] if changed else []
+        what = latest.what if latest is not None and not changed else self._agreed.get((known, *kept))
         if other_types:  # the others find the same, or that this rank traces a program which they don't
-            self._agreement.corrected(self._agreed.setdefault(known, self._entering.kind_of_call(signature, batch)))
-        elif what is None or (changed and self._unplaced(signature, leaves)) or not self._agreement.known(call, what):
-            what = self._agreed.setdefault(known, self._entering.agree(signature, leaves, batch))
+            what = what or self._entering.kind_of_call(signature, batch)
+            self._agreement.corrected(what)
+        elif what is None or ELSEWHERE in kept or not self._agreement.known(call, what):
+            compared = self._entering.agree(signature, leaves, batch)
+            what = what or compared
             self._agreement.compared(call, what)
+        if latest is not None:
+            latest.what = what
         if changed:
+            self._agreed[known, *kept] = what
             self._agreement.may_trace(self._name, True)
             program = self._cache.program(signature, leaves)
             self._agreement.may_trace(self._name, not program.known)
             self._entering.place(program, leaves, call, differs)
-            self._latest[key] = Latest(expected(program, constants), program, signature, values, known)
+            self._latest[key] = Latest(expected(program, constants), program, signature, values, known, what)
         assert program is not None
         state = list(signature.pick_state(leaves))
         for i in program.padded:
@@ -352,9 +361,6 @@ class DataParallel(Generic[R]):
         if program.donates and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
         return program, state, self._placer.batch_argument(batch, program.batch)
-
-    def _unplaced(self, signature: Signature, leaves: Sequence[Any]) -> bool:
-        return any(self._placer.layout(leaves[i]) is ELSEWHERE for i in signature.state)
 
     @under_no_mesh
     def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, apart: bool | None = None) -> Forecast:

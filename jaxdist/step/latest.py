@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxdist.agreement.calls import StepCall
 from jaxdist.compat import sharding_of
 from jaxdist.step.placer import Placer
 from jaxdist.step.program import Program
@@ -25,6 +26,7 @@ class Latest:
       expected: for each leaf how it is kept on the mesh; `NEITHER` for those of the batch and constants.
       constants: the leaves that are no arrays.
       known: structure and types of what the ranks have agreed on.
+      what: the kind of call that they agreed on; None: none, or one has failed since.
     """
 
     expected: Sequence[Any]
@@ -32,6 +34,7 @@ class Latest:
     signature: Any = None
     constants: tuple[Any, ...] = ()
     known: Any = None
+    what: StepCall | None = None
     _shardings: Sequence[Any] | None = None
     _misplaced: Sequence[int] = ()
 

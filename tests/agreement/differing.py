@@ -92,7 +92,7 @@ def both(x: Any, y: Any) -> Any:
     return pairs[::-1] if ODD else pairs
 
 
-@jaxdist.data_parallel
+@functools.partial(jaxdist.data_parallel, donate=False)
 def scaled(w: Any, opt: Any, batch: Any) -> Any:
     return plain(w, opt, batch)  # LINE scaled
 
@@ -143,6 +143,12 @@ def body() -> Any:
             w, opt = train(scaled, w, opt)
         with jax.default_matmul_precision("highest") if ODD else alike:
             train(scaled, w, opt)
+    elif MODE == "kept":
+        w, opt = train(scaled, w, opt)
+        shards = jaxdist.shard(w)
+        train(scaled, shards, opt)
+        train(scaled, w, opt)
+        train(scaled, shards if ODD else w, opt)
     elif MODE == "eager":
         jaxdist.allreduce(np.ones(3), op="max" if ODD else "sum")
     else:

@@ -86,7 +86,7 @@ def test_different_programs_end_the_job(mode: str, communicator: str) -> None:
     assert result.returncode != 0
     assert re.search(
         r"call \d: the ranks have different programs, and none has run\. The first operation that differs:\n"
-        r".*rank 0: \w+ float32\S* .*, at \S*/bad_calls.py:\d+\n.*rank 1: \w+ float32\S* .*, at \S*/bad_calls.py:31\n",
+        r".*rank 0: \w+ float32\S* .*, at \S*/bad_calls.py:\d+\n.*rank 1: \w+ float32\S* .*, at \S*/bad_calls.py:30\n",
         result.output,
     ), result.output
 
