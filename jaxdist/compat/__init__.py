@@ -23,7 +23,7 @@ from jaxdist.compat.compilation import (
     writes_cache,
 )
 from jaxdist.compat.config import platforms_asked, settings, use_settings
-from jaxdist.compat.devices import backend_started, cpu_threads, cpus_elsewhere, gloo_at, gpus_elsewhere
+from jaxdist.compat.devices import backend_started, counts_asked, cpu_threads, cpus_elsewhere, gloo_at, gpus_elsewhere
 from jaxdist.compat.distributed import (
     distributed_ids,
     key_value_store,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -116,3 +119,52 @@ def cpus_elsewhere(count: int) -> list[Any]:
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     return list(xla_client.make_cpu_client(num_devices=count).devices())
+
+
+_asking: list[tuple[int, list[tuple[str, str]]]] = []  # threads that trace a step, and what was asked in each
+_exchanging = threading.Lock()
+_NOT_THE_USERS = tuple(
+    f"{Path(importlib.util.find_spec(name).origin or '').resolve().parent}{os.sep}"  # type: ignore[union-attr]
+    for name in ("jax", "jaxdist")
+)
+
+
+@contextlib.contextmanager
+def counts_asked() -> Iterator[list[tuple[str, str]]]:
+    """What code that runs in here, in this thread, asks JAX of the number of devices and processes, and where.
+
+    Nothing tells of it, so these functions are others of `jax` meanwhile; what was imported from it before is not seen.
+    """
+    import jax
+
+    mine: tuple[int, list[tuple[str, str]]] = (threading.get_ident(), [])
+    with _exchanging:
+        if not _asking:
+            for name in _COUNTS:
+                setattr(jax, name, _noting(getattr(jax, name), name))
+        _asking.append(mine)
+    try:
+        yield mine[1]
+    finally:
+        with _exchanging:
+            _asking[:] = [one for one in _asking if one is not mine]
+            if not _asking:
+                for name in _COUNTS:
+                    setattr(jax, name, getattr(jax, name).__wrapped__)
+
+
+_COUNTS = ("device_count", "local_device_count", "process_count")
+
+
+def _noting(function: Callable[..., int], name: str) -> Callable[..., int]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> int:
+        code = sys._getframe(1)
+        if not code.f_code.co_filename.startswith(_NOT_THE_USERS):
+            for thread, found in _asking[:]:
+                if thread == threading.get_ident():
+                    found.append((f"jax.{name}()", f"{code.f_code.co_filename}:{code.f_lineno}"))
+        return function(*args, **kwargs)
+
+    call.__wrapped__ = function  # of a function that was itself wrapped
+    return call

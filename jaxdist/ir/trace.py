@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import primitives as p
 from jax.sharding import Mesh
 
@@ -54,13 +55,20 @@ def stepping(mesh: Any) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str = AXIS) -> ClosedJaxpr:
+OnAxis = Callable[[str, Sequence[tuple[float, str]]], object]
+
+
+def trace(
+    fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str = AXIS, on_axis: OnAxis | None = None
+) -> ClosedJaxpr:
     """The jaxpr of a function with the axis of data parallelism bound at size one, and gone from the result.
 
     Args:
       fun: returns a flat sequence of arrays.
       args: its arguments, with shape and dtype in place of arrays.
       axis_name: what it calls the axis; another name that nothing binds is taken for it, one at most.
+      on_axis: told of the axis, if a collective names it, and of the numbers by which sums over it are divided, each
+        with the user's line.
 
     Raises:
       StepError: several unbound names, or a collective that reaches beyond an axis of size one.
@@ -95,6 +103,8 @@ def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str
         closed = jax.make_jaxpr(lambda *xs: plain.run(closed, *xs), axis_env=axes)(*closed.in_avals)
     if not _named(closed.jaxpr, set(names)):
         return closed
+    if on_axis is not None:
+        on_axis(names[-1], list(_divided(closed.jaxpr, set(names))))
     alone = Alone(names)
     return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals)
 
@@ -133,6 +143,22 @@ def _names(eqn: JaxprEqn, names: set[str]) -> bool:
     if eqn.primitive in _COLLECTIVES:
         return not names.isdisjoint(axes_of(eqn))
     return eqn.primitive.name != "shard_map" and any(_named(sub, names) for sub in subjaxprs(eqn))
+
+
+def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
+    sums: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        name, taken = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, Literal) and v in sums]
+        if (name.startswith("psum") and not names.isdisjoint(axes_of(eqn))) or (
+            taken and name == "convert_element_type"
+        ):
+            sums.update(eqn.outvars)
+        elif taken and name in ("div", "mul"):
+            for v in eqn.invars:
+                if isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val:
+                    yield float(abs(v.val if name == "div" else 1 / v.val)), compat.user_line(eqn)
+        for sub in subjaxprs(eqn):
+            yield from _divided(sub, names)
 
 
 class Alone(Interpreter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
+from jaxdist.compat import counts_asked
 from jaxdist.ir.trace import stepping, trace
 from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import group
@@ -19,11 +21,13 @@ from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
-from jaxdist.runtime.context import hosts_of
+from jaxdist.runtime.context import get_context, hosts_of
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.calling import apply
 from jaxdist.step.matching import flows, match
 from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array
+
+_log = logging.getLogger("jaxdist")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +148,7 @@ def jaxpr_of(
       StepError: it keeps a result outside.
     """
     trees: list[tuple[Any, tuple[str, ...], tuple[effects.Change, ...]]] = []
+    named: dict[str, Sequence[tuple[float, str]]] = {}  # the axis, and what sums over it are divided by
 
     def flat(*args: Any) -> list[Any]:
         args = constants_back(args)
@@ -163,7 +168,8 @@ def jaxpr_of(
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
     try:
-        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name)
+        with counts_asked() as asked:
+            closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name, named.setdefault)
     except Exception as error:
         error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
         if "mesh context" in str(error) or "context mesh" in str(error):
@@ -172,7 +178,23 @@ def jaxpr_of(
                 "out jax.sharding.reshard, out_sharding= and the like, or decorate what does without them"
             )
         raise
+    if named and mesh.size > 1 and get_context().is_root:
+        ((axis, divided),) = named.items()
+        counts = {mesh.size, len(mesh.local_devices), len({d.process_index for d in mesh.devices.flat})} - {1}
+        lines = {line: f"divides a sum over the axis by {count:g}" for count, line in divided if count in counts}
+        lines |= {line: f"asks for {what}" for what, line in asked}
+        for line, what in lines.items():
+            _say_once(
+                f"step {getattr(step, '__qualname__', step)!r} {what} at {line}, and names the axis {axis!r}, which "
+                f"has size one inside a step: lax.psum(x, {axis!r}) is x, of the whole batch, and x over the number of "
+                f"devices 1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by lax.axis_size({axis!r})"
+            )
     return StepJaxpr(closed, *trees[-1])
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
