@@ -27,7 +27,7 @@ from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step import debugging, effects, finite, modules, stages
-from jaxdist.step.donation import name_deleted, without_aliases
+from jaxdist.step.donation import Taken, name_deleted, without_aliases
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Forecast
 from jaxdist.step.latest import Latest, expected, types
@@ -57,6 +57,7 @@ class DataParallel(Generic[R]):
         name = getattr(step, "__qualname__", type(step).__name__)
         count = next(_names.setdefault(name, itertools.count()))
         self._name = f"{name}#{count}" if count else name
+        self._taken = Taken(self._name)
         self._context: Context | None = None
         self._signatures: dict[Any, Signature] = {}
         self._latest: dict[Any, Latest] = {}
@@ -151,6 +152,8 @@ class DataParallel(Generic[R]):
                 latest.what = None
             name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
+        if program.donates:
+            self._taken.call, self._taken.state = call, program.taken
         self._agreement.returned(self._name, result)
         if self._log is not None:
             self._log.called(call, program, [*state, *batch])

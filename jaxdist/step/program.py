@@ -68,6 +68,7 @@ class Program:
       padded: where the state's leaves are arrays with padding.
       batch: how the leaves of the batch are split.
       kind: equal for programs that are for the same arguments, kept alike, under the same settings of JAX.
+      taken: the arrays whose memory the latest call took; they are gone.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Program:
         self._on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._virtual = self._on_cpu and len(mesh.local_devices) > 1
         self._calls = 0
+        self.taken: Sequence[Any] = ()
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = has_constants(step.tree)
         self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
@@ -183,7 +185,8 @@ class Program:
         if self._before is not None:
             (closed, placed), self._before = self._before, None
             self._report(closed, placed)
-        args = list(self._pick[0](state)), list(self._pick[1](state)), batch
+        self.taken = list(self._pick[0](state))
+        args = self.taken, list(self._pick[1](state)), batch
         if self._executable is None:
             outs, found = self._jitted(*args), None
         else:

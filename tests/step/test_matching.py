@@ -162,6 +162,24 @@ def test_only_what_is_returned_is_donated() -> None:
         step(read, moved, X)
 
 
+def test_an_array_that_is_gone_tells_who_took_it() -> None:
+    @jaxdist.data_parallel
+    def train(w: Any, x: Any) -> Any:
+        return sgd(w, x)
+
+    evaluate = jaxdist.data_parallel(lambda p, x: loss_fn(p["w"], x))
+    w = placed(W)
+    new = train(w, X)
+    said = (
+        r"p\['w'\] was deleted: call \d+ of step '.*train', which returned its next value.*jax.numpy.copy.*donate=False"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        evaluate({"w": w}, X)
+    train(new, X)
+    with pytest.raises(RuntimeError, match="was deleted: an earlier call of a step, which"):
+        evaluate({"w": w}, X)
+
+
 P = {"w": W, "b": jnp.zeros(2)}
 
 
