@@ -311,8 +311,8 @@ class Loader:
             batch = next(self._stream[0])
             return batch if self._place else known(self._sampling, batch)
         except BaseException:
-            # Grain's iterator may have moved on. It waits 25 s for workers that are still starting; not here, where
-            # it may be that one was killed and the job has to end.
+            # Grain's iterator may have moved on. It waits up to 25 s for workers that are still starting, but not here:
+            # perhaps one was killed, and the job has to end.
             streams, self._stream[:] = list(self._stream), []
             threading.Thread(target=close, args=(streams,), name="jaxdist-loader", daemon=True).start()
             raise

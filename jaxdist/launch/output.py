@@ -53,16 +53,12 @@ class Pump(threading.Thread):
         with contextlib.suppress(OSError), self._source:
             self._pass_on()
 
-    def relieve(self, while_: Callable[[], bool]) -> None:
-        """Keep what the process writes until somebody reads again: it has more to do than to write, and shall do it.
-
-        Args:
-            while_: asked after each piece.
-        """
+    def relieve(self) -> None:
+        """Keep what the process writes until somebody reads again: it has more to do than to write, and shall do it."""
 
         def read_ahead() -> None:
             with contextlib.suppress(OSError, ValueError):  # closed
-                while self.is_alive() and self.writing and while_():
+                while self.is_alive() and self.writing:
                     with self._reading:
                         self._ahead.append(os.read(self._source.fileno(), _CHUNK))
                     if not self._ahead[-1]:

@@ -160,8 +160,7 @@ def run_job(
             threading.Thread(
                 target=lambda i, p: events.put(_Exited(i, _ended(p))), args=(index, process), daemon=True
             ).start()
-        has_more_to_do = lambda: asked.is_set() or _alone(leaders)
-        threading.Thread(target=_relieve, args=(pumps, has_more_to_do, over), daemon=True).start()
+        threading.Thread(target=_relieve, args=(pumps, leaders, asked, over), daemon=True).start()
         verdict = _supervise(commands, running, events, on_failure)
         return verdict
     finally:
@@ -255,15 +254,24 @@ def _start(command: Command) -> "subprocess.Popen[bytes]":
     return process
 
 
-def _relieve(pumps: Sequence[Pump], has_more_to_do: Callable[[], bool], over: threading.Event) -> None:
-    """Frees an mpirun that waits for somebody to read what it writes: it would not hear of a signal or a rank's end."""
+def _relieve(
+    pumps: Sequence[Pump], leaders: Collection[guard.Name], asked: threading.Event, over: threading.Event
+) -> None:
+    """Frees an mpirun that waits for somebody to read what it writes: it would not see to a signal or a rank's end."""
     written: list[int] = []
+    ranks = set[guard.Name]()  # that ran while nobody read
     while not over.wait(_LOOK_S):
         before, written = written, [pump.written for pump in pumps]
-        if before == written and any(pump.writing for pump in pumps) and has_more_to_do():
+        if before != written or not any(pump.writing for pump in pumps):
+            ranks.clear()
+            continue
+        parents = {leader.pid for leader in leaders}
+        running = {seen.name for seen in guard.running() if seen.parent in parents}
+        ranks |= running
+        if asked.is_set() or ranks != running or not ranks:
             for pump in pumps:
                 if pump.writing:
-                    pump.relieve(has_more_to_do)
+                    pump.relieve()
 
 
 def _drain(pumps: Sequence[Pump], events: "queue.SimpleQueue[_Event]", *, patient: bool) -> None:
@@ -338,12 +346,6 @@ def _order(process: "subprocess.Popen[bytes]", line: bytes) -> None:
 def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-def _alone(leaders: Collection[guard.Name]) -> bool:
-    """Whether the ranks of mpirun have ended, and itself has not."""
-    sessions = {leader.pid for leader in leaders}
-    return not any(seen.session in sessions and seen.name not in leaders for seen in guard.running())
 
 
 def _end_sessions(leaders: Collection[guard.Name]) -> None:
