@@ -25,6 +25,7 @@ Expected = Literal["fails", "goes on", "named"]
 
 AT = 5  # the turn in which a fault of the loop comes: its steps are known by then
 BOOM = "boom on purpose"
+UNDISTURBED = "worker_or_other_is_killed"  # no fault by itself
 
 
 class Fault(NamedTuple):

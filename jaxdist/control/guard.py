@@ -99,7 +99,8 @@ def start(*, whole_job: bool) -> None:
     meant to. Does nothing where there is no /proc, and in a second call.
 
     Args:
-      whole_job: this is a rank that a launcher started. Else, after an end in order, everything stays.
+      whole_job: this is a rank that a launcher started. Else (a notebook's kernel, say) what is in a session of its own
+        stays in any case, and after an end in order everything.
 
     Example:
       >>> start(whole_job=True)  # doctest: +SKIP
@@ -110,7 +111,7 @@ def start(*, whole_job: bool) -> None:
     _started.append(os.getpid())
     os.environ[MARK] = str(own.name)
     # Not a child of this process for longer than a moment: scripts wait for all of theirs (`os.wait`).
-    program = [sys.executable, "-I", "-S", __file__, str(own.name), str(own.session if whole_job else 0)]
+    program = [sys.executable, "-I", "-S", __file__, str(own.name), str(own.session), "job" if whole_job else ""]
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
@@ -148,20 +149,22 @@ def _teller(pipe: int) -> Callable[[str], None]:
 # --- the guard itself
 
 
-def main(rank: Name, session: int) -> None:
+def main(rank: Name, session: int, whole_job: bool) -> None:
     """Wait for the end of a rank, and end what it has left behind.
 
     Args:
       rank: a process.
-      session: what is in this one ends even after an end in order of the rank; 0: nothing.
+      session: of it.
+      whole_job: as of `start`.
     """
     started = set[Name]()
     in_order = _listen(rank, started)
-    if in_order and not session:
+    if in_order and not whole_job:
         return
+    all_sessions = whole_job and not in_order
     begin, told = time.monotonic(), set[Name]()
     while time.monotonic() < begin + _SOFT_SECONDS + _HARD_SECONDS:
-        left = [each for each in _left_behind(rank, started) if not in_order or each.session == session]
+        left = [each for each in _left_behind(rank, started) if all_sessions or each.session == session]
         if not left:
             return
         soft = time.monotonic() < begin + _SOFT_SECONDS
@@ -228,4 +231,4 @@ if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
     if os.fork() == 0:
-        main(Name.of(sys.argv[1]), int(sys.argv[2]))
+        main(Name.of(sys.argv[1]), int(sys.argv[2]), bool(sys.argv[3]))
