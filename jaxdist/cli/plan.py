@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxdist.cli.bench import check_plot
+from jaxdist.control.stacks import users_line
+from jaxdist.errors import message_of
 
 if TYPE_CHECKING:
     from jaxdist.planning.report import Plan
@@ -81,7 +83,10 @@ def plan(
         else:
             found = (fit if fitted else make_plan)(*built(make, fixed), topology=wanted, levels=chosen)
     except (ValueError, TypeError, OSError) as problem:
-        raise typer.BadParameter("; ".join([str(problem), *getattr(problem, "__notes__", [])])) from None
+        line = users_line(problem.__traceback__)
+        said = f"{message_of(problem)} ({line})" if line else message_of(problem)
+        notes = [note for note in getattr(problem, "__notes__", []) if "JAX_TRACEBACK_FILTERING" not in note]
+        raise typer.BadParameter("; ".join([said, *notes])) from None
     if picture is not None:
         draw(found.plan if isinstance(found, Fit) else found, picture)
     print(found.to_json() if as_json else found)

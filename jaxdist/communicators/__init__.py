@@ -74,7 +74,7 @@ def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowerin
     raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
 
 
-def default_bucket_bytes(communicator: str | Rules, mesh: Mesh) -> int:
+def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, on_cpu: bool) -> int:
     """How many bytes of gradients travel together if the user does not say.
 
     Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo about 0.1 ms and MPI 0.01 ms, and from
@@ -84,8 +84,9 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh) -> int:
     Args:
       communicator: ``"xla"`` or ``"mpi"``.
       mesh: the devices.
+      on_cpu: whether these stand for CPUs.
     """
-    if mesh.devices.flat[0].platform != "cpu":
+    if not on_cpu:
         return 0
     return 1 << 20 if communicator == "mpi" or _over_gloo(mesh) else 1 << 18
 

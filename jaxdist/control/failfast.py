@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -19,7 +18,7 @@ import jax
 from jaxdist import compat, streams
 from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.process import within
-from jaxdist.control.stacks import of_the_user
+from jaxdist.control.stacks import users_line
 from jaxdist.errors import in_words, leaves, message_of, printed
 
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
@@ -65,11 +64,7 @@ def _run_has_said_it() -> bool:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Where in the user's own code."""
-    for frame, line in reversed(list(traceback.walk_tb(trace))):
-        if of_the_user(file := frame.f_code.co_filename):
-            return f" at {file}:{line}"
-    return ""
+    return f" at {line}" if (line := users_line(trace)) else ""
 
 
 def install(control: Control, script: ScriptExit) -> None:

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import traceback
 from pathlib import Path
+from types import TracebackType
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _FOREIGN = ("<frozen", f"{Path(__file__).parents[1]}/", *_LIBRARIES)
@@ -17,6 +18,18 @@ _FOREIGN = ("<frozen", f"{Path(__file__).parents[1]}/", *_LIBRARIES)
 def of_the_user(file: str) -> bool:
     """Whether it is code of the user's own, not of Python, a library or this one."""
     return not file.startswith(_FOREIGN)
+
+
+def users_line(trace: TracebackType | None) -> str:
+    """File and line of the user's own code where an exception was raised, or from where; "": there is none.
+
+    Args:
+      trace: of the exception.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        if of_the_user(file := frame.f_code.co_filename):
+            return f"{file}:{line}"
+    return ""
 
 
 def main_thread_line() -> str:

@@ -74,8 +74,8 @@ class RunLog:
         """Log the metrics of a step.
 
         Args:
-          step: counted from 0 over the whole run, restarts included; not less than in the call before. The first call
-            of a restarted run removes what was logged for this step and later ones.
+          step: counted from 0 (or from 1) over the whole run, restarts included; not less than in the call before. The
+            first call of a restarted run removes what was logged for this step and later ones.
           **metrics: numbers, or scalar arrays that the next step does not take (aux values; of state, ``float(x)``).
 
         Raises:
@@ -106,7 +106,7 @@ class RunLog:
             from tensorboardX import SummaryWriter
 
             self._events = SummaryWriter(str(self._path), purge_step=step)
-        self._show.start(step)
+        self._show.start(step, next((line["step"] for line, _ in _lines(self._path / FILE)), step))
         # A daemon: what a failed job's device still computes may never come.
         threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True).start()
 
@@ -348,28 +348,36 @@ class _Display:
         self._total = total
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
+        self._from_one = False
         self._printed_at = -math.inf
         self._pending = ""
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, first: int) -> None:
+        self._from_one = first == 1
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                 TextColumn("{task.fields[shown]}"), console=self._console, refresh_per_second=4,
             )  # fmt: skip
-            self._task = self._bar.add_task("step", total=self._total, completed=step, shown="")
+            self._task = self._bar.add_task("step", total=self._total, completed=self._done(step) - 1, shown="")
             self._bar.start()
 
     def update(self, step: int, metrics: dict[str, float | int], rates: dict[str, float]) -> None:
         shown = [f"{name}={x:.4g}" for name, x in metrics.items()]
         shown += [f"{rate:,.0f} {name.removesuffix('_per_s')}/s" for name, rate in rates.items()]
+        done = self._done(step)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, shown="  ".join(shown))
+            self._bar.update(self._task, completed=done, shown="  ".join(shown))
             return
         of = "" if self._total is None else f"/{self._total}"
-        self._pending = "  ".join([f"step {step + 1}{of}", *shown])
+        self._pending = "  ".join([f"step {done}{of}", *shown])
         if time.monotonic() - self._printed_at > _EVERY:
             self._print()
+
+    def _done(self, step: int) -> int:
+        """How many steps there have been; who logs a step that is the total counts from 1, too."""
+        self._from_one = self._from_one or step == self._total
+        return step + (not self._from_one)
 
     def _print(self) -> None:
         self._console.print(self._pending, markup=False, soft_wrap=True)

@@ -65,7 +65,7 @@ class Elsewhere:
         return other
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
-        return step.forecast(self._mesh, args, self.hosts, self.topology.kind.name != "cpu")
+        return step.forecast(self._mesh, args, self.hosts, self.topology.kind.name == "cpu")
 
     @property
     def compilations(self) -> int:

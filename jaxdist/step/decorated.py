@@ -366,11 +366,11 @@ class DataParallel(Generic[R]):
         return program, state, self._placer.batch_argument(batch, program.batch)
 
     @under_no_mesh
-    def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, apart: bool | None = None) -> Forecast:
+    def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, on_cpu: bool | None = None) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
-        return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, apart)
+        return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, on_cpu)
 
     def _traced(self, made: Program, program: ClosedJaxpr, placed: Placed | None) -> None:
         """A program is about to be compiled."""

@@ -82,7 +82,7 @@ class Forecast:
         together.
       mesh: of them.
       hosts: of each device.
-      apart: whether the devices have a memory of their own, beside the host's; None: as they say.
+      on_cpu: whether the devices stand for CPUs, or for GPUs, whatever they are; None: as they say.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Forecast:
         leaves: Sequence[Any],
         mesh: Mesh,
         hosts: Sequence[Any] | None = None,
-        apart: bool | None = None,
+        on_cpu: bool | None = None,
     ):
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
-        self._mesh, self._hosts, self._apart = mesh, hosts, apart
+        self._mesh, self._hosts, self._on_cpu = mesh, hosts, on_cpu
         self._jaxprs: dict[float, StepJaxpr] = {}
 
     @property
@@ -117,7 +117,7 @@ class Forecast:
         """
         signature, mesh = self._signature, self._mesh
         avals = self._types(scale)
-        trace = traced(self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._apart)
+        trace = traced(self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._on_cpu)
         layouts = list(trace.layouts)
         for i in signature.state:
             if in_shards(self._leaves[i]):

@@ -93,8 +93,8 @@ class Program:
         self.padded = [i for i, how in enumerate(held) if how and not how.is_plain]
         self.batch = [tile(0, avals[i].shape[0], mesh.size) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
-        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._virtual = self._on_cpu and len(mesh.local_devices) > 1
+        self._on_cpu = step.infer.on_cpu
+        self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
         self._calls = 0
         self.taken: Sequence[Any] = ()
         self._communicator, self._on_traced = communicator, on_traced

@@ -135,7 +135,7 @@ class ProgramCache:
         ]  # fmt: skip
         bucket_bytes = self._settings.bucket_bytes
         if bucket_bytes is None:
-            bucket_bytes = default_bucket_bytes(communicator, mesh)
+            bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.on_cpu)
         compress = COMPRESSIONS[self._settings.compress] if self._settings.compress else None
         name = getattr(self._settings.step, "__name__", "step")
         return Program(

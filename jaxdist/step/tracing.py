@@ -79,7 +79,7 @@ def traced(
     level: int | None = None,
     hosts: Sequence[Any] | None = None,
     shared: int | None = None,
-    apart: bool | None = None,
+    on_cpu: bool | None = None,
 ) -> TracedStep:
     """What placements are settled from.
 
@@ -91,7 +91,8 @@ def traced(
       level: of ZeRO, in place of those that the step says.
       hosts: of each device; None: as the job knows them.
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
-      apart: whether the devices have a memory of their own, beside the host's; None: as they say.
+      on_cpu: whether the devices stand for CPUs, which have no memory beside the host's, or for GPUs, whose prices
+        are others; None: as they say.
     """
     effects.refuse_changes(step.changes, signature)
     closed, tree = step.jaxpr, step.tree
@@ -107,13 +108,14 @@ def traced(
     if shared is None:
         shared = group(closed, hosts or hosts_of(mesh))
     parts = shared or mesh.size
-    infer = Infer(mesh.size, chosen, level, mesh.devices.flat[0].platform == "cpu", shared, way(closed))
+    priced = mesh.devices.flat[0].platform == "cpu" if on_cpu is None else on_cpu
+    infer = Infer(mesh.size, chosen, level, priced, shared, way(closed))
     block = infer.block(closed)
     block.outermost = True
     found = marks(infer, block, level)
     layouts = found.layouts(shapes, parts, mesh.size // parts)
     dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
-    if found.offloaded and (memory_apart(mesh) if apart is None else apart):
+    if found.offloaded and (memory_apart(mesh) if on_cpu is None else not on_cpu):
         layouts = [
             on_host(how, shape, mesh.size) if i in found.offloaded else how
             for i, (how, shape) in enumerate(zip(layouts, shapes, strict=True))

@@ -89,6 +89,32 @@ def test_what_is_refused(args: list[str], said: str, tmp_path: Path, monkeypatch
     assert said in text
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("int('four')", "invalid literal for int() with base 10: 'four'"),  # where the function makes the arguments
+        ("jnp.ones(3) @ jnp.ones(4)", "contracting dimensions to have the same shape"),
+        ("open('missing.json')", "No such file or directory: 'missing.json'"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["function", "step"])
+@pytest.mark.parametrize("more", [[], ["--fit", "--vary=width=4,8"]], ids=["plan", "fit"])
+def test_an_error_of_the_users_comes_with_its_line(
+    line: str, said: str, inside: bool, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = "    return w - " if inside else "    return step"
+    script = SCRIPT.replace(before, f"    {line}\n{before}", 1)
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    code, text = plan("script.py:make", "--topology=2xcpu", *more)
+    assert code == 2
+    assert "".join(said.split()) in "".join(text.split())
+    number = script.splitlines().index(f"    {line}") + 1
+    assert f"script.py:{number})" in "".join(text.split())
+    assert ("in the step 'step'" in text) == inside
+    assert "JAX_TRACEBACK_FILTERING" not in text  # of a traceback that is not shown
+
+
 def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist
+from jaxdist.observe import metrics
 from jaxdist.observe.metrics import FILE, _Entry, read_metrics
 
 
@@ -236,6 +238,32 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
     assert lines[0] == "step 1/50  loss=0"
     assert lines[-1].startswith("step 50/50  loss=49  ")
     assert lines[-1].endswith(" examples/s")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_steps_that_are_counted_from_one(
+    terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 4 steps never shows a fifth; also where it started again, and where not each step is logged."""
+    monkeypatch.setattr(metrics, "_EVERY", -1.0)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "120")
+
+    def shown(*steps: int) -> list[int]:
+        with jaxdist.run_log(tmp_path, total=4) as log:
+            for step in steps:
+                log(step, loss=1.0)
+        text = capsys.readouterr().err
+        return [int(n) for n in dict.fromkeys(re.findall(r"(\d+)/4", text))]
+
+    assert shown(1, 2, 3, 4) == ([0, 4] if terminal else [1, 2, 3, 4])
+    assert shown(3, 4) == ([2, 4] if terminal else [3, 4])
+    (tmp_path / "metrics.jsonl").unlink()
+    assert shown(0, 1, 2, 3) == ([0, 4] if terminal else [1, 2, 3, 4])
+    assert shown(3)[-1:] == [4]
+    (tmp_path / "metrics.jsonl").unlink()
+    assert shown(2, 4)[-1] == 4
 
 
 def test_a_bar_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

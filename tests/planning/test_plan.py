@@ -19,11 +19,13 @@ from jax import lax
 import jaxdist
 from jaxdist import compat
 from jaxdist.communicators import compiler_options
-from jaxdist.ir.wire import Transfer
-from jaxdist.planning.elsewhere import LEVELS
+from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.placements.infer import Infer
+from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.report import Plan
 from jaxdist.planning.topology import KINDS, Topology
 from jaxdist.runtime import commlog
+from jaxdist.step import tracing
 
 N, WIDTH, LAYERS = 8, 32, 3
 ADAM = optax.adam(1e-3)
@@ -205,6 +207,48 @@ def test_a_device_that_is_too_small(plans: dict[int, Plan]) -> None:
 
 def missing(*_: Any) -> Any:
     raise ImportError("no plugin")
+
+
+WIDE = 512
+
+
+def wide_step(tx: Any) -> Any:
+    """Its gradients are worth as much as its batch many times: CPUs would rather send that, GPUs one message less."""
+
+    @jaxdist.data_parallel
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_without_their_compiler_gpus_send_what_a_job_on_gpus_sends(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "gpus_elsewhere", missing)
+    tx = jaxdist.zero(optax.sgd(0.1), level)
+    params = {"in": jnp.ones((WIDE, WIDE)), "out": jnp.ones((WIDE, 8))}
+    args = params, tx.init(params), jnp.ones((2 * N, WIDE))
+    planned = {name: Elsewhere(wide_step(tx), args, f"{N}x{name}", ()) for name in ("cpu", "H100")}
+    forecast = {name: transfers(there.emitted().program, N, name == "cpu") for name, there in planned.items()}
+    seen: list[Counter[Transfer]] = []
+    monkeypatch.setenv("JAXDIST_LOG", "comm")
+    monkeypatch.setattr(commlog, "table", lambda found: (seen.append(found), "")[1])
+    wide_step(tx).lower(*args)
+    gpus = lambda n, choose, level, on_cpu, *rest: Infer(n, choose, level, False, *rest)
+    monkeypatch.setattr(tracing, "Infer", gpus)  # what it is for a job whose devices are GPUs
+    wide_step(tx).lower(*args)
+    assert [forecast["cpu"], forecast["H100"]] == seen
+    assert seen[0] != seen[1]
+    by_kind: Counter[str] = Counter()
+    for one, count in seen[1].items():
+        by_kind[one.kind] += count * one.times * one.bytes
+    there = planned["H100"]
+    row = there.row(there.compiled(), None, True, None)
+    expected = {kind: size for kind, size in by_kind.items() if size}
+    # Of two equal gathers XLA for CPUs makes one, which the barriers in a program for GPUs prevent.
+    assert {one.kind: one.bytes for one in row.traffic} == pytest.approx(expected, rel=0.02)
 
 
 def test_without_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
