@@ -271,7 +271,8 @@ def _start(
             report = Path(folder, f"{name}.json")
             script = ["-m", "jaxdist", "bench", *arguments, "--communicator", name, "--report", str(report)]
             try:
-                if name == "mpi" and importlib.util.find_spec("mpi4jax") is None:
+                absent = name == "mpi" and importlib.util.find_spec("mpi4jax") is None
+                if absent and launcher is not LauncherName.env:  # whose ranks could not use it anyway
                     raise typer.BadParameter("mpi4jax is not installed; `jaxdist info` says how to get it")
                 run(script, ranks, launcher, ConnectorName.auto, CommunicatorName(name))
             except typer.Exit as done:

@@ -115,7 +115,7 @@ def _open_mpi_settings(mpirun: Mpirun) -> Iterator[Finding]:
         "plain mpirun",
         not refused,
         f"Open MPI refuses {' and '.join(refused)} (`jaxdist run` does not need this)" if refused else "can start jobs",
-        "export " + " ".join(f"{name}={value}" for name, value in wanted.items()),
+        "export " + " ".join(f"{name}={value}" for name, value in wanted.items() if name not in has),
     )
 
 

@@ -94,8 +94,12 @@ def test_doctor_without_mpi():
 
 
 @pytest.fixture
-def mpich(tmp_path: Path) -> Mpirun:
-    """Of a machine, whether this one has it or not."""
+def mpich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mpirun:
+    """Of a machine with mpi4py, whether this one has them or not."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: object() if name == "mpi4py" else find_spec(name, *rest)
+    )
     path = tmp_path / "mpirun"
     path.touch()
     return Mpirun(path, "mpich", "MPICH (hydra) 4.0.2")

@@ -62,7 +62,8 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "
         ({"RANK": "0", "WORLD_SIZE": "1"}, "env://"),
     ],
 )
-def test_auto_is_the_launcher_that_is_there(env, expected):
+def test_auto_is_the_launcher_that_is_there(env, expected, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # mpi4py is installed
     assert connectors.choose(env) == expected
 
 

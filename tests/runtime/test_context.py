@@ -207,6 +207,8 @@ print("fine", ctx.connector.name, ctx.communicator, ctx.broadcast(ctx.rank, root
     ],
 )
 def test_what_several_processes_refuse(what, communicator, words):
+    if communicator == "mpi":
+        pytest.importorskip("mpi4py")
     results = jobs.spawn_env(2, ["-c", _REFUSED, what], {"COMM": communicator}, timeout=60)
     assert all(r.returncode != 0 for r in results)
     assert all(words in r.stderr for r in results), "\n".join(r.output for r in results)
