@@ -5,8 +5,11 @@ mpirun -np N python run_calls.py COMMUNICATOR LEVELS
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -17,6 +20,9 @@ import optax
 from flax import nnx
 
 import jaxdist
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+import run_docs
 
 jax.config.update("jax_enable_x64", True)
 ctx = jaxdist.init(communicator=sys.argv[1])
@@ -109,6 +115,98 @@ def arguments() -> None:
           whole(X) - 0.1 * whole(X).mean(0))  # fmt: skip
 
 
+def graph(rng: Any) -> dict[str, Any]:
+    """A part of a batch of graphs: its edges count from its own first node."""
+    ends = rng.integers(0, ROWS, (2, 2 * ROWS))
+    return {"nodes": rng.normal(size=(ROWS, 3)), "from": ends[0], "to": ends[1], "y": rng.normal(size=2)}
+
+
+def messages(w: Any, g: Any) -> Any:
+    sent = jax.ops.segment_sum(jnp.tanh(g["nodes"] @ w)[g["from"]], g["to"], num_segments=g["nodes"].shape[0])
+    return jnp.mean(sent**2) + g["y"].mean()
+
+
+def leaves() -> None:
+    """What of a batch is cut: arrays, each along its own length; what has no entry an example is one for all."""
+    keys = [jax.random.split(jax.random.key(rank), ROWS) for rank in range(ctx.size)]
+    all_keys = jnp.concatenate(keys)
+    noise = lambda keys: jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+    one, mine, everyone = jax.random.key(3), {"x": X[ctx.rank]}, {"x": whole(X)}
+    classes, table = {"y": np.arange(ROWS) % 4 + ctx.rank}, np.linspace(0.0, 1.0, 4 + ctx.size)
+    all_classes = {"y": np.concatenate([np.arange(ROWS) % 4 + rank for rank in range(ctx.size)])}
+    scaled = lambda w, b: w - b["s"] * jax.grad(loss_of)(w, b["x"])
+
+    def run(name: str, f: Any, part: Any, all_of: Any, **settings: Any) -> None:
+        step = jaxdist.data_parallel(f, donate=False, **settings)
+        for _ in range(2):
+            alike(name, step(W, part), jax.jit(f)(W, all_of))
+
+    declared: list[dict[str, Any]] = [{}, {"batch_argnums": "b"}]
+    for said in declared:
+        for s in (2.0, np.float32(2), jnp.asarray(2.0), 2):
+            run(f"a batch with {s!r} {said}", scaled, mine | {"s": s}, everyone | {"s": s}, **said)
+        f = lambda w, b: loss_of(w, b["x"] + jax.random.normal(b["k"], b["x"].shape))
+        run(f"a batch with a key {said}", f, mine | {"k": one}, everyone | {"k": one}, **said)
+        old = jax.random.PRNGKey(3)
+        run(f"a batch with an old key {said}", f, mine | {"k": old}, everyone | {"k": old}, **said)
+        f = lambda w, b: loss_of(w, b["x"] + noise(b["k"]))
+        run(f"a batch with keys {said}", f, mine | {"k": keys[ctx.rank]}, everyone | {"k": all_keys}, **said)
+        raw = [np.asarray(jax.random.split(jax.random.PRNGKey(rank), ROWS)) for rank in range(ctx.size)]
+        own, all_raw = mine | {"k": raw[ctx.rank]}, everyone | {"k": np.concatenate(raw)}
+        run(f"a batch with old keys {said}", f, own, all_raw, **said)
+        call = functools.partial(jaxdist.data_parallel(scaled, donate=False, **said), W, mine | {"s": 1.0 + ctx.rank})
+        refused(f"a number of each rank {said}", call, "b['s'] is not the same")
+        refused(f"a number of each rank, what to do {said}", call, "no entry an example, so it is one for all")
+        f = lambda w, b: loss_of(w, b["x"]) * (1.0 if b["kind"] is None else 2.0)
+        run(f"a batch with None {said}", f, mine | {"kind": None}, everyone | {"kind": None}, **said)
+    f = lambda w, x, k: loss_of(w, x + noise(k))
+    step = jaxdist.data_parallel(f, donate=False)
+    alike("keys as an argument", step(W, X[ctx.rank], keys[ctx.rank]), f(W, whole(X), all_keys))
+    text = lambda w, b: loss_of(w, b["x"]) if b["kind"] == "mean" else 0.0
+    alike("a text", jaxdist.data_parallel(text, donate=False)(W, mine | {"kind": "mean"}), loss_of(W, whole(X)))
+
+    # An array that is one for all examples, and one that happens to be the same on all ranks.
+    weighted = lambda w, b: jnp.mean(b["x"] @ w * b["t"][b["y"]])
+    full, all_full = mine | classes | {"t": table}, everyone | all_classes | {"t": table}
+    step = jaxdist.data_parallel(weighted, donate=False, batch_argnums="b")
+    refused("a table", lambda: step(W, full), "b['t'] (")
+    words = """batch_argnums=("b['x']", "b['y']"): it is one for all"""
+    refused("a table, what to write", lambda: step(W, full), words)
+    run("a table, said", weighted, full, all_full, batch_argnums=("b['x']", "b['y']"))
+    masked = lambda w, b: jnp.sum((b["x"] @ w) ** 2 * b["mask"]) / b["mask"].sum()
+    ones, all_ones = {"mask": np.ones(ROWS)}, {"mask": np.ones(ROWS * ctx.size)}
+    for said in declared:
+        run(f"a mask of ones {said}", masked, mine | ones, everyone | all_ones, **said)
+        unused = {"id": np.zeros(ROWS, int)}
+        run(f"an unused leaf {said}", lambda w, b: loss_of(w, b["x"]), mine | unused, everyone, **said)
+
+    # Graphs: arrays of several lengths are the batch where it is said, and positions are the user's.
+    part, parts = graph(np.random.default_rng(ctx.rank)), everyones(graph)
+    call = functools.partial(jaxdist.data_parallel(messages, donate=False), W, part)
+    refused("a graph, unsaid", call, "name its argument in batch_argnums")
+    refused("a graph, and what its edges need", call, "edges + rank * nodes")
+    moved = [g | {"from": g["from"] + rank * ROWS, "to": g["to"] + rank * ROWS} for rank, g in enumerate(parts)]
+    run("a graph", messages, moved[ctx.rank], whole(moved), batch_argnums="g")
+
+
+def graphs_of_the_page() -> None:
+    """The example in docs/data.md: each rank pads its own graphs, and offsets their edges."""
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    (code,) = [b.code for b in run_docs.blocks(page.read_text()) if "def padded" in b.code]
+    space: dict[str, Any] = {"ctx": ctx, "np": np, "jax": jax, "jnp": jnp, "jaxdist": jaxdist}
+    exec(compile(code, str(page), "exec"), space)
+    everyone = ctx.control.exchange("the graphs of all", space["graphs"])
+    # One graph after the other, without padding: what a reader means.
+    w, total, count = np.ones(3), 0.0, 0
+    for nodes, senders, receivers, label in itertools.chain(*everyone):
+        h = np.tanh(nodes.astype(np.float32) @ w)
+        sums = h.copy()
+        np.add.at(sums, receivers, h[senders])
+        total, count = total + np.sum((np.sum(sums.reshape(len(nodes), -1)) - label) ** 2), count + 1
+    np.testing.assert_allclose(float(space["loss"]), total / count, rtol=1e-5)
+    print("OK graphs of the page", flush=True)
+
+
 def forgotten_split() -> None:
     said: list[str] = []
     handler = logging.Handler()
@@ -199,6 +297,8 @@ def debugging() -> None:
 
 def main() -> None:
     arguments()
+    leaves()
+    graphs_of_the_page()
     forgotten_split()
     for level in sys.argv[2].split(","):
         modules(int(level))

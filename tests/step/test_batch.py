@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 import jaxdist
 from jaxdist.step import signature, signing
-from jaxdist.step.batch import AmbiguousError, Argument, length, which
+from jaxdist.step.batch import AmbiguousError, Argument, is_keys, length, pieces, sizes, which
 
 RNG = np.random.default_rng(0)
 X, Y, Z = RNG.normal(size=(16, 4)), RNG.normal(size=16), RNG.normal(size=(24, 4))
@@ -31,16 +32,19 @@ def loss_of(w: Any, x: Any, y: Any = 0.0) -> Any:
     return jnp.mean((x @ w - y) ** 2)
 
 
-def test_what_can_be_a_batch() -> None:
-    never = lambda x: False
-    assert length([X, Y], never) == 16
-    assert length([], never) is None
-    assert length([X, np.ones(3)], never) is None
-    assert length([X, np.float32(1)], never) is None
-    assert length([X, 3], never) is None
-    assert length([jax.random.split(jax.random.key(0), 16)], never) is None
-    assert length([jax.random.PRNGKey(0)], never) is None
-    assert length([X], lambda x: True) is None
+def test_what_of_an_argument_can_be_cut() -> None:
+    assert sizes([X, Y]) == [16, 16]
+    assert sizes([]) == []
+    assert sizes([X, np.ones(3)]) == [16, 3]
+    assert sizes([X, np.float32(1), 3, jnp.asarray(2.0), jax.random.key(0), True]) == [16, *[None] * 5]
+    assert sizes([X, jax.random.split(jax.random.key(0), 16)]) == [16, 16]
+    assert sizes([X, np.ones((0, 2))]) == [16, None]
+    assert sizes([np.ones((0, 2))]) == [0]  # an error will come
+    assert sizes([jax.random.PRNGKey(0)]) == [None]
+    assert sizes([X, jax.random.PRNGKey(0)]) == [16, None]
+    assert sizes([X[:2], np.zeros(2, np.uint32)]) == [2, 2]  # labels, of two examples
+    assert sizes([X, Y], lambda x: x is Y) == [16, None]
+    assert [length(of) for of in ([16, 16], [16, None], [16, 3], [None], [])] == [16, 16, None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +71,147 @@ def test_what_can_be_a_batch() -> None:
 )  # fmt: skip
 def test_which_arguments_are_the_batch(step: Any, args: Any, batch: list[str]) -> None:
     assert read(step, *args) == batch
+
+
+def noise(keys: Any) -> Any:
+    return jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
+
+
+def descent(loss: Any) -> Any:
+    return lambda w, *batch: (w - 0.1 * jax.grad(loss)(w, *batch), loss(w, *batch))
+
+
+def graph_loss(w: Any, g: Any) -> Any:
+    sent = jax.ops.segment_sum(jnp.tanh(g["nodes"] @ w)[g["from"]], g["to"], num_segments=g["nodes"].shape[0])
+    return jnp.mean(sent**2) * jnp.mean(g["y"])
+
+
+GRAPH = {"from": RNG.integers(0, 24, 17), "nodes": Z, "to": RNG.integers(0, 24, 17), "y": RNG.normal(size=3)}
+KEY = jax.random.key(0)
+scaled: Any = lambda w, b: loss_of(w, b["x"]) * b["s"]
+TEACHER = {"w": W, "b": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "batch"),
+    [
+        (descent(scaled), (W, {"x": X, "s": 2.0}), ["x"]),
+        (descent(scaled), (W, {"x": X, "s": jnp.asarray(2.0)}), ["x"]),
+        (descent(scaled), (W, {"x": X[:5], "s": np.float32(2)}), ["x"]),
+        (scaled, (W, {"x": X, "s": 2.0}), ["x"]),
+        (lambda p, b: scaled(p["w"], b), (PARAMS, {"x": X, "s": 2.0}), ["x"]),
+        (lambda b, p: scaled(p["w"], b), ({"x": X, "s": 2.0}, PARAMS), ["x"]),
+        (lambda x, p: x @ p["w"] + p["b"], (X, PARAMS), ["x"]),
+        (descent(lambda w, b: sum(loss_of(w, b["x"]) for _ in range(b["n"]))), (W, {"x": X, "n": 2}), ["x"]),
+        (descent(lambda w, b: loss_of(w, b["x"]) if b["kind"] == "mean" else 0.0), (W, {"x": X, "kind": "mean"}),
+         ["x"]),
+        (descent(lambda w, b: loss_of(w, b["x"] + noise(b["k"]))), (W, {"x": X, "k": jax.random.split(KEY, 16)}),
+         ["k", "x"]),
+        (descent(lambda w, x, k: loss_of(w, x + noise(k))), (W, X, jax.random.split(KEY, 16)),
+         ["batch[0]", "batch[1]"]),
+        (descent(lambda w, b: loss_of(w, b["x"] + noise(b["k"][None])[0])), (W, {"x": X, "k": KEY}), ["x"]),
+        (descent(lambda w, b: loss_of(w, b[0]) + loss_of(w, b[1])), (W, [X, Z[:7]]), ["batch[0][0]", "batch[0][1]"]),
+        (descent(graph_loss), (W, GRAPH), ["from", "nodes", "to", "y"]),
+        (graph_loss, (W, GRAPH), ["from", "nodes", "to", "y"]),
+        (descent(lambda w, g, y: graph_loss(w, g) + y.mean()), (W, GRAPH, Y), ["from", "nodes", "to", "y", "batch[1]"]),
+        (descent(lambda w, b: jnp.mean(b["y"] * (b["x"] @ jnp.outer(w, b["c"]) * np.arange(3)).sum(1))),
+         (W, {"c": np.ones(3), "x": X, "y": Y}), ["x", "y"]),
+        (descent(lambda w, b: loss_of(w, b["x"] * b["one"])), (W, {"one": np.ones((1, 4)), "x": X}), ["x"]),
+        (descent(lambda w, b: loss_of(w, b["x"]) + b["none"].sum()), (W, {"none": np.ones((0, 2)), "x": X}), ["x"]),
+        (descent(lambda w, t, x: loss_of(w + t["w"], x) * t["b"].sum()), (W, TEACHER, X), ["batch[1]"]),
+        (lambda s, b: ({"w": s["w"] - scaled(s["w"], b), "k": jax.random.split(s["k"])[0]}, 0.0),
+         ({"w": W, "k": KEY}, {"x": X, "s": 2.0}), ["x"]),
+        (lambda p: jax.tree.map(jnp.zeros_like, p), (PARAMS | {"c": Y},), []),
+        (lambda w, x, k: (w - loss_of(w, x + noise(k)), jax.vmap(lambda k: jax.random.split(k)[0])(k)),
+         (W, X, jax.random.split(KEY, 16)), ["x"]),
+    ],
+)  # fmt: skip
+def test_which_leaves_are_the_batch(step: Any, args: Any, batch: list[str]) -> None:
+    """Numbers and single keys in it are whole; what has several lengths is split where it can be twice as long."""
+    data = lambda tree: jax.tree.map(lambda x: jax.random.key_data(x) if is_keys(x) else np.asarray(x), tree)
+    decorated = jaxdist.data_parallel(step, donate=False)
+    try:
+        expected = jax.jit(step)(*args)
+    except TypeError:  # it needs a number, or a text, as such
+        expected = step(*args)
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_allclose, data(decorated(*args)), data(expected))
+    (program,) = decorated._cache.programs.values()
+    names = [program.signature.names[i] for i in program.signature.batch]
+    assert [name.rpartition("['")[2].removesuffix("']") for name in names] == batch
+
+
+def test_what_is_on_the_mesh_stays_whole_inside_a_batch() -> None:
+    centres = jaxdist.data_parallel(lambda c, x: c + x.mean(0), donate=False)(jnp.zeros((3, 4)), X)
+    step = jaxdist.data_parallel(lambda w, b: loss_of(w, b["x"] - b["c"][0]), donate=False)
+    np.testing.assert_allclose(step(W, {"x": X, "c": centres}), loss_of(W, X - X.mean(0)))
+    (program,) = step._cache.programs.values()
+    assert [program.signature.names[i] for i in program.signature.batch] == ["b['x']"]
+
+
+def test_what_one_step_made_of_the_examples_is_split_in_the_next() -> None:
+    features = jaxdist.data_parallel(lambda w, x: jnp.tanh(x * w), donate=False)(W, X)
+    step = jaxdist.data_parallel(scaled, donate=False)
+    np.testing.assert_allclose(step(W, {"x": features, "s": 2.0}), scaled(W, {"x": np.tanh(X * W), "s": 2.0}))
+    (program,) = step._cache.programs.values()
+    assert [program.signature.names[i] for i in program.signature.batch] == ["b['x']"]
+
+
+def test_an_argument_that_is_said_to_be_the_batch_has_leaves_that_are_one_for_all() -> None:
+    step = jaxdist.data_parallel(scaled, batch_argnums="b", donate=False)
+    for s in (2.0, np.float64(2), jnp.asarray(2.0)):
+        np.testing.assert_allclose(step(W, {"x": X, "s": s}), scaled(W, {"x": X, "s": 2.0}))
+    with pytest.raises(ValueError, match=r"b\['s'\] is a scalar"):
+        jaxdist.data_parallel(scaled, batch_argnums="b['s']")(W, {"x": X, "s": jnp.asarray(2.0)})
+
+
+def test_the_readings_that_are_tried_are_few() -> None:
+    tried: list[Any] = []
+
+    def traces(cut: Any) -> bool:
+        tried.append(cut)
+        return cut == {(2, 8), (2, 12)}
+
+    arguments = [{4: [0]}, {64: [1], 32: [2]}, {8: [3], 12: [4]}]
+    assert pieces(arguments, [], [0, 1, 2], traces) == {(2, 8), (2, 12)}
+    assert len(tried) <= 7
+    tried.clear()
+    many = [{n: [n] for n in range(1, 99)} for _ in range(9)]
+    assert pieces(many, [], range(9), traces) == set()
+    assert len(tried) <= 2**5 + 9 * 8
+
+
+M, N = RNG.normal(size=(64, 64)), RNG.normal(size=(128, 64))
+
+
+def looped(m: Any, x: Any) -> Any:
+    return jax.lax.fori_loop(0, 9, lambda i, x: jnp.tanh(x @ m), x)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "said"),
+    [
+        # Two readings can't be traced with more examples: (x is 64 wide, and as long).
+        (lambda w, b: looped(w, b["x"] @ b["x"].T), (M, {"x": M, "s": 2.0}), "w or b has an entry"),
+        (lambda key, m: (looped(m, m), m), (KEY, M), ""),  # m is returned
+        (lambda key: looped(jax.random.normal(key, (64, 64)), jnp.ones((64, 64))), (KEY,), ""),
+        (lambda p: jax.tree.map(lambda x: x * 2, p), ({"a": M, "b": N},), ""),  # as much work as to make it
+        (lambda w, x: looped(w, x), (M, N), ""),
+    ],
+)  # fmt: skip
+def test_that_nothing_is_split_is_said_once(step: Any, args: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "jaxdist")
+    decorated = jaxdist.data_parallel(step, donate=False)
+    for _ in range(2):
+        decorated(*args)
+    texts = [r.getMessage() for r in caplog.records if "no argument is taken for the batch" in r.getMessage()]
+    assert len(texts) == bool(said)
+    assert all(said in text and "batch_argnums=()" in text for text in texts)
+    unsplit = "no argument is taken for the batch" in str(jaxdist.explain(decorated, *args))
+    assert unsplit == (not any(p.signature.batch for p in decorated._cache.programs.values()))
+    caplog.clear()
+    jaxdist.data_parallel(step, donate=False, batch_argnums=())(*args)
+    assert not [r for r in caplog.records if "no argument is taken" in r.getMessage()]
 
 
 def test_a_state_that_an_earlier_call_returned_is_none() -> None:
