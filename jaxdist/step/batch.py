@@ -196,7 +196,7 @@ def pieces(
         for n in sorted(parts[i], reverse=True)[:_MOST_LENGTHS] if len(parts[i]) > 1 else ():
             if (not known or n in known) and (i, n) not in cut and traces(cut | {(i, n)}):
                 cut.add((i, n))
-    return cut or of(batch)
+    return cut
 
 
 def unsplit(names: Sequence[str], devices: int, processes: int) -> str:

@@ -242,13 +242,17 @@ class DataParallel(Generic[R]):
         args, keywords = self._settings.calling.arrange(args, kwargs)
         return modules.split(args)[0] if modules.found(args) else args, keywords
 
-    def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
-        """The signature of a call, as of earlier ones or as far as this rank can tell by itself; and its leaves."""
+    def _signature(
+        self, args: tuple[Any, ...], keywords: tuple[str, ...], several: bool = False
+    ) -> tuple[Signature, list[Any]]:
+        """The signature of a call, as of earlier ones (`several`: or for several devices, wherever those ran), or as
+        far as this rank can tell by itself; and its leaves."""
         leaves, tree = jax.tree.flatten(args)
         tree = (tree, keywords) if keywords else tree
         numbers = self._numbers.get(tree, ())
         values = tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
-        signature = self._signatures.get((tree, values)) or self._signer.describe(args, keywords)
+        known = None if several else self._signatures.get((tree, values))
+        signature = known or self._signer.describe(args, keywords, several or None)
         return signature, signature.data(leaves)
 
     def _bind_context(self) -> None:
@@ -369,7 +373,7 @@ class DataParallel(Generic[R]):
     def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, on_cpu: bool | None = None) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
         self._bind_context()
-        signature, leaves = self._signature(*self._arguments(args, {}))
+        signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
         return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, on_cpu)
 
     def _traced(self, made: Program, program: ClosedJaxpr, placed: Placed | None) -> None:

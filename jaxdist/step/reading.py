@@ -64,12 +64,12 @@ class Reader:
         found = batch.which(arguments, self._returned, lambda reading: self._traced(self._of(reading)) is not None)
         parts = [grouped((n, i) for i in at if (n := self._sizes[i]) and i not in self._keys) for at in self._at]
         mixed = [k for k, of in enumerate(parts) if of and lengths[k] is None]
-        if alone and several and mixed and not (found and mixed == [0]):
+        if alone and several and not (found and mixed == [0]):
             mixed = [k for k in mixed if not self._is_returned(k)]
-            of = lambda cut: self._with_keys({i for k, n in cut for i in parts[k][n]})
-            return self._signature.with_batch(
-                of(batch.pieces(parts, found, mixed, lambda cut: self._traced(of(cut)) is not None))
-            )  # fmt: skip
+            if mixed:
+                of = lambda cut: self._with_keys({i for k, n in cut for i in parts[k][n]})
+                cut = batch.pieces(parts, found, mixed, lambda cut: self._traced(of(cut)) is not None)
+                return self._signature.with_batch(of(cut))
         return self._signature.with_batch(self._with_keys(self._of(found)) if alone else self._of(found))
 
     def alike(self, differs: Collection[int], named: Collection[str]) -> int | None:
