@@ -225,7 +225,7 @@ def wide_step(tx: Any) -> Any:
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_without_their_compiler_gpus_send_what_a_job_on_gpus_sends(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_their_compiler_gpus_send_what_a_job_on_gpus_sends(level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "gpus_elsewhere", missing)
     tx = jaxdist.zero(optax.sgd(0.1), level)
     params = {"in": jnp.ones((WIDE, WIDE)), "out": jnp.ones((WIDE, 8))}
