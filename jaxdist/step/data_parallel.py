@@ -89,9 +89,10 @@ def data_parallel(
     Args:
       step: ``(*state, batch) -> result``, pure, jit-compatible.
       batch_argnums: which arguments are the batch: positions, names, or paths of a part of one (``"state.images"``,
-        ``"data['x']"``); ``()`` for none. Default: those that have arrays of one length, like the last one, and of
-        which the step does not return the next value (see ``jaxdist.step.batch``); where that leaves two readings of
-        a call of several ranks, an error names them.
+        ``"data['x']"``); ``()`` for none. Arrays in it are split, each along its first dimension; numbers, arrays
+        without a dimension and single keys are one for all. Default: the arguments that have arrays of one length,
+        like the last one, and of which the step does not return the next value (see ``jaxdist.step.batch``); where
+        that leaves two readings of a call of several ranks, an error names them.
       static_argnums: arguments that are constants of the program, as of `jax.jit`.
       static_argnames: the same, by name.
       donate_argnums: of the state that the step returns only these arguments are donated, as of `jax.jit`; default:
