@@ -63,7 +63,7 @@ def constant(w: Any, opt: Any, batch: Any) -> Any:
 @jaxdist.data_parallel
 def later(w: Any, opt: Any, batch: Any) -> Any:
     w, opt, value = plain(w, opt, batch)
-    return w, opt, (jnp.exp(value) if ODD and batch[0].shape[0] > 64 else value)  # LINE later
+    return w, opt, (jnp.exp(value) if ODD and batch[0].shape[0] > 32 * ctx.size else value)  # LINE later
 
 
 @jaxdist.data_parallel

@@ -12,6 +12,7 @@ import pytest
 from jaxdist.agreement.programs import Line, difference, explained
 
 SCRIPT = Path(__file__).with_name("differing.py")
+ENV = {"JAX_ENABLE_X64": "0"}
 LINES = SCRIPT.read_text().splitlines()
 
 # What is said of each rank; `*`: where the operation stands.
@@ -67,7 +68,7 @@ def check(result: jobs.Result, mode: str, folder: Path, ranks: int) -> None:
 @pytest.mark.parametrize("mode", [*OPERATIONS, *OTHERS])
 def test_ranks_that_differ_end_before_they_run(mode: str, communicator: str, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    result = jobs.mpirun(2, [str(SCRIPT), mode, str(folder)], {"JAXDIST_COMMUNICATOR": communicator})
+    result = jobs.mpirun(2, [str(SCRIPT), mode, str(folder)], {**ENV, "JAXDIST_COMMUNICATOR": communicator})
     check(result, mode, folder, 2)
 
 
@@ -79,7 +80,7 @@ def test_under_jaxdist_run(launcher: list[str], ranks: int, tmp_path: Path) -> N
         jobs.mpirun_path()
     job, folder = jobs.Job(), tmp_path / "saved"
     command = ["run", "-n", str(ranks), *launcher, sys.executable, str(SCRIPT), "later", str(folder)]
-    job.start([sys.executable, "-m", "jaxdist", *command])
+    job.start([sys.executable, "-m", "jaxdist", *command], ENV)
     result = job.finish()[0]
     check(result, "later", folder, ranks)
     if ranks == 3:
@@ -89,7 +90,7 @@ def test_under_jaxdist_run(launcher: list[str], ranks: int, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_processes_started_by_hand_all_end_and_one_says_why(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    results = jobs.spawn_env(3, [str(SCRIPT), "loss", str(folder)])
+    results = jobs.spawn_env(3, [str(SCRIPT), "loss", str(folder)], ENV)
     assert all(result.returncode == 1 for result in results), [result.output for result in results]
     assert [bool(result.stderr) for result in results] == [True, False, False], [r.output for r in results]
     assert "rank 2: other programs again" in results[0].output, results[0].output
