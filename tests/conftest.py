@@ -56,6 +56,13 @@ def _quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_said() -> None:
+    """What is said once in a process is said in each test."""
+    if tracing := sys.modules.get("jaxdist.step.tracing"):
+        tracing.say_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def no_locks_left() -> Iterator[None]:
     """Each has a thread, and a process shows where its main thread is among a hundred at most."""
     yield

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +118,29 @@ def _transposed(stack: Any) -> bool:
     return "transpose(" in str(stack)
 
 
-def user_line(eqn: Any, preferred: Callable[[str], bool] = lambda file: True) -> str:
+def user_line(eqn: Any) -> str:
     """``file:line`` of the user's code that an equation comes from, or "" (no public access).
 
-    Args:
-      eqn: an equation.
-      preferred: of files: the innermost line in one of these, if there is any.
+    Of a layer or an optimizer of a library that is where the user's own code calls it, if it does.
     """
-    frames = [f for f in source_info_util.user_frames(eqn.source_info.traceback) if not f.file_name.startswith(_OURS)]
-    frame = next((f for f in frames if preferred(f.file_name)), frames[0] if frames else None)
-    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+    theirs = ""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if frame.file_name.startswith(_OURS):
+            continue
+        line = f"{frame.file_name}:{frame.start_line}"
+        if not _of_a_library(frame.file_name):
+            return line
+        theirs = theirs or line
+    return theirs
 
 
 _OURS = f"{Path(__file__).absolute().parent.parent}{os.sep}"
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+
+
+def _of_a_library(file: str) -> bool:
+    """Whether a file was installed: with pip, or with Python."""
+    return file.startswith(_PYTHON) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:

@@ -37,9 +37,8 @@ class Node:
 
     @property
     def line(self) -> str:
-        """``file:line`` of the user's code."""
-        lines = map(compat.user_line, (self.eqn, *self.calls))
-        return next(filter(None, lines), "an unknown line")
+        """``file:line`` of the user's code; "" where JAX does not know it."""
+        return next(filter(None, map(compat.user_line, (self.eqn, *self.calls))), "")
 
     @property
     def name(self) -> str:

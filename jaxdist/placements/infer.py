@@ -390,7 +390,7 @@ def special(*names: str) -> Callable[[Special], Special]:
 
 def refuse(node: Node, why: str) -> StepError:
     """An error that names the operation and the user's line."""
-    return StepError(f"{node.name} at {node.line}: {why}")
+    return StepError(f"{node.name} at {node.line or 'an unknown line'}: {why}")
 
 
 def settled(placement: Placement) -> Placement:

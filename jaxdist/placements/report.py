@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from rich.table import Table
@@ -30,7 +31,7 @@ class Row:
     Attributes:
       what: ``"all-gather"``, ``"all-reduce"``, ... or ``"repeated"`` for work that every device does.
       operation: the primitive that needs it so.
-      line: file:line of the user's code.
+      line: file:line of the user's code; "": JAX does not know it.
       bytes: of the whole value, in a step.
       flops: that every device repeats, in a step.
       share: of that in all that a device computes.
@@ -56,6 +57,8 @@ def rows(placed: Placed) -> list[Row]:
         moved[key] = moved.get(key, 0) + move.bytes * times
     table = []
     for (what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
+        if not size:  # of values without entries
+            continue
         moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
         of_batch = _of_batch(what) and why != IN_PLACE
         reason = (why if moves or why == IN_PLACE else "") or (_REASONS.get(name, "") if of_batch else "")
@@ -91,11 +94,16 @@ def table(found: Sequence[Row]) -> str:
     if not found:
         return "nothing moves, and no device computes what another one does"
     grid = Table(box=None, pad_edge=False)
-    for name in ("what", "operation", "where", "bytes", "why", "instead"):
-        grid.add_column(name, justify="right" if name == "bytes" else "left")
+    lines = []
     for row in found:
         size = f"{row.share:.1%} of the FLOPs" if row.what == "repeated" else in_words(row.bytes)
-        grid.add_row(row.what, row.operation, row.line, size, row.why, row.instead)
+        lines.append((row.what, row.operation, _short(row.line), size, row.why, row.instead))
+    names = ("what", "operation", "where", "bytes", "why", "instead")
+    kept = [k for k in range(len(names)) if any(line[k] for line in lines)]
+    for k in kept:
+        grid.add_column(names[k], justify="right" if names[k] == "bytes" else "left", overflow="fold")
+    for line in lines:
+        grid.add_row(*(line[k] for k in kept))
     return text_of(grid, width=200)
 
 
@@ -105,7 +113,7 @@ def warning(placed: Placed) -> str:
         return ""
     lines = []
     for row in () if unsplit(placed) else rows(placed):
-        what = f"{row.operation} at {row.line}"
+        what = f"{row.operation} at {_short(row.line)}" if row.line else row.operation
         if row.what == "repeated" and row.share > _WORTH_SAYING:
             lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
         elif row.why == IN_PLACE:
@@ -122,6 +130,17 @@ def warning(placed: Placed) -> str:
     return "\n  ".join(
         ["each call moves or repeats what couples examples; jaxdist.explain says more:", *lines[:_MOST_LINES], *more]
     )
+
+
+def _short(line: str) -> str:
+    """A user's line as its folder is called: from here, or from where libraries are."""
+    path = Path(line)
+    if path.is_relative_to(here := Path.cwd()):
+        return str(path.relative_to(here))
+    for k, part in enumerate(path.parts):
+        if part in ("site-packages", "dist-packages"):
+            return str(Path(*path.parts[k + 1 :]))
+    return str(Path(*path.parts[-2:])) if len(path.parts) > 2 else line
 
 
 def _of_batch(what: str) -> bool:

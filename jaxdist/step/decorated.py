@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import operator
 import sys
 from collections.abc import Callable
@@ -38,12 +37,11 @@ from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, is_array
 from jaxdist.step.signing import Signer
-from jaxdist.step.tracing import run
+from jaxdist.step.tracing import run, say_once
 from jaxdist.tracebacks import api_boundary
 
 R = TypeVar("R")
 
-_log = logging.getLogger("jaxdist")
 _names: dict[str, itertools.count[int]] = {}
 _is_deleted = operator.methodcaller("is_deleted")
 
@@ -389,8 +387,8 @@ class DataParallel(Generic[R]):
         elif not self._warned:
             text = report.warning(placed) or (made.unsplit(placed) if self._settings.batch is None else "")
             if text:
-                self._warned = True
-                _log.warning("step %r: %s", self._name, text)
+                self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
+                say_once(f"step {self._name.partition('#')[0]!r}: {text}")
 
 
 class _ModulesError(Exception):

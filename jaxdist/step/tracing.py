@@ -186,7 +186,7 @@ def jaxpr_of(
         lines = {line: f"divides a sum over the axis by {count:g}" for count, line in divided if count in counts}
         lines |= {line: f"asks for {what}" for what, line in asked}
         for line, what in lines.items():
-            _say_once(
+            say_once(
                 f"step {getattr(step, '__qualname__', step)!r} {what} at {line}, and names the axis {axis!r}, which "
                 f"has size one inside a step: lax.psum(x, {axis!r}) is x, of the whole batch, and x over the number of "
                 f"devices 1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by lax.axis_size({axis!r})"
@@ -195,7 +195,8 @@ def jaxpr_of(
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Warn, if it was not said before."""
     _log.warning("%s", text)
 
 
