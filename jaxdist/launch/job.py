@@ -1,6 +1,7 @@
 """One start of a job: its ranks through mpirun, over ssh or as processes of our own, to their end."""
 
 import importlib.util
+import os
 import re
 import secrets
 import signal
@@ -75,7 +76,12 @@ def launch(
     Raises:
         ValueError: a host can't be used; says which and why.
     """
-    environment = {"JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi", **environment}
+    environment = {
+        "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
+        # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+        **environment,
+    }
     with scratch.folder("jaxdist-run-") as folder:
         if mpirun is not None:
             one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, folder)

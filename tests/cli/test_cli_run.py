@@ -64,6 +64,21 @@ def test_ranks_share_the_cores(jaxdist, script, launcher, monkeypatch):
     assert done.stdout.split("\n")[:-1] == ["1 5"] * ranks, done.stderr  # the user's 5 stays
 
 
+def test_sets_have_one_order_on_all_ranks(jaxdist, script, launcher, monkeypatch):
+    """A published step (numpyro's SVI) loops over a set of strings: each rank traced another program."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    path = script("print(*{f'site {k}' for k in range(20)}, sep=',')")
+    done = jaxdist("run", "-n", 4, "--launcher", launcher, path)
+    assert len(done.stdout.splitlines()) == 4, done.stderr
+    assert len(set(done.stdout.splitlines())) == 1
+
+
+def test_the_users_own_order_of_sets_stays(jaxdist, script, launcher, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, script("print(os.environ['PYTHONHASHSEED'])"))
+    assert done.stdout.split() == ["7", "7"], done.stderr
+
+
 def test_communicator_reaches_the_ranks(jaxdist, script, launcher):
     path = script("print(os.environ['JAXDIST_COMMUNICATOR'])")
     done = jaxdist("run", "-n", 2, "--launcher", launcher, "--communicator", "xla", path)
