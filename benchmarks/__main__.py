@@ -4,7 +4,8 @@
 
 PYTHON is an interpreter that has torch (CPU); without it torch is left out. On a quiet machine with two cores it takes
 about an hour. What was measured before stays in --results: `--only where` measures that again and
-makes the page anew of all, `--only` with no name measures nothing.
+makes the page anew of all, `--only` with no name measures nothing. `--processor xeon` keeps what it measures beside
+what was measured on other processors: the page shows both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import report
 
@@ -30,33 +33,48 @@ TITLES = {
 BESIDE_TORCH = ("step_time", "collectives")
 INTRO = """# Performance
 
-Made by `{command}`: every number in a table comes from a file that its benchmark wrote (`benchmarks/`); what is said
-at the end is written by hand. What is compared takes turns on the same cores, one for each rank with one thread; ratios
-are taken within a round, and their median and range shown. The machine: {machine}.
+Made by `python benchmarks --torch PYTHON`: every number in a table comes from a file that its benchmark wrote
+(`benchmarks/`); what is said at the end is written by hand. What is compared takes turns on the same cores, one for
+each rank with one thread; ratios are taken within a round, and their median and range shown. Each table names its
+processor: which of two programs is faster may depend on it.
 """
 
 
-def page(results: Path, pictures: Path) -> str:
-    """The Markdown, and its pictures, of the results that there are."""
-    sections, machine = [], ""
+def measured(results: Path, name: str) -> Iterator[tuple[str, Any]]:
+    """What a benchmark found on each processor, and the name of the file that it is in."""
+    for path in [results / f"{name}.json", *sorted(results.glob(f"{name}-*.json"))]:
+        if path.exists():
+            yield path.stem, json.loads(path.read_text())
+
+
+def page(results: Path) -> str:
+    """The Markdown of the results that there are."""
+    sections = []
     for name, title in TITLES.items():
-        path = results / f"{name}.json"
-        if not path.exists():
-            continue
-        found = json.loads(path.read_text())
         module = importlib.import_module(name)
-        report.picture(found, module.draw, pictures / f"{name}.png")
-        about = (module.__doc__ or "").partition("\n\n")[0]
-        rest = (module.__doc__ or "").split("\n\n", 2)[2].strip()
-        sections.append(
-            f"## {title}\n\n{about}\n\n```bash\n{found['command']}\n```\n\n{rest}\n\n{module.markdown(found)}\n\n"
-            f"![{title}](img/{name}.png)\n"
-        )
-        machine = machine or report.said(found["machine"])
+        about, _, rest = (module.__doc__ or "").split("\n\n", 2)
+        everywhere = list(measured(results, name))
+        if everywhere:
+            command = everywhere[0][1]["command"]
+            sections.append(f"## {title}\n\n{about}\n\n```bash\n{command}\n```\n\n{rest.strip()}\n")
+        for stem, found in everywhere:
+            if len(everywhere) > 1:
+                sections.append(f"### {title}: {found['machine']['processor']}\n")
+            sections.append(
+                f"The machine: {report.said(found['machine'])}.\n\n{module.markdown(found)}\n\n"
+                f"![{title}, {found['machine']['processor']}](img/{stem}.png)\n"
+            )
     if not sections:
         raise SystemExit(f"there are no results in {results}")
-    notes = (HERE / "notes.md").read_text()
-    return "\n".join([INTRO.format(command="python benchmarks --torch PYTHON", machine=machine), *sections, notes])
+    return "\n".join([INTRO, *sections, (HERE / "notes.md").read_text()])
+
+
+def draw(results: Path, pictures: Path) -> None:
+    """The pictures of the page."""
+    pictures.mkdir(parents=True, exist_ok=True)
+    for name in TITLES:
+        for stem, found in measured(results, name):
+            report.picture(found, importlib.import_module(name).draw, pictures / f"{stem}.png")
 
 
 def main() -> None:
@@ -65,21 +83,22 @@ def main() -> None:
     parser.add_argument("--torch", metavar="PYTHON")
     parser.add_argument("--only", nargs="*", choices=list(TITLES), help="these; default: all")
     parser.add_argument("--rounds", type=int, help="default: each benchmark's own")
+    parser.add_argument("--processor", metavar="NAME", help="results go beside those of other processors")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the JSON files")
     parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "performance.md")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    pictures = args.page.parent / "img"
-    pictures.mkdir(parents=True, exist_ok=True)
     for name in TITLES if args.only is None else args.only:
-        command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(args.results / f"{name}.json")]
+        stem = f"{name}-{args.processor}" if args.processor else name
+        command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(args.results / f"{stem}.json")]
         if args.torch and name in BESIDE_TORCH:
             command += ["--torch", args.torch]
         if args.rounds and name != "memory":
             command += ["--rounds", str(args.rounds)]
         print(f"== {name}", flush=True)
         subprocess.run(command, check=True)
-    args.page.write_text(page(args.results, pictures))
+    args.page.write_text(page(args.results))
+    draw(args.results, args.page.parent / "img")
 
 
 if __name__ == "__main__":

@@ -88,9 +88,22 @@ COMPARISONS = [
     Comparison("jaxdist mpi 2", ("jaxdist mpi 1",)),
     Comparison("jaxdist mpi 3", ("jaxdist mpi 0",)),
     Comparison("1 rank: jaxdist", ("1 rank: jit",)),
+    Comparison("1 rank: jaxdist", ("1 rank: torch",)),
+    Comparison("1 rank x2: jaxdist", ("1 rank x2: torch",)),
 ]
 SCALING = {"jaxdist mpi 0": "jaxdist", "jaxdist xla 0": "jaxdist", "torch DDP": "torch"}
 LEAST_EFFICIENCY = {("jaxdist mpi 0", "GPT-10M"): 0.9}
+
+
+def faster_peers(found: dict[str, Any]) -> list[str]:
+    """Each comparison with something else than jaxdist whose median is above 1 for a model, in words."""
+    lines = []
+    for c in COMPARISONS:
+        ratios = {name: report.ratio(m["ms"], c.one, c.other) for name, m in found.items()}
+        slower = [f"{name} {ratio}" for name, ratio in ratios.items() if ratio and ratio.median > 1]
+        if slower and "jaxdist" not in c.other[0]:
+            lines.append(f"- {c.title}: {', '.join(slower)}")
+    return lines
 
 
 def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE) -> float:
@@ -201,6 +214,8 @@ def markdown(results: dict[str, Any]) -> str:
         rows = [row for row in rows if any(cell is not None for cell in row[1:])]
         if rows:
             text += [title, report.table(["", *found], rows)]
+        if title.startswith("Ratios") and (lines := faster_peers(found)):
+            text += ["Where the other one is faster (the median is above 1):", "\n".join(lines)]
     return "\n\n".join(text)
 
 
