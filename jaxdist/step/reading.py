@@ -66,9 +66,7 @@ class Reader:
         mixed = [k for k, of in enumerate(parts) if of and lengths[k] is None]
         if differs is not None and not any(a.differs for a in arguments):
             unlike = [k for k in mixed if any(i in differs for of in parts[k].values() for i in of)]
-            if any(
-                not self._is_returned(k) for k in unlike
-            ):  # what the ranks have parts of can't be told, but is there
+            if not all(map(self._is_returned, unlike)):  # what the ranks have parts of can't be told, but is there
                 found = ()
         if alone and several and not (found and mixed == [0]):
             mixed = [k for k in mixed if not self._is_returned(k)]
