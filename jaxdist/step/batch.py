@@ -185,7 +185,7 @@ def pieces(
 
     certain = [i for i in batch if i]
     tried = [i for i in mixed if i][-_MOST_ARGUMENTS:]
-    if len(tried) == 1 and not batch and 0 not in mixed and len(parts[tried[0]]) == 1:
+    if tried == list(mixed) and len(tried) == 1 and not batch and len(parts[tried[0]]) == 1:
         return of(tried)  # nothing else may be the batch: what is wrong costs time alone
     if not certain and 0 in (*batch, *mixed):
         tried.append(0)  # the state, in most steps

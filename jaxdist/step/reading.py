@@ -64,9 +64,9 @@ class Reader:
         found = batch.which(arguments, self._returned, lambda reading: self._traced(self._of(reading)) is not None)
         parts = [grouped((n, i) for i in at if (n := self._sizes[i]) and i not in self._keys) for at in self._at]
         mixed = [k for k, of in enumerate(parts) if of and lengths[k] is None]
-        if differs is not None and not any(a.differs for a in arguments):
+        if differs is not None and not any(a.differs and a.length for a in arguments):
             unlike = [k for k in mixed if any(i in differs for of in parts[k].values() for i in of)]
-            if not all(map(self._is_returned, unlike)):  # what the ranks have parts of can't be told, but is there
+            if not all(map(self._is_returned, unlike)):  # the ranks have parts of what can't be told: of nothing else
                 found = ()
         if alone and several and not (found and mixed == [0]):
             mixed = [k for k in mixed if not self._is_returned(k)]
