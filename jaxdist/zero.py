@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.compat import under_no_mesh
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
+from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import Within, check_within
 from jaxdist.placements.layouts import Padded, on_device
 from jaxdist.placements.owners import Way, check_split
@@ -195,7 +197,9 @@ def unshard(tree: Any) -> Any:
         own = getattr(x, "sharding", None)
         if not isinstance(own, NamedSharding):
             continue
-        if type(x) is Padded or not own.is_fully_replicated:
+        if own.mesh.axis_names != (AXIS,):  # a mesh of the user's own
+            leaves[i] = jnp.copy(jax.device_put(x, NamedSharding(own.mesh, P())).addressable_data(0))
+        elif type(x) is Padded or not own.is_fully_replicated:
             split.setdefault(own.mesh, []).append(i)
         else:
             leaves[i] = jnp.copy(on_device(x).addressable_data(0))

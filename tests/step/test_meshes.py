@@ -167,6 +167,7 @@ def test_state_in_shards_of_a_mesh_of_the_same_devices(name: str, level: Literal
     want = jax.jit(step)(*jax.jit(step)(*state, x), x)
     sharded = jax.tree.map(lambda x: jax.device_put(x, SHARDED[name]) if np.ndim(x) else x, state)
     decorated = jaxdist.data_parallel(step)
+    jax.tree.map(np.testing.assert_array_equal, jaxdist.unshard(sharded), state)
     got = jaxdist.unshard(decorated(*decorated(*sharded, x), x))
     parity.compare(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), 1e-10)
     assert not any(x.is_deleted() for x in jax.tree.leaves(sharded) if isinstance(x, jax.Array)), "they were copied"
