@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import cast
 
@@ -41,20 +41,21 @@ class SyncError(RuntimeError):
     """What should be the same on every rank and device is not; from `jaxdist.check_sync` and ``check_every``."""
 
 
-def message_of(error: BaseException) -> str:
+def message_of(error: object, words: Callable[[object], str] = str) -> str:
     """The message of an exception, whatever its class makes of `str`; the beginning of a very long one.
 
     Args:
-      error: a user's, say.
+      error: a user's, say; or something else that is to be said.
+      words: `repr`, instead of `str`.
 
     Example:
       >>> message_of(ValueError("boom"))
       'boom'
     """
     try:
-        text = str.__str__(str(error))  # not of a class of the user's that can be formatted in its own way only
+        text = str.__str__(words(error))  # not of a class of the user's that can be formatted in its own way only
     except BaseException:  # Python's own tracebacks do the same
-        text = "<exception str() failed>"
+        text = "<exception str() failed>" if words is str else object.__repr__(error)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 

@@ -196,10 +196,10 @@ def end_if_failed(control: Control, script: ScriptExit) -> None:
     if (error := script.error()) is not None and not control.ending:
         end(control, error)
     code = script.code
-    if code is None or code == 0 or control.ending:
+    number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it
+    if number == 0 or control.ending:
         return
-    number = code if isinstance(code, int) else 1
-    control.alarm(f"{control.who(control.rank)} ended its script with exit code {code!r}")
+    control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}")
     control.process.depart(number & 0xFF or 1, abort=True)
 
 

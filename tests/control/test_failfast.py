@@ -253,7 +253,7 @@ time.sleep(100)
             "(2 sub-exceptions); the first is KeyError: 1",
         ),
         ("raise ExceptionGroup('two', [odd('Odd', __str__=refuse)()])", "the first is Odd: <exception str() failed>"),
-        ("raise ValueError('boom' + 'x' * 30_000_000)", "x… (30,000,004 characters)"),
+        ("raise ValueError('boom' + 'x' * 3_000_000)", "x… (3,000,004 characters)"),
         (r"raise ValueError('a\0b\udc80\ud800c')", "ValueError: a\0b\\udc80\\ud800c"),
         ("raise ValueError(b'\\xff')", r"ValueError: b'\xff'"),
         ("raise ValueError('first\\nsecond')", "ValueError: first\n"),
@@ -269,6 +269,22 @@ def test_whatever_the_error_is_made_of_the_others_are_told(body, told):
         results[0].output[-3000:] + results[1].output[-3000:]
     )
     assert len(results[0].output) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("odd('Odd', __repr__=refuse)()", "<__main__.Odd object at "),
+        ("__import__('numpy').zeros(2)", "array([0., 0.])"),
+        ("0.0", "0.0"),
+        ("'x' * 3_000_000", "… (3,000,002 characters)"),
+    ],
+)
+def test_whatever_the_exit_code_is_made_of_the_others_are_told(code, told):
+    results = jobs.start_env(2, ["-c", _ODD.format(body=f"sys.exit({code})")]).finish(60)
+    assert [result.returncode for result in results] == [1, 1], results[0].output
+    said = rf"\[jaxdist rank 0\] rank 1 \(.*\) ended its script with exit code .*{re.escape(told)}"
+    assert re.search(said, results[0].output), results[0].output[-3000:]
 
 
 def test_a_group_of_what_others_have_caused_may_be_aftermath():
