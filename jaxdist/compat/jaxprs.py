@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +16,8 @@ from jax._src import hijax, source_info_util
 from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
+
+from jaxdist.tracebacks import is_ours, of_the_user
 
 
 def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]:
@@ -125,22 +124,11 @@ def user_line(eqn: Any) -> str:
     """
     theirs = ""
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if frame.file_name.startswith(_OURS):
-            continue
         line = f"{frame.file_name}:{frame.start_line}"
-        if not _of_a_library(frame.file_name):
+        if of_the_user(frame.file_name):
             return line
-        theirs = theirs or line
+        theirs = theirs or ("" if is_ours(frame.file_name) else line)
     return theirs
-
-
-_OURS = f"{Path(__file__).absolute().parent.parent}{os.sep}"
-_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
-
-
-def _of_a_library(file: str) -> bool:
-    """Whether a file was installed: with pip, or with Python."""
-    return file.startswith(_PYTHON) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:

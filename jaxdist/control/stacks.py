@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import re
-import sysconfig
 import tempfile
 import threading
 import traceback
-from pathlib import Path
 from types import TracebackType
 
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_FOREIGN = ("<frozen", f"{Path(__file__).parents[1]}/", *_LIBRARIES)
-
-
-def of_the_user(file: str) -> bool:
-    """Whether it is code of the user's own, not of Python, a library or this one."""
-    return not file.startswith(_FOREIGN)
+from jaxdist.tracebacks import of_the_user
 
 
 def users_line(trace: TracebackType | None) -> str:

@@ -11,14 +11,13 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
 from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.programs import Traced
-from jaxdist.compat import trace_settings, trace_state_clean, under_no_mesh
+from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.placements import report
@@ -37,7 +36,7 @@ from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, is_array
 from jaxdist.step.signing import Signer
-from jaxdist.step.tracing import run, say_once
+from jaxdist.step.tracing import is_traced, run, say_once
 from jaxdist.tracebacks import api_boundary
 
 R = TypeVar("R")
@@ -80,7 +79,7 @@ class DataParallel(Generic[R]):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_traced(args, kwargs) or not self._settings.enabled:
+        if is_traced(args, kwargs) or not self._settings.enabled:
             return self._on_tracers(args, kwargs)
         return self._outermost(args, kwargs)
 
@@ -127,7 +126,7 @@ class DataParallel(Generic[R]):
         if not self._has_modules:
             try:
                 return self._run(args, keywords)
-            except _ModulesError:
+            except modules.FoundError:
                 self._has_modules = True
         if not modules.found(args):
             return self._run(args, keywords)
@@ -291,7 +290,7 @@ class DataParallel(Generic[R]):
             latest = self._latest.get(key)
             if latest is None:
                 if not self._has_modules and modules.found(args):
-                    raise _ModulesError
+                    raise modules.FoundError
                 latest = Latest([None] * len(leaves))
             misplaced = latest.misplaced(leaves, self._placer)
             numbers = self._numbers.get(tree, ())
@@ -309,7 +308,7 @@ class DataParallel(Generic[R]):
                         values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
             else:
                 signature = latest.signature
-        except _ModulesError:
+        except modules.FoundError:
             raise
         except Exception as error:
             clearer = self._signer.bad_constant(args, keywords)
@@ -391,19 +390,8 @@ class DataParallel(Generic[R]):
                 say_once(f"step {self._name.partition('#')[0]!r}: {text}")
 
 
-class _ModulesError(Exception):
-    """There are objects of nnx among the arguments."""
-
-
 def decorated_with(settings: Settings) -> DataParallel:
     """The step, decorated."""
     decorated = DataParallel(settings)
     functools.update_wrapper(decorated, settings.step)
     return decorated
-
-
-def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether jax is tracing: under `jax.grad`, `jax.eval_shape`, inside another step."""
-    return inside_step() or (
-        not trace_state_clean() and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
-    )

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.compat import counts_asked
-from jaxdist.ir.trace import stepping, trace
+from jaxdist.compat import counts_asked, trace_state_clean
+from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
@@ -222,6 +223,13 @@ def returns_like(step: StepJaxpr, structure: Any, avals: Sequence[Any]) -> bool:
             todo.append((child, first))
             first += child.num_leaves
     return False
+
+
+def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether JAX is tracing a call: under `jax.grad`, `jax.eval_shape`, inside another step."""
+    return inside_step() or (
+        not trace_state_clean() and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
+    )
 
 
 def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
