@@ -1,4 +1,4 @@
-"""Ranks whose programs differ end before one of these runs, under each launcher and wire; nothing is saved."""
+"""Ranks whose programs differ end before one of these runs, under each launcher, over each wire; nothing is saved."""
 
 from __future__ import annotations
 
