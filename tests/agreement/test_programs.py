@@ -30,9 +30,11 @@ OPERATIONS = {
 OTHERS = {
     "retraced": "rank 0 has traced another program than before, and rank 1 has not",
     "retraced alone": "rank 1 has traced another program than before, and rank 0 has not",
-    "types": "w is bfloat16[4] on rank 1, float32[4] on rank 0",
-    "settings": "came with step 'scaled'",
-    "kept": "came with step 'scaled'",
+    "types": r"w is bfloat16\[4\] on rank 1, float32\[4\] on rank 0",
+    # Where the one that asks comes first, an error on every rank; else the end of the job.
+    "settings": "setting jax_default_matmul_precision is|came with step 'scaled'",
+    "kept": "leaf w is|came with step 'scaled'",
+    "eager": "the ranks make different calls: allreduce",
 }
 LAST = {  # calls that return on each rank: those before the difference
     "later": 2, "several": 2, "retraced": 4, "retraced alone": 4, "types": 2, "settings": 4, "kept": 6,
@@ -47,7 +49,7 @@ def check(result: jobs.Result, mode: str, folder: Path, ranks: int) -> None:
     assert not folder.exists(), output
     assert output.count(" returned ") == LAST.get(mode, 0) * ranks, output
     if mode in OTHERS:
-        assert OTHERS[mode] in output, output
+        assert re.search(OTHERS[mode], output), output
         return
     at = next(i for i, line in enumerate(LINES, 1) if line.endswith(f"# LINE {'loss' if mode == 'several' else mode}"))
     for rank, what in enumerate(OPERATIONS[mode]):
