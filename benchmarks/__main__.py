@@ -61,7 +61,8 @@ def page(results: Path) -> str:
             if len(everywhere) > 1:
                 sections.append(f"### {title}: {found['machine']['processor']}\n")
             sections.append(
-                f"The machine: {report.said(found['machine'])}.\n\n{module.markdown(found)}\n\n"
+                f"The machine: {report.said(found['machine'])}. {found.get('note', '')}".rstrip()
+                + f"\n\n{module.markdown(found)}\n\n"
                 f"![{title}, {found['machine']['processor']}](img/{stem}.png)\n"
             )
     if not sections:

@@ -5,14 +5,16 @@
 DIR holds a checkout of each repository at the commit that published/source.py names (`--list` prints them). Each step
 trains on 1, 2 and 4 virtual devices, at the levels of ZeRO if it has an optax transformation, and on two processes over
 both communicators (which `jaxdist run` starts); what comes out is compared with one device under the step's own
-decorator. Named steps replace what benchmarks/results/compatibility.json has of them. `--markdown` alone makes the page
-of what that has, and needs no checkouts. Besides those of jaxdist it needs diffrax, dm-haiku, numpyro, einops, jraph,
-ml_collections and clu.
+decorator. The batches are small, and steps that jaxdist would therefore compute whole on every device are split here as
+if they were large; which ones those are is told. Named steps replace what benchmarks/results/compatibility.json has of
+them. `--markdown` alone makes the page of what that has, and needs no checkouts. Besides those of jaxdist it needs
+diffrax, dm-haiku, dm-tree, numpyro, einops, jraph, ml_collections and clu.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +60,42 @@ class Expected(NamedTuple):
 
     numbers: Numbers
     itself: dict[str, float]
+
+
+class Step(NamedTuple):
+    """How a step was placed that a run compiled for several devices.
+
+    Attributes:
+      split: whether it got examples, each device its part of them.
+      whole: whether jaxdist, left to itself, would compute all of it on every device.
+      repeated: the share of its work that every device does.
+    """
+
+    split: bool
+    whole: bool
+    repeated: float
+
+
+@contextlib.contextmanager
+def split() -> Iterator[list[Step]]:
+    """No step is computed whole on every device for being small; yields the steps that are compiled within."""
+    from jaxdist.placements import report
+    from jaxdist.placements.values import Split
+    from jaxdist.step import program
+
+    shipped, steps = program.at_once, []
+
+    def in_parts(infer: Any, block: Any, placed: Any, ins: Sequence[Any], messages: Any) -> Any:
+        examples = any(isinstance(p, Split) and not p.stored for p in ins)
+        repeated = sum(row.share for row in report.rows(placed) if row.what == "repeated")
+        steps.append(Step(examples, shipped(infer, block, placed, ins, messages).whole, repeated))
+        return placed
+
+    program.at_once = in_parts
+    try:
+        yield steps
+    finally:
+        program.at_once = shipped
 
 
 def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
@@ -182,9 +220,10 @@ def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, boo
 
     Allowed are the last digits, or ten times what they make of one device itself, for those that say why.
     """
-    start = time.monotonic()
+    start, steps = time.monotonic(), []
     try:
-        apart = compare(expected.numbers, run()[0])
+        with split() as steps:
+            apart = compare(expected.numbers, run()[0])
         least = EXACT32 if entry.float32 else EXACT
         beyond = {k: x / max(least, 10 * expected.itself[k] if entry.reason else 0.0) for k, x in apart.items()}
         where = max(beyond, key=lambda k: beyond[k])
@@ -193,6 +232,9 @@ def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, boo
         if "-v" in sys.argv:
             traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]}
+    if steps:  # on several devices
+        found |= {"split": any(s.split for s in steps), "whole_as_shipped": any(s.whole for s in steps)}
+        found["repeated"] = round(max((s.repeated for s in steps if s.split), default=0.0), 4)
     return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
@@ -256,7 +298,8 @@ def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str,
         ]  # fmt: skip
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=180 + 60 * len(left), check=False)
-            said = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+            lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+            said = next((line for line in lines if line.startswith("[jaxdist rank")), lines[-1])
         except subprocess.TimeoutExpired:
             said = "no end"
         for entry in list(left):
@@ -288,9 +331,43 @@ def worst(result: dict[str, Any]) -> float:
     return max((run.get("difference", float("inf")) for run in result["runs"].values()), default=float("inf"))
 
 
+def earlier(result: dict[str, Any]) -> list[str]:
+    """Those runs on several devices that are from before small steps were split for this table."""
+    return [where for where, run in result["runs"].items() if where != "1 device" and not {"split", "error"} & {*run}]
+
+
+def placed(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs on several devices, if in all of them the step got examples, which each device had its part of."""
+    runs = [run for run in result["runs"].values() if "split" in run]
+    return runs if all(run["split"] for run in runs) else []
+
+
+def ran(result: dict[str, Any]) -> str:
+    """How the runs on several devices were, in words."""
+    before, runs = earlier(result), placed(result)
+    if before:
+        return f"split, and as shipped with {', '.join(before)}" if runs else "as shipped"
+    return "split" if runs else "no batch"
+
+
+def as_shipped(result: dict[str, Any]) -> str:
+    """Whether jaxdist, left to itself, computes the step whole on every device, in words."""
+    runs = placed(result)
+    whole = sum(run["whole_as_shipped"] for run in runs)
+    if not runs:
+        return ""
+    return "split" if not whole else "whole" if whole == len(runs) and not earlier(result) else "whole or split"
+
+
 def number(x: float) -> str:
     """In two digits."""
     return "0" if not x else f"{x:.0e}".replace("e-0", "e-") if x < float("inf") else "inf"
+
+
+def share(result: dict[str, Any]) -> str:
+    """The largest share of the work that every device does in a run."""
+    most = max((run["repeated"] for run in placed(result)), default=0.0)
+    return f"{most:.0%}" if most >= 0.005 else ""
 
 
 def line(result: dict[str, Any]) -> str:
@@ -310,7 +387,8 @@ def line(result: dict[str, Any]) -> str:
     link = f"[{result['path']}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
     cells = [
         f"{result['repository'].rpartition('/')[2]}: {link}", result["function"], result["style"], ", ".join(devices),
-        ", ".join(levels), ", ".join(ranks), number(worst(result)) if not errors else "", " ".join([*notes, *errors]),
+        ", ".join(levels), ", ".join(ranks), ran(result), as_shipped(result), share(result),
+        number(worst(result)) if not errors else "", " ".join([*notes, *errors]),
     ]  # fmt: skip
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
@@ -322,6 +400,14 @@ def page(found: dict[str, Any]) -> str:
     told = [r for r in results if r["batch_argnums"] is not None]
     sources = {(r["repository"], r["commit"]) for r in results}
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    parts = [r for r in results if ran(r) == "split"]
+    whole = [r for r in parts if as_shipped(r) != "split"]
+    some = [r for r in results if placed(r) and earlier(r)]
+    none = [r for r in results if not placed(r) and earlier(r)]
+    rest = f"""
+
+Not all have been run again since: {len(some)} more are split in some runs, and {len(none)} ran as shipped, so that
+small ones among them may have been whole (*run*).""" * bool(some or none)
     return f"""\
 # Published steps
 
@@ -337,10 +423,19 @@ the array, between any of these runs and the step's own decorator on one device.
 is the reason for it, one device is as far from itself when its floats are changed in the last digit. What is not in a
 cell was not run.
 
+The batches are small. jaxdist computes a step whole on every device where that takes less time than messages would, and
+nothing of what splits examples has then been run. So it is switched off for this table: {len(parts)} of \
+{len(results)} steps are
+split in all runs on several devices, each device computing its part of the examples. {len(whole)} of these would be \
+whole as
+shipped (*as shipped*: "whole", or "whole or split" where the devices and the level decide). *Repeated* is the largest
+share of a split step's FLOPs that every device does all the same, such as what needs all examples at once.{rest}
+
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
-| source | step | called as | devices | levels | two processes | difference | notes |
-|---|---|---|---|---|---|---|---|
+| source | step | called as | devices | levels | two processes | run | as shipped | repeated | difference \
+| notes |
+|---|---|---|---|---|---|---|---|---|---|---|
 {chr(10).join(map(line, results))}
 """
 

@@ -1,16 +1,23 @@
 """The README says what is so: the diff, the commands, the files and the features it names."""
 
 import difflib
+import json
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import report  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -52,26 +59,51 @@ def test_it_is_two_screens():
     assert len(shown) <= 120
 
 
+def measured(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def processor(found: dict[str, Any]) -> str:
+    """It, with torch's version and the rounds, as the README writes it."""
+    name = re.sub(r"\(R\)| Processor", "", found["machine"]["processor"])
+    return f"{name} (torch {'.'.join(found['machine']['torch'].split('.')[:2])}, {found['rounds']} rounds"
+
+
+def compared(found: dict[str, Any], model: str, one: str, *other: str) -> report.Spread:
+    """A ratio of step times."""
+    ratio = report.ratio(found["models"][model]["ms"], one, other)
+    assert ratio is not None
+    return ratio
+
+
 def test_its_numbers_are_those_that_were_measured():
-    """The ratios of docs/performance.md, which the benchmarks write."""
+    """Those of docs/performance.md, which the benchmarks write; in bold where the other one is faster."""
     models = {
-        "MLP, 10M parameters": "MLP-10M", "MLP, 0.4M": "MLP-0.4M", "MLP, 100 layers": "MLP-deep", "LeNet": "LeNet",
-        "GPT, 10M": "GPT-10M",
+        "MLP, 10M parameters": "MLP-10M", "MLP, 0.4M": "MLP-0.4M", "MLP, 100 layers": "MLP-deep", "GPT, 10M": "GPT-10M",
+        "LeNet, XLA's convolutions": "LeNet-conv", "LeNet, as products of patches": "LeNet",
     }  # fmt: skip
     ratios = [
-        "jaxdist mpi 0 / torch DDP", "jaxdist mpi 1 / torch ZeRO", "jaxdist mpi 3 / torch FSDP2",
-        "jaxdist mpi 0 / gloo flat", "jaxdist mpi 0 / (1 rank: jaxdist + raw allreduce)",
+        ("jaxdist mpi 0", "torch DDP"), ("jaxdist mpi 1", "torch ZeRO"), ("jaxdist mpi 3", "torch FSDP2"),
+        ("1 rank: jaxdist", "1 rank: torch"), ("jaxdist mpi 0", "gloo flat"),
+        ("jaxdist mpi 0", "1 rank: jaxdist", "raw allreduce"),
     ]  # fmt: skip
-    page = (ROOT / "docs" / "performance.md").read_text()
-    head = page[: page.index(f"| {ratios[0]} |")].rpartition("|  |")[2].splitlines()[0]
-    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    found = measured("step_time.json")
+    assert f"two cores of an {processor(found)}), without a GPU" in " ".join(README.split())
     for name, model in models.items():
-        (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", README, re.MULTILINE)
-        measured = []
-        for ratio in ratios:
-            (cells,) = re.findall(rf"^\| {re.escape(ratio)} \| (.*) \|$", page, re.MULTILINE)
-            measured.append(cells.split(" | ")[columns.index(model)].split()[0])
-        assert row.split(" | ") == measured, name
+        medians = [compared(found, model, *ratio).median for ratio in ratios]
+        cells = [f"**{report.number(x)}**" if x > 1 else report.number(x) for x in medians]
+        assert f"\n| {name} | {' | '.join(cells)} |\n" in README
+
+
+def test_it_says_where_torch_was_faster():
+    found = measured("step_time-xeon.json")
+    text = " ".join(README.split())
+    assert f"On an {processor(found)}, an earlier jaxdist) torch DDP was: " in text
+    ratios = {model: compared(found, model, "jaxdist mpi 0", "torch DDP") for model in found["models"]}
+    assert {model for model, ratio in ratios.items() if ratio.median > 1} == {"GPT-10M", "LeNet-conv"}
+    assert f"GPT {ratios['GPT-10M']}, LeNet with XLA's convolutions {ratios['LeNet-conv']};" in text
+    alone = [compared(found, model, "1 rank: jaxdist", "1 rank: torch").median for model in ("GPT-10M", "LeNet-conv")]
+    assert f"alone XLA took {' and '.join(map(report.number, alone))} of torch's time" in text
 
 
 def test_the_two_commands_are_one_line_each():

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
+
+from jaxdist.placements import small
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -27,6 +33,83 @@ def test_what_is_not_exact_says_why() -> None:
     results = FOUND["results"]
     assert [name for name, r in results.items() if not compatibility.exact(r) and not r["reason"]] == []
     assert sum(map(compatibility.exact, results.values())) >= 37
+
+
+def test_what_was_run_is_told() -> None:
+    """No step has lost its examples; runs from before small steps were split are not taken for split ones."""
+    results = FOUND["results"]
+    assert all(
+        run.get("split", True) for name, r in results.items() if name != "jax_advi" for run in r["runs"].values()
+    )
+    split = [name for name, r in results.items() if compatibility.ran(r) == "split"]
+    assert len(split) >= 31
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"{len(split)} of {len(results)} steps are\nsplit in all runs" in page
+
+
+def test_small_steps_are_split_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would be computed whole is not, its numbers are those of one device, and that it would be is known."""
+    monkeypatch.setattr(small, "limits", small.Limits())
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            score = x @ w
+            for _ in range(4):  # a gather each
+                score = jnp.sort(score) * jnp.tanh(score)
+            return score.sum()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w, x = jnp.arange(3.0), jnp.arange(48.0).reshape(16, 3) / 48
+    shipped = parity.decorated(step, 4)
+    shipped(w, x)
+    assert shipped.placed(w, x).whole
+
+    expected = [{"w": np.asarray(jax.jit(step)(w, x))}]
+    entry = types.SimpleNamespace(float32=False, reason="")
+    seen = []
+
+    def run() -> Any:
+        decorated = parity.decorated(step, 4)
+        got = [{"w": np.asarray(decorated(w, x))}]
+        seen.append(decorated.placed(w, x).whole)
+        return got, False
+
+    known = compatibility.Expected(expected, {"w": 0.0})
+    found = compatibility.attempt(entry, known, run)
+    assert seen == [False]
+    assert found["beyond"] <= 1
+    assert found["split"]
+    assert found["whole_as_shipped"]
+    assert 0 < found["repeated"] < 1
+    assert parity.decorated(step, 4).placed(w, x).whole, "what was shipped is back"
+
+    with compatibility.split() as steps:
+        parity.decorated(lambda w, x: w - jnp.mean(jnp.tanh(x @ w)), 4)(w, x)
+    assert [(s.split, s.whole) for s in steps] == [(True, False)]
+
+
+SPLIT, WHOLE = ({"split": True, "whole_as_shipped": whole, "repeated": 0.0} for whole in (False, True))
+NO_BATCH = SPLIT | {"split": False}
+
+
+@pytest.mark.parametrize(
+    ("runs", "ran", "shipped"),
+    [
+        ({"1 device": {}}, "no batch", ""),
+        ({"1 device": {}, "2 devices": SPLIT, "4 devices": SPLIT}, "split", "split"),
+        ({"1 device": {}, "2 devices": WHOLE}, "split", "whole"),
+        ({"2 devices": WHOLE, "4 devices": SPLIT}, "split", "whole or split"),
+        ({"2 devices": SPLIT, "2 ranks, mpi": NO_BATCH}, "no batch", ""),
+        ({"4 devices": {"error": "it failed"}}, "no batch", ""),
+        ({"2 devices": {"difference": 0.0}}, "as shipped", ""),
+        ({"2 devices": WHOLE, "2 ranks, mpi": {"difference": 0.0}}, "split, and as shipped with 2 ranks, mpi",
+         "whole or split"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_step(runs: dict[str, Any], ran: str, shipped: str) -> None:
+    assert compatibility.ran({"runs": runs}) == ran
+    assert compatibility.as_shipped({"runs": runs}) == shipped
 
 
 @pytest.mark.parametrize("name", FOUND["results"])
