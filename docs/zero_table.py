@@ -85,7 +85,7 @@ def row(name: str) -> Row:
     step: Any = jaxdist.data_parallel(
         optimizers.step_of([name], [2], SHAPES), mesh=Mesh(jax.devices()[:DEVICES], ("data",)), bucket_bytes=0
     )
-    step._traced = lambda *program: found.append(program)
+    step._traced = lambda _, closed, placed: found.append((closed, placed))
     state = optimizers.start([name], SHAPES)
     step.lower(*state, optimizers.batch(0))
     ((closed, placed),) = found
