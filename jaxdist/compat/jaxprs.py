@@ -143,11 +143,7 @@ def _closed(jaxpr: Any) -> ClosedJaxpr:
 
 def with_constants_as_inputs(jaxpr: Any) -> Any:
     """A jaxpr whose constants come first among its inputs (`jax.checkpoint` holds an open one)."""
-    return (
-        jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=None)
-        if jaxpr.constvars
-        else jaxpr
-    )
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]) if jaxpr.constvars else jaxpr
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -127,7 +127,7 @@ class Interpreter:
             ins = list(dict.fromkeys(taken))
             outs = [v for eqn in part for v in eqn.outvars if last.get(v, -1) >= stop]
             effects = frozenset().union(*(eqn.effects for eqn in part))
-            body = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=part, effects=effects, debug_info=None)
+            body = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=part, effects=effects)
             env.update(zip(outs, compat.call(ClosedJaxpr(body, ()), [env[v] for v in ins]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 

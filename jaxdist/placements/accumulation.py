@@ -70,7 +70,7 @@ def _in_loops(closed: ClosedJaxpr, devices: int, looped: bool) -> ClosedJaxpr:
             gone.update(one.addition for one in found[n])
         elif n not in gone:
             out.append(eqn.replace(invars=_named(eqn.invars, names)))
-    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names), debug_info=None), closed.consts)
+    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names)), closed.consts)
 
 
 def _with_bodies(eqn: JaxprEqn, devices: int, looped: bool) -> JaxprEqn:

@@ -76,7 +76,7 @@ class Fuse:
             else:
                 out += self._together(item.eqns, cause if cause in done else None, constants)
             done.update(eqn.outvars[0] for eqn in item.eqns)
-        fused = jaxpr.replace(eqns=out, constvars=list(constants), debug_info=None)
+        fused = jaxpr.replace(eqns=out, constvars=list(constants))
         return ClosedJaxpr(fused, list(constants.values()))
 
     def _within(self, eqn: JaxprEqn) -> JaxprEqn:

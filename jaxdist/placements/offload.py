@@ -79,7 +79,7 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], devices: in
         done.update(v for eqn in part for v in eqn.outvars)
         results = [jaxpr.outvars[k] for i in stage.arguments if (k := offloaded[i]) is not None]
         updated = [v for v in _variables(results) if v in done]
-    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names), debug_info=None), closed.consts)
+    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names)), closed.consts)
 
 
 class _Flat(Interpreter):

@@ -150,6 +150,22 @@ def test_equinox_modules() -> None:
     same(mine.layers[0].weight, twin.layers[0].weight)
 
 
+@pytest.mark.filterwarnings("error")
+def test_warnings_that_are_errors() -> None:
+    """As under ``python -W error``: nothing that JAX deprecates is done with what it traced."""
+
+    def loss(w: Any, x: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+        return jnp.mean(jax.checkpoint(jnp.sin)(x) ** 2)
+
+    def step(w: Any, x: Any) -> Any:
+        value, gradient = jaxdist.value_and_grad(loss, microbatches=2)(w, x)
+        return w - 0.1 * gradient, value
+
+    w = jnp.ones((3, 4, 4)) / 4
+    same(jaxdist.data_parallel(step, donate=False)(w, np.ones((16, 4))), jax.jit(step)(w, np.ones((16, 4))))
+
+
 # --- what `jax.jit` has
 
 
