@@ -61,11 +61,11 @@ class Entering:
         """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
         context = self._context
         read, names = set(program.unreturned()).intersection(elsewhere), program.signature.names
-        if context.size == 1 or (differs is None and not read):
+        if context.size == 1 or not elsewhere:
             return
         if differs is None:
-            tag = f"read-only state of step {self._name}, call {call}"
-            mine = {i: checksum(leaves[i]) for i in sorted(read)}
+            tag = f"state of step {self._name}, call {call}"
+            mine = {i: checksum(leaves[i]) for i in sorted(elsewhere)}
             everyone = context.control.exchange(tag, mine, context.timeout)
             values = {i: [theirs.get(i) for theirs in everyone] for i in everyone[0]}
             differs = {i: others for i, each in values.items() if (others := unlike_the_root(each))}

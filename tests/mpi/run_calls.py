@@ -115,6 +115,21 @@ def arguments() -> None:
           whole(X) - 0.1 * whole(X).mean(0))  # fmt: skip
 
 
+def state_of_its_own_later() -> None:
+    """State that a rank comes with in a later call is the root's, as in the first one; and it is said."""
+    said: list[str] = []
+    listen = logging.Handler()
+    listen.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("jaxdist").addHandler(listen)
+    step = jaxdist.data_parallel(lambda w, lr, x: (w - lr * jax.grad(loss_of)(w, x), 0.9 * lr), donate=False)
+    for lr in (0.1, 0.1, 0.1 + ctx.rank):
+        w, after = step(W, np.float64(lr), X[ctx.rank])
+        alike("state of a rank's own", (w, after), (W - 0.1 * jax.grad(loss_of)(W, whole(X)), 0.09))
+    logging.getLogger("jaxdist").removeHandler(listen)
+    told = [text for text in said if "state leaf lr is not the same on rank 0 and rank 1" in text]
+    assert len(told) == ctx.is_root, said
+
+
 def graph(rng: Any) -> dict[str, Any]:
     """A part of a batch of graphs: its edges count from its own first node."""
     ends = rng.integers(0, ROWS, (2, 2 * ROWS))
@@ -297,6 +312,7 @@ def debugging() -> None:
 
 def main() -> None:
     arguments()
+    state_of_its_own_later()
     leaves()
     graphs_of_the_page()
     forgotten_split()
