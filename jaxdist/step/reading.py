@@ -93,6 +93,8 @@ class Reader:
                 # One example a rank: an array for all would be broadcast, and is the same thing if it is alike.
                 if i in differs or names[i] in named or (rows == 1 and 1 in lengths):
                     continue
+                if _rows_are_alike(self._leaves[i]):  # no table: the weights of examples, none of which is padding
+                    continue
                 step = self._traced([k for k in self._signature.batch if k != i])
                 if step is not None and _uses(step, i):
                     return i
@@ -144,6 +146,11 @@ class Reader:
             return self._cache.jaxpr(tried, types)
         except Exception:
             return None
+
+
+def _rows_are_alike(x: Any) -> bool:
+    own = getattr(x, "is_fully_addressable", True) and not batch.is_keys(x)
+    return own and bool((np.asarray(x) == np.asarray(x)[:1]).all())
 
 
 def _uses(step: StepJaxpr, i: int) -> bool:

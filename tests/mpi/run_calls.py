@@ -192,6 +192,8 @@ def leaves() -> None:
     ones, all_ones = {"mask": np.ones(ROWS)}, {"mask": np.ones(ROWS * ctx.size)}
     for said in declared:
         run(f"a mask of ones {said}", masked, mine | ones, everyone | all_ones, **said)
+        counted = lambda w, b: loss_of(w, b["x"]) / b["mask"].sum()
+        run(f"a count of ones {said}", counted, mine | ones, everyone | all_ones, **said)
         unused = {"id": np.zeros(ROWS, int)}
         run(f"an unused leaf {said}", lambda w, b: loss_of(w, b["x"]), mine | unused, everyone, **said)
 

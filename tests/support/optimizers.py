@@ -175,11 +175,8 @@ def run_sharded(
 ) -> Any:
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
     asked = {"within": within, "split": split, "offload": offload}
+    step = jaxdist.data_parallel(step_of(names, levels, shapes, **asked), **settings)
     state = start(names, shapes)
-    place = f"args[{len(state)}]"
-    # Of `poison` all ranks have zeros at first: it is a part of the batch none the less.
-    parts = place, f"{place}['poison']"
-    step = jaxdist.data_parallel(step_of(names, levels, shapes, **asked), batch_argnums=parts, **settings)
     n = BATCH // size
     for i in range(STEPS):
         state = step(*state, {k: x[rank * n : (rank + 1) * n] for k, x in batch(i).items()})
