@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sysconfig
 import traceback
 import types
 from collections.abc import Callable
@@ -18,26 +17,6 @@ R = TypeVar("R")
 
 _OF_A_STEP = "_left_a_step_of_jaxdist"
 _HIDDEN = tuple(f"{Path(module).resolve().parent}/" for module in (jax.__file__, __file__))
-
-_OURS = f"{Path(__file__).resolve().parent}/"
-_PYTHON = f"{sysconfig.get_path('stdlib')}/"
-
-
-def is_ours(file: str) -> bool:
-    """Whether a file is one of this library."""
-    return file.startswith(_OURS)
-
-
-@functools.lru_cache(maxsize=4096)
-def of_the_user(file: str) -> bool:
-    """Whether a file is code of the user's own: not this library's, not Python's, and not installed.
-
-    Example:
-      >>> of_the_user("train.py"), of_the_user(functools.__file__), of_the_user(jax.__file__)
-      (True, False, False)
-    """
-    installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    return not (installed or is_ours(file) or file.startswith(("<frozen", _PYTHON)))
 
 
 def api_boundary(function: Callable[A, R]) -> Callable[A, R]:

@@ -12,6 +12,7 @@ import jaxdist
 ROOT = Path(jaxdist.__file__).parent
 # From the ground up; those of a line know nothing of one another.
 LAYERS = (
+    ("sources",),
     ("compat", "errors", "mesh", "streams", "text", "tracebacks"),
     ("control",),
     ("connectors",),

@@ -17,7 +17,7 @@ from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
 
-from jaxdist.tracebacks import is_ours, of_the_user
+from jaxdist.sources import is_ours, of_the_user
 
 
 def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]:

@@ -9,7 +9,7 @@ import threading
 import traceback
 from types import TracebackType
 
-from jaxdist.tracebacks import of_the_user
+from jaxdist.sources import of_the_user
 
 
 def users_line(trace: TracebackType | None) -> str:

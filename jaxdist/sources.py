@@ -1,0 +1,27 @@
+"""Whose a source file is: the user's own, or a library's."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from pathlib import Path
+
+_OURS = f"{Path(__file__).resolve().parent}/"
+_PYTHON = f"{sysconfig.get_path('stdlib')}/"
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file is one of this library."""
+    return file.startswith(_OURS)
+
+
+@functools.lru_cache(maxsize=4096)
+def of_the_user(file: str) -> bool:
+    """Whether a file is code of the user's own: not this library's, not Python's, and not installed.
+
+    Example:
+      >>> of_the_user("train.py"), of_the_user(functools.__file__), of_the_user(__file__)
+      (True, False, False)
+    """
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return not (installed or is_ours(file) or file.startswith(("<frozen", _PYTHON)))
