@@ -13,10 +13,11 @@ import pickle
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import cloudpickle
 import jax
@@ -52,8 +53,19 @@ class Failure:
     pickled: bytes
 
 
+_reduce_code: Any = cloudpickle.Pickler.dispatch_table[types.CodeType]
+
+
+def _code(code: types.CodeType) -> Any:
+    """With the name of its file, by which a traceback shows the line: cloudpickle leaves it out from 3.1.3 on."""
+    make, args = _reduce_code(code)
+    return make, tuple(code.co_filename if x == "<dynamic-code>" else x for x in args)
+
+
 class _Pickler(cloudpickle.Pickler):
     """Functions and classes of `__main__` by value, as cloudpickle has it; arrays through the host."""
+
+    dispatch_table: ClassVar[Any] = {**cloudpickle.Pickler.dispatch_table, types.CodeType: _code}
 
     def __init__(self, file: Any, array: Callable[[np.ndarray], Any]):
         super().__init__(file)
