@@ -1,4 +1,4 @@
-"""Whose a source file is: the user's own, or a library's."""
+"""Tells the user's own source files from those of libraries."""
 
 from __future__ import annotations
 

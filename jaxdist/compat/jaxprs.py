@@ -120,7 +120,7 @@ def _transposed(stack: Any) -> bool:
 def user_line(eqn: Any) -> str:
     """``file:line`` of the user's code that an equation comes from, or "" (no public access).
 
-    Of a layer or an optimizer of a library that is where the user's own code calls it, if it does.
+    For an operation of a library (a layer, an optimizer) it is the line of the user's own code that calls the library.
     """
     theirs = ""
     for frame in source_info_util.user_frames(eqn.source_info.traceback):

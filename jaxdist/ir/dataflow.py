@@ -24,7 +24,7 @@ _COMMUTATIVE = {"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq",
 
 
 class Operation(NamedTuple):
-    """Of a program.
+    """An operation of a program.
 
     Attributes:
       digest: of what it computes from the inputs of the jaxpr that it is in.
@@ -84,7 +84,7 @@ def _walk(digests: _Digests, closed: ClosedJaxpr, where: str) -> Iterator[Operat
 
 
 class _Digest(NamedTuple):
-    """Of a jaxpr: in all, and of each operation; whether something in it is sent."""
+    """The digests of a jaxpr, in all and of each operation; and whether something in it is sent."""
 
     total: bytes
     made: list[tuple[JaxprEqn, bytes]]

@@ -19,7 +19,7 @@ _SILENT = {"axis_index", "axis_size"}
 
 
 def checksum(host: np.ndarray) -> int:
-    """Of the bytes, type and shape of an array."""
+    """A checksum of the bytes, type and shape of an array."""
     return zlib.crc32(host.tobytes(), zlib.crc32(f"{host.dtype}{host.shape}".encode()))
 
 

@@ -57,7 +57,7 @@ _OF_ENTRIES = frozenset({
     "add_any", "clamp", "convert_element_type", "copy_p", "device_put", "mesh_cast", "name", "optimization_barrier",
     "layout_constraint", "pvary", "random_gamma_grad", "reshard", "select_n", "sharding_constraint", "stop_gradient",
 })  # fmt: skip
-"""Of one entry at a time, though JAX has a rule of its own for batches of them."""
+"""These work entry by entry, though JAX has a rule of its own for batches of them."""
 
 _OTHER_DIMENSIONS = frozenset({"from_edtype", "random_bits", "random_seed", "random_split", "random_unwrap",
                                "to_edtype"})  # fmt: skip

@@ -50,7 +50,7 @@ def compiler_of(xla_flags: str) -> Compiler:
 
 
 def settings() -> dict[str, str]:
-    """Those of JAX on which programs depend, as they are now in this thread."""
+    """The settings of JAX on which programs depend, as they are now in this thread."""
     return {name: str(getattr(jax.config, name)) for name in _SETTINGS if hasattr(jax.config, name)}
 
 

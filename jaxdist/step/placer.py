@@ -241,7 +241,7 @@ def spans(x: Any) -> bool:
 
 
 def checksum(x: Any) -> int:
-    """Of the bytes, type and shape of a leaf that this process has whole."""
+    """A checksum of the bytes, type and shape of a leaf that this process has whole."""
     if isinstance(x, jax.Array):
         if is_keys(x):
             x = jax.random.key_data(x)
