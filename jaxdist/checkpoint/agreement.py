@@ -77,6 +77,6 @@ def _await(ctx: Context, name: str, what: str, rank: int) -> Any:
 
 
 def brief(error: BaseException) -> str:
-    """The first lines of what a library said."""
+    """What a library said, without the middle of it where that is long: tensorstore says the cause last."""
     text = " ".join(message_of(error).split())
-    return text if len(text) < 500 else f"{text[:500]}…"
+    return text if len(text) < 1_000 else f"{text[:400]} … {text[-600:]}"

@@ -133,7 +133,7 @@ print("LAST", ctx.rank, jaxdist.latest_step(path), jaxdist.restore(path, {"w": n
 )
 @pytest.mark.parametrize("communicator", ["mpi", "xla"])
 def test_disk_full(communicator: str, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
+    disk = tmp_path / ("disk" * 40)  # a long path: the cause comes after several of it
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], check=False).returncode != 0:
         pytest.skip("DISK FULL NOT CHECKED: this container can't mount a tmpfs")
