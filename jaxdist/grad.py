@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdist.ir.primitives import MICROBATCHES
+
 
 def value_and_grad(
     fun: Callable[..., Any],
@@ -83,7 +85,8 @@ def value_and_grad(
             trees.append(tree)
             return loss, grads, leaves
 
-        loss, grads, leaves = _accumulate(part, args, batch, microbatches)
+        with jax.named_scope(f"{MICROBATCHES}{microbatches}"):
+            loss, grads, leaves = _accumulate(part, args, batch, microbatches)
         return ((loss, jax.tree.unflatten(trees[-1], leaves)) if has_aux else loss), grads
 
     return wrapped

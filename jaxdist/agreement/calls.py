@@ -145,6 +145,8 @@ def _advice(name: str) -> str:
         return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
     if name.startswith("constant "):
         return "What is no array must be the same on every rank"
+    if name.startswith("option "):
+        return "Decorate the step with the same options of jaxdist.data_parallel on every rank"
     if name.startswith("setting "):
         return "Settings of JAX must be the same on every rank"
     return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"

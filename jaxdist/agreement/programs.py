@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
-from jaxdist import compat
 from jaxdist.agreement.description import by_value, list_ranks, listed
 from jaxdist.control.channel import Control
 from jaxdist.control.progress import ActiveCall, Progress
-from jaxdist.ir.dataflow import dataflow, operations
+from jaxdist.control.stacks import main_thread_line
+from jaxdist.ir.dataflow import Operation, dataflow, operations, options
 
 _GATE, _DETAILS, _PASSED = "a new program of a step", "where programs differ", "a call without a new program"
-_SHOWN = 160  # characters of an operation
 _SOON = 2.0  # seconds in which a call that has begun shows whether its program is a new one
-_NONE = "no operation that the other does not have, too"
 _ADVICE = (
     "Inside a step nothing may depend on the rank: look for `ctx.rank`, an `if rank == ...`, a loop over a set (which "
     "PYTHONHASHSEED=0 puts into one order), a seed, options or versions that are not the same on all ranks."
@@ -62,24 +60,6 @@ class _Gate(NamedTuple):
 
     def __str__(self) -> str:
         return f"step {self.step!r}, call {self.call}"
-
-
-class Line(NamedTuple):
-    """An operation, for another rank.
-
-    Attributes:
-      digest: of what it computes.
-      text: for a person.
-      place: where it stands in the user's code; "": nowhere.
-    """
-
-    digest: bytes
-    text: str
-    place: str
-
-    def __str__(self) -> str:
-        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
-        return f"{text}, at {self.place}" if self.place else text
 
 
 class Programs:
@@ -128,15 +108,16 @@ class Programs:
         """The ranks differ: rank 0 says where, and ends the job."""
         first = everyone[0]
         other = next(rank for rank, gate in enumerate(everyone) if gate != first)
-        told = (_lines(new.source), _lines(new.program)) if self._control.rank in (0, other) else None
+        told = [f(new) for f in _PARTS.values()] if self._control.rank in (0, other) else None
         details = self._control.exchange(_DETAILS, told, self._timeout)
         if self._control.rank == 0:
             if len(calls := by_value(list(map(str, everyone)))) > 1:
                 text = f"the ranks are in different calls: {listed(calls)}"
             else:
                 groups = list(by_value([gate.digest for gate in everyone]).values())
-                found = next(filter(None, map(difference, details[0], details[other])), None)
-                text = f"{first}: the ranks have different programs, and none has run. {explained(found, groups)}"
+                pairs = zip(_PARTS, map(difference, details[0], details[other]), strict=True)
+                what, found = next((pair for pair in pairs if pair[1]), ("", None))
+                text = f"{first}: the ranks have different programs, and none has run. {explained(found, groups, what)}"
             self._control.fail(f"{text}\n{_ADVICE}", brief=True)
         self._control.process.stay()
 
@@ -178,15 +159,19 @@ class Programs:
     def _passed(self, rank: int, told: tuple[_Gate, tuple[tuple[str, str], ...]]) -> None:
         """Another rank is in the call at whose gate this one waits, with a program that it had before."""
         gate, theirs = told
-        me, mine = self._control.rank, self._arguments[gate.step]
+        me, mine, line = self._control.rank, self._arguments[gate.step], main_thread_line()
         pairs = zip_longest(mine, theirs, fillvalue=("none", "none"))
         if differs := next(((a, b) for a, b in pairs if a != b), None):
             (name, here), (_, there) = differs
-            text = f"{name} is {here} on rank {me}, {there} on rank {rank}. Types must be the same on every rank."
+            text = (
+                f"{name} is {here} on rank {me}, {there} on rank {rank}, in the call at {line}. Types must be the same "
+                "on every rank."
+            )
         else:
             text = (
-                f"rank {me} has traced another program than before, and rank {rank} has not: something that the step "
-                f"reads from outside (a global, an attribute, an option) changed on rank {me} alone."
+                f"rank {me} has traced another program than before, and rank {rank} has not, in the call at {line}: "
+                f"something that the step reads from outside (a global, an attribute, an option) changed on rank {me} "
+                "alone."
             )
         self._control.fail(f"{gate}: the ranks have different programs. {text}\n{_ADVICE}", brief=True)
 
@@ -197,11 +182,24 @@ def _may_trace(call: ActiveCall) -> bool:
     return not call.returned and (call.may_trace or time.monotonic() - call.since < _SOON)
 
 
-def _lines(closed: ClosedJaxpr) -> list[Line]:
-    return [Line(one.digest, one.text, compat.user_line(one.eqn)) for one in operations(closed)]
+def _arguments(new: Traced) -> list[Operation]:
+    line = main_thread_line()
+    texts = (f"{name} {kind}" for name, kind in new.arguments)
+    return [Operation(text.encode(), text, line) for text in texts]
 
 
-def difference(one: Sequence[Line], other: Sequence[Line]) -> tuple[Line | None, Line | None] | None:
+_PARTS: dict[str, Callable[[Traced], list[Operation]]] = {
+    "argument": _arguments,
+    "option": lambda new: options(new.source),
+    "operation": lambda new: operations(new.source),
+    "operation of a device's program": lambda new: operations(new.program),
+}
+"""What is compared of two programs that differ, in this order; by what it is called."""
+
+
+def difference(
+    one: Sequence[Operation], other: Sequence[Operation]
+) -> tuple[Operation | None, Operation | None] | None:
     """The first operation of each of two programs that the other does not have, or has elsewhere.
 
     Args:
@@ -212,7 +210,7 @@ def difference(one: Sequence[Line], other: Sequence[Line]) -> tuple[Line | None,
       The two operations (None: there is none); None in all: no operation differs.
 
     Example:
-      >>> a, b, c = (Line(text.encode(), text, "") for text in "abc")
+      >>> a, b, c = (Operation(text.encode(), text) for text in "abc")
       >>> [str(x) for x in difference([a, b], [a, c])]
       ['b', 'c']
       >>> [str(x) for x in difference([a, b], [b, a])]
@@ -226,17 +224,21 @@ def difference(one: Sequence[Line], other: Sequence[Line]) -> tuple[Line | None,
     return next(((a, b) for a, b in zip_longest(one, other) if a is None or b is None or a.digest != b.digest), None)
 
 
-def explained(found: tuple[Line | None, Line | None] | None, groups: Sequence[Sequence[int]]) -> str:
+def explained(
+    found: tuple[Operation | None, Operation | None] | None, groups: Sequence[Sequence[int]], what: str = "operation"
+) -> str:
     """A difference, for a person.
 
     Args:
       found: see `difference`.
       groups: the ranks that have each program; the first two are those of the difference.
+      what: it is.
     """
     if found is None:
         text = "They do the same operations, and return other results of these"
         return f"{text}: one on rank {'; another on rank '.join(map(list_ranks, groups))}."
     rest = [rank for group in groups[2:] for rank in group]
     more = f"\n  rank {list_ranks(rest)}: other programs again" if rest else ""
-    lines = [f"\n  rank {list_ranks(g)}: {x or _NONE}" for g, x in zip(groups[:2], found, strict=True)]
-    return f"The first operation that differs:{''.join(lines)}{more}"
+    none = f"no {what} that the other does not have, too"
+    lines = [f"\n  rank {list_ranks(g)}: {x or none}" for g, x in zip(groups[:2], found, strict=True)]
+    return f"The first {what} that differs:{''.join(lines)}{more}"

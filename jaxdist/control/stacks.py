@@ -11,6 +11,8 @@ from types import TracebackType
 
 from jaxdist.sources import of_the_user
 
+_SHOWN = 3  # frames of the user's own code: each rank of a job may print its own
+
 
 def users_line(trace: TracebackType | None) -> str:
     """File and line of the user's own code where an exception was raised, or from where; "": there is none.
@@ -43,11 +45,14 @@ def script_is_over() -> bool:
 
 
 def main_thread_stack() -> str:
-    """All of its Python frames, the innermost last, as a traceback shows them."""
+    """Its frames as a traceback has them, a line each: the last of the user's own code, and the innermost."""
     frames = _main_thread()
     if not frames:
         return "its main thread is at its end"
-    return "".join(["its main thread (most recent call last):\n", *traceback.format_list(frames[::-1])]).rstrip()
+    own = [frame for frame in frames if of_the_user(frame.filename)][:_SHOWN]
+    shown = [*own[::-1], *(frames[:1] if frames[0] not in own else ())]
+    lines = (f'  File "{f.filename}", line {f.lineno}, in {f.name}{f.line and f": {f.line}"}' for f in shown)
+    return "\n".join(["its main thread (most recent call last):", *lines])
 
 
 def _main_thread() -> list[traceback.FrameSummary]:

@@ -8,6 +8,7 @@ send; numbers and arrays that the program holds count by their checksums.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,24 +20,30 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxdist import compat
 from jaxdist.ir.fingerprint import aval_text, checksum, moves, parameters, place
 from jaxdist.ir.interpreter import live
+from jaxdist.ir.primitives import MICROBATCHES, marked_by, shard_p
 
+_SHOWN = 160  # characters of an operation
 _COMMUTATIVE = {"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"}
 
 
 class Operation(NamedTuple):
-    """An operation of a program.
+    """An operation of a program, for this rank or another.
 
     Attributes:
       digest: of what it computes from the inputs of the jaxpr that it is in.
       text: for a person: where it is, its name, operands and parameters.
-      eqn: the equation.
+      line: of the user's code; "": none. In a function of a library (`jax.numpy.roll`) it is that of the call.
       sent: whether it is a collective.
     """
 
     digest: bytes
     text: str
-    eqn: JaxprEqn
-    sent: bool
+    line: str = ""
+    sent: bool = False
+
+    def __str__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        return f"{text}, at {self.line}" if self.line else text
 
 
 def dataflow(closed: ClosedJaxpr) -> str:
@@ -70,17 +77,47 @@ def operations(closed: ClosedJaxpr) -> list[Operation]:
       >>> [one.text for one in operations(jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(jnp.ones(3, "float32")))]
       ['sin float32[3]', 'add float32[3], 1.0']
     """
-    return list(_walk(_Digests(), closed, ""))
+    return list(_walk(_Digests(), closed, "", ""))
 
 
-def _walk(digests: _Digests, closed: ClosedJaxpr, where: str) -> Iterator[Operation]:
+def _walk(digests: _Digests, closed: ClosedJaxpr, where: str, called_at: str) -> Iterator[Operation]:
     held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     for eqn, made in digests.of(closed).made:
+        line = compat.user_line(eqn) or called_at
         for i, body in enumerate(_bodies(eqn)):
-            yield from _walk(digests, body, where + place(eqn, i))
+            yield from _walk(digests, body, where + place(eqn, i), line)
         operands = ", ".join(_operand(v, held) for v in eqn.invars)
         text = f"{where}{eqn.primitive.name.removeprefix('jaxdist_')} {operands}{parameters(eqn)}"
-        yield Operation(made, text, eqn, moves(eqn))
+        yield Operation(made, text, line, moves(eqn))
+
+
+def options(closed: ClosedJaxpr) -> list[Operation]:
+    """The options of jaxdist's own functions that a step calls, each once, with the line of the first such call.
+
+    Args:
+      closed: a step as it was traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxdist
+      >>> loss = lambda w, x: jnp.mean(x @ w)
+      >>> grad = jaxdist.grad(loss, microbatches=2)
+      >>> [one.text for one in options(jax.make_jaxpr(grad)(jnp.ones(3), jnp.ones((4, 3))))]
+      ['jaxdist.value_and_grad(microbatches=2)']
+    """
+    found: dict[str, str] = {}
+
+    def walk(closed: ClosedJaxpr, called_at: str) -> None:
+        for eqn in live(closed.jaxpr):
+            line = compat.user_line(eqn) or called_at
+            if eqn.primitive is shard_p:
+                found.setdefault(marked_by(eqn.params), line)
+            for scope in re.findall(rf"{MICROBATCHES}(\d+)", compat.name_stack(eqn)):
+                found.setdefault(f"jaxdist.value_and_grad(microbatches={scope})", line)
+            for body in _bodies(eqn):
+                walk(body, line)
+
+    walk(closed, "")
+    return [Operation(text.encode(), text, found[text]) for text in sorted(found)]
 
 
 class _Digest(NamedTuple):

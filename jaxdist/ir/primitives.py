@@ -6,6 +6,7 @@ The collectives are lowered by each communicator; what they mean is in their low
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -70,6 +71,19 @@ def mark(
         return x
     return shard_p.bind(x, role=role, level=level, within=within, split=split, offload=offload)
 
+
+def marked_by(params: Mapping[str, Any]) -> str:
+    """The call that has bound :data:`shard_p` with these parameters, with its options, for a person."""
+    if params["role"] == "requested":
+        call, names = "jaxdist.shard", ("within",)
+    else:
+        call, names = "jaxdist.zero", ("level", "within", "split", "offload")
+    given = (f"{name}={params[name]!r}" for name in names if params[name] not in (None, False) or name == "level")
+    return f"{call}({', '.join(given)})"
+
+
+MICROBATCHES = "microbatches_"
+"""The name of the scope around what `jaxdist.value_and_grad` computes in so many parts."""
 
 # --- slices
 

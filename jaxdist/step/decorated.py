@@ -262,7 +262,7 @@ class DataParallel(Generic[R]):
             )
             self._signer = Signer(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
-            self._entering = Entering(self._name, context, self._placer)
+            self._entering = Entering(self._name, context, self._placer, self._settings)
             if context.is_root and commlog.asked("comm"):
                 on_cpu = mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, mesh.size, on_cpu)

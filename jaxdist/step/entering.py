@@ -15,11 +15,12 @@ from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout
-from jaxdist.runtime.compiler import settings
+from jaxdist.runtime.compiler import settings as of_jax
 from jaxdist.runtime.context import Context
 from jaxdist.step.batch import INDICES
 from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum, spans
 from jaxdist.step.program import Program
+from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature
 
 _log = logging.getLogger("jaxdist")
@@ -32,10 +33,12 @@ class Entering:
       name: of the step.
       context: the job.
       placer: onto the step's devices.
+      settings: of the step.
     """
 
-    def __init__(self, name: str, context: Context, placer: Placer):
+    def __init__(self, name: str, context: Context, placer: Placer, settings: Settings):
         self._name, self._context, self._placer = name, context, placer
+        self._options = settings.said()
         self._agreement = context.only(Agreement)
 
     def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
@@ -99,8 +102,8 @@ class Entering:
         """Compare what this rank comes with and what the others do."""
         names = [signature.names[i] for i in signature.batch]
         problem = self._placer.batch_problem(names, batch)
-        entries = [(f"constant {name}", value) for name, value in signature.constants]
-        entries += [(f"setting {name}", value) for name, value in settings().items()]
+        entries = [*self._options, *((f"constant {name}", value) for name, value in signature.constants)]
+        entries += [(f"setting {name}", value) for name, value in of_jax().items()]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             if is_batch:
                 entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))

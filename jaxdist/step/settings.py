@@ -44,3 +44,16 @@ class Settings:
     bucket_bytes: int | None
     compress: Compression | None
     enabled: bool
+
+    def said(self) -> list[tuple[str, str]]:
+        """Names and values of what decides which calls are made and what is sent, for other ranks."""
+        devices = None if self.mesh is None else [device.id for device in self.mesh.devices.flat]
+        values = {
+            "batch_argnums": self.batch,
+            "check_finite": self.check_finite,
+            "check_every": self.check_every,
+            "bucket_bytes": self.bucket_bytes,
+            "compress": self.compress,
+            "mesh": devices,
+        }
+        return [(f"option {name}", repr(value)) for name, value in values.items()]

@@ -22,7 +22,12 @@ import jaxdist
 MODE, FOLDER = sys.argv[1:]
 ctx = jaxdist.init()
 ODD = ctx.rank == 1
-RAISES = MODE in ("eager", "settings", "kept")  # on all ranks, or it ends: nothing is wrong with a state that is saved
+RAISES = MODE in (
+    "eager",
+    "settings",
+    "kept",
+    "option",
+)  # on all ranks, or it ends: nothing is wrong with a state that is saved
 SCALE = 1.0
 tx = optax.adam(0.1)
 
@@ -81,6 +86,30 @@ def on_each(w: Any, opt: Any, batch: Any) -> Any:
     return w - f(batch[0]), opt, jnp.sum(w)
 
 
+@jaxdist.data_parallel
+def in_a_library(w: Any, opt: Any, batch: Any) -> Any:
+    grads = jax.grad(loss_fn)(jnp.roll(w, 1 + ctx.rank), batch)  # LINE in_a_library
+    return w - grads, opt, jnp.sum(w)
+
+
+@jaxdist.data_parallel
+def microbatches(w: Any, opt: Any, batch: Any) -> Any:
+    grads = jaxdist.grad(loss_fn, microbatches=2 + 2 * ctx.rank)(w, batch)  # LINE microbatches
+    return w - grads, opt, jnp.sum(w)
+
+
+@jaxdist.data_parallel
+def level(w: Any, opt: Any, batch: Any) -> Any:
+    grads = jax.grad(loss_fn)(w, batch)
+    updates, opt = jaxdist.zero(tx, 3 if ODD else 1).update(grads, opt, w)  # LINE level
+    return optax.apply_updates(w, updates), opt, jnp.sum(w)
+
+
+@functools.partial(jaxdist.data_parallel, bucket_bytes=1000 * ctx.rank)
+def option(w: Any, opt: Any, batch: Any) -> Any:
+    return plain(w, opt, batch)
+
+
 @functools.partial(jaxdist.data_parallel, bucket_bytes=0)
 def order(w: Any, opt: Any, batch: Any) -> Any:
     x, y = batch
@@ -137,6 +166,9 @@ def body() -> Any:
     elif MODE == "types":
         w, opt = train(scaled, w, opt)
         train(scaled, w.astype(jnp.bfloat16) if ODD else w, opt)
+    elif MODE == "types on both":
+        w, opt = train(scaled, w, opt)
+        train(scaled, w.astype(jnp.bfloat16 if ODD else jnp.float16), opt)
     elif MODE == "settings":
         alike, other = contextlib.nullcontext(), jax.default_matmul_precision("highest")
         w, opt = train(scaled, w, opt)

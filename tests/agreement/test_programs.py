@@ -9,7 +9,8 @@ from pathlib import Path
 import jobs
 import pytest
 
-from jaxdist.agreement.programs import Line, difference, explained
+from jaxdist.agreement.programs import difference, explained
+from jaxdist.ir.dataflow import Operation
 
 SCRIPT = Path(__file__).with_name("differing.py")
 ENV = {"JAX_ENABLE_X64": "0"}
@@ -25,19 +26,28 @@ OPERATIONS = {
     "several": ("add float32[], 0.0*", "add float32[], 1.0*"),
     "library": ("mul 0.1", "mul 1.1"),
     "on_each": ("psum", "pmax"),
+    "in_a_library": (
+        "slice float32[4] limit_indices=(4) start_indices=(3)*",
+        "slice float32[4] limit_indices=(4) start_indices=(2)*",
+    ),
+    "microbatches": ("jaxdist.value_and_grad(microbatches=2)*", "jaxdist.value_and_grad(microbatches=4)*"),
+    "level": ("jaxdist.zero(level=1)*", "jaxdist.zero(level=3)*"),
     "order": ("reduce_sum float32[", "mul float32["),
 }
 OTHERS = {
     "retraced": "rank 0 has traced another program than before, and rank 1 has not",
     "retraced alone": "rank 1 has traced another program than before, and rank 0 has not",
-    "types": r"w is bfloat16\[4\] on rank 1, float32\[4\] on rank 0",
+    "types": rf"w is bfloat16\[4\] on rank 1, float32\[4\] on rank 0, in the call at {SCRIPT}:\d+ in train\.",
+    "types on both": rf"rank 0: w float16\[4\], at {SCRIPT}:\d+ in train\n.*rank 1: w bfloat16\[4\], at {SCRIPT}:",
+    "option": "option bucket_bytes is 0 on rank 0; 1000 on rank 1",
     # Where the one that asks comes first, an error on every rank; else the end of the job.
     "settings": "setting jax_default_matmul_precision is|came with step 'scaled'",
     "kept": "leaf w is|came with step 'scaled'",
     "eager": "the ranks make different calls: allreduce",
 }
 LAST = {  # calls that return on each rank: those before the difference
-    "later": 2, "several": 2, "retraced": 4, "retraced alone": 4, "types": 2, "settings": 4, "kept": 6,
+    "later": 2, "several": 2, "retraced": 4, "retraced alone": 4, "types": 2, "types on both": 2, "settings": 4,
+    "kept": 6,
 }  # fmt: skip
 
 
@@ -100,7 +110,7 @@ def test_processes_started_by_hand_all_end_and_one_says_why(tmp_path: Path) -> N
 
 
 def test_the_first_operation_that_differs() -> None:
-    a, b, c, d = (Line(text.encode(), text, f"{text}.py:1") for text in "abcd")
+    a, b, c, d = (Operation(text.encode(), text, f"{text}.py:1") for text in "abcd")
     assert difference([a, b, c], [a, d, c]) == (b, d)
     assert difference([a, b], [a]) == (b, None)
     assert difference([a, b, c], [b, a, c]) == (a, b)
