@@ -140,7 +140,7 @@ def counts_asked() -> Iterator[list[tuple[str, str]]]:
     mine: tuple[int, list[tuple[str, str]]] = (threading.get_ident(), [])
     with _exchanging:
         if not _asking:
-            for name in _COUNTS:
+            for name in (*_COUNTS, *_LISTS):
                 setattr(jax, name, _noting(getattr(jax, name), name))
         _asking.append(mine)
     try:
@@ -149,22 +149,42 @@ def counts_asked() -> Iterator[list[tuple[str, str]]]:
         with _exchanging:
             _asking[:] = [one for one in _asking if one is not mine]
             if not _asking:
-                for name in _COUNTS:
+                for name in (*_COUNTS, *_LISTS):
                     setattr(jax, name, getattr(jax, name).__wrapped__)
 
 
 _COUNTS = ("device_count", "local_device_count", "process_count")
+_LISTS = ("devices", "local_devices")  # whose first entry tells no number
 
 
-def _noting(function: Callable[..., int], name: str) -> Callable[..., int]:
+def _noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> int:
-        code = sys._getframe(1)
-        if not code.f_code.co_filename.startswith(_NOT_THE_USERS):
-            for thread, found in _asking[:]:
-                if thread == threading.get_ident():
-                    found.append((f"jax.{name}()", f"{code.f_code.co_filename}:{code.f_lineno}"))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if name in _LISTS:
+            return _Devices(function(*args, **kwargs), name)
+        _note(f"jax.{name}()")
         return function(*args, **kwargs)
 
     call.__wrapped__ = function  # of a function that was itself wrapped
     return call
+
+
+class _Devices(list[Any]):
+    """What `jax.devices` returns, which notes who asks for its length."""
+
+    def __init__(self, devices: list[Any], name: str):
+        super().__init__(devices)
+        self._name = name
+
+    def __len__(self) -> int:
+        _note(f"the length of jax.{self._name}()")
+        return super().__len__()
+
+
+def _note(what: str) -> None:
+    code = sys._getframe(2)
+    if code.f_code.co_filename.startswith(_NOT_THE_USERS):
+        return
+    for thread, found in _asking[:]:
+        if thread == threading.get_ident():
+            found.append((what, f"{code.f_code.co_filename}:{code.f_lineno}"))

@@ -147,10 +147,17 @@ def _names(eqn: JaxprEqn, names: set[str]) -> bool:
 
 def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
     sums: set[Any] = set()
+    gathered: dict[Any, int] = {}  # and the dimension of the devices
     for eqn in jaxpr.eqns:
-        name, taken = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, Literal) and v in sums]
-        if (name.startswith("psum") and not names.isdisjoint(axes_of(eqn))) or (
-            taken and name == "convert_element_type"
+        name, read = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, Literal)]
+        taken = not sums.isdisjoint(read)
+        over = not names.isdisjoint(axes_of(eqn))
+        if over and name.startswith("all_gather") and not eqn.params["tiled"]:
+            gathered[eqn.outvars[0]] = eqn.params["all_gather_dimension"]
+        elif (
+            (over and name.startswith(("psum", "reduce_scatter")))
+            or (taken and name == "convert_element_type")
+            or (name == "reduce_sum" and any(gathered.get(v) in eqn.params["axes"] for v in read))
         ):
             sums.update(eqn.outvars)
         elif taken and name in ("div", "mul"):
