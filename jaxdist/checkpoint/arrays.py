@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.checkpoint.agreement import brief
-from jaxdist.checkpoint.record import DamagedError, LeafRecord
+from jaxdist.checkpoint.record import DamagedError, LeafRecord, unreadable
 
 Bounds = tuple[tuple[int, int], ...]  # of a slice: where it begins and ends along each axis
 _NODES_IN_MEMORY = 100_000_000  # bytes of the database's index; nothing is kept without a limit
@@ -48,7 +48,7 @@ class ArrayReader:
         """Begin to read slices of an array; what is returned waits for them.
 
         Raises:
-          DamagedError: names the leaf and the files that hold it.
+          CheckpointError: names the leaf and the files that hold it (DamagedError), or see `unreadable`.
         """
 
         def careful(what: Callable[[], Any]) -> Any:
@@ -57,7 +57,10 @@ class ArrayReader:
             except (DamagedError, MemoryError):
                 raise
             except Exception as error:
-                raise self.damaged(name, f"can't be read: {brief(error)}") from None
+                found = unreadable(f"leaf {'.'.join(name)} of checkpoint {self._directory}", error)
+                if isinstance(found, DamagedError):
+                    found = self.damaged(name, f"can't be read: {brief(error)}")
+                raise found from None
 
         def begin() -> list[Any]:
             array = opened.result()

@@ -22,7 +22,7 @@ from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, identity, saved
 from jaxdist.checkpoint.leaves import named
 from jaxdist.checkpoint.like import Leaves, check_kinds, check_leaf, cut, on_mesh, placed
-from jaxdist.checkpoint.record import DamagedError, Record
+from jaxdist.checkpoint.record import DamagedError, Record, unreadable
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context, get_context
@@ -56,7 +56,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
     Raises:
       FileNotFoundError: no such checkpoint, or no checkpoint at all, or it was removed while it was being read.
       CheckpointError: on every rank: it is of another model (names the first leaf that differs), or damaged (names
-        the leaf and the file).
+        the leaf and the file), or the system can't read it (too many open files, say), which is never passed over.
       TypeError: a leaf of `like` that no checkpoint has.
       ValueError: both `step` and `fallback`.
 
@@ -244,8 +244,9 @@ def _read_own(ctx: Context, directory: Path, wanted: Saved, like: Any) -> Part[t
     except (CheckpointError, FileNotFoundError):
         raise
     except Exception as error:
-        kind = CheckpointError if isinstance(error, MemoryError) else DamagedError
-        raise kind(f"checkpoint {directory} can't be read: {type(error).__name__}: {brief(error)}") from error
+        if not isinstance(error, MemoryError):
+            raise unreadable(f"checkpoint {directory}", error) from error
+        raise CheckpointError(f"checkpoint {directory} can't be read: MemoryError: {brief(error)}") from error
 
 
 def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...], int]) -> Any:

@@ -8,13 +8,16 @@ in its place is taken for the truth.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.checkpoint.agreement import brief
 from jaxdist.checkpoint.files import Saved, look, record_name
 from jaxdist.errors import CheckpointError
 
@@ -23,6 +26,39 @@ _DATA = "d"  # the folders in which orbax's database keeps what the arrays' chec
 
 class DamagedError(CheckpointError):
     """What is on disk is not what was saved."""
+
+
+def unreadable(what: str, error: Exception) -> CheckpointError:
+    """The error about a file or a leaf that can't be read: damage, unless the system says that it is something else.
+
+    A disk that fails, rights that are missing or too many open files say nothing of what was saved: such a checkpoint
+    is not passed over, for the next `save` would rename it.
+
+    Args:
+      what: can't be read.
+      error: from the system, from tensorstore, or of what was read.
+
+    Example:
+      >>> unreadable("file a", PermissionError(errno.EACCES, "Permission denied"))
+      CheckpointError("file a can't be read: Permission denied. The system says so, which is no damage: ...")
+      >>> unreadable("file a", FileNotFoundError(errno.ENOENT, "No such file or directory"))
+      DamagedError("file a can't be read: No such file or directory")
+    """
+    if isinstance(error, OSError):
+        number, text = error.errno, error.strerror or str(error)
+    else:
+        said, text = _OF_THE_SYSTEM.search(str(error)), f"{type(error).__name__}: {brief(error)}"
+        number = int(said[1]) if said else None
+    if number in _DAMAGE:
+        return DamagedError(f"{what} can't be read: {text}")
+    return CheckpointError(
+        f"{what} can't be read: {text}. The system says so, which is no damage: the checkpoint stays as it is. Restore "
+        "it again once the cause is gone"
+    )
+
+
+_OF_THE_SYSTEM = re.compile(r"os_error_code='(\d+)'")  # of what tensorstore raises
+_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None: it was read, and makes no sense
 
 
 class LeafRecord(NamedTuple):
@@ -91,7 +127,7 @@ def read(directory: Path, saved: Saved) -> Record:
       saved: which one it should be; its step may be -1, any.
 
     Raises:
-      DamagedError: it is gone or damaged, or that of another checkpoint.
+      CheckpointError: it is gone or damaged (DamagedError), or that of another checkpoint; or see `unreadable`.
     """
     if saved.number is None:
         raise DamagedError(
@@ -104,7 +140,7 @@ def read(directory: Path, saved: Saved) -> Record:
         digest = content.pop("digest")
         whole = digest == _digest(content)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"file {file} of checkpoint {directory} can't be read: {error}") from None
+        raise unreadable(f"file {file} of checkpoint {directory}", error) from None
     if not whole:
         raise DamagedError(f"file {file} of checkpoint {directory} is damaged: its digest does not fit")
     written = Saved(content["step"], content["number"], content["after"])
@@ -128,7 +164,7 @@ def check_files(directory: Path, record: Record) -> None:
     """Compare the sizes of all files, and the bytes of those that no array's checksum is about.
 
     Raises:
-      DamagedError: names the first file that is not as it was.
+      CheckpointError: names the first file that is not as it was (DamagedError), or see `unreadable`.
     """
     for name, (size, crc) in record.files.items():
         file = directory / name
@@ -140,7 +176,7 @@ def check_files(directory: Path, record: Record) -> None:
             if crc is not None and zlib.crc32(_bytes(file)) != crc:
                 raise DamagedError(f"file {file} {of} has other bytes than were written")
         except OSError as error:
-            raise DamagedError(f"file {file} {of} can't be read: {error.strerror or error}") from None
+            raise unreadable(f"file {file} {of}", error) from None
 
 
 def _bytes(file: Path) -> bytes:

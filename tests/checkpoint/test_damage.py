@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,8 @@ import pytest
 
 import jaxdist
 from jaxdist import CheckpointError
+from jaxdist.checkpoint import record
+from jaxdist.checkpoint.arrays import ArrayReader
 
 STATE = {"model": {"w": np.random.default_rng(0).normal(size=(100, 100)), "n": np.arange(4)}, "name": "a"}
 
@@ -62,6 +67,58 @@ def test_a_bit_of_the_data(path: Path) -> None:
     assert str(file) in str(e.value)
     assert "Other steps: [10]" in str(e.value)
     assert jaxdist.restore(path, STATE, step=10)["model"]["n"].tolist() == [10] * 4
+
+
+def _without_files(opens: Callable[..., Any]) -> Callable[..., Any]:
+    """As `opens`, in a process that has as many files open as it may."""
+
+    def call(*args: Any) -> Any:
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        try:
+            opened = opens(*args)
+            with contextlib.suppress(Exception):
+                opened.result()
+            return opened
+        finally:
+            for fd in taken:
+                os.close(fd)
+
+    return call
+
+
+def _refuse_to_pass_over(path: Path, words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"can't be read: .*{words}.*which is no damage") as e:
+        jaxdist.restore(path, STATE, fallback=True)
+    assert "is damaged" not in str(e.value)
+
+
+@pytest.mark.parametrize("where", ["_bytes", "check_files", "read"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_what_the_system_cannot_read_is_no_damage(
+    where: str, number: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record, where, fail)
+        _refuse_to_pass_over(path, os.strerror(number))
+    assert jaxdist.restore(path, STATE)["model"]["n"].tolist() == [20] * 4
+    jaxdist.save(path, filled(30), 30)
+    assert steps_in(path) == ["10", "20", "30"]
+
+
+def test_nor_is_what_tensorstore_cannot_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(ArrayReader, "open", _without_files(ArrayReader.open))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        _refuse_to_pass_over(path, os.strerror(errno.EMFILE))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
