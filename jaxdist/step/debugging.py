@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxdist.placements.layouts import Padded, on_device, physical
 from jaxdist.runtime.context import Context
+from jaxdist.step.batch import is_keys
 from jaxdist.step.placer import ELSEWHERE, Placer, spans
 from jaxdist.step.signature import NUMBERS, Signature, constants_back
 
@@ -51,6 +52,8 @@ def op_by_op(
     """
     # What the arguments hold is not made here: JAX's check would name the copy.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_keys(x)}  # they travel as integers
+        leaves = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
         state = [leaves[i] for i in signature.state]
         mine = [leaves[i] for i in signature.batch]
         if context.size > 1:
@@ -70,6 +73,8 @@ def op_by_op(
             for i, x in zip(at, xs, strict=True):
                 whole[i] = x
         whole = [_local(x) for x in whole]
+        for i, kind in keys.items():
+            whole[i] = jax.random.wrap_key_data(whole[i], impl=kind)
         args = jax.tree.unflatten(signature.tree, whole)
     try:
         with jax.disable_jit():
@@ -96,6 +101,6 @@ def _local(x: Any) -> Any:
     """An array of this process on one device, numbers as they are."""
     if isinstance(x, NUMBERS):
         return x
-    if isinstance(x, jax.Array) and (jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) or len(x.devices()) == 1):
+    if isinstance(x, jax.Array) and len(x.devices()) == 1:
         return on_device(x)
     return jax.numpy.asarray(np.asarray(x))

@@ -300,11 +300,32 @@ def numbers() -> None:
     alike("equinox", [mine.w, [a for a, _ in losses]], [twin.w, [b for _, b in losses]])
 
 
+def keys_of_their_own() -> None:
+    """A key in the state, and one for each example in the batch: the same with jit, without it, and on the mesh."""
+
+    def noisy(w: Any, key: Any, batch: Any) -> Any:
+        key, own = jax.random.split(key)
+        noise = jax.vmap(lambda k: jax.random.normal(k, (3,)))(batch["k"]) + jax.random.normal(own, batch["x"].shape)
+        return w - jnp.mean(batch["x"] + noise, 0), key, batch["k"]
+
+    keys = jax.random.split(jax.random.key(1), ROWS * ctx.size)
+    mine = {"x": X[ctx.rank], "k": keys[ROWS * ctx.rank : ROWS * (ctx.rank + 1)]}
+    step = jaxdist.data_parallel(noisy, donate=False)
+    expected = noisy(W, jax.random.key(0), {"x": whole(X), "k": keys})
+    data = lambda out: [out[0], jax.random.key_data(jaxdist.unshard(out[1]))]
+    alike("keys", data(on_mesh := step(W, jax.random.key(0), mine)), data(expected))
+    with jax.disable_jit():
+        alike("keys without jit", data(step(W, jax.random.key(0), mine)), data(expected))
+        again = step(on_mesh[0], on_mesh[1], mine)
+    alike("keys on the mesh", data(again), data(noisy(expected[0], expected[1], {"x": whole(X), "k": keys})))
+
+
 def debugging() -> None:
     step = jaxdist.data_parallel(lambda w, x, y: (w - jax.grad(loss_of)(w, x, y), loss_of(w, x, y)), donate=False)
     expected = W - jax.grad(loss_of)(W, whole(X), whole(Y)), loss_of(W, whole(X), whole(Y))
     with jax.disable_jit():
         alike("disable_jit", step(W, X[ctx.rank], Y[ctx.rank]), expected)
+    keys_of_their_own()
     bad = X[ctx.rank] * (np.nan if ctx.rank == 1 else 1.0)
     with jax.debug_nans(True):
         alike("debug_nans, none", step(W, X[ctx.rank], Y[ctx.rank]), expected)
