@@ -215,6 +215,19 @@ def unsplit(names: Sequence[str], devices: int, processes: int) -> str:
     )
 
 
+def carried_over(names: Sequence[str]) -> str:
+    """What to say of a step that returns the next value of its batch, and has no other arrays.
+
+    Args:
+      names: of the arguments that are the batch.
+    """
+    return (
+        f"{_list(names)} {'is' if len(names) == 1 else 'are'} taken for the batch and split over the devices, and the "
+        "step returns the next value. If it is the state, batch_argnums=() says that there is no batch; else "
+        f"batch_argnums={names[0] if len(names) == 1 else tuple(names)!r} says that it is one"
+    )
+
+
 def _two_readings(arguments: Sequence[Argument], readings: Sequence[tuple[int, ...]], doubtful: Sequence[int]) -> str:
     def said(reading: tuple[int, ...]) -> str:
         names = tuple(arguments[i].name for i in reading)

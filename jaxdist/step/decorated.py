@@ -384,7 +384,9 @@ class DataParallel(Generic[R]):
         if commlog.asked("placements"):
             commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")
         elif not self._warned:
-            text = report.warning(placed) or (made.unsplit(placed) if self._settings.batch is None else "")
+            text = report.warning(placed)
+            if self._settings.batch is None:
+                text = made.carried_batch() or text or made.unsplit(placed)
             if text:
                 self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
                 say_once(f"step {self._name.partition('#')[0]!r}: {text}")

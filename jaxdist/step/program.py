@@ -30,9 +30,9 @@ from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
-from jaxdist.step.batch import is_keys, unsplit
+from jaxdist.step.batch import carried_over, is_keys, unsplit
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
-from jaxdist.step.tracing import TracedStep
+from jaxdist.step.tracing import TracedStep, carried, returns_like
 
 _GATHERED_AT_ONCE = 64
 """Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
@@ -175,6 +175,18 @@ class Program:
             return ""
         processes = {d.process_index for d in self._mesh.devices.flat}
         return unsplit(names, self._mesh.size, len(processes))
+
+    def carried_batch(self) -> str:
+        """What to say of a step that returns the next value of its batch, and has no arrays that may be its state."""
+        step, signature = self._step, self.signature
+        split = [a for a in signature.arguments if not set(a[1]).isdisjoint(signature.batch)]
+        arrays = [i for i in signature.state if self._avals[i].shape and not is_keys(self._avals[i])]
+        if not split or arrays:
+            return ""
+        if not all(returns_like(step, tree, [self._avals[i] for i in at]) for tree, at, _ in split):
+            return ""
+        found = carried(step, self._avals)
+        return carried_over([name for _, _, name in split]) if found.issuperset(signature.batch) else ""
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it.

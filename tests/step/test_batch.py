@@ -214,6 +214,43 @@ def test_that_nothing_is_split_is_said_once(step: Any, args: Any, said: str, cap
     assert not [r for r in caplog.records if "no argument is taken" in r.getMessage()]
 
 
+def variational(i: Any, state: Any) -> Any:
+    """A step without a batch, on a state of arrays of one length: jax's examples/advi.py."""
+    noise = jax.random.normal(jax.random.key(i), (4, 2))
+    grads = jax.grad(lambda s: jnp.mean((s["mean"] + jnp.exp(s["log"]) * noise) ** 2) - s["log"].sum())(state)
+    return jax.tree.map(lambda x, g: x - 0.1 * g, state, grads)
+
+
+def variational_in_parts(i: Any, mean: Any, log: Any) -> Any:
+    out = variational(i, {"mean": mean, "log": log})
+    return out["mean"], out["log"]
+
+
+MEANS = {"mean": np.ones(2), "log": np.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "options", "said"),
+    [
+        (variational, (1, MEANS), {}, "state is taken for the batch and split over the devices"),
+        (variational, (1, MEANS), {"batch_argnums": ()}, ""),
+        (variational, (1, MEANS), {"batch_argnums": "state"}, ""),
+        (variational_in_parts, (1, np.ones(2), np.zeros(2)), {}, "mean and log are taken for the batch"),
+        (lambda w, x: x - 0.1 * jax.grad(lambda x: jnp.sum((x @ w) ** 2))(x), (W, X), {}, ""),  # w may be the state
+        (lambda i, x: jnp.tanh(x) * i, (2, X), {}, ""),  # no next value
+    ],
+)
+def test_a_batch_that_may_be_the_state_is_said_once(
+    step: Any, args: Any, options: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decorated = jaxdist.data_parallel(step, donate=False, **options)
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_allclose, decorated(*args), jax.jit(step)(*args))
+    texts = [r.getMessage() for r in caplog.records if "taken for the batch" in r.getMessage()]
+    assert len(texts) == bool(said), texts
+    assert all(said in text and "batch_argnums=() says that there is no batch" in text for text in texts)
+
+
 def test_a_state_that_an_earlier_call_returned_is_none() -> None:
     step = jaxdist.data_parallel(lambda w, x: (w * 0.5, loss_of(w, x)), donate=False)
     w, _ = step(W, X)
