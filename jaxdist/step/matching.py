@@ -5,7 +5,8 @@ A leaf of the result *carries* a leaf of the arguments if it is that leaf, chang
 ``w - lr * grad`` carries `w`, and so does a moving average, but a loss carries nothing that it is computed from. How
 much of it is left is looked at as well: a gradient with decay has a little of the weights in it, ``grad + 1e-4 * w``,
 and a difference ``new - w`` nothing. What differentiation makes of an argument on its way back is a gradient: it
-carries nothing.
+carries nothing, and nothing of the weights of which it is the gradient once these are added with a factor that is not
+known, ``grad + decay * w``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _ENOUGH = 0.1
 """A next value has more than this of the old one; weight decay in a gradient, say, has less."""
 _SOME = 0.5
 """In place of a factor whose value is not known while the step is traced."""
+_MOST = 0.75
+"""The same of ``1 - rate``."""
 
 
 class Flow(NamedTuple):
@@ -44,11 +47,13 @@ class Flow(NamedTuple):
       depends: the inputs on which it depends, as a set of bits.
       has: what it has of them.
       derived: a derivative, or what follows from one.
+      slopes: the inputs on which those derivatives depend, as bits.
     """
 
     depends: int
     has: Carry
     derived: bool = False
+    slopes: int = 0
 
     def carries(self, i: int) -> bool:
         """Whether it is made of the input `i`, changed."""
@@ -67,16 +72,21 @@ def _flow(infer: Infer, block: Block, inputs: Sequence[Flow]) -> list[Flow]:
         at[i] = flow
     for node in block.nodes:
         args = [at[i] for i in node.ins]
-        every, derived = 0, node.backward or (node.name in CONTROL_FLOW and _differentiates(node.eqn))
+        every, slopes, derived = 0, 0, node.backward or (node.name in CONTROL_FLOW and _differentiates(node.eqn))
         for flow in args:
             every |= flow.depends
-            derived = derived or flow.derived
+            slopes |= flow.slopes
+        slopes, derived = every if derived else slopes, derived or any(flow.derived for flow in args)
         # On the way back there are gradients, whatever they are multiplied by.
         carried = [_NOTHING] * len(node.outs) if node.backward else _carried(infer, block, node, args, factors)
         if node.name == "broadcast_in_dim" and (not block.avals[node.ins[0]].shape or node.ins[0] in factors):
             factors[node.outs[0]] = factors.get(node.ins[0])
+        elif node.name in ("add", "sub") and not block.avals[node.outs[0]].shape:
+            known = [factors.get(i) for i in node.ins if i in factors]
+            if len(known) == 1 and known[0] is not None:
+                factors[node.outs[0]] = _MOST * known[0]
         for o, carry in zip(node.outs, carried, strict=True):
-            at[o] = Flow(every, carry, derived)
+            at[o] = Flow(every, carry, derived, slopes)
     return [at[i] for i in block.outputs]
 
 
@@ -93,7 +103,12 @@ def _carried(
         if name in ("sub", "neg") and (minus := len(args) - 1) in kept:
             kept[minus] = {i: -amount for i, amount in kept[minus].items()}
         if name in ADDITION or name == "sub":
-            return [_joined(kept.values(), float.__add__)]
+            slopes = 0  # of what is a gradient, added to something
+            for k, flow in enumerate(args):
+                if flow.derived and not flow.has and not (name == "sub" and k):
+                    slopes |= flow.slopes
+            total = _joined(kept.values(), float.__add__)
+            return [{i: amount for i, amount in total.items() if abs(amount) > _SOME or not slopes >> i & 1}]
         return [_joined(kept.values(), max, len(kept) < len(args) - first)]
     if name in WRITES:
         return [args[0].has]

@@ -206,6 +206,25 @@ NO_NEXT_VALUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda p, x: {"w": jnp.linalg.solve(x.T @ x + jnp.eye(3), grad(p, x)["w"]), "b": grad(p, x)["b"]}, (P,),
     ),
     "gradients with decay": (lambda p, x: both(lambda p, g: g + 1e-2 * p, p, grad(p, x)), (P,)),
+    "gradients with decay by an argument": (
+        lambda p, decay, x: both(lambda p, g: g + decay * p, p, grad(p, x)), (P, jnp.asarray(1e-2)),
+    ),
+    "the same the other way round": (
+        lambda p, decay, x: both(lambda p, g: decay * p + g, p, grad(p, x)), (P, jnp.asarray(1e-2)),
+    ),
+    "less the decay": (lambda p, decay, x: both(lambda p, g: g - decay * p, p, grad(p, x)), (P, jnp.asarray(1e-2))),
+    "gradients with decay, clipped": (
+        lambda p, decay, x: both(lambda p, g: jnp.clip(g + decay * p, -1, 1) * decay, p, grad(p, x)),
+        (P, jnp.asarray(1e-2)),
+    ),
+    "gradients with decay by optax": (
+        lambda p, decay, x: optax.add_decayed_weights(decay).update(grad(p, x), optax.EmptyState(), p)[0],
+        (P, jnp.asarray(1e-2)),
+    ),
+    "one gradient with decay": (lambda w, decay, x: jax.grad(loss_fn)(w, x) + decay * w, (W, jnp.asarray(1e-2))),
+    "what is to be added, by arguments": (
+        lambda p, rate, x: both(lambda p, g: -rate * (g + rate * p), p, grad(p, x)), (P, jnp.asarray(1e-2)),
+    ),
     "a loss with decay, differentiated": (
         jax.grad(lambda p, x: tree_loss(p, x) + 0.5 * optax.tree.norm(p, squared=True)), (P,),
     ),
@@ -271,6 +290,36 @@ NEXT_VALUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "decayed by an argument": (
         lambda p, rate, x: (both(lambda p, g: p * (1 - rate * 0.01) - rate * g, p, grad(p, x)), rate * 0.9),
         (P, jnp.asarray(0.1)),
+    ),
+    "decayed by an argument, and added": (
+        lambda p, rate, x: (both(lambda p, g: (1 - rate) * p + -rate * g, p, grad(p, x)), rate * 0.9),
+        (P, jnp.asarray(0.1)),
+    ),
+    "shrunk by an argument": (
+        lambda p, rate, x: (both(lambda p, g: rate * p - 0.1 * g, p, grad(p, x)), rate * 0.9), (P, jnp.asarray(0.9)),
+    ),
+    "decay in the gradient": (
+        lambda p, rate, x: (both(lambda p, g: p - rate * (g + rate * p), p, grad(p, x)), rate * 0.9),
+        (P, jnp.asarray(0.1)),
+    ),
+    "momentum by an argument": (
+        lambda p, m, rate, x: (
+            both(lambda p, m: p - 0.1 * m, p, new := both(lambda m, g: rate * m + g, m, grad(p, x))), new, rate * 0.9,
+        ),
+        (P, P, jnp.asarray(0.9)),
+    ),
+    "a target that the loss reads, by an argument": (
+        lambda p, target, rate, x: (
+            new := both(lambda p, g: p - 0.1 * g, p, jax.grad(lambda p: tree_loss(p, x) * tree_loss(target, x))(p)),
+            both(lambda t, n: rate * t + (1 - rate) * n, target, new), rate * 0.9,
+        ),
+        (P, P, jnp.asarray(0.9)),
+    ),
+    "a mean that moves by what is missing": (
+        lambda p, mean, rate, x: (
+            new := moved(p, x), both(lambda m, n: m - (1 - rate) * (m - n), mean, new), rate * 0.9,
+        ),
+        (P, P, jnp.asarray(0.9)),
     ),
     "by signs": (lambda p, x: both(lambda p, g: p - 0.1 * jnp.sign(g), p, grad(p, x)), (P,)),
     "by orthogonal matrices": (lambda p, x: both(lambda p, g: p - 0.1 * orthogonal(g), p, grad(p, x)), (P,)),
