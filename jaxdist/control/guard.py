@@ -5,7 +5,8 @@ would live for ever, hold memory and GPUs, and keep an mpirun waiting that reads
 
 Linux can kill a child when its parent dies (PR_SET_PDEATHSIG), but only a child that asks for it, and already when the
 *thread* that started it ends. So each rank has a guard: this file, run as a program that imports nothing but the
-standard library. It waits for the end of the rank, looks for what the rank has left behind, and ends it.
+standard library. It waits for the end of the rank, looks for what the rank has left behind, and ends it. A guard that
+is killed itself is replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ MARK = "JAXDIST_GUARDED"
 _SOFT_SECONDS = 1.0  # to end by SIGTERM
 _HARD_SECONDS = 5.0  # for SIGKILL to take effect: a process may wait for a disk
 _IN_ORDER = "over"
+_AGAIN_SECONDS = 1.0  # from the end of a guard that was killed to the start of another
 _POLL_SECONDS = 0.5  # where Linux is too old to tell of the end of a process that is not a child (5.3)
 
 _started: list[int] = []  # in which process
@@ -112,38 +114,69 @@ def start(*, whole_job: bool) -> None:
     os.environ[MARK] = str(own.name)
     # Not a child of this process for longer than a moment: scripts wait for all of theirs (`os.wait`).
     program = [sys.executable, "-I", "-S", __file__, str(own.name), str(own.session), "job" if whole_job else ""]
-    reading, writing = os.pipe()
     try:
-        process = subprocess.Popen(
-            program, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
-            start_new_session=True,
-        )  # fmt: skip
+        guards = [_Guard(program)]
     except OSError:  # no more processes: the job matters more
-        os.close(writing)
         return
-    finally:
-        os.close(reading)
-    threading.Thread(target=process.wait, name="jaxdist-guard", daemon=True).start()
-    tell = _teller(writing)
-    for child in running():
-        if child.parent == own.name.pid:
-            tell(str(child.name))
 
+    def keep() -> None:
+        while guards[-1].was_killed():
+            time.sleep(_AGAIN_SECONDS)
+            with contextlib.suppress(OSError, RuntimeError):  # no more processes, or the interpreter ends
+                guards.append(_Guard(program))
+
+    threading.Thread(target=keep, name="jaxdist-guard", daemon=True).start()
     # A child that is forked, and does not become another program, has no environment of its own.
-    os.register_at_fork(after_in_child=lambda: tell(str(seen.name)) if (seen := look(os.getpid())) else None)
-    atexit.register(lambda: tell(_IN_ORDER) if os.getpid() == own.name.pid else None)
+    os.register_at_fork(after_in_child=lambda: guards[-1].tell(str(seen.name)) if (seen := look(os.getpid())) else None)
+    atexit.register(lambda: guards[-1].tell(_IN_ORDER) if os.getpid() == own.name.pid else None)
 
 
-def _teller(pipe: int) -> Callable[[str], None]:
-    os.set_blocking(pipe, False)
-    itself = os.fstat(pipe)
+class _Guard:
+    """A guard that runs, as this process sees it: told of its children.
 
-    def tell(line: str) -> None:
+    Args:
+      program: and its arguments.
+    """
+
+    def __init__(self, program: Sequence[str]):
+        reading, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                program, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(reading)
+        os.set_blocking(self._pipe, False)
+        self._itself = os.fstat(self._pipe)
+        for child in running():
+            if child.parent == os.getpid():
+                self.tell(str(child.name))
+
+    def tell(self, line: str) -> None:
         with contextlib.suppress(OSError):
-            if os.path.samestat(itself, os.fstat(pipe)):  # a child may have closed all it had, and opened others
-                os.write(pipe, f"{line}\n".encode())
+            if self._is_open():
+                os.write(self._pipe, f"{line}\n".encode())
 
-    return tell
+    def was_killed(self) -> bool:
+        """Wait until nobody reads what it is told; False: the pipe is gone, so that can't be known."""
+        self._process.wait()
+        waiting = select.poll()
+        waiting.register(self._pipe, 0)
+        try:
+            waiting.poll()
+            if known := self._is_open():
+                os.close(self._pipe)
+        except OSError:
+            return False
+        return known
+
+    def _is_open(self) -> bool:
+        """Whether the pipe is still there: a child, or the script, may have closed all it had, and opened others."""
+        return os.path.samestat(self._itself, os.fstat(self._pipe))
 
 
 # --- the guard itself

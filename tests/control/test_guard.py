@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -48,6 +49,9 @@ class Rank:
             [sys.executable, "-c", RANK, how, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
+        seen = guard.look(self.process.pid)
+        assert seen is not None
+        self.name = seen.name
         self.children: dict[str, guard.Name] = {}
         while not {"ready", "bare"} <= self.children.keys():
             name, pid = self.process.stdout.readline().split()
@@ -87,6 +91,41 @@ def ranks() -> Iterator[list[Rank]]:
 
 def test_whatever_a_killed_process_has_started_ends(ranks: list[Rank]) -> None:
     ranks.append(Rank("whole"))
+    assert ranks[0].left(0.0) == {"before", "program", "session", "stubborn", "bare", "fork"}
+    ranks[0].process.kill()
+    assert ranks[0].left(20.0) == set()
+
+
+def guards_of(rank: Rank) -> set[int]:
+    found = set()
+    for seen in guard.running():
+        with contextlib.suppress(OSError):
+            arguments = Path(f"/proc/{seen.name.pid}/cmdline").read_bytes().split(b"\0")
+            if guard.__file__.encode() in arguments and str(rank.name).encode() in arguments:
+                found.add(seen.name.pid)
+    return found
+
+
+def guard_that_knows_all(rank: Rank, but: Collection[int]) -> int:
+    """The number of a guard which has been told of what the rank has started."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        new = guards_of(rank) - set(but)
+        # The process that starts a guard is waited for last.
+        children = " ".join(p.read_text() for p in Path(f"/proc/{rank.process.pid}/task").glob("*/children")).split()
+        if len(new) == 1 and {int(pid) for pid in children} <= {child.pid for child in rank.children.values()}:
+            return new.pop()
+        time.sleep(0.05)
+    pytest.fail(f"guards: {guards_of(rank)}, of which were killed: {but}")
+
+
+def test_a_guard_that_is_killed_is_replaced(ranks: list[Rank]) -> None:
+    ranks.append(Rank("whole"))
+    killed: list[int] = []
+    for _ in range(2):
+        killed.append(guard_that_knows_all(ranks[0], killed))
+        os.kill(killed[-1], signal.SIGKILL)
+    guard_that_knows_all(ranks[0], killed)
     assert ranks[0].left(0.0) == {"before", "program", "session", "stubborn", "bare", "fork"}
     ranks[0].process.kill()
     assert ranks[0].left(20.0) == set()
