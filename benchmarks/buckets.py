@@ -74,7 +74,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*models.MODELS, *models.TINY])
-    parser.add_argument("--communicators", nargs="*", default=["mpi", "xla"])
+    parser.add_argument("--communicator", dest="communicators", nargs="*", default=["mpi", "xla"])
     parser.add_argument("--kib", nargs="*", type=int, default=list(KIB), help="must have 0, which is compared to")
     parser.add_argument("--compress", nargs="*", default=[], help="of: bf16, fp16")
     parser.add_argument("--rounds", type=int, default=7)

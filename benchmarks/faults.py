@@ -431,7 +431,9 @@ def main() -> None:
     names = [name for name in FAULTS if name != UNDISTURBED]
     parser.add_argument("--faults", type=_listed(names), default=names, help=f"some of {','.join(names)}")
     parser.add_argument("--launchers", type=_listed(WIRES), default=list(WIRES), help=f"some of {','.join(WIRES)}")
-    parser.add_argument("--communicators", type=_listed(("xla", "mpi")), default=["xla", "mpi"], help="xla,mpi")
+    parser.add_argument(
+        "--communicator", dest="communicators", type=_listed(("xla", "mpi")), default=["xla", "mpi"], help="xla,mpi"
+    )
     parser.add_argument("-n", type=int, default=3, help="ranks; default: 3")
     parser.add_argument("--culprit", type=int, default=1, help="the rank that fails; default: 1")
     parser.add_argument("--timeout", type=float, default=10.0, help="the jobs' JAXDIST_TIMEOUT; default: 10")

@@ -113,7 +113,7 @@ def test_what_trains_on_other_examples_is_compared_apart(monkeypatch: pytest.Mon
 @pytest.mark.mpi
 def test_buckets(tmp_path: Path) -> None:
     jobs.mpirun_path()
-    args = ["--models", "MLP-tiny", "--communicators", "mpi", "--kib", "0", "1", "--compress", "bf16", *QUICK]
+    args = ["--models", "MLP-tiny", "--communicator", "mpi", "--kib", "0", "1", "--compress", "bf16", *QUICK]
     found = run("buckets.py", tmp_path, *args)
     assert set(found["models"]["MLP-tiny"]["ms"]) == {"mpi bucket=0", "mpi bucket=1024", "mpi compress=bf16"}
 
