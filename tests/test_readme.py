@@ -95,15 +95,36 @@ def test_its_numbers_are_those_that_were_measured():
         assert f"\n| {name} | {' | '.join(cells)} |\n" in README
 
 
+def faster(found: dict[str, Any], one: str, other: str) -> dict[str, report.Spread]:
+    """The models in which the other one is."""
+    ratios = {model: compared(found, model, one, other) for model in found["models"]}
+    return {model: ratio for model, ratio in ratios.items() if ratio.median > 1}
+
+
 def test_it_says_where_torch_was_faster():
     found = measured("step_time-xeon.json")
     text = " ".join(README.split())
-    assert f"On an {processor(found)}, an earlier jaxdist) torch DDP was: " in text
-    ratios = {model: compared(found, model, "jaxdist mpi 0", "torch DDP") for model in found["models"]}
-    assert {model for model, ratio in ratios.items() if ratio.median > 1} == {"GPT-10M", "LeNet-conv"}
-    assert f"GPT {ratios['GPT-10M']}, LeNet with XLA's convolutions {ratios['LeNet-conv']};" in text
-    alone = [compared(found, model, "1 rank: jaxdist", "1 rank: torch").median for model in ("GPT-10M", "LeNet-conv")]
-    assert f"alone XLA took {' and '.join(map(report.number, alone))} of torch's time" in text
+    assert f"On an {processor(found)}, an earlier jaxdist) torch was: " in text
+    ddp, zero, fsdp, alone = (
+        faster(found, "jaxdist mpi 0", "torch DDP"), faster(found, "jaxdist mpi 1", "torch ZeRO"),
+        faster(found, "jaxdist mpi 3", "torch FSDP2"), faster(found, "1 rank: jaxdist", "1 rank: torch"),
+    )  # fmt: skip
+    assert (ddp.keys(), zero.keys(), fsdp.keys()) == ({"GPT-10M", "LeNet-conv"}, {"GPT-10M"}, set())
+    assert f"DDP for GPT {ddp['GPT-10M']} and LeNet with XLA's convolutions {ddp['LeNet-conv']}, " in text
+    assert f"ZeroRedundancyOptimizer for GPT {zero['GPT-10M']}; " in text
+    assert alone.keys() == {"GPT-10M", "LeNet-conv", "LeNet"}
+    gpt, conv, products = (report.number(alone[model].median) for model in ("GPT-10M", "LeNet-conv", "LeNet"))
+    assert f"one rank alone took {gpt}, {conv} and, for LeNet as products, {products} of torch's time." in text
+
+
+def test_it_says_what_gloo_takes():
+    found = measured("step_time.json")
+    text = " ".join(README.split())
+    parts = {"torch DDP": "{} to {} of DDP's time", "gloo flat": "{} to **{}** of hand-written JAX's"}
+    for peer, said in parts.items():
+        medians = [compared(found, model, "jaxdist xla 0", peer).median for model in found["models"]]
+        assert ("**" in said) == (max(medians) > 1)
+        assert said.format(*map(report.number, (min(medians), max(medians)))) in text
 
 
 def test_the_two_commands_are_one_line_each():
