@@ -16,6 +16,7 @@ from jax._src import hijax, source_info_util
 from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxdist.sources import is_ours, of_the_user
 
@@ -34,10 +35,20 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
 
 @contextlib.contextmanager
 def context_of(eqn: Any) -> Iterator[None]:
-    """What is traced here has an equation's line, name and settings."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    """What is traced here has an equation's line, name and settings, and the mesh of the moment.
+
+    JAX traces some equations on a value under ``with_sharding_constraint`` in the context of the constraint's mesh.
+    Where things lie is decided anew here, and in our ``shard_map`` any other mesh is an error. The mesh of a
+    ``shard_map`` stays.
+    """
+    stack, mesh = source_info_util.current_name_stack() + eqn.source_info.name_stack, jax.sharding.get_abstract_mesh()
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
+        traced = jax.sharding.get_abstract_mesh()
+        if traced.empty or traced.manual_axes or traced == mesh:
+            yield
+            return
+        with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):  # two in a row must have one size
+            yield
 
 
 def batched_entry_by_entry(primitive: Any) -> bool:

@@ -107,6 +107,43 @@ def test_a_step_that_asks_for_shardings() -> None:
     assert any("whole batch, without the mesh of jax.set_mesh" in note for note in raised.value.__notes__)
 
 
+# JAX traces what vmap adds to a layer's bias in the context of the mesh that it is constrained to.
+LAYERS: dict[str, Any] = {
+    "plain": lambda w, b, x: x @ w + b,
+    "in a loop": lambda w, b, x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ w + b) @ w.T, None), x, None, length=2)[0],
+    "computed again": lambda w, b, x: jax.checkpoint(lambda w: jnp.sin(x @ w + b))(w),
+    "called": lambda w, b, x: jax.jit(lambda w: jnp.sin(x @ w + b))(w),
+    "constrained within": lambda w, b, x: jax.lax.with_sharding_constraint(x @ w, own_mesh(1)) + b,
+}
+
+
+def own_mesh(devices: int) -> NamedSharding:
+    return NamedSharding(jax.make_mesh((devices,), ("S",), (AUTO,), devices=jax.devices()[:devices]), P())
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize(("layer", "devices"), [*((name, 1) for name in LAYERS), ("plain", 8)])
+def test_a_step_that_constrains_to_a_mesh_of_its_own(layer: str, devices: int, level: Literal[0, 3]) -> None:
+    """As equinox's notebook on parallelism does."""
+
+    def train(decorate: Any, tx: Any) -> Any:
+        def step(w: Any, opt_state: Any, x: Any) -> Any:
+            w = jax.lax.with_sharding_constraint(w, own_mesh(devices))
+            out = lambda w: jax.vmap(LAYERS[layer], (None, None, 0))(*w, x)
+            updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean(out(w) ** 2))(w), opt_state, w)
+            return optax.apply_updates(w, updates), opt_state
+
+        w, step = [np.tile(W, (1, 8)), np.ones(24)], decorate(step)
+        opt_state = tx.init(w)
+        for _ in range(2):
+            w, opt_state = step(w, opt_state, X)
+        return jaxdist.unshard(w)
+
+    want = train(jax.jit, optax.adam(0.1))
+    got = train(jaxdist.data_parallel, jaxdist.zero(optax.adam(0.1), level))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), got, want)
+
+
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 jax.set_mesh(jax.make_mesh((4,), ("S",), (jax.sharding.AxisType.Auto,)))  # as an import of netket does
