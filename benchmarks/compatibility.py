@@ -331,11 +331,6 @@ def worst(result: dict[str, Any]) -> float:
     return max((run.get("difference", float("inf")) for run in result["runs"].values()), default=float("inf"))
 
 
-def earlier(result: dict[str, Any]) -> list[str]:
-    """Those runs on several devices that are from before small steps were split for this table."""
-    return [where for where, run in result["runs"].items() if where != "1 device" and not {"split", "error"} & {*run}]
-
-
 def placed(result: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs on several devices, if in all of them the step got examples, which each device had its part of."""
     runs = [run for run in result["runs"].values() if "split" in run]
@@ -344,19 +339,14 @@ def placed(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def ran(result: dict[str, Any]) -> str:
     """How the runs on several devices were, in words."""
-    before, runs = earlier(result), placed(result)
-    if before:
-        return f"split, and as shipped with {', '.join(before)}" if runs else "as shipped"
-    return "split" if runs else "no batch"
+    return "split" if placed(result) else "no batch"
 
 
 def as_shipped(result: dict[str, Any]) -> str:
     """Whether jaxdist, left to itself, computes the step whole on every device, in words."""
     runs = placed(result)
     whole = sum(run["whole_as_shipped"] for run in runs)
-    if not runs:
-        return ""
-    return "split" if not whole else "whole" if whole == len(runs) and not earlier(result) else "whole or split"
+    return "" if not runs else "split" if not whole else "whole" if whole == len(runs) else "whole or split"
 
 
 def number(x: float) -> str:
@@ -401,13 +391,8 @@ def page(found: dict[str, Any]) -> str:
     sources = {(r["repository"], r["commit"]) for r in results}
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
     parts = [r for r in results if ran(r) == "split"]
-    whole = [r for r in parts if as_shipped(r) != "split"]
-    some = [r for r in results if placed(r) and earlier(r)]
-    none = [r for r in results if not placed(r) and earlier(r)]
-    rest = f"""
-
-Not all have been run again since: {len(some)} more are split in some runs, and {len(none)} ran as shipped, so that
-small ones among them may have been whole (*run*).""" * bool(some or none)
+    whole, varies = ([r for r in parts if as_shipped(r) == said] for said in ("whole", "whole or split"))
+    without = len(results) - len(parts)
     return f"""\
 # Published steps
 
@@ -426,10 +411,12 @@ cell was not run.
 The batches are small. jaxdist computes a step whole on every device where that takes less time than messages would, and
 nothing of what splits examples has then been run. So it is switched off for this table: {len(parts)} of \
 {len(results)} steps are
-split in all runs on several devices, each device computing its part of the examples. {len(whole)} of these would be \
-whole as
-shipped (*as shipped*: "whole", or "whole or split" where the devices and the level decide). *Repeated* is the largest
-share of a split step's FLOPs that every device does all the same, such as what needs all examples at once.{rest}
+split in all runs on several devices, each device computing its part of the examples (steps without a batch: \
+{without}). As
+shipped {len(whole)} of those that are split would be whole in all these runs, and {len(varies)} in some \
+(*as shipped*: "whole",
+"whole or split"): the number of devices and the level decide. *Repeated* is the largest share of a split step's FLOPs
+that every device does all the same, such as what needs all examples at once.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
