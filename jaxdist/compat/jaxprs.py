@@ -35,19 +35,15 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
 
 @contextlib.contextmanager
 def context_of(eqn: Any) -> Iterator[None]:
-    """What is traced here has an equation's line, name and settings, and the mesh of the moment.
+    """What is traced here has an equation's line, name and settings; of meshes only that of a ``shard_map``.
 
     JAX traces some equations on a value under ``with_sharding_constraint`` in the context of the constraint's mesh.
-    Where things lie is decided anew here, and in our ``shard_map`` any other mesh is an error. The mesh of a
-    ``shard_map`` stays.
+    Where things lie is decided anew here, and in our ``shard_map`` another mesh is an error.
     """
-    stack, mesh = source_info_util.current_name_stack() + eqn.source_info.name_stack, jax.sharding.get_abstract_mesh()
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        traced = jax.sharding.get_abstract_mesh()
-        if traced.empty or traced.manual_axes or traced == mesh:
-            yield
-            return
-        with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):  # two in a row must have one size
+        mesh = jax.sharding.get_abstract_mesh()
+        with contextlib.nullcontext() if mesh.empty or mesh.manual_axes else use_abstract_mesh(AbstractMesh((), ())):
             yield
 
 
