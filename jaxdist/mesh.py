@@ -1,12 +1,33 @@
-"""The one axis of a job's mesh, and groups of its devices."""
+"""The axes of a job's mesh, and groups of its devices."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 AXIS = "data"
+"""The name of the axis that splits the batch."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh.
+
+    Attributes:
+      name: that collectives say.
+      size: the number of devices along it.
+    """
+
+    name: str
+    size: int
+
+
+def bound(axes: Sequence[Axis]) -> list[tuple[str, int]]:
+    """The axes as `jax.make_jaxpr` takes them: ``axis_env``."""
+    return [(axis.name, axis.size) for axis in axes]
+
 
 Groups = tuple[tuple[int, ...], ...]
 

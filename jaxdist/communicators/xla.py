@@ -27,7 +27,9 @@ from jaxdist.ir.primitives import (
     reduced,
     slices,
 )
-from jaxdist.mesh import AXIS, Groups
+from jaxdist.mesh import Groups
+
+Axes = tuple[str, ...]
 
 
 class XlaLowering(Interpreter):
@@ -95,7 +97,7 @@ class GlooLowering(XlaLowering):
 
     def __init__(self, in_host: int = 0) -> None:
         super().__init__()
-        self._hosts = ByHosts(_all_to_all, _all_gather, _all_reduce, in_host)
+        self._in_host = in_host
         self.rules = {
             **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
             **self.rules,
@@ -115,13 +117,19 @@ class GlooLowering(XlaLowering):
     def _all_reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if not x.size:
             return reduced(x, **eqn.params)
-        return self._hosts.all_reduce(x, eqn.params["wire"], lax.axis_size(AXIS), eqn.params["groups"])
+        devices = lax.axis_size(eqn.params["axes"])
+        return self._by_hosts(eqn).all_reduce(x, eqn.params["wire"], devices, eqn.params["groups"])
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._hosts.reduce_scatter(x, *(eqn.params[k] for k in ("dim", "wire", "devices", "groups")))
+        return self._by_hosts(eqn).reduce_scatter(x, *(eqn.params[k] for k in ("dim", "wire", "devices", "groups")))
 
     def _gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._hosts.gather(x, *(eqn.params[k] for k in ("dim", "size", "devices", "groups")))
+        return self._by_hosts(eqn).gather(x, *(eqn.params[k] for k in ("dim", "size", "devices", "groups")))
+
+    def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
+        axes = eqn.params["axes"]
+        to_all, from_all, total = (functools.partial(move, axes) for move in (_all_to_all, _all_gather, _all_reduce))
+        return ByHosts(to_all, from_all, total, self._in_host)
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
@@ -133,22 +141,23 @@ class GlooLowering(XlaLowering):
         return total if tiled else total.squeeze(dim)
 
 
-def _all_reduce(x: Any, wire: str | None, groups: Groups | None) -> Any:
+def _all_reduce(axes: Axes, x: Any, wire: str | None, groups: Groups | None) -> Any:
     if wire is None:
-        return lax.psum(x, AXIS, axis_index_groups=groups)
-    size = len(groups[0]) if groups else lax.axis_size(AXIS)
-    all_to_all, all_gather = (functools.partial(move, groups=groups) for move in (_all_to_all, _all_gather))
+        return lax.psum(x, axes, axis_index_groups=groups)
+    size = len(groups[0]) if groups else lax.axis_size(axes)
+    all_to_all, all_gather = (functools.partial(move, axes, groups=groups) for move in (_all_to_all, _all_gather))
     return exchange.all_reduce(x, wire, size, all_to_all, all_gather)
 
 
 def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
     parts = slices(x, eqn.params["dim"], eqn.params["devices"])
     wire, groups = eqn.params["wire"], eqn.params["groups"]
-    return lax.psum_scatter(parts.astype(wire or x.dtype), AXIS, axis_index_groups=groups).astype(x.dtype)
+    return lax.psum_scatter(parts.astype(wire or x.dtype), eqn.params["axes"], axis_index_groups=groups).astype(x.dtype)
 
 
 def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
-    return joined(_all_gather(x, eqn.params["groups"]), eqn.params["dim"], eqn.params["size"])
+    parts = _all_gather(eqn.params["axes"], x, eqn.params["groups"])
+    return joined(parts, eqn.params["dim"], eqn.params["size"])
 
 
 def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
@@ -160,11 +169,11 @@ def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
     return exchange.extreme(x, op, reduce)
 
 
-def _all_to_all(parts: Any, groups: Any) -> Any:
+def _all_to_all(axes: Axes, parts: Any, groups: Any) -> Any:
     raw, back = exchange.bits(parts)
-    return back(lax.all_to_all(raw, AXIS, 0, 0, tiled=True, axis_index_groups=groups))
+    return back(lax.all_to_all(raw, axes, 0, 0, tiled=True, axis_index_groups=groups))
 
 
-def _all_gather(part: Any, groups: Any) -> Any:
+def _all_gather(axes: Axes, part: Any, groups: Any) -> Any:
     raw, back = exchange.bits(part)
-    return back(lax.all_gather(raw, AXIS, axis_index_groups=groups))
+    return back(lax.all_gather(raw, axes, axis_index_groups=groups))

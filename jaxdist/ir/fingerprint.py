@@ -12,7 +12,6 @@ from jax.extend.core import JaxprEqn
 
 from jaxdist.ir.interpreter import axes_of
 from jaxdist.ir.primitives import group_reduce_p
-from jaxdist.mesh import AXIS
 
 # They name the axis and move nothing.
 _SILENT = {"axis_index", "axis_size"}
@@ -37,7 +36,7 @@ def moves(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective over the devices."""
     if eqn.primitive is group_reduce_p:  # it does not name the axis
         return True
-    return AXIS in axes_of(eqn) and eqn.primitive.name not in _SILENT
+    return any(isinstance(axis, str) for axis in axes_of(eqn)) and eqn.primitive.name not in _SILENT
 
 
 def parameters(eqn: JaxprEqn) -> str:

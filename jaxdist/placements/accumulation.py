@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun,
 from jaxdist.ir.control_flow import Scan
 from jaxdist.ir.interpreter import contains, has_effect, subjaxprs, with_bodies
 from jaxdist.ir.operations import ADDITION
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import Axis, bound
 
 _LARGE = 1 << 16
 """Bytes from which a stack is worth it."""
@@ -39,19 +39,19 @@ class _Sum(NamedTuple):
     addition: int
 
 
-def in_place(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr:
+def in_place(closed: ClosedJaxpr, axes: Sequence[Axis]) -> ClosedJaxpr:
     """A device's program, with such additions in its loops' inner loops.
 
     Args:
       closed: the program.
-      devices: of the axis.
+      axes: of the mesh.
     """
-    return _in_loops(closed, devices, looped=False)
+    return _in_loops(closed, axes, looped=False)
 
 
-def _in_loops(closed: ClosedJaxpr, devices: int, looped: bool) -> ClosedJaxpr:
+def _in_loops(closed: ClosedJaxpr, axes: Sequence[Axis], looped: bool) -> ClosedJaxpr:
     jaxpr = closed.jaxpr
-    eqns = [_with_bodies(eqn, devices, looped) for eqn in jaxpr.eqns]
+    eqns = [_with_bodies(eqn, axes, looped) for eqn in jaxpr.eqns]
     found = _sums(jaxpr, eqns) if looped else {}
     if not found and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         return closed
@@ -59,7 +59,7 @@ def _in_loops(closed: ClosedJaxpr, devices: int, looped: bool) -> ClosedJaxpr:
     out: list[JaxprEqn] = []
     gone = set[int]()
     for n, eqn in enumerate(eqns):
-        made = _summing(eqn, found[n], devices) if n in found else None
+        made = _summing(eqn, found[n], axes) if n in found else None
         if made is not None:
             given = dict(zip(made.invars, _named([*eqn.invars, *(one.to for one in found[n])], names), strict=True))
             out += [one.replace(invars=_named(one.invars, given), source_info=eqn.source_info) for one in made.eqns]
@@ -73,12 +73,12 @@ def _in_loops(closed: ClosedJaxpr, devices: int, looped: bool) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names)), closed.consts)
 
 
-def _with_bodies(eqn: JaxprEqn, devices: int, looped: bool) -> JaxprEqn:
+def _with_bodies(eqn: JaxprEqn, axes: Sequence[Axis], looped: bool) -> JaxprEqn:
     bodies = list(subjaxprs(eqn))
     if not any(contains(body, {primitives.scan_p}) for body in bodies):
         return eqn
     looped = looped or eqn.primitive.name in ("scan", "while")
-    changed = eqn.replace(params=with_bodies(eqn, lambda body: _in_loops(body, devices, looped)))
+    changed = eqn.replace(params=with_bodies(eqn, lambda body: _in_loops(body, axes, looped)))
     return eqn if all(a is b for a, b in zip(bodies, subjaxprs(changed), strict=True)) else changed
 
 
@@ -106,7 +106,7 @@ def _sums(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> dict[int, list[_Sum]]:
     return found
 
 
-def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], devices: int) -> Jaxpr | None:
+def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], axes: Sequence[Axis]) -> Jaxpr | None:
     """The loop, given its operands and the sums: its results but for the stacks, and the new sums.
 
     None: its body has arrays of its own, for which there is no place here.
@@ -134,7 +134,7 @@ def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], devices: int) -> Jaxpr | None:
         return [*carry, *ys, *after]
 
     avals = [v.aval for v in (*eqn.invars, *(one.to for one in sums))]
-    traced = jax.make_jaxpr(run, axis_env=[(AXIS, devices)])(*avals)
+    traced = jax.make_jaxpr(run, axis_env=bound(axes))(*avals)
     return None if traced.consts else traced.jaxpr
 
 

@@ -13,7 +13,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CHEAP
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
-from jaxdist.mesh import AXIS
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
@@ -112,7 +111,7 @@ def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[Ja
         for j in needs[i]:
             follows[i] |= follows[j]
         made = max((ready[j] for j in needs[i]), default=-1)
-        if eqn.primitive in FUSED and eqn.params["axes"] == (AXIS,):
+        if eqn.primitive in FUSED:
             before = [c for k, c in enumerate(collectives) if follows[i] >> k & 1]
             follows[i] = 1 << len(collectives)
             collectives.append(_Collective(i, made, needed[i], before, eqn))

@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jaxdist.ir.interpreter import contains, live, subjaxprs, with_bodies
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import Axis, bound
 from jaxdist.placements.bucket_order import FUSED, Bucket, given, schedule
 
 _MANY = 8
@@ -38,14 +38,14 @@ class Fuse:
 
     Args:
       bucket_bytes: on the wire, of a full bucket. 0: each tensor travels alone.
-      devices: of the axis.
+      axes: of the mesh.
       ahead: how many bytes may be gathered before they are used.
       barriers: whether the compiler keeps to ``lax.optimization_barrier``. XLA's for CPUs drops it before it merges
         equal operations and decides on an order; there a gather is made to depend on what has to come before it.
     """
 
-    def __init__(self, bucket_bytes: int, devices: int, ahead: int = 0, barriers: bool = True):
-        self.bucket_bytes, self.devices, self.ahead, self.barriers = bucket_bytes, devices, ahead, barriers
+    def __init__(self, bucket_bytes: int, axes: Sequence[Axis], ahead: int = 0, barriers: bool = True):
+        self.bucket_bytes, self.axes, self.ahead, self.barriers = bucket_bytes, axes, ahead, barriers
 
     def __call__(self, closed: ClosedJaxpr, nested: bool = False) -> ClosedJaxpr:
         """The program with its collectives in buckets.
@@ -98,7 +98,7 @@ class Fuse:
                 return _TOGETHER[eqns[0].primitive](parts, eqns, _pieces if self.barriers else _pieces_of_one_kernel)
 
         operands = [eqn.invars[0] for eqn in eqns] + ([] if cause is None else [cause])
-        traced = jax.make_jaxpr(run, axis_env=[(AXIS, self.devices)])(*(v.aval for v in operands))
+        traced = jax.make_jaxpr(run, axis_env=bound(self.axes))(*(v.aval for v in operands))
         constants.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
         names = dict(zip(traced.jaxpr.invars, operands, strict=True))
         names.update(zip(traced.jaxpr.outvars, (eqn.outvars[0] for eqn in eqns), strict=True))

@@ -20,7 +20,7 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p
-from jaxdist.mesh import AXIS, Groups, across, within
+from jaxdist.mesh import Groups, across, bound, within
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Placed
@@ -55,7 +55,7 @@ class Emitter:
         compress: str | None = None,
         marks: bool = False,
     ):
-        self.infer, self.placed, self.n = infer, placed, infer.devices
+        self.infer, self.placed, self.n, self.axis = infer, placed, infer.devices, infer.axis.name
         self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
         self._forms: list[dict[Any, Any]] = [{} for _ in self.block.avals]
@@ -143,7 +143,7 @@ class Emitter:
             return self._exchange(x, own, to)
         part, groups = self.in_group(i, x, own.of_group(to.group), to), across(self.n, to.group)
         return gather_shards_p.bind(
-            part, axes=(AXIS,), dim=own.dim, size=own.size, devices=self.n // to.group, groups=groups
+            part, axes=(self.axis,), dim=own.dim, size=own.size, devices=self.n // to.group, groups=groups
         )
 
     def in_group(self, i: int, x: Any, own: Split, to: Form) -> Any:
@@ -167,7 +167,7 @@ class Emitter:
             return jnp.zeros(aval.shape, aval.dtype)
         x = jnp.asarray(x)
         wire = self._wire(i, aval.dtype)
-        return all_reduce_p.bind(x, axes=(AXIS,), wire=wire, groups=groups).astype(aval.dtype)
+        return all_reduce_p.bind(x, axes=(self.axis,), wire=wire, groups=groups).astype(aval.dtype)
 
     def _scatter(self, i: int, x: Any, summand: Partial, to: Split) -> Any:
         """A summand as slices; those of all devices to slices within groups: within these first, then across."""
@@ -176,9 +176,9 @@ class Emitter:
         if not aval.size:
             return jnp.zeros(to.shape(aval.shape), aval.dtype)
         groups, parts = within(self.n, to.group), to.group or self.n
-        part = reduce_shard_p.bind(x, axes=(AXIS,), wire=wire, dim=to.dim, devices=parts, groups=groups)
+        part = reduce_shard_p.bind(x, axes=(self.axis,), wire=wire, dim=to.dim, devices=parts, groups=groups)
         if to.group != summand.group:
-            part = all_reduce_p.bind(part, axes=(AXIS,), wire=wire, groups=across(self.n, to.group))
+            part = all_reduce_p.bind(part, axes=(self.axis,), wire=wire, groups=across(self.n, to.group))
         return part.astype(aval.dtype)
 
     def _gather(self, x: Any, own: Split, aval: Any) -> Any:
@@ -196,13 +196,13 @@ class Emitter:
     def gather(self, x: Any, dim: int, size: int, group: int = 0) -> Any:
         """The slices of all devices, or of those of a group, along a dimension."""
         groups = within(self.n, group)
-        return gather_shards_p.bind(x, axes=(AXIS,), dim=dim, size=size, devices=group or self.n, groups=groups)
+        return gather_shards_p.bind(x, axes=(self.axis,), dim=dim, size=size, devices=group or self.n, groups=groups)
 
     def _exchange(self, x: Any, own: Split, to: Split) -> Any:
         raw, back = exchange.bits(x)
         groups = within(self.n, to.group)
         out = lax.all_to_all(
-            raw, AXIS, split_axis=to.dim, concat_axis=own.dim, tiled=True, axis_index_groups=groups
+            raw, self.axis, split_axis=to.dim, concat_axis=own.dim, tiled=True, axis_index_groups=groups
         )  # fmt: skip
         return back(out)
 
@@ -216,7 +216,7 @@ class Emitter:
     @functools.cached_property
     def index(self) -> Any:
         """This device's."""
-        return lax.axis_index(AXIS)
+        return lax.axis_index(self.axis)
 
     def at(self, placement: Split | Partial) -> Any:
         """This device's place among those that share a value."""
@@ -269,7 +269,7 @@ class Emitter:
         if kind in ("max", "min") and not jnp.iscomplexobj(x):
             if groups := within(self.n, group):
                 return group_reduce_p.bind(x, op=kind, groups=groups)
-            return (lax.pmax if kind == "max" else lax.pmin)(x, AXIS)
+            return (lax.pmax if kind == "max" else lax.pmin)(x, self.axis)
         parts = group or self.n
         whole = self.gather(x[None], 0, parts, group)
         return functools.reduce(_JOINS[kind], [whole[i] for i in range(parts)])
@@ -279,7 +279,7 @@ class Emitter:
         raw, back = _raw(x)
         narrow = raw.astype(jnp.int8) if raw.dtype == bool else raw
         mine = jnp.where(self.index == 0, narrow, jnp.zeros_like(narrow))
-        return back(all_reduce_p.bind(mine, axes=(AXIS,), wire=None, groups=None).astype(raw.dtype))
+        return back(all_reduce_p.bind(mine, axes=(self.axis,), wire=None, groups=None).astype(raw.dtype))
 
     # --- bodies
 
@@ -301,7 +301,7 @@ class Emitter:
             finally:  # `jax.checking_leaks` looks for tracers that outlive their trace
                 self._forms.clear()
 
-        return jax.make_jaxpr(run, axis_env=[(AXIS, self.n)])(*types)
+        return jax.make_jaxpr(run, axis_env=bound(self.infer.axes))(*types)
 
 
 _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitwise_or}

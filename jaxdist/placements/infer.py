@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, is_deferrable
+from jaxdist.mesh import Axis
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
@@ -42,28 +43,30 @@ from jaxdist.placements.values import (
 
 
 class Infer:
-    """Settles placements for a number of devices.
+    """Settles placements over one axis of a mesh.
 
     Args:
-      devices: how many.
+      axis: the devices that share the values of a program.
       choose: ``choose(shape) -> dimension or None``: along which marked values of a shape are split.
       level: of ZeRO, in place of that which the marks say.
       on_cpu: whether they are CPUs.
       group: how many in a row share what is marked; 0: all.
       split: ``"slices"`` or ``"owners"`` for what works on whole matrices; None: the cheaper one.
+      before: the axes over which the program is placed already: it is what one device along them runs.
     """
 
     def __init__(
         self,
-        devices: int,
+        axis: Axis,
         choose: Callable[[tuple[int, ...]], int | None],
         level: int | None = None,
         on_cpu: bool = True,
         group: int = 0,
         split: str | None = None,
+        before: Sequence[Axis] = (),
     ):
-        self.split = split
-        self.devices, self.choose, self._level, self.on_cpu, self.group = devices, choose, level, on_cpu, group
+        self.axis, self.devices, self.axes, self.split = axis, axis.size, (*before, axis), split
+        self.choose, self._level, self.on_cpu, self.group = choose, level, on_cpu, group
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._kept: list[Block] = []  # so that their ids stay their own
         self._placed: dict[Any, Placed] = {}

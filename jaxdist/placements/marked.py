@@ -34,7 +34,7 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
             before = reshaped(infer.shard(dim, new[dim]), new, old)
             if before is not None and before.is_tile(infer.devices):
                 found.setdefault(node.ins[0], before.dim)
-        elif is_elementwise(node.eqn.primitive):
+        elif is_elementwise(node.eqn.primitive) or node.name == "jaxdist_all_reduce":
             shape = block.avals[node.outs[0]].shape
             for i in node.ins:
                 if block.avals[i].shape == shape:

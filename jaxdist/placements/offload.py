@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, called, live, retrace
 from jaxdist.ir.primitives import fetch_p, shard_p
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import Axis, bound
 
 _STAGES = 16
 """About so many, if there are leaves enough. Two or three of them are on the device at a time."""
@@ -40,13 +40,13 @@ class _Stage(NamedTuple):
     gradient: Any
 
 
-def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], devices: int) -> ClosedJaxpr:
+def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Sequence[Axis]) -> ClosedJaxpr:
     """A device's program that brings what is in the host's memory, its operations in the order of the stages.
 
     Args:
       closed: the program, with the marks of the gradients.
       offloaded: arguments in the host's memory: position -> that of the next value among the results, if there is one.
-      devices: of the axis.
+      axes: of the mesh.
 
     Raises:
       StepError: it has ordered effects.
@@ -58,7 +58,7 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], devices: in
             "zero(offload=True) is not possible in a step that has a callback with ordered=True: JAX can't compile "
             "ordered effects together with arrays in the host's memory. Leave ordered=True away"
         )
-    if devices == 1:  # as it was traced: the update may be a call
+    if not axes:  # as it was traced: the update may be a call
         closed = retrace(functools.partial(_Flat({}).run, closed), closed.in_avals)
     jaxpr, eqns = closed.jaxpr, live(closed.jaxpr)
     origins = _origins(jaxpr, eqns, offloaded)
@@ -74,7 +74,7 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], devices: in
     done = {v for eqn in out for v in eqn.outvars}
     for stage, part in zip(stages, parts[1:], strict=True):
         after = [*updated, *([stage.gradient] if stage.gradient in done else [])]
-        out += _fetching([jaxpr.invars[i] for i in stage.arguments], after, names, devices)
+        out += _fetching([jaxpr.invars[i] for i in stage.arguments], after, names, axes)
         out += [eqn.replace(invars=_named(eqn.invars, names)) for eqn in part]
         done.update(v for eqn in part for v in eqn.outvars)
         results = [jaxpr.outvars[k] for i in stage.arguments if (k := offloaded[i]) is not None]
@@ -136,14 +136,14 @@ def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[
     return stages
 
 
-def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], devices: int) -> list[JaxprEqn]:
+def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], axes: Sequence[Axis]) -> list[JaxprEqn]:
     """The operations that bring variables when others have been computed; `names` learns what they are called then."""
 
     def fetch(*operands: Any) -> list[Any]:
         return fetch_p.bind(*operands, count=len(own))
 
     operands = [*own, *after]
-    traced = jax.make_jaxpr(fetch, axis_env=[(AXIS, devices)])(*(v.aval for v in operands)).jaxpr
+    traced = jax.make_jaxpr(fetch, axis_env=bound(axes))(*(v.aval for v in operands)).jaxpr
     given = dict(zip(traced.invars, _named(operands, names), strict=True))
     names.update(zip(own, traced.outvars, strict=True))
     return [eqn.replace(invars=_named(eqn.invars, given)) for eqn in traced.eqns]

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
-from jaxdist.mesh import AXIS, within
+from jaxdist.mesh import within
 from jaxdist.placements.block import Node
 from jaxdist.placements.emit import Emitter
 from jaxdist.placements.infer import Walk, special
@@ -123,7 +123,7 @@ class _Run:
     def _exchange(self, emitter: Any, parcels: Parcels) -> Parcels:
         groups = within(emitter.n, self.group)
         return {
-            key: lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups)
+            key: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups)
             for key, x in parcels.items()
         }
 

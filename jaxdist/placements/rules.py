@@ -275,6 +275,18 @@ def _scatter(kind: str | None) -> Rule:
     return rule
 
 
+# --- collectives over the axes that are placed already
+
+
+def _across(*names: str) -> Rule:
+    """A collective that needs the dimensions whole that these parameters name; all others are independent."""
+
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+        return along(*ins, results=tuple(outs), axes=tuple(params[name] for name in names))
+
+    return rule
+
+
 # --- linear algebra
 
 
@@ -367,6 +379,9 @@ FACTORS: dict[str, Rule] = {
                      "svd", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "triangular_solve",
                      "symmetric_product"), _batched(2)),
     "fft": _fft, "top_k": _top_k, "approx_top_k": _along("reduction_dimension"),
+    **dict.fromkeys(("jaxdist_all_reduce", "pmax", "pmin", "ppermute"), _across()),
+    "jaxdist_reduce_scatter": _across("dim"), "jaxdist_all_gather": _across("dim"),
+    "all_to_all": _across("split_axis", "concat_axis"),
     "random_bits": _random_bits, "random_split": _random_bits, "random_unwrap": _random_bits,
     "random_wrap": _random_wrap, "random_seed": _random_wrap, "random_gamma": _random_gamma,
 }  # fmt: skip

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from jaxdist.ir.primitives import counts
-from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.run import run_as_is
@@ -208,7 +207,7 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         n = p.group or emitter.n
         ends = [(i, i - i % n + n - 1 - i % n) for i in range(emitter.n)]
-        return [lax.ppermute(emitter.bind(node, xs)[0], AXIS, ends)]
+        return [lax.ppermute(emitter.bind(node, xs)[0], emitter.axis, ends)]
 
     if jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
         return Strategy([form(p)], [form(p)], run, exchanges=True)

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.ir.operations import ADDITION, LINEAR
+from jaxdist.ir.operations import ACROSS, ADDITION, LINEAR
 from jaxdist.placements.block import Node
 from jaxdist.placements.run import run_wide
 from jaxdist.placements.strategy import Strategy
@@ -46,8 +46,9 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         return None
     takes: list[Form] = [Partial(group=group) if s else REPLICATED for s in partial]
     ok = False
-    if name in LINEAR:
-        ok = out.size <= size
+    if name in LINEAR or name in ACROSS:
+        # What leads to a mark is reduced into slices first, and added up over the other axis as a slice.
+        ok = out.size <= size and not (name in ACROSS and node.ins[0] in walk.infer.marked(walk.block))
     elif name == "convert_element_type":
         a, b = avals[0].dtype, out.dtype
         ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b

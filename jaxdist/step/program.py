@@ -275,17 +275,17 @@ class Program:
     def _emit(self) -> tuple[ClosedJaxpr, Placed, list[Placement]]:
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
         placed, ins = self.place(fused)
-        return staged(fused(placed), self._offloaded, self._mesh.size), placed, ins
+        return staged(fused(placed), self._offloaded, self._step.infer.axes), placed, ins
 
     def _fused(self, placed: Placed) -> ClosedJaxpr:
         """What a device runs, its collectives in buckets."""
-        step, mesh = self._step, self._mesh
+        step = self._step
         may = compressible(placed, step.sources) if self._compress else {}
         closed = Emitter(step.infer, placed, may, self._compress, bool(self._offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
-        closed = in_place(closed, mesh.size)
+        closed = in_place(closed, step.infer.axes)
         ahead = in_shards // _GATHERED_AT_ONCE
-        return Fuse(self._bucket_bytes, mesh.size, ahead, barriers=not self._on_cpu)(closed)
+        return Fuse(self._bucket_bytes, step.infer.axes, ahead, barriers=not self._on_cpu)(closed)
 
     def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
         step, signature, mesh = self._step, self.signature, self._mesh
@@ -310,7 +310,7 @@ class Program:
 
         if mesh.size == 1:
             self._report(step.jaxpr, None)
-            return results(Interpreter(FETCHED).run(staged(step.jaxpr, self._offloaded, 1), *args))
+            return results(Interpreter(FETCHED).run(staged(step.jaxpr, self._offloaded, ()), *args))
         closed, placed, ins = self._emitted or self._emit()
         self._report(closed, placed)
         specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)

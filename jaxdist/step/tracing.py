@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import counts_asked, trace_state_clean
 from jaxdist.ir.trace import inside_step, stepping, trace
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, Axis
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
@@ -110,7 +110,7 @@ def traced(
         shared = group(closed, hosts or hosts_of(mesh))
     parts = shared or mesh.size
     priced = mesh.devices.flat[0].platform == "cpu" if on_cpu is None else on_cpu
-    infer = Infer(mesh.size, chosen, level, priced, shared, way(closed))
+    infer = Infer(Axis(AXIS, mesh.size), chosen, level, priced, shared, way(closed))
     block = infer.block(closed)
     block.outermost = True
     found = marks(infer, block, level)
@@ -204,7 +204,7 @@ def say_once(text: str) -> None:
 def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
     """Positions of the arguments' leaves of which a leaf of the result is the next value, as far as types and what
     follows from what tell."""
-    infer = Infer(1, lambda shape: None, None, True)
+    infer = Infer(Axis(AXIS, 1), lambda shape: None, None, True)
     follows = flows(infer, infer.block(step.jaxpr))[: step.tree.num_leaves]
     outs = list(zip(step.jaxpr.out_avals, follows, strict=False))
     return {i for i, a in enumerate(avals) if any(out.shape == a.shape and flow.carries(i) for out, flow in outs)}

@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 import jaxdist
 from jaxdist.ir.interpreter import subjaxprs
 from jaxdist.ir.primitives import all_reduce_p
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, Axis
 from jaxdist.placements.buckets import Fuse, _before_form
 
 AXES = [(AXIS, 4)]
@@ -35,7 +35,7 @@ def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: 
     dtypes = dtypes or [jnp.float32] * len(shapes)
     avals = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     closed = jax.make_jaxpr(f, axis_env=AXES)(*avals)
-    closed = Fuse(bucket_bytes, AXES[0][1])(closed)
+    closed = Fuse(bucket_bytes, [Axis(AXIS, 4)])(closed)
     found: list[tuple[str, int]] = []
 
     def visit(jaxpr: Jaxpr) -> None:

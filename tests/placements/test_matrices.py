@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxdist.mesh import AXIS, Axis
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components
@@ -26,7 +27,7 @@ def placed(f: Any, *shapes: tuple[int, ...], split: Any = None, devices: int = 4
         how = choose(shape, devices)
         return how.dim if how else None
 
-    infer = Infer(devices, dim, split=split)
+    infer = Infer(Axis(AXIS, devices), dim, split=split)
     block = infer.block(jax.make_jaxpr(f)(*[jnp.zeros(s) for s in shapes]))
     ins = [REPLICATED if dim(s) is None else tile(dim(s) or 0, s[dim(s) or 0], devices, stored=True) for s in shapes]
     return infer, infer.place(block, ins)

@@ -13,9 +13,10 @@ from jax import lax
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED, mark
+from jaxdist.mesh import AXIS, Axis
 from jaxdist.placements.offload import staged
 
-N = 4
+AXES = [Axis(AXIS, 4)]
 SIZES = [64, 8, 64, 2]
 
 
@@ -51,7 +52,7 @@ def fetches(closed: Any) -> list[tuple[list[int], set[str]]]:
 
 
 def test_in_the_order_of_gradients() -> None:
-    closed = staged(program(), {i: i for i in range(4)}, N)
+    closed = staged(program(), {i: i for i in range(4)}, AXES)
     # The last one is small, and comes with the one before; each stage waits for the update of that before.
     assert fetches(closed) == [([3, 2], {"jaxdist_shard"}), ([1, 0], {"jaxdist_shard", "add"})]
     args = [jnp.full(n, 2.0) for n in SIZES] + [jnp.ones(3)]
@@ -66,26 +67,26 @@ def test_in_the_order_of_gradients() -> None:
 def test_at_most_16() -> None:
     """As is documented; each has a sixteenth of the bytes, or more."""
     for sizes, count in [([8] * 32, 16), ([8] * 33, 11), ([8, 64] * 32, 16), ([8] * 5, 5)]:
-        stages = fetches(staged(program(sizes=sizes), {i: i for i in range(len(sizes))}, N))
+        stages = fetches(staged(program(sizes=sizes), {i: i for i in range(len(sizes))}, AXES))
         assert len(stages) == count
         assert sorted(i for stage, _ in stages for i in stage) == list(range(len(sizes)))
 
 
 def test_not_before_what_all_gradients_make() -> None:
-    stages = fetches(staged(program(clip=True), {i: i for i in range(4)}, N))
+    stages = fetches(staged(program(clip=True), {i: i for i in range(4)}, AXES))
     assert [stage for stage, _ in stages] == [[0], [1, 2], [3]]
     assert [after for _, after in stages] == [{"add"}] * 3, "the norm, and the update before"
 
 
 def test_what_follows_from_each_other_comes_together() -> None:
-    (stage,) = fetches(staged(program(coupled=True), {i: i for i in range(4)}, N))
+    (stage,) = fetches(staged(program(coupled=True), {i: i for i in range(4)}, AXES))
     assert sorted(stage[0]) == [0, 1, 2, 3]
 
 
 def test_without_a_next_value_and_without_gradients() -> None:
     closed = jax.make_jaxpr(lambda a, b, c: (a.sum() + c, b))(*map(jnp.ones, (8, 8)), 1.0)
-    assert fetches(staged(closed, {0: None, 1: 1}, N)) == [([0], set()), ([1], set())]
-    assert staged(closed, {}, N) is closed
+    assert fetches(staged(closed, {0: None, 1: 1}, AXES)) == [([0], set()), ([1], set())]
+    assert staged(closed, {}, AXES) is closed
 
 
 def test_ordered_effects() -> None:
@@ -94,7 +95,7 @@ def test_ordered_effects() -> None:
         return x
 
     with pytest.raises(StepError, match="ordered=True"):
-        staged(jax.make_jaxpr(shown)(1.0), {0: 0}, N)
+        staged(jax.make_jaxpr(shown)(1.0), {0: 0}, AXES)
 
 
 def test_calls_are_looked_into() -> None:
@@ -103,4 +104,4 @@ def test_calls_are_looked_into() -> None:
         program(), *map(jnp.ones, SIZES), jnp.ones(3)
     )
     assert [eqn.primitive.name for eqn in calls.jaxpr.eqns] == ["jit"]
-    assert len(fetches(staged(calls, {i: i for i in range(4)}, 1))) == 2
+    assert len(fetches(staged(calls, {i: i for i in range(4)}, ()))) == 2
