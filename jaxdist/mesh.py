@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
 AXIS = "data"
-"""The name of the axis that splits the batch."""
+"""The name of the axis that splits the batch, and along which state is kept in shards."""
+GROUP = "group"
+"""The name of the axis before it in a mesh whose devices keep all of the state in each of several groups."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,43 @@ def bound(axes: Sequence[Axis]) -> list[tuple[str, int]]:
 
 
 Groups = tuple[tuple[int, ...], ...]
+
+
+@functools.cache
+def in_groups(mesh: Mesh, groups: int) -> Mesh:
+    """A mesh of one axis as one of two: so many groups of devices in a row, and the devices of each."""
+    if groups == 1:
+        return mesh
+    return Mesh(mesh.devices.reshape(groups, -1), (GROUP, AXIS), axis_types=(AxisType.Auto,) * 2)
+
+
+@functools.cache
+def in_a_row(mesh: Mesh) -> Mesh:
+    """The mesh of one axis of which `in_groups` made this one; or this one."""
+    if mesh.axis_names != (GROUP, AXIS):
+        return mesh
+    return Mesh(mesh.devices.reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes of a mesh, the outermost first."""
+    return tuple(Axis(name, size) for name, size in mesh.shape.items())
+
+
+def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
+    """The devices of a mesh, by their numbers, that differ along some of its axes only; None: those are all of them.
+
+    Example:
+      >>> mesh = (Axis("group", 2), Axis("data", 2))
+      >>> along(mesh, ["data"]), along(mesh, ["group"]), along(mesh, ["group", "data"])
+      (((0, 1), (2, 3)), ((0, 2), (1, 3)), None)
+    """
+    if all(axis.name in names for axis in axes if axis.size > 1):
+        return None
+    numbers = np.arange(math.prod(axis.size for axis in axes)).reshape([axis.size for axis in axes])
+    some = [k for k, axis in enumerate(axes) if axis.name in names]
+    rows = np.moveaxis(numbers, some, range(-len(some), 0)).reshape(-1, math.prod(axes[k].size for k in some))
+    return tuple(tuple(map(int, row)) for row in rows)
 
 
 def within(devices: int, group: int) -> Groups | None:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.compat import under_no_mesh
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, in_a_row
 from jaxdist.placements.groups import Within, check_within
 from jaxdist.placements.layouts import Padded, on_device
 from jaxdist.placements.owners import Way, check_split
@@ -197,10 +197,11 @@ def unshard(tree: Any) -> Any:
         own = getattr(x, "sharding", None)
         if not isinstance(own, NamedSharding):
             continue
-        if own.mesh.axis_names != (AXIS,):  # a mesh of the user's own
+        mesh = in_a_row(own.mesh)
+        if mesh.axis_names != (AXIS,):  # a mesh of the user's own
             leaves[i] = jnp.copy(jax.device_put(x, NamedSharding(own.mesh, P())).addressable_data(0))
         elif type(x) is Padded or not own.is_fully_replicated:
-            split.setdefault(own.mesh, []).append(i)
+            split.setdefault(mesh, []).append(i)
         else:
             leaves[i] = jnp.copy(on_device(x).addressable_data(0))
     for mesh, at in split.items():

@@ -163,14 +163,16 @@ def _leaf(name: str, x: Any) -> Leaf:
         shared = f" in groups of {n // x.layout.groups}" if x.layout.groups > 1 else ""
         padded = ", padded" if x.layout.pad else ""
         kind = f"{type_text(x.dtype, x.shape)} in shards along axis {x.layout.dim} over {n} devices{shared}{padded}"
-        return Leaf(name, kind, (), _slices(x, n // x.layout.groups) if x.layout.groups > 1 else ())
+        return Leaf(name, kind, (), _slices(x.array, x.shape))
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise ValueError(f"{name} was donated to a step, which may have written over it: check what came back")
         own, n = x.sharding, len(x.sharding.device_set)
         if not own.is_fully_replicated:
             spec = f" by {own.spec}" if isinstance(own, NamedSharding) else ""
-            return Leaf(name, f"{type_text(x.dtype, x.shape)} in shards{spec} over {n} devices", ())
+            return Leaf(
+                name, f"{type_text(x.dtype, x.shape)} in shards{spec} over {n} devices", (), _slices(x, x.shape)
+            )
         parts = [(str(shard.device), _checksum(_on_host(shard.data))) for shard in x.addressable_shards]
         return Leaf(name, f"{type_text(x.dtype, x.shape)} on {n} device{'s' * (n != 1)}", tuple(parts))
     if isinstance(x, (bool, int, float, complex, str, bytes)):
@@ -182,16 +184,24 @@ def _leaf(name: str, x: Any) -> Leaf:
     return Leaf(name, f"{type_text(host.dtype, host.shape)} on the host", sums)
 
 
-def _slices(x: Padded, count: int) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
-    """Of the slices that this process has."""
-    dim = x.layout.dim
-    rows = x.array.shape[dim] // (x.layout.groups * count)
+def _slices(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+    """The slices that this process has of an array of which several devices have each.
+
+    Args:
+      x: with its padding, which may hold anything.
+      shape: without it.
+    """
+    places = [tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
+              for index in x.sharding.devices_indices_map(x.shape).values()]  # fmt: skip
+    numbers = {place: i for i, place in enumerate(sorted(set(places)))}
+    if len(numbers) == len(places):
+        return ()
     found = []
-    for shard in x.array.addressable_shards:
-        i = (shard.index[dim].start or 0) // rows % count
-        real = (slice(None),) * dim + (slice(max(0, x.shape[dim] - i * rows)),)  # padding may be anything
-        found.append((i, (str(shard.device), _checksum(_on_host(shard.data)[real]))))
-    return tuple((f"slice {i + 1} of {count}", tuple(sums)) for i, sums in grouped(found).items())
+    for shard in x.addressable_shards:
+        place = tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=True))
+        real = tuple(slice(max(0, n - start)) for (start, _), n in zip(place, shape, strict=True))
+        found.append((numbers[place], (str(shard.device), _checksum(_on_host(shard.data)[real]))))
+    return tuple((f"slice {i + 1} of {len(numbers)}", tuple(sums)) for i, sums in grouped(found).items())
 
 
 def _digest(x: Any) -> str:

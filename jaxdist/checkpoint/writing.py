@@ -242,10 +242,7 @@ def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: 
         if key is not None:
             x = jax.random.key_data(x)
         if isinstance(x, Padded):
-            if x.layout.pad:
-                x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
-            else:
-                x = x.over_groups()
+            x = np.asarray(unshard(x)) if ctx.size > 1 else np.asarray(x)
         whole = not isinstance(x, jax.Array) or x.is_fully_addressable
         shards = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
         shards = shards and (ctx.size == 1 or not whole) and x.size > 0

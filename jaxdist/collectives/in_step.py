@@ -47,7 +47,7 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
         total = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](_varying(x), AXIS)
         return total / size() if op == "avg" else total
     full = _everyone(groups)
-    total = group_reduce_p.bind(_varying(x), op=kind, groups=full)
+    total = group_reduce_p.bind(_varying(x), op=kind, axes=(AXIS,), groups=full)
     return total / _mine({d: len(g) for g in full for d in g}, x.dtype) if op == "avg" else total
 
 

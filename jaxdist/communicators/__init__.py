@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from jax.sharding import Mesh
 
 from jaxdist import compat
+from jaxdist.mesh import axes_of_mesh
 
 Rule = Callable[..., Any]
 Rules = Mapping[str, Rule]
@@ -26,7 +27,7 @@ Each rule is traced into the step's program on each device, inside a ``shard_map
 | ``max``, ``min`` | ``(x,)`` | over the devices; NaN if one has it |
 | ``permute`` | ``(x, perm=)`` | as of ``lax.ppermute`` |
 
-Collectives within groups of devices (``zero(..., within=)``) stay XLA's.
+Collectives within groups of devices, and those over other axes (``zero(..., within=)``), stay XLA's.
 """
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "max", "min", "permute")
@@ -65,12 +66,12 @@ def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowerin
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
-        own = GlooLowering(in_host) if _over_gloo(mesh) else XlaLowering()
+        own = GlooLowering(len(mesh.axis_names), in_host) if _over_gloo(mesh) else XlaLowering()
         return own if isinstance(communicator, str) else own.with_rules(communicator)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
-        return MpiLowering(in_host)
+        return MpiLowering(axes_of_mesh(mesh), in_host)
     raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
-from jaxdist.mesh import Groups, across, within
+from jaxdist.mesh import across, within
 
 LARGE = 1 << 16
 """Bytes from which less between hosts is worth two more messages within them."""
@@ -27,7 +27,7 @@ class ByHosts:
     """The collectives of a step, of what is large in two parts.
 
     Attributes:
-      all_to_all: ``(parts, groups) -> parts``, within groups of devices (None: all are one): row i from device i.
+      all_to_all: ``(parts, groups) -> parts``, within groups of devices (None: all of them): row i from device i.
       all_gather: ``(part, groups) -> parts``.
       sum: ``(x, wire, groups) -> x``, `wire` as of `exchange.all_reduce`; None: the dtype of `x`.
       in_host: how many devices in a row are on one host; 0: that is no matter.
@@ -38,10 +38,10 @@ class ByHosts:
     sum: Callable[..., Any]
     in_host: int
 
-    def all_reduce(self, x: Any, wire: str | None, devices: int, groups: Groups | None) -> Any:
+    def all_reduce(self, x: Any, wire: str | None, devices: int) -> Any:
         """The sum of `x` over the devices."""
-        if self._at_once(x.nbytes, groups):
-            return self.sum(x, wire, groups)
+        if self._at_once(x.nbytes):
+            return self.sum(x, wire, None)
         host = within(devices, self.in_host)
         to_all = functools.partial(self.all_to_all, groups=host)
         part = exchange.reduce_scatter(x.reshape(-1), 0, wire, self.in_host, to_all)
@@ -49,10 +49,10 @@ class ByHosts:
         whole = self.all_gather(part.astype(wire or x.dtype), host).reshape(-1)
         return whole[: x.size].reshape(x.shape).astype(x.dtype)
 
-    def reduce_scatter(self, x: Any, dim: int, wire: str | None, devices: int, groups: Groups | None) -> Any:
+    def reduce_scatter(self, x: Any, dim: int, wire: str | None, devices: int) -> Any:
         """This device's slice along `dim` of the sum of `x` over the devices."""
-        if self._at_once(x.nbytes, groups):
-            return exchange.reduce_scatter(x, dim, wire, devices, functools.partial(self.all_to_all, groups=groups))
+        if self._at_once(x.nbytes):
+            return exchange.reduce_scatter(x, dim, wire, devices, functools.partial(self.all_to_all, groups=None))
         parts = slices(x, dim, devices)
         parts = parts.reshape(-1, self.in_host, *parts.shape[1:]).swapaxes(0, 1)  # [in a host, hosts, ...]
         for one in (within(devices, self.in_host), across(devices, self.in_host)):
@@ -60,13 +60,13 @@ class ByHosts:
             parts = exchange.added_up(parts, wire or x.dtype, to_all)
         return parts.astype(x.dtype)
 
-    def gather(self, x: Any, dim: int, size: int, devices: int, groups: Groups | None) -> Any:
+    def gather(self, x: Any, dim: int, size: int, devices: int) -> Any:
         """The slices `x` of all devices along `dim`, without the padding: `size` entries."""
-        if self._at_once(x.nbytes * devices, groups):
-            return joined(self.all_gather(x, groups), dim, size)
+        if self._at_once(x.nbytes * devices):
+            return joined(self.all_gather(x, None), dim, size)
         parts = self.all_gather(x, across(devices, self.in_host))
         parts = self.all_gather(parts, within(devices, self.in_host))  # [in a host, hosts, ...]
         return joined(parts.swapaxes(0, 1).reshape(devices, *x.shape), dim, size)
 
-    def _at_once(self, nbytes: int, groups: Groups | None) -> bool:
-        return groups is not None or not self.in_host or nbytes < LARGE
+    def _at_once(self, nbytes: int) -> bool:
+        return not self.in_host or nbytes < LARGE

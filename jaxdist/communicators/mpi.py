@@ -30,7 +30,7 @@ from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
-from jaxdist.mesh import AXIS, Groups, across, within
+from jaxdist.mesh import Axis, Groups, across, along, within
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -116,12 +116,13 @@ class MpiLowering(Interpreter):
     """Evaluates a step's jaxpr on one process of a ``shard_map``, its collectives as MPI calls in program order.
 
     Args:
+      axes: of the mesh, the outermost first.
       in_host: how many ranks in a row are on one host; 0: that is no matter.
-      comm: the communicator; default: `world`'s.
+      comm: the communicator of all; default: `world`'s.
       order: where the calls continue from; default: the start of the program.
     """
 
-    def __init__(self, in_host: int = 0, comm: Any = None, order: Any = None):
+    def __init__(self, axes: Sequence[Axis], in_host: int = 0, comm: Any = None, order: Any = None):
         super().__init__(
             {
                 all_reduce_p: self._gradient,
@@ -141,23 +142,29 @@ class MpiLowering(Interpreter):
         )
         if comm is None:
             comm = world(jax.process_index())
-        self.comm = comm
-        self._hosts = ByHosts(self._to_all, self._from_all, self._sum, in_host)
+        self.comm, self.axes, self.in_host = comm, axes, in_host
         self.rank = comm.Get_rank()
         self._token = lax.create_token() if order is None else self._fork(order)
 
     # --- the calls
 
     def _gradient(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._hosts.all_reduce(x, eqn.params["wire"], self.comm.Get_size(), self._groups(eqn))
+        return self._by_hosts(eqn).all_reduce(x, eqn.params["wire"], self._comm(eqn).Get_size())
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, wire, devices = (eqn.params[k] for k in ("dim", "wire", "devices"))
-        return self._hosts.reduce_scatter(x, dim, wire, devices, self._groups(eqn))
+        return self._by_hosts(eqn).reduce_scatter(x, dim, wire, devices)
 
     def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, size, devices = (eqn.params[k] for k in ("dim", "size", "devices"))
-        return self._hosts.gather(x, dim, size, devices, self._groups(eqn))
+        return self._by_hosts(eqn).gather(x, dim, size, devices)
+
+    def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
+        """The collectives among the devices that an equation's collective is between."""
+        if (ours := self._groups(eqn)) is None:
+            return ByHosts(self._to_all, self._from_all, self._sum, self.in_host)
+        to_all, from_all = (lambda x, groups, move=move: move(x, ours) for move in (self._to_all, self._from_all))
+        return ByHosts(to_all, from_all, lambda x, wire, groups: self._sum(x, wire, ours), 0)
 
     def _to_all(self, parts: Any, groups: Groups | None) -> Any:
         return self._exchange("alltoall", self._of(groups), parts, parts.shape)
@@ -225,7 +232,7 @@ class MpiLowering(Interpreter):
     # --- rules for JAX's collectives
 
     def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
-        axes = axes_of(eqn, AXIS)
+        axes = axes_of(eqn)
         own = tuple(axis for axis in axes if isinstance(axis, int))  # of vmap
         if own:
             x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](x, own).astype(x.dtype)
@@ -257,8 +264,9 @@ class MpiLowering(Interpreter):
     def _permute(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         comm = self._comm(eqn)
         null = _mpi().PROC_NULL
-        dest = dict(eqn.params["perm"]).get(self.rank, null)
-        source = {d: s for s, d in eqn.params["perm"]}.get(self.rank, null)
+        mine = comm.Get_rank()
+        dest = dict(eqn.params["perm"]).get(mine, null)
+        source = {d: s for s, d in eqn.params["perm"]}.get(mine, null)
         if x.size > MOST:
             pieces = [self._permute(_, eqn, piece) for piece in _pieces(x.reshape(-1))]
             return jnp.concatenate(pieces).reshape(x.shape)
@@ -276,11 +284,14 @@ class MpiLowering(Interpreter):
         return self._of(self._groups(eqn, axes))
 
     def _groups(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Groups | None:
-        """Of devices among which an equation's collective takes place; None: all are one."""
-        if (axes or axes_of(eqn, AXIS)) != (AXIS,):
+        """The devices among which an equation's collective takes place; None: all of them."""
+        names = axes or axes_of(eqn)
+        ours, groups = along(self.axes, names), groups_of(eqn)
+        if not {axis.name for axis in self.axes}.issuperset(names) or (groups and ours):
             self._unsupported(self, eqn)
-        groups = groups_of(eqn)
-        return None if groups is None else tuple(map(tuple, groups))
+        if groups is None:
+            return ours
+        return tuple(map(tuple, groups))
 
     def _of(self, groups: Groups | None) -> Any:
         """The communicator of one's own group, made by its members when they first lower something for it."""
@@ -317,7 +328,7 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
-        rules = MpiLowering(self._hosts.in_host, self.comm, order)
+        rules = MpiLowering(self.axes, self.in_host, self.comm, order)
         outs = rules.run(closed, *args)
         return rules._join(), outs
 

@@ -16,7 +16,7 @@ from jax.extend.core import primitives as p
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.by_hosts import ByHosts
-from jaxdist.ir.interpreter import Interpreter, groups_of
+from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import (
     FETCHED,
     all_reduce_p,
@@ -27,7 +27,7 @@ from jaxdist.ir.primitives import (
     reduced,
     slices,
 )
-from jaxdist.mesh import Groups
+from jaxdist.mesh import AXIS, Groups
 
 Axes = tuple[str, ...]
 
@@ -57,7 +57,7 @@ class XlaLowering(Interpreter):
             def lower(
                 _: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names, ours: Any = ours
             ) -> Any:
-                if groups_of(eqn) is not None:
+                if groups_of(eqn) is not None or axes_of(eqn) != (AXIS,):
                     return ours(self, eqn, x)
                 out = rule(x, **{k: eqn.params[k] for k in names})
                 return out if not eqn.primitive.multiple_results else [out]
@@ -92,12 +92,13 @@ class GlooLowering(XlaLowering):
     * Gloo knows nothing of hosts: see `jaxdist.communicators.by_hosts`.
 
     Args:
+      axes: number of axes of the mesh.
       in_host: how many devices in a row are on one host; 0: that is no matter.
     """
 
-    def __init__(self, in_host: int = 0) -> None:
+    def __init__(self, axes: int = 1, in_host: int = 0) -> None:
         super().__init__()
-        self._in_host = in_host
+        self._axes, self._in_host = axes, in_host
         self.rules = {
             **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
             **self.rules,
@@ -117,19 +118,18 @@ class GlooLowering(XlaLowering):
     def _all_reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if not x.size:
             return reduced(x, **eqn.params)
-        devices = lax.axis_size(eqn.params["axes"])
-        return self._by_hosts(eqn).all_reduce(x, eqn.params["wire"], devices, eqn.params["groups"])
+        return self._by_hosts(eqn).all_reduce(x, eqn.params["wire"], lax.axis_size(eqn.params["axes"]))
 
     def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._by_hosts(eqn).reduce_scatter(x, *(eqn.params[k] for k in ("dim", "wire", "devices", "groups")))
+        return self._by_hosts(eqn).reduce_scatter(x, *(eqn.params[k] for k in ("dim", "wire", "devices")))
 
     def _gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._by_hosts(eqn).gather(x, *(eqn.params[k] for k in ("dim", "size", "devices", "groups")))
+        return self._by_hosts(eqn).gather(x, *(eqn.params[k] for k in ("dim", "size", "devices")))
 
     def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
         axes = eqn.params["axes"]
         to_all, from_all, total = (functools.partial(move, axes) for move in (_all_to_all, _all_gather, _all_reduce))
-        return ByHosts(to_all, from_all, total, self._in_host)
+        return ByHosts(to_all, from_all, total, self._in_host if len(axes) == self._axes else 0)
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
@@ -151,12 +151,11 @@ def _all_reduce(axes: Axes, x: Any, wire: str | None, groups: Groups | None) -> 
 
 def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
     parts = slices(x, eqn.params["dim"], eqn.params["devices"])
-    wire, groups = eqn.params["wire"], eqn.params["groups"]
-    return lax.psum_scatter(parts.astype(wire or x.dtype), eqn.params["axes"], axis_index_groups=groups).astype(x.dtype)
+    return lax.psum_scatter(parts.astype(eqn.params["wire"] or x.dtype), eqn.params["axes"]).astype(x.dtype)
 
 
 def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
-    parts = _all_gather(eqn.params["axes"], x, eqn.params["groups"])
+    parts = _all_gather(eqn.params["axes"], x)
     return joined(parts, eqn.params["dim"], eqn.params["size"])
 
 
@@ -174,6 +173,6 @@ def _all_to_all(axes: Axes, parts: Any, groups: Any) -> Any:
     return back(lax.all_to_all(raw, axes, 0, 0, tiled=True, axis_index_groups=groups))
 
 
-def _all_gather(axes: Axes, part: Any, groups: Any) -> Any:
+def _all_gather(axes: Axes, part: Any, groups: Any = None) -> Any:
     raw, back = exchange.bits(part)
     return back(lax.all_gather(raw, axes, axis_index_groups=groups))

@@ -11,7 +11,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxdist.ir.interpreter import axes_of
-from jaxdist.ir.primitives import group_reduce_p
 
 # They name the axis and move nothing.
 _SILENT = {"axis_index", "axis_size"}
@@ -34,8 +33,6 @@ def aval_text(v: Any) -> str:
 
 def moves(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective over the devices."""
-    if eqn.primitive is group_reduce_p:  # it does not name the axis
-        return True
     return any(isinstance(axis, str) for axis in axes_of(eqn)) and eqn.primitive.name not in _SILENT
 
 

@@ -21,7 +21,7 @@ ADDITION = frozenset({"add", "add_any"})
 LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "expand_dims", "neg", "reduce_sum", "rev", "slice"}
 """Of one operand: of a sum, the result is the sum of the results."""
 
-ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter", "ppermute"})
+ACROSS = frozenset({"all_to_all", "jaxdist_reduce_scatter", "ppermute"})
 """Collectives that are linear, and whose result is no larger than their operand."""
 
 CHEAP = SHAPE_ONLY | {"broadcast_in_dim", "convert_element_type", "div", "mul", "neg"}
@@ -47,8 +47,8 @@ FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenber
 """Of matrices: FLOPs, over the product of both dimensions and the smaller one (Golub and Van Loan, *Matrix
 Computations*)."""
 
-FOR_ITSELF = frozenset({"debug_callback", "debug_print", "io_callback", "jaxdist_count", "jaxdist_plain",
-                        "jaxdist_shard", "pure_callback", "rng_uniform", "shard_map"})  # fmt: skip
+FOR_ITSELF = frozenset({"debug_callback", "debug_print", "io_callback", "jaxdist_count", "jaxdist_own_code",
+                        "jaxdist_plain", "jaxdist_shard", "pure_callback", "rng_uniform", "shard_map"})  # fmt: skip
 """Not to be moved into what one device computes for all: marks, the user's own code for each device, and what is called
 on the root."""
 

@@ -16,23 +16,20 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
-from jaxdist.mesh import AXIS
-
 # --- emitted
 
 all_reduce_p = Primitive("jaxdist_all_reduce")
-"""The sum over ``axes``. ``wire``: the dtype in which it travels; None: its own. ``groups`` of devices that act each by
-itself; None: all are one."""
+"""The sum over ``axes``. ``wire``: the dtype in which it travels; None: its own."""
 
 reduce_shard_p = Primitive("jaxdist_reduce_scatter")
-"""The sum over ``axes``, of which each device gets its slice along ``dim``; padded with zeros. ``wire`` and ``groups``
-as above."""
+"""The sum over ``axes``, of which each device gets its slice along ``dim``; padded with zeros. ``wire`` as
+above."""
 
 gather_shards_p = Primitive("jaxdist_all_gather")
 """The slices along ``dim`` of all devices as one array, without the padding: ``size`` entries along ``dim``."""
 
 group_reduce_p = Primitive("jaxdist_group_reduce")
-"""The ``op`` (sum, max or min) over the devices of one's own group; ``groups`` hold each device once.
+"""The ``op`` (sum, max or min) over the devices of one's own group of those along ``axes``; ``groups`` hold each once.
 
 `lax.psum` takes groups of unequal size, but not where JAX types each value as replicated or varying.
 """
@@ -111,13 +108,11 @@ def first_entry(x: Any) -> Any:
 # --- what they compute
 
 
-def reduced(
-    x: Any, axes: tuple[str, ...], wire: str | None = None, groups: tuple[tuple[int, ...], ...] | None = None
-) -> Any:
+def reduced(x: Any, axes: tuple[str, ...], wire: str | None = None) -> Any:
     """What :data:`all_reduce_p` computes, in JAX's own collectives."""
     if not x.size:
         return jnp.zeros(x.shape, x.dtype)
-    return lax.psum(x.astype(wire or x.dtype), axes, axis_index_groups=groups).astype(x.dtype)
+    return lax.psum(x.astype(wire or x.dtype), axes).astype(x.dtype)
 
 
 def _fetched(_: Any, eqn: Any, *operands: Any) -> list[Any]:
@@ -156,8 +151,8 @@ def _group_transpose(ct: Any, _: Any, **params: Any) -> list[Any]:
     return [group_reduce_p.bind(ct, **params)]
 
 
-def _group_reduced(x: Any, *, op: str, groups: tuple[tuple[int, ...], ...]) -> Any:
-    return _REDUCE[op].bind(x, axes=(AXIS,), axis_index_groups=groups)
+def _group_reduced(x: Any, *, op: str, axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...]) -> Any:
+    return _REDUCE[op].bind(x, axes=axes, axis_index_groups=groups)
 
 
 _REDUCE = {"sum": primitives.psum_p, "max": primitives.pmax_p, "min": primitives.pmin_p}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxdist import compat
 from jaxdist.ir.fingerprint import moves, place
-from jaxdist.ir.interpreter import groups_of, live, subjaxprs
-from jaxdist.mesh import Groups
+from jaxdist.ir.interpreter import axes_of, groups_of, live, subjaxprs
+from jaxdist.mesh import Axis, Groups, along
 
 _KINDS = {
     **dict.fromkeys(
@@ -82,40 +83,42 @@ def ring_factor(kind: str, devices: int) -> float:
     return 1.0
 
 
-def transfers(program: ClosedJaxpr, devices: int, on_cpu: bool) -> Counter[Transfer]:
+def transfers(program: ClosedJaxpr, axes: Sequence[Axis], on_cpu: bool) -> Counter[Transfer]:
     """The collectives of a program, and how many there are of each; in the order in which it names them.
 
     Args:
       program: a step after all passes, as one device runs it.
-      devices: of the mesh.
+      axes: of the mesh, the outermost first.
       on_cpu: there reductions of 16-bit floats that nobody compressed travel as float32.
 
     Example:
       >>> import jax
+      >>> from jaxdist.mesh import Axis
       >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
       >>> mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
       >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh,
       ...                       in_specs=P("data"), out_specs=P())
-      >>> [(one, n)] = transfers(jax.make_jaxpr(total)(jax.numpy.ones(40, "float32")), 4, on_cpu=True).items()
+      >>> program = jax.make_jaxpr(total)(jax.numpy.ones(40, "float32"))
+      >>> [(one, n)] = transfers(program, [Axis("data", 4)], on_cpu=True).items()
       >>> one.kind, one.elements, one.bytes, one.sent, n
       ('all-reduce', 10, 40, 60, 1)
     """
-    return Counter(_walk(program.jaxpr, devices, on_cpu, "", 1))
+    return Counter(_walk(program.jaxpr, axes, on_cpu, "", 1))
 
 
-def _walk(jaxpr: Jaxpr, devices: int, on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
+def _walk(jaxpr: Jaxpr, axes: Sequence[Axis], on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
     for eqn in live(jaxpr):
         if moves(eqn):
-            yield from _transfers(eqn, devices, on_cpu, where, times)
+            yield from _transfers(eqn, axes, on_cpu, where, times)
         turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for i, sub in enumerate(subjaxprs(eqn)):
-            yield from _walk(sub, devices, on_cpu, where + place(eqn, i), times * turns)
+            yield from _walk(sub, axes, on_cpu, where + place(eqn, i), times * turns)
 
 
-def _transfers(eqn: JaxprEqn, devices: int, on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
+def _transfers(eqn: JaxprEqn, axes: Sequence[Axis], on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
     kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
-    groups = groups_of(eqn)
-    n = max(map(len, groups)) if groups else devices
+    groups = groups_of(eqn) or along(axes, axes_of(eqn, [axis.name for axis in axes]))
+    n = max(map(len, groups)) if groups else math.prod(axis.size for axis in axes)
     wire = eqn.params.get("wire")
     bucket = re.findall(r"bucket_of_(\d+)", compat.name_stack(eqn))
     for operand, result in zip(eqn.invars, eqn.outvars, strict=True):

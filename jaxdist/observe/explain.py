@@ -51,4 +51,4 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
     placed = decorated.placed(*args, **kwargs)
-    return Explanation(tuple(rows(placed)) if placed is not None else ())
+    return Explanation(tuple(rows(placed)))

@@ -6,6 +6,7 @@ A loop that only adds to a carry carries summands, and adds them up once, after 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, primitives
+from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
 from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, branches
-from jaxdist.ir.interpreter import INLINED, Interpreter, retrace
+from jaxdist.ir.interpreter import INLINED, Interpreter, axes_of, retrace
 from jaxdist.mesh import AXIS
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, refuse, settled, special
@@ -92,37 +93,74 @@ def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 @special("shard_map")
 def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """What the specs say; the body is a device's program already."""
-    params, n = node.eqn.params, walk.n
+    params, devices = node.eqn.params, math.prod(axis.size for axis in walk.infer.mesh)
     mesh = params["mesh"]
-    if tuple(mesh.axis_names) != (AXIS,) or mesh.size != n:
-        raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {{{AXIS!r}: {n}}}")
+    if tuple(mesh.axis_names) != (AXIS,) or mesh.size != devices:
+        raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {{{AXIS!r}: {devices}}}")
 
-    def placement(spec: Any, shape: Sequence[int]) -> Placement:
-        dims = [d for d, axis in enumerate(spec) if axis in (AXIS, (AXIS,))]
-        return tile(dims[0], shape[dims[0]], n) if dims else REPLICATED
+    def dim(spec: Any) -> int | None:
+        return next((d for d, axis in enumerate(spec) if axis in (AXIS, (AXIS,))), None)
 
-    takes = [form(placement(s, shape)) for s, shape in zip(params["in_specs"], walk.shapes(node.ins), strict=True)]
-    gives = [placement(s, shape) for s, shape in zip(params["out_specs"], walk.shapes(node.outs), strict=True)]
+    takes, gives = (tuple(map(dim, params[name])) for name in ("in_specs", "out_specs"))
+    return _own_code(walk, node, compat.closed(params["jaxpr"]), takes, gives)
+
+
+@special("jaxdist_own_code")
+def _placed_own_code(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+    params = node.eqn.params
+    return _own_code(walk, node, params["body"], params["ins"], params["outs"])
+
+
+own_code_p = Primitive("jaxdist_own_code")
+"""The program of one device, ``body``, in a program for several: ``ins`` and ``outs`` say for each operand and result
+along which dimension ``devices`` hold slices of it; None: each has all."""
+own_code_p.multiple_results = True
+own_code_p.def_abstract_eval(
+    lambda *_, body, ins, outs, devices: [
+        a.update(shape=tuple(n * devices if d == dim else n for d, n in enumerate(a.shape)), weak_type=False)
+        for a, dim in zip(body.out_avals, outs, strict=True)
+    ]
+)
+
+
+def _own_code(
+    walk: Walk, node: Node, body: ClosedJaxpr, ins: tuple[int | None, ...], outs: tuple[int | None, ...]
+) -> Strategy:
+    """The user's code for each device: along the last axis of the mesh it takes the operation's place."""
+    mesh, axes = walk.infer.mesh, walk.infer.axes
+
+    def placements(values: Sequence[int], dims: Sequence[int | None]) -> list[Placement]:
+        shapes = walk.shapes(values)
+        return [REPLICATED if d is None else tile(d, s[d], walk.n) for d, s in zip(dims, shapes, strict=True)]
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        return _Untyped().run(compat.closed(params["jaxpr"]), *args)
+        if len(axes) == len(mesh):
+            return _Untyped([axis.name for axis in mesh]).run(body, *args)
+        devices = math.prod(axis.size for axis in mesh[len(axes) :])
+        return own_code_p.bind(*args, body=body, ins=ins, outs=outs, devices=devices)
 
-    return Strategy(takes, gives, run, exchanges=True)
+    takes = list(map(form, placements(node.ins, ins)))
+    return Strategy(takes, placements(node.outs, outs), run, exchanges=True)
 
 
 _TYPED = {*INLINED, *CONTROL_FLOW}  # whose bodies are; a kernel's is not
 
 
 class _Untyped(Interpreter):
-    """Evaluates the body of a typed ``shard_map`` in one that is not."""
+    """Evaluates the body of a typed ``shard_map`` in one that is not.
 
-    def __init__(self) -> None:
+    Args:
+      axes: of the mesh that the body runs on; it names them as one.
+    """
+
+    def __init__(self, axes: Sequence[str]) -> None:
+        self.axes = tuple(axes)
         super().__init__(
             {
                 compat.pvary_p: lambda _, eqn, x: x,
                 compat.psum_invariant_p: lambda _, eqn, x: lax.psum(x, eqn.params["axes"]),
                 compat.all_gather_invariant_p: lambda _, eqn, x: lax.all_gather(
-                    x, AXIS, axis=eqn.params["all_gather_dimension"], tiled=eqn.params["tiled"]
+                    x, eqn.params["axis_name"], axis=eqn.params["all_gather_dimension"], tiled=eqn.params["tiled"]
                 ),
                 primitives.reshape_p: lambda _, eqn, x, *__: lax.reshape(
                     x, eqn.params["new_sizes"], eqn.params["dimensions"]
@@ -132,8 +170,17 @@ class _Untyped(Interpreter):
         for name in ("broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
             self.rules[getattr(primitives, name)] = _without_sharding
 
+    def eval_eqn(self, eqn: Any, *args: Any) -> Sequence[Any]:
+        if len(self.axes) > 1 and AXIS in axes_of(eqn):
+            (name,) = (name for name in ("axes", "axis_name") if name in eqn.params)
+            axes = tuple(one for axis in axes_of(eqn) for one in (self.axes if axis == AXIS else (axis,)))
+            eqn = eqn.replace(params={**eqn.params, name: axes})
+            if eqn.primitive not in self.rules:
+                return compat.bind(eqn, eqn.params, args)
+        return super().eval_eqn(eqn, *args)
+
     def touches(self, eqn: Any) -> bool:
-        return eqn.primitive.name in _TYPED
+        return eqn.primitive.name in _TYPED or (len(self.axes) > 1 and AXIS in axes_of(eqn))
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]

@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
-from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p
-from jaxdist.mesh import Groups, across, bound, within
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
+from jaxdist.mesh import bound
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Placed
@@ -44,7 +44,7 @@ class Emitter:
       placed: the block.
       compressible: by the id of a placed block: the values that may travel in `compress` (see `wires`).
       compress: a dtype; None: each travels in its own.
-      marks: whether those of `jaxdist.zero` stay, for the offload pass.
+      marks: whether those of `jaxdist.zero` stay: for the next axis, and the offload pass.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Emitter:
                 return self.to_slices(i, forms[own], own, to)
             return self.cut(self.take(i, REPLICATED), to)
         if summand is not None:
-            return self._reduce(i, forms[summand], within(self.n, summand.group))
+            return self._reduce(i, forms[summand], summand)
         own = next(f for f in forms if isinstance(f, Split))
         return self._gather(forms[own], own, aval)
 
@@ -139,20 +139,7 @@ class Emitter:
         """What a device holds of a value as slices, not gathered before (`Infer.slices` says whether that can be)."""
         if isinstance(own, Partial):
             return self._scatter(i, x, own, to)
-        if own.group == to.group:
-            return self._exchange(x, own, to)
-        part, groups = self.in_group(i, x, own.of_group(to.group), to), across(self.n, to.group)
-        return gather_shards_p.bind(
-            part, axes=(self.axis,), dim=own.dim, size=own.size, devices=self.n // to.group, groups=groups
-        )
-
-    def in_group(self, i: int, x: Any, own: Split, to: Form) -> Any:
-        """A slice of the batch as the devices of a group need it, of whose examples `own` are its; once for each."""
-        forms, key = self._forms[i], (own, to)
-        if key not in forms:
-            within_it = isinstance(to, Split)
-            forms[key] = self._exchange(x, own, to) if within_it else self.gather(x, own.dim, own.size, own.group)
-        return forms[key]
+        return self._exchange(x, own, to)
 
     def _wire(self, i: int, dtype: Any) -> str | None:
         """The dtype in which a summand travels, if it is a gradient that may be compressed."""
@@ -161,24 +148,23 @@ class Emitter:
         narrow = jnp.dtype(self._compress)  # summands of 16-bit gradients are kept in 32 bits, and travel so without it
         return self._compress if dtype.itemsize > narrow.itemsize or dtype == narrow else None
 
-    def _reduce(self, i: int, x: Any, groups: Groups | None) -> Any:
+    def _reduce(self, i: int, x: Any, summand: Partial) -> Any:
         aval = self.block.avals[i]
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
         x = jnp.asarray(x)
-        wire = self._wire(i, aval.dtype)
-        return all_reduce_p.bind(x, axes=(self.axis,), wire=wire, groups=groups).astype(aval.dtype)
+        axes = tuple(one.name for one in self.infer.axes if one.name in (*summand.owed, self.axis))
+        return all_reduce_p.bind(x, axes=axes, wire=self._wire(i, aval.dtype)).astype(aval.dtype)
 
     def _scatter(self, i: int, x: Any, summand: Partial, to: Split) -> Any:
-        """A summand as slices; those of all devices to slices within groups: within these first, then across."""
+        """A summand as slices; what is owed over other axes is added up as slices."""
         aval = self.block.avals[i]
         wire = self._wire(i, aval.dtype)
         if not aval.size:
             return jnp.zeros(to.shape(aval.shape), aval.dtype)
-        groups, parts = within(self.n, to.group), to.group or self.n
-        part = reduce_shard_p.bind(x, axes=(self.axis,), wire=wire, dim=to.dim, devices=parts, groups=groups)
-        if to.group != summand.group:
-            part = all_reduce_p.bind(part, axes=(self.axis,), wire=wire, groups=across(self.n, to.group))
+        part = reduce_shard_p.bind(x, axes=(self.axis,), wire=wire, dim=to.dim, devices=self.n)
+        if summand.owed:
+            part = all_reduce_p.bind(part, axes=summand.owed, wire=wire)
         return part.astype(aval.dtype)
 
     def _gather(self, x: Any, own: Split, aval: Any) -> Any:
@@ -188,44 +174,36 @@ class Emitter:
         d = own.dim
         raw = raw.reshape(*raw.shape[:d], own.outer, own.chunk, *raw.shape[d + 1 :]) if own.outer > 1 else raw
         at = d + (own.outer > 1)
-        whole = self.gather(raw, at, own.size, own.group)
+        whole = self.gather(raw, at, own.size)
         if own.outer > 1:
             whole = whole.reshape(*whole.shape[:d], own.outer * own.size, *whole.shape[d + 2 :])
         return back(whole)
 
-    def gather(self, x: Any, dim: int, size: int, group: int = 0) -> Any:
-        """The slices of all devices, or of those of a group, along a dimension."""
-        groups = within(self.n, group)
-        return gather_shards_p.bind(x, axes=(self.axis,), dim=dim, size=size, devices=group or self.n, groups=groups)
+    def gather(self, x: Any, dim: int, size: int) -> Any:
+        """The slices of all devices along a dimension."""
+        return gather_shards_p.bind(x, axes=(self.axis,), dim=dim, size=size, devices=self.n)
 
     def _exchange(self, x: Any, own: Split, to: Split) -> Any:
         raw, back = exchange.bits(x)
-        groups = within(self.n, to.group)
-        out = lax.all_to_all(
-            raw, self.axis, split_axis=to.dim, concat_axis=own.dim, tiled=True, axis_index_groups=groups
-        )  # fmt: skip
-        return back(out)
+        return back(lax.all_to_all(raw, self.axis, split_axis=to.dim, concat_axis=own.dim, tiled=True))
 
     def _counted_once(self, x: Any, to: Partial) -> Any:
         """A whole value as summands: the first device has it, the others nothing."""
         x = jnp.asarray(x)
         x = x.astype(wide(x.dtype))
         nothing = jnp.asarray(-0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
-        return jnp.where(self.at(to) == 0, x, nothing)
+        first = [self.index == 0, *(lax.axis_index(axis) == 0 for axis in to.owed)]
+        return jnp.where(functools.reduce(jnp.logical_and, first), x, nothing)
 
     @functools.cached_property
     def index(self) -> Any:
         """This device's."""
         return lax.axis_index(self.axis)
 
-    def at(self, placement: Split | Partial) -> Any:
-        """This device's place among those that share a value."""
-        return self.index % placement.group if placement.group else self.index
-
     def positions(self, split: Split) -> Any:
         """Where each entry of a device's slice is in the whole dimension; of padding: where it was copied from."""
         row = lax.iota(np.int32, split.rows)
-        at = self.at(split) * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
         if split.is_padded(self.n):
             at = jnp.minimum(at, split.size - 1)
         return at if split.outer == 1 else at + row // split.chunk * split.size
@@ -233,7 +211,7 @@ class Emitter:
     def real(self, split: Split, rank: int) -> Any:
         """Which entries of a device's slice are no padding, to be broadcast to an array of `rank` dimensions."""
         row = lax.iota(np.int32, split.rows)
-        at = self.at(split) * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
         return (at < split.size).reshape([-1 if d == split.dim else 1 for d in range(rank)])
 
     def masked(self, x: Any, split: Split, identity: Any) -> Any:
@@ -244,49 +222,46 @@ class Emitter:
     def cut(self, x: Any, split: Split) -> Any:
         """This device's slice of a whole value."""
         raw, back = _raw(x)
-        d, n = split.dim, split.group or self.n
+        d = split.dim
         if not raw.size:
             return back(jnp.zeros(split.shape(raw.shape), raw.dtype))
         shape = raw.shape
         blocks = raw.reshape(*shape[:d], split.outer, split.size, *shape[d + 1 :]) if split.outer > 1 else raw
         at = d + (split.outer > 1)
-        missing = split.chunk * n - split.size
+        missing = split.chunk * self.n - split.size
         if missing > 0:
             last = lax.slice_in_dim(blocks, split.size - 1, split.size, axis=at)
             filler = jnp.broadcast_to(last, (*blocks.shape[:at], missing, *blocks.shape[at + 1 :]))
             blocks = lax.concatenate([blocks, filler], at)
-        out = lax.dynamic_slice_in_dim(blocks, self.at(split) * split.chunk, split.chunk, at)
+        out = lax.dynamic_slice_in_dim(blocks, self.index * split.chunk, split.chunk, at)
         return back(out.reshape(*shape[:d], split.rows, *shape[d + 1 :]))
 
     # --- across devices
 
-    def across(self, x: Any, kind: str, group: int = 0) -> Any:
-        """The largest, smallest, or logical reduction of the values of all devices, or of a group's, on each."""
+    def across(self, x: Any, kind: str) -> Any:
+        """The largest, smallest, or logical reduction of the values of all devices, on each."""
         if x.dtype == bool:
-            return self.across(x.astype(jnp.int32), "min" if kind in ("and", "min") else "max", group) > 0
+            return self.across(x.astype(jnp.int32), "min" if kind in ("and", "min") else "max") > 0
         if not x.size:
             return x
         if kind in ("max", "min") and not jnp.iscomplexobj(x):
-            if groups := within(self.n, group):
-                return group_reduce_p.bind(x, op=kind, groups=groups)
             return (lax.pmax if kind == "max" else lax.pmin)(x, self.axis)
-        parts = group or self.n
-        whole = self.gather(x[None], 0, parts, group)
-        return functools.reduce(_JOINS[kind], [whole[i] for i in range(parts)])
+        whole = self.gather(x[None], 0, self.n)
+        return functools.reduce(_JOINS[kind], [whole[i] for i in range(self.n)])
 
     def from_root(self, x: Any) -> Any:
         """The first device's value, on each."""
         raw, back = _raw(x)
         narrow = raw.astype(jnp.int8) if raw.dtype == bool else raw
         mine = jnp.where(self.index == 0, narrow, jnp.zeros_like(narrow))
-        return back(all_reduce_p.bind(mine, axes=(self.axis,), wire=None, groups=None).astype(raw.dtype))
+        return back(all_reduce_p.bind(mine, axes=(self.axis,), wire=None).astype(raw.dtype))
 
     # --- bodies
 
     def body(self, placed: Placed, types: Sequence[Any] | None = None) -> ClosedJaxpr:
         """The program of a placed body, for control flow to be bound to."""
         types = local_types(placed) if types is None else types
-        return Emitter(self.infer, placed, self._compressible, self._compress).program(types)
+        return Emitter(self.infer, placed, self._compressible, self._compress, self.marks).program(types)
 
     def program(self, types: Sequence[Any]) -> ClosedJaxpr:
         """What one device runs, as a jaxpr.

@@ -28,6 +28,7 @@ from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import (
     DEFERRED,
+    PARTIAL,
     REPLICATED,
     Deferred,
     Form,
@@ -50,9 +51,9 @@ class Infer:
       choose: ``choose(shape) -> dimension or None``: along which marked values of a shape are split.
       level: of ZeRO, in place of that which the marks say.
       on_cpu: whether they are CPUs.
-      group: how many in a row share what is marked; 0: all.
       split: ``"slices"`` or ``"owners"`` for what works on whole matrices; None: the cheaper one.
       before: the axes over which the program is placed already: it is what one device along them runs.
+      after: the axes over which it will be placed next.
     """
 
     def __init__(
@@ -61,16 +62,22 @@ class Infer:
         choose: Callable[[tuple[int, ...]], int | None],
         level: int | None = None,
         on_cpu: bool = True,
-        group: int = 0,
         split: str | None = None,
         before: Sequence[Axis] = (),
+        after: Sequence[Axis] = (),
     ):
-        self.axis, self.devices, self.axes, self.split = axis, axis.size, (*before, axis), split
-        self.choose, self._level, self.on_cpu, self.group = choose, level, on_cpu, group
+        self.axis, self.devices, self.split = axis, axis.size, split
+        self.axes, self.mesh = (*before, axis), (*before, axis, *after)
+        self.choose, self._level, self.on_cpu = choose, level, on_cpu
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._kept: list[Block] = []  # so that their ids stay their own
         self._placed: dict[Any, Placed] = {}
         self._wanted: dict[Any, dict[int, int]] = {}
+
+    def over(self, mesh: Sequence[Axis], k: int) -> Infer:
+        """The same over the `k`-th axis of a mesh; what `jaxdist.zero` marks is in slices along the last one."""
+        choose = self.choose if k == len(mesh) - 1 else lambda shape: None
+        return Infer(mesh[k], choose, self._level, self.on_cpu, self.split, mesh[:k], mesh[k + 1 :])
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
         """The block of a jaxpr; one for each."""
@@ -126,7 +133,7 @@ class Infer:
 
     def shard(self, dim: int, size: int) -> Split:
         """How a marked value is split along a dimension."""
-        return tile(dim, size, self.devices, stored=True, group=self.group)
+        return tile(dim, size, self.devices, stored=True)
 
     # --- what it costs to change a form
 
@@ -135,25 +142,23 @@ class Infer:
         size = nbytes(aval)
         if isinstance(placement, Partial):
             if isinstance(to, Partial):
-                return ("", 0) if to.group == placement.group else ("all-reduce", 2 * size)
+                return ("", 0) if to.owed == placement.owed else ("all-reduce", 2 * size)
             scattered = isinstance(to, Split) and self.slices(placement, to, aval)
             return ("reduce-scatter", size) if scattered else ("all-reduce", 2 * size)
         if isinstance(placement, Split) and not placement.whole and form(placement) != to:
             if isinstance(to, Split) and self.slices(placement, to, aval):
-                return "all-to-all", size // (to.group or self.devices)
+                return "all-to-all", size // self.devices
             return "all-gather", size
         return "", 0
 
     def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
         """Whether a value can be brought into slices without being gathered: by a reduce-scatter of summands, or an
-        all-to-all of slices along another dimension. Where groups have all of the result, it takes place within them,
-        and what each then has is added up, or gathered, across groups."""
+        all-to-all of slices along another dimension."""
         n = self.devices
         if isinstance(own, Partial):
-            return to.is_tile(n) and own.group in (0, to.group)
+            return to.is_tile(n)
         return (
             own.dim != to.dim
-            and own.group in (0, to.group)
             and own.outer == to.outer == 1
             and not own.is_padded(n)
             and not to.is_padded(n)
@@ -301,13 +306,13 @@ class Walk:
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Factors along which an operand is split; those of the batch if there are any: what is stored moves."""
-        found: dict[tuple[int, int, int, int, int], Split] = {}
+        found: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.stored]
         for p, dims in zip(ins, described.operands, strict=True):
             if isinstance(p, Split) and not (batch and p.stored) and dims[p.dim] is not None:
                 factor = dims[p.dim]
                 assert factor is not None
-                key = (factor, p.size, p.chunk, p.outer, p.group)
+                key = (factor, p.size, p.chunk, p.outer)
                 if key not in found or (found[key].stored and not p.stored):
                     found[key] = p
         if not found and batch:
@@ -340,7 +345,7 @@ class Walk:
                 if not isinstance(p, (Replicated, Deferred)) and isinstance(p, Split) and not p.stored:
                     stored = False
             elif kind == "sum" and described.onto == k:
-                to = Partial(group=split.group)
+                to = PARTIAL
             moved = self.infer.move(p, to, aval)[1]
             if isinstance(p, Split) and not p.stored and moved:
                 stored = False
@@ -359,7 +364,7 @@ class Walk:
         if kind == "sum":
             if not all(is_wide(o.dtype) for o in outs):
                 return None, None
-            gives = [Partial(gradient=node.backward, group=split.group)] * len(outs)
+            gives = [Partial(gradient=node.backward)] * len(outs)
         else:
             gives = [REPLICATED] * len(outs)
         run = Cut(described, factor, split, kind)

@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import AXIS
-from jaxdist.placements.values import Split, tile
+from jaxdist.mesh import AXIS, in_groups
+from jaxdist.placements.values import REPLICATED, Placement, Split, tile, tiles
 
 HOST = "pinned_host"
 """JAX's name for the host's memory that a device reads and writes by itself."""
@@ -34,8 +34,7 @@ _WORTH_AVOIDING = 0.1
 class Layout:
     """The shards of a leaf: slices along `dim`, after `pad` entries were added at its end. Made by `layout`.
 
-    Each of `groups` of devices has all slices: the physical array holds them one group after the other. `host`: they
-    are in the host's memory.
+    Each of `groups` of devices has all slices (see `jaxdist.mesh.in_groups`). `host`: they are in the host's memory.
     """
 
     dim: int
@@ -51,24 +50,25 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Whether the physical array is the leaf."""
-        return not self.pad and self.groups == 1
+        return not self.pad
 
-    def split(self, size: int, devices: int) -> Split:
-        """The placement of a leaf with so many entries along `dim`."""
-        return tile(self.dim, size, devices, stored=True, group=devices // self.groups if self.groups > 1 else 0)
+    def splits(self, size: int, axes: Sequence[int]) -> list[Placement]:
+        """The placements of a leaf with so many entries along `dim`, over each axis of so many devices."""
+        if self.groups == 1 or len(axes) == 1:
+            return [*tiles(self.dim, size, axes, stored=True)]
+        return [REPLICATED, tile(self.dim, size, axes[-1], stored=True)]
 
     def physical(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape with its padding, of all groups."""
-        return (*shape[: self.dim], self.groups * (shape[self.dim] + self.pad), *shape[self.dim + 1 :])
+        """The shape with its padding."""
+        return (*shape[: self.dim], shape[self.dim] + self.pad, *shape[self.dim + 1 :])
 
     def logical(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape without its padding, of one group."""
-        return (*shape[: self.dim], shape[self.dim] // self.groups - self.pad, *shape[self.dim + 1 :])
+        """The shape without its padding."""
+        return (*shape[: self.dim], shape[self.dim] - self.pad, *shape[self.dim + 1 :])
 
     def padded(self, x: np.ndarray) -> np.ndarray:
         """The physical array of a leaf; its padding holds zeros."""
-        x = np.pad(x, [(0, self.pad if d == self.dim else 0) for d in range(x.ndim)]) if self.pad else x
-        return np.concatenate([x] * self.groups, self.dim) if self.groups > 1 else x
+        return np.pad(x, [(0, self.pad if d == self.dim else 0) for d in range(x.ndim)]) if self.pad else x
 
     def trimmed(self, x: Any) -> Any:
         """The leaf of a physical array."""
@@ -83,10 +83,9 @@ def layout(dim: int, pad: int, groups: int = 1, host: bool = False) -> Layout:
 _layout = functools.cache(Layout)
 
 
-def layout_of(split: Split, devices: int) -> Layout:
-    """Of what is kept as it is placed; the inverse of `Layout.split`."""
-    parts = split.group or devices
-    return layout(split.dim, split.chunk * parts - split.size, devices // parts)
+def layout_of(split: Split, devices: int, groups: int = 1) -> Layout:
+    """Of what is kept as it is placed, over so many devices in each of some groups; the inverse of `Layout.splits`."""
+    return layout(split.dim, split.chunk * devices - split.size, groups)
 
 
 def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), groups: int = 1) -> Layout | None:
@@ -197,20 +196,6 @@ class Padded:
     def is_fully_addressable(self) -> bool:
         return self.array.is_fully_addressable
 
-    def over_groups(self) -> jax.Array:
-        """The leaf as an array over a mesh of two axes, ``"group"`` and ``"data"``, on the same memory.
-
-        Only of a leaf without padding.
-        """
-        own = self.array.sharding
-        assert isinstance(own, NamedSharding)
-        devices = np.asarray(own.mesh.devices).reshape(self.layout.groups, -1)
-        spec = P(*[None] * self.layout.dim, AXIS)
-        place = NamedSharding(Mesh(devices, ("group", AXIS)), spec, memory_kind=own.memory_kind)
-        return jax.make_array_from_single_device_arrays(
-            self.shape, place, [shard.data for shard in self.array.addressable_shards]
-        )
-
     def is_deleted(self) -> bool:
         """Whether a step has taken its memory."""
         return self.array.is_deleted()
@@ -260,8 +245,9 @@ def physical(x: Any) -> Any:
 
 def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
     """Of a leaf's physical array."""
-    spec = P() if how is None or mesh.size == 1 else how.spec  # as XLA says it of results
-    return NamedSharding(mesh, spec, memory_kind=HOST if how and how.host else None)
+    if how is None or mesh.size == 1:  # as XLA says it of results
+        return NamedSharding(mesh, P(), memory_kind=HOST if how and how.host else None)
+    return NamedSharding(in_groups(mesh, how.groups), how.spec, memory_kind=HOST if how.host else None)
 
 
 def copied(x: jax.Array, place: Sharding) -> jax.Array:

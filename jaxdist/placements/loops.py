@@ -13,13 +13,14 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While
 from jaxdist.ir.interpreter import has_effect
-from jaxdist.ir.operations import ADDITION
+from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, settled, special
 from jaxdist.placements.report import work
 from jaxdist.placements.strategy import Placed, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
+    PARTIAL,
     REPLICATED,
     Deferred,
     Form,
@@ -64,7 +65,7 @@ def join(a: Placement, b: Placement) -> Placement:
     if isinstance(b, Split):
         return replace(b, whole=False, requested=False)
     if isinstance(a, Partial) and isinstance(b, Partial):
-        return Partial(a.gradient and b.gradient, group=a.group) if a.group == b.group else REPLICATED
+        return Partial(a.gradient and b.gradient, owed=a.owed) if a.owed == b.owed else REPLICATED
     return REPLICATED
 
 
@@ -98,7 +99,7 @@ class _Carries:
                     self.fixed.add(k)
                     new.append(inside(b) if isinstance(b, Split) else REPLICATED)
                 else:
-                    new.append(Partial(b.gradient, made=False, group=b.group))
+                    new.append(Partial(b.gradient, made=False, owed=b.owed))
             else:
                 new.append(join(a, inside(b)))
         changed = new != self.at
@@ -181,18 +182,18 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
     """What a loop takes slices of is split along another dimension than the one it runs over."""
     if not isinstance(p, Split) or p.dim:
         return p
-    dims, parts = range(1, len(aval.shape)), p.group or infer.devices
+    dims, parts = range(1, len(aval.shape)), infer.devices
     even = [d for d in dims if aval.shape[d] % parts == 0 and aval.shape[d]]
     if not even:
         even = [d for d in dims if aval.shape[d] >= parts]
-    return tile(even[0], aval.shape[even[0]], infer.devices, p.stored, p.group) if even else REPLICATED
+    return tile(even[0], aval.shape[even[0]], parts, p.stored) if even else REPLICATED
 
 
 def _own_turns(
     walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int
 ) -> Strategy | None:
     """A loop over the batch whose turns have nothing to do with each other but that they are added up."""
-    if any(has_effect(n.eqn) or n.name in ("jaxdist_shard", "shard_map") for n in block.nodes):
+    if any(has_effect(n.eqn) or n.name in FOR_ITSELF for n in block.nodes):
         return None
     carried = list(zip(block.inputs[first:rest], block.outputs, strict=False))
     for i, o in carried:
@@ -226,9 +227,8 @@ def _own_turns(
         carry, ys = lax.scan(turn, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
         return [*carry, *ys]
 
-    summand = Partial(group=split.group)
-    takes: list[Form] = [REPLICATED] * first + [summand] * count + [to] * (len(ins) - rest)
-    gives: list[Placement] = [replace(summand, gradient=node.backward)] * count
+    takes: list[Form] = [REPLICATED] * first + [PARTIAL] * count + [to] * (len(ins) - rest)
+    gives: list[Placement] = [Partial(gradient=node.backward)] * count
     gives += [replace(split, whole=False)] * (len(node.outs) - count)
     return Strategy(takes, gives, run)
 

@@ -12,7 +12,6 @@ from jax import lax
 
 from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
-from jaxdist.mesh import within
 from jaxdist.placements.block import Node
 from jaxdist.placements.emit import Emitter
 from jaxdist.placements.infer import Walk, special
@@ -41,8 +40,7 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     def taken(i: int, p: Placement) -> Form:
         if not isinstance(p, Split) or p.whole:
             return REPLICATED
-        usual = p.is_tile(walk.n) and p.group == infer.group
-        return form(p if usual else sliced(i))
+        return form(p if p.is_tile(walk.n) else sliced(i))
 
     takes = [taken(i, p) for i, p in zip(node.ins, ins, strict=True)]
     gives: list[Placement] = [sliced(o) for o in node.outs]
@@ -53,7 +51,7 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     for one in node.works:
         by_owner.setdefault(one.owner or 0, []).append(one)
     busiest = max(by_owner.values(), key=lambda works: sum(one.flops for one in works))
-    owners = _Run(by_owner, takes, gives, infer.group or walk.n, infer.group)
+    owners = _Run(by_owner, takes, gives, walk.n)
     return Strategy(takes, gives, owners, bodies=[one.placed for one in busiest], exchanges=True)
 
 
@@ -66,14 +64,12 @@ class _Run:
       takes: how each operand comes.
       gives: how each result is left.
       parts: devices that share a matrix.
-      group: so many in a row; 0: all.
     """
 
     works: dict[int, list[Work]]
     takes: Sequence[Any]
     gives: Sequence[Any]
     parts: int
-    group: int
 
     def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         avals = emitter.block.avals
@@ -112,8 +108,7 @@ class _Run:
                 for k in range(self.parts)]  # fmt: skip
         sent = {key: jnp.concatenate([row[key] for row in mine]) for key in there.widths}
         arrived = self._exchange(emitter, sent)
-        place = emitter.index % self.group if self.group else emitter.index
-        returned = self._exchange(emitter, lax.switch(jnp.asarray(turn)[place], branches, arrived))
+        returned = self._exchange(emitter, lax.switch(jnp.asarray(turn)[emitter.index], branches, arrived))
         found: dict[int, Any] = {}
         for k in owners:
             row = {key: lax.slice_in_dim(x, k, k + 1) for key, x in returned.items()}
@@ -121,10 +116,8 @@ class _Run:
         return [found[o] for o in node.outs]
 
     def _exchange(self, emitter: Any, parcels: Parcels) -> Parcels:
-        groups = within(emitter.n, self.group)
         return {
-            key: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups)
-            for key, x in parcels.items()
+            key: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True) for key, x in parcels.items()
         }
 
 

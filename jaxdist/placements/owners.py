@@ -120,7 +120,7 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
 
 def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component]) -> list[list[Work]]:
     """Who works on components of one stage: groups of which each is one operation."""
-    n = infer.group or infer.devices
+    n = infer.devices
     byte = _BYTE[infer.on_cpu]
     on_slices, always = costs
     whole = [_on_one(infer, placed, component) for component in found]
@@ -222,7 +222,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
     if len(lengths) != 1 or min(lengths) < 2 or any(avals[i].ndim < 3 for i in stacked):
         return None
     (length,) = lengths
-    split = tile(0, length, infer.devices, stored=True, group=infer.group)
+    split = tile(0, length, infer.devices, stored=True)
     block = component.block(placed.block)
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
     found = infer.in_slices(block, ins)  # a part that needs owners is none; they would look for a stack in it again

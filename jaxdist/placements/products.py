@@ -5,9 +5,6 @@ batch are few beside a large weight, they travel instead: each device has all ro
 the weight, and an all-to-all gives each its own examples back; or it has of all rows the columns that meet its slice,
 and a reduce-scatter adds the products up. A gradient is computed as a slice, from all rows. The FLOPs are the same.
 
-Groups of devices that share a weight each do so with their own rows. For a gradient the rows of all groups travel: each
-group computes its slices from them, which takes more FLOPs, but nothing of the weight's size travels between groups.
-
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a product with a weight split along its columns or rows);
   Xu et al., *GSPMD*, arXiv 2105.04663, section 3.5 (a product for which an operand is partitioned again).
@@ -15,7 +12,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +24,13 @@ from jaxdist.ir.operations import ADDITION, SHAPE_ONLY
 from jaxdist.placements.block import Node
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.infer import Walk, special
-from jaxdist.placements.report import flops
 from jaxdist.placements.run import Cut
 from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
+from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
 
 _MESSAGE = {True: 1 << 18, False: 1 << 25}
 """Bytes that travel in the time that a message more takes, and the compute that it keeps from overlapping: of CPUs, of
 others."""
-_BYTE = {True: 1 << 8, False: 1 << 13}
-"""FLOPs that take as long as a byte between groups, which have slower links than the devices of one."""
 
 
 @special("dot_general", "gather", "scatter-add", "scatter_add")
@@ -44,7 +38,7 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     described = walk.factors(node)
     batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
     kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.stored]
-    if described is None or not batch or walk.infer.group == 1 or len(node.outs) > 1:
+    if described is None or not batch or len(node.outs) > 1:
         return None
     splits = [p for p in ins if isinstance(p, Split)]
     examples = {described.operands[k][p.dim] for k in batch if isinstance(p := ins[k], Split)}
@@ -70,31 +64,21 @@ def _with_slices(
     (result,), cut = described.results, described.operands[kept][weight.dim]
     if cut is None or cut == example or example in described.operands[kept] or example not in result:
         return None
-    if weight.group and kept and described.params:
-        return None  # entries of the batch at places that a parameter says: the operation's sizes are those of all rows
     out = walk.block.avals[node.outs[0]]
     back = tile(result.index(example), out.shape[result.index(example)], walk.n)
     kind = described.reduced.get(cut)
     if cut in result:  # each device: some columns of all rows
-        made: Split | Partial = tile(result.index(cut), weight.size, walk.n, group=weight.group)
+        made: Split | Partial = tile(result.index(cut), weight.size, walk.n)
     elif kind == "sum" and is_wide(out.dtype):  # each device: all columns of all rows, a summand
-        made = Partial(group=weight.group)
+        made = PARTIAL
     else:
         return None
     takes = [form(weight.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    arrive = {k: (*_of_group(p, aval, weight.group), takes[k]) for k, p, aval in _of_batch(walk, node, ins)}
-    back_here, out_here = _of_group(back, out, weight.group)
-    moves = [(p, to, aval) for p, aval, to in arrive.values()] + [(made, back_here, out_here)]
+    moves = [(p, takes[k], aval) for k, p, aval in _of_batch(walk, node, ins)] + [(made, back, out)]
     if not _pays(walk, moves, weight, walk.block.avals[node.ins[kept]], lambda: _users(walk, node, node.ins[kept])):
         return None
-    if not weight.group:  # then what an operation takes is brought into its form, and written down
-        arrive, moves = {}, moves[-1:]
-    takes = [form(p) if k in arrive else to for k, (p, to) in enumerate(zip(ins, takes, strict=True))]
-    for p, to, aval in moves:
-        walk.placed.own.append(Move(node, walk.infer.move(p, to, aval)[0], aval, stored=False, why=IN_PLACE))
-    run = _ThenBack(
-        Cut(described, cut, weight, kind), made, back_here, {k: (p, to) for k, (p, _, to) in arrive.items()}
-    )
+    walk.placed.own.append(Move(node, walk.infer.move(made, back, out)[0], out, stored=False, why=IN_PLACE))
+    run = _ThenBack(Cut(described, cut, weight, kind), made, back)
     return Strategy(takes, [back], run, exchanges=True, instead=IN_PLACE)
 
 
@@ -111,13 +95,9 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
         return None
     slices = walk.infer.shard(dim, out.shape[dim])
     takes = [form(slices.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    if slices.is_padded(walk.n) or (gathered and slices.group):
+    if slices.is_padded(walk.n):
         return None
     moves = [(p, takes[k], aval) for k, p, aval in _of_batch(walk, node, ins)]
-    # Between groups the rows travel once, where slices would be added up; and each group does what others do as well.
-    between = sum(nbytes(aval) for *_, aval in moves) + flops(walk.block, node) // _BYTE[walk.infer.on_cpu]
-    if slices.group and between > 2 * nbytes(out):
-        return None
     if not _pays(walk, moves, slices, out, lambda: _terms(walk, node), most=1 if gathered else None):
         return None
     product = Cut(described, cut, slices, None)
@@ -170,14 +150,6 @@ def _of_batch(walk: Walk, node: Node, ins: Sequence[Placement]) -> list[tuple[in
     ]
 
 
-def _of_group(split: Split, aval: Any, group: int) -> tuple[Split, Any]:
-    """A value of the batch as the devices of a group have it: their examples; without groups as it is."""
-    if not group:
-        return split, aval
-    ours = split.of_group(group)
-    return ours, aval.update(shape=(*aval.shape[: split.dim], ours.size, *aval.shape[split.dim + 1 :]))
-
-
 def _pays(
     walk: Walk, moves: Sequence[_Moved], split: Split, aval: Any, sharing: Callable[[], int], most: int | None = None
 ) -> bool:
@@ -197,7 +169,7 @@ def _pays(
     whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
     sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves) + len(moves) * _MESSAGE[walk.infer.on_cpu]
     weight = nbytes(aval)
-    if whole > weight // (split.group or walk.n) or sent > weight:
+    if whole > weight // walk.n or sent > weight:
         return False
     count = sharing()
     return count <= most if most else sent <= weight // count
@@ -211,16 +183,13 @@ class _ThenBack:
       product: the operation on slices.
       made: what it makes.
       back: the examples.
-      arrive: within groups the operands that are of the batch: how a group has them, and how each device needs them.
     """
 
     product: Cut
     made: Split | Partial
     back: Split
-    arrive: Mapping[int, tuple[Split, Form]]
 
     def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        xs = [emitter.in_group(node.ins[k], x, *self.arrive[k]) if k in self.arrive else x for k, x in enumerate(xs)]
         (x,) = self.product(emitter, node, xs)
         return [emitter.to_slices(node.outs[0], x, self.made, self.back)]
 

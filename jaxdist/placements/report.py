@@ -49,10 +49,17 @@ class Row:
     instead: str = ""
 
 
-def rows(placed: Placed) -> list[Row]:
-    """What moves, most bytes first, then what is repeated."""
+def rows(over: Sequence[Placed]) -> list[Row]:
+    """What moves, most bytes first, then what is repeated.
+
+    Args:
+      over: the step, placed over each axis.
+    """
+    if not over:
+        return []
     moved: dict[tuple[str, str, str, str], int] = {}
-    for move, times in _moves(placed, 1):
+    placed = over[0]
+    for move, times in (move for one in over for move in _moves(one, 1)):
         key = (_kind(move), move.node.name, move.node.line, move.why)
         moved[key] = moved.get(key, 0) + move.bytes * times
     table = []
@@ -107,18 +114,22 @@ def table(found: Sequence[Row]) -> str:
     return text_of(grid, width=200)
 
 
-def warning(placed: Placed) -> str:
-    """What a user should know of a step that is about to be compiled; nothing if all is well."""
-    if placed.whole:
+def warning(over: Sequence[Placed]) -> str:
+    """What a user should know of a step that is about to be compiled; nothing if all is well.
+
+    Args:
+      over: the step, placed over each axis.
+    """
+    if over[0].whole:
         return ""
     lines = []
-    for row in () if unsplit(placed) else rows(placed):
+    for row in () if unsplit(over[0]) else rows(over):
         what = f"{row.operation} at {_short(row.line)}" if row.line else row.operation
         if row.what == "repeated" and row.share > _WORTH_SAYING:
             lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
         elif row.why == IN_PLACE:
             continue
-        elif _of_batch(row.what) and row.operation != "shard_map":  # which the user asked for
+        elif _of_batch(row.what) and row.operation not in ("shard_map", "jaxdist_own_code"):  # which the user asked for
             kind = row.what.removesuffix(" of activations")
             unknown = f": {row.why}" if row.why == UNKNOWN else ""
             lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind}){unknown}")

@@ -83,7 +83,7 @@ class Cut:
                     if "preferred_element_type" in params:
                         params = {**params, "preferred_element_type": wide(dtype)}
             return emitter.bind(node, xs, params)
-        return [emitter.across(x, kind, split.group) for x in emitter.bind(node, xs, params)]
+        return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
 
 
 def _identity(kind: str, dtype: Any) -> Any:

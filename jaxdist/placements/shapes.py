@@ -141,9 +141,7 @@ def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy |
         return None
     block = along[0]
     shapes = walk.shapes(node.ins)
-    if any((p.size, p.chunk, p.group) != (block.size, block.chunk, block.group) for p in along) or any(
-        s[d] % block.size for s in shapes
-    ):
+    if any((p.size, p.chunk) != (block.size, block.chunk) for p in along) or any(s[d] % block.size for s in shapes):
         return None
     takes = [form(replace(block, outer=s[d] // block.size)) for s in shapes]
     if any(isinstance(p, Split) and form(p) != to for p, to in zip(ins, takes, strict=True)):
@@ -173,7 +171,7 @@ def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if whole or start[d] % p.size or limit[d] % p.size or (strides and strides[d] != 1):
         return None
     first, last = start[d] // p.size, limit[d] // p.size
-    to = Split(d, p.size, p.chunk, last - first, stored=p.stored, group=p.group)
+    to = Split(d, p.size, p.chunk, last - first, stored=p.stored)
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         starts, limits = list(start), list(limit)
@@ -194,7 +192,7 @@ def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, xs, {**params, "sizes": tuple(b * p.chunk for b in blocks)})
 
-    return Strategy([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored, group=p.group) for b in blocks], run)
+    return Strategy([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored) for b in blocks], run)
 
 
 @special("rev")
@@ -205,8 +203,7 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         return None
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        n = p.group or emitter.n
-        ends = [(i, i - i % n + n - 1 - i % n) for i in range(emitter.n)]
+        ends = [(i, emitter.n - 1 - i) for i in range(emitter.n)]
         return [lax.ppermute(emitter.bind(node, xs)[0], emitter.axis, ends)]
 
     if jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):

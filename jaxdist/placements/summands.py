@@ -16,7 +16,7 @@ from jaxdist.ir.operations import ACROSS, ADDITION, LINEAR
 from jaxdist.placements.block import Node
 from jaxdist.placements.run import run_wide
 from jaxdist.placements.strategy import Strategy
-from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split
+from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form
 
 
 def _goes_on(walk: Any, node: Node) -> bool:
@@ -41,14 +41,16 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
     summands = [p for p in ins if isinstance(p, Partial)]
     gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
-    group = summands[0].group
-    if any(p.group != group for p in summands):
+    owed = summands[0].owed
+    if any(p.owed != owed for p in summands):
         return None
-    takes: list[Form] = [Partial(group=group) if s else REPLICATED for s in partial]
+    if name == "jaxdist_all_reduce":  # over another axis: both in one
+        owed = tuple(dict.fromkeys((*owed, *node.eqn.params["axes"])))
+        return Strategy([form(summands[0])], [Partial(gradient, made, owed)], lambda emitter, node, xs: xs)
+    takes: list[Form] = [Partial(owed=owed) if s else REPLICATED for s in partial]
     ok = False
     if name in LINEAR or name in ACROSS:
-        # What leads to a mark is reduced into slices first, and added up over the other axis as a slice.
-        ok = out.size <= size and not (name in ACROSS and node.ins[0] in walk.infer.marked(walk.block))
+        ok = out.size <= size
     elif name == "convert_element_type":
         a, b = avals[0].dtype, out.dtype
         ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
@@ -62,7 +64,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
             and not any(isinstance(p, Split) and not p.whole for p in ins[first:last])
         )
         ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
-        takes = [Partial(group=group) if k in operands else REPLICATED for k in range(len(ins))]
+        takes = [Partial(owed=owed) if k in operands else REPLICATED for k in range(len(ins))]
         # What is added to a gradient must not lose digits on the wire for it.
         gradient = gradient and all(p or z for p, z in zip(partial[first:last], zero, strict=True))
     elif name == "mul":
@@ -72,7 +74,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
     if not ok:
         return None
-    return Strategy(takes, [Partial(gradient, made, group)], run_wide)
+    return Strategy(takes, [Partial(gradient, made, owed)], run_wide)
 
 
 def _is_plain(dtype: Any) -> bool:

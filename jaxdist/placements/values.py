@@ -50,7 +50,6 @@ class Split:
       stored: it is kept so between steps (`jaxdist.zero`), or is computed from nothing else; else it is of the batch.
       requested: `jaxdist.shard` or the optimizer's `init` wants it so.
       whole: all of it is on each device as well, so nothing has to move for that.
-      group: the devices that share it are so many in a row, and each such group has all of it; 0: all devices.
     """
 
     dim: int
@@ -60,7 +59,6 @@ class Split:
     stored: bool = False
     requested: bool = False
     whole: bool = False
-    group: int = 0
 
     @property
     def rows(self) -> int:
@@ -71,17 +69,13 @@ class Split:
         """The same slices of another array's dimension `dim`."""
         return self if dim == self.dim else replace(self, dim=dim)
 
-    def of_group(self, group: int) -> Split:
-        """Of slices of all devices without padding: those of a device's own group, as if there were no others."""
-        return Split(self.dim, self.chunk * group, self.chunk, group=group)
-
     def is_padded(self, devices: int) -> bool:
         """Whether some device holds padding."""
-        return self.chunk * (self.group or devices) != self.size
+        return self.chunk * devices != self.size
 
     def is_tile(self, devices: int) -> bool:
         """Whether these are the usual slices: those that a reduce-scatter makes, and that are kept between steps."""
-        return self.outer == 1 and self.chunk == -(-self.size // (self.group or devices))
+        return self.outer == 1 and self.chunk == -(-self.size // devices)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the slice."""
@@ -95,12 +89,13 @@ class Partial:
     Attributes:
       gradient: it was made by differentiation, and may travel compressed.
       made: False of what a loop carries, until a summand is added to it.
-      group: the summands of so many devices in a row add up to it, and those of each such group; 0: of all devices.
+      owed: axes over which the program is placed already, and over which it is a summand as well: the reduction that
+        was to be there is made with that over this axis.
     """
 
     gradient: bool = False
     made: bool = True
-    group: int = 0
+    owed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,13 +120,29 @@ REPLICATED, PARTIAL, DEFERRED = Replicated(), Partial(), Deferred()
 def form(placement: Placement) -> Form:
     """What a device holds of a value; of a deferred one all."""
     if isinstance(placement, Split):
-        return Split(placement.dim, placement.size, placement.chunk, placement.outer, group=placement.group)
-    return Partial(group=placement.group) if isinstance(placement, Partial) else REPLICATED
+        return Split(placement.dim, placement.size, placement.chunk, placement.outer)
+    return Partial(owed=placement.owed) if isinstance(placement, Partial) else REPLICATED
 
 
-def tile(dim: int, size: int, devices: int, stored: bool = False, group: int = 0) -> Split:
+def tile(dim: int, size: int, devices: int, stored: bool = False) -> Split:
     """The usual slices of a dimension."""
-    return Split(dim, size, -(-size // (group or devices)), stored=stored, group=group)
+    return Split(dim, size, -(-size // devices), stored=stored)
+
+
+def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> list[Split]:
+    """The slices of a dimension over several axes of so many devices, the outermost first: as over one that has all of
+    their devices, one after another.
+
+    Example:
+      >>> [(one.size, one.chunk) for one in tiles(0, 21, [2, 2])]  # 6 + 6, 6 + 3
+      [(21, 12), (12, 6)]
+    """
+    found: list[Split] = []
+    for k in range(len(axes)):
+        chunk = -(-size // math.prod(axes[k:])) * math.prod(axes[k + 1 :])
+        found.append(Split(dim, size, chunk, stored=stored))
+        size = chunk
+    return found
 
 
 def local_shape(shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
@@ -161,7 +172,7 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
 
     Example:
       >>> reshaped(Split(0, 5, 2), (5, 3), (15,))
-      Split(dim=0, size=15, chunk=6, outer=1, stored=False, requested=False, whole=False, group=0)
+      Split(dim=0, size=15, chunk=6, outer=1, stored=False, requested=False, whole=False)
       >>> reshaped(Split(1, 4, 1), (3, 4), (12,)).outer
       3
     """

@@ -243,7 +243,7 @@ class Needs:
     def bound(cls, ahead: Ahead, devices: int, on_cpu: bool) -> Needs:
         """At least: arguments and results without temporaries; collectives as they are handed to XLA, as if it merged
         all that it can, and where it has a schedule hid them all."""
-        found = tuple(_sent_at_least(transfers(ahead.program, devices, on_cpu), devices, on_cpu))
+        found = tuple(_sent_at_least(transfers(ahead.program, ahead.axes, on_cpu), devices, on_cpu))
         arguments = sum(x.bytes for x in ahead.arguments if not x.host)
         return cls(ahead, found, ahead.results, arguments + ahead.results, 0.0)
 

@@ -120,7 +120,7 @@ def _row(kind: str, leaves: list[Any]) -> Row:
             held = math.prod(array.sharding.shard_shape(array.shape)) * itemsize
         whole += size
         if isinstance(leaf, Padded):
-            padding += held - round(size * leaf.layout.groups * held / (math.prod(array.shape) * itemsize))
+            padding += held - round(size * held / (math.prod(array.shape) * itemsize))
         if isinstance(array, jax.Array) and array.sharding.memory_kind == HOST:
             host += held
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from rich.table import Table
 
 from jaxdist.ir.wire import Transfer, ring_factor, transfers
+from jaxdist.mesh import Axis
 from jaxdist.text import text_of
 
 _EAGER = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
@@ -40,20 +42,20 @@ class StepLog:
 
     Args:
       step: its name.
-      devices: of its mesh.
       on_cpu: whether they are CPUs.
     """
 
-    def __init__(self, step: str, devices: int, on_cpu: bool):
-        self._step, self._devices, self._on_cpu = step, devices, on_cpu
+    def __init__(self, step: str, on_cpu: bool):
+        self._step, self._on_cpu = step, on_cpu
         self._traced: Counter[Transfer] | None = None
         self._known: dict[Any, str] = {}  # by program and types of its arguments
         self._before: float | None = None
 
-    def traced(self, program: ClosedJaxpr) -> None:
-        """A program is about to be compiled."""
-        self._traced = transfers(program, self._devices, self._on_cpu)
-        say(f"step {self._step!r} on {self._devices} devices:\n{table(self._traced)}")
+    def traced(self, program: ClosedJaxpr, axes: Sequence[Axis]) -> None:
+        """A program is about to be compiled for a mesh of these axes."""
+        self._traced = transfers(program, axes, self._on_cpu)
+        devices = math.prod(axis.size for axis in axes)
+        say(f"step {self._step!r} on {devices} devices:\n{table(self._traced)}")
 
     def called(self, call: int, program: Any, leaves: Sequence[Any]) -> None:
         """A call was dispatched; whether it is computed is not asked."""

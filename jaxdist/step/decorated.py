@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -227,12 +227,13 @@ class DataParallel(Generic[R]):
         return tree, keywords, tuple(map(of, leaves))
 
     @under_no_mesh
-    def placed(self, *args: Any, **kwargs: Any) -> Placed | None:
-        """The step for these arguments, placed and not compiled; None: on one device. Nothing is sent."""
+    def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
+        """The step for these arguments, placed over each axis and not compiled; nothing: on one device. Nothing is
+        sent."""
         self._bind_context()
         assert self._mesh is not None
         program = self._cache.program(*self._signature(*self._arguments(args, kwargs)))
-        return program.place()[0] if self._mesh.size > 1 else None
+        return [one.placed for one in program.place()] if self._mesh.size > 1 else []
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""
@@ -265,7 +266,7 @@ class DataParallel(Generic[R]):
             self._entering = Entering(self._name, context, self._placer, self._settings)
             if context.is_root and commlog.asked("comm"):
                 on_cpu = mesh.devices.flat[0].platform == "cpu"
-                self._log = commlog.StepLog(self._name, mesh.size, on_cpu)
+                self._log = commlog.StepLog(self._name, on_cpu)
 
     def _prepare(
         self, args: tuple[Any, ...], keywords: tuple[str, ...], call: int, other_types: bool = False
@@ -373,13 +374,13 @@ class DataParallel(Generic[R]):
         signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
         return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, on_cpu)
 
-    def _traced(self, made: Program, program: ClosedJaxpr, placed: Placed | None) -> None:
+    def _traced(self, made: Program, program: ClosedJaxpr, placed: Sequence[Placed]) -> None:
         """A program is about to be compiled."""
         assert self._context is not None
         self._agreement.traced(lambda: Traced(self._name, made.kind, program, made.source, made.arguments()))
         if self._log is not None:
-            self._log.traced(program)
-        if placed is None or not self._context.is_root:
+            self._log.traced(program, made.axes)
+        if not placed or not self._context.is_root:
             return
         if commlog.asked("placements"):
             commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, Axis
 from jaxdist.placements.layouts import Layout, choose, sharding
 from jaxdist.placements.report import work
 from jaxdist.placements.values import REPLICATED
@@ -47,6 +47,7 @@ class Ahead:
 
     Attributes:
       program: of one device, as it is lowered.
+      axes: of the mesh that it runs on.
       levels: of the uses of `jaxdist.zero` in the step, as it was written.
       knows_parameters: whether it is known which arguments are the parameters.
       arguments: of the step.
@@ -57,6 +58,7 @@ class Ahead:
     """
 
     program: ClosedJaxpr
+    axes: tuple[Axis, ...]
     levels: frozenset[int]
     knows_parameters: bool
     arguments: tuple[Held, ...]
@@ -136,13 +138,14 @@ class Forecast:
         away = {i for i, one in enumerate(arguments) if one.host}
         results = _results(emitted, {k for k, i in enumerate(trace.sources) if i in away})
         results -= sum(sizes[i] for i in program.donated if i not in away)
-        if placed is None:  # on one device
+        if not placed:  # on one device
             block = trace.infer.block(trace.jaxpr)
-            placed = trace.infer.place(block, [REPLICATED] * len(block.inputs))
+            placed = [trace.infer.place(block, [REPLICATED] * len(block.inputs))]
+        shared = mesh.size // trace.groups if trace.groups > 1 else 0
         given = [held[i] for i in signature.state], [held[i] for i in signature.batch]
         return Ahead(
-            emitted, frozenset(trace.marks.levels), "parameter" in roles, arguments, max(0, results),
-            trace.infer.group, work(placed), lambda: program.ahead("lower", *given),
+            emitted, program.axes, frozenset(trace.marks.levels), "parameter" in roles, arguments, max(0, results),
+            shared, work(placed[-1]), lambda: program.ahead("lower", *given),
         )  # fmt: skip
 
     def _types(self, scale: float) -> list[Any]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ir import fingerprint
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, GROUP, in_a_row
 from jaxdist.placements.layouts import HOST, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.placements.values import Split
 from jaxdist.runtime.context import Context
@@ -56,7 +56,7 @@ class Placer:
             return ELSEWHERE
         own = x.sharding
         # An array of one device is not ours even if the mesh is that device: it would be donated.
-        if not isinstance(own, NamedSharding) or own.mesh != self.mesh:
+        if not isinstance(own, NamedSharding) or not self.is_ours(own.mesh):
             return ELSEWHERE
         host = own.memory_kind == HOST
         if not host and own.memory_kind != self.state_sharding.memory_kind:
@@ -68,19 +68,24 @@ class Placer:
             if host and how is None:
                 return ELSEWHERE
         else:
-            split = [d for d, axis in enumerate(own.spec) if axis in (AXIS, (AXIS,))]
-            if len(split) != 1:
+            split = [(d, axes) for d, axes in enumerate(own.spec) if axes]
+            groups = own.mesh.shape.get(GROUP, 1)
+            if len(split) != 1 or split[0][1] not in (AXIS, (AXIS,), (GROUP, AXIS)):
                 return ELSEWHERE
-            how = layout(split[0], 0, host=host)
+            how = layout(split[0][0], 0, 1 if GROUP in split[0][1] else groups, host=host)
         if len(self._layouts) < 256:
             self._known[id(own)] = own, how  # kept alive here, so that the id stays its own
             self._layouts[id(own)] = how
         return how
 
+    def is_ours(self, mesh: Any) -> bool:
+        """Whether a mesh is this one, or this one in groups."""
+        return in_a_row(mesh) == self.mesh
+
     def state_problem(self, x: Any) -> str | None:
         """What is wrong with a leaf that is in shards over other devices than this mesh's."""
         own = getattr(physical(x), "sharding", None)
-        if not isinstance(own, NamedSharding) or own.is_fully_replicated or own.mesh == self.mesh:
+        if not isinstance(own, NamedSharding) or own.is_fully_replicated or self.is_ours(own.mesh):
             return None
         if own.device_set == set(self.mesh.devices.flat) and type(x) is not Padded:  # `place_state` moves it
             return None
@@ -104,14 +109,16 @@ class Placer:
     def in_shards(self, x: Any, how: Layout) -> Any:
         """A leaf, the same on every process, in shards; or one that is in these, in another memory."""
         own = self.layout(x)
-        if isinstance(own, Layout) and own is not how:
+        if isinstance(own, Layout) and own is not how and layout(own.dim, own.pad, own.groups, how.host) is how:
             array = copied(physical(x), sharding(self.mesh, how))
             return array if how.is_plain else Padded(array, how)
-        if spans(x):
-            x = (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0)
+        if spans(physical(x)):
+            whole = physical(x)
+            whole = (whole if whole.is_fully_replicated else self._replicate(whole)).addressable_data(0)
+            x = own.trimmed(whole) if type(x) is Padded else whole
         x = np.asarray(x)
         parts = self.mesh.size // how.groups
-        rows = how.physical(x.shape)[how.dim] // self.mesh.size
+        rows = how.physical(x.shape)[how.dim] // parts
         before = (slice(None),) * how.dim
         index = {d: i for i, d in enumerate(self.mesh.devices.flat)}
         shards = []
@@ -197,7 +204,7 @@ class Placer:
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""
         for name, x in zip(names, leaves, strict=True):
-            if type(x) is Padded and x.layout.groups > 1:
+            if isinstance(how := self.layout(x), Layout) and how.groups > 1:
                 return (
                     f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
                     "examples of this process as a plain array"

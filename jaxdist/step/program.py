@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,16 +20,17 @@ from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
-from jaxdist.mesh import AXIS, in_host
+from jaxdist.mesh import AXIS, Axis, axes_of_mesh, in_groups, in_host
 from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
+from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
 from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
-from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile
+from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile, tiles
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
 from jaxdist.step.batch import carried_over, is_keys, unsplit
@@ -61,7 +64,8 @@ class Program:
       donate: positions of the leaves whose memory may be reused, if the step carries them over.
       bucket_bytes: see `placements.buckets`.
       compress: the dtype in which gradients travel; None: their own.
-      on_traced: told of what one device runs, before it is lowered, and of how it is placed (None: on one device).
+      on_traced: told of what one device runs, before it is lowered, and of how it is placed over each axis (none: on
+        one device).
 
     Attributes:
       checked: what the findings are about; nothing: there are none.
@@ -82,7 +86,7 @@ class Program:
         donate: Collection[int],
         bucket_bytes: int,
         compress: str | None,
-        on_traced: Callable[[Program, ClosedJaxpr, Placed | None], None] | None = None,
+        on_traced: Callable[[Program, ClosedJaxpr, Sequence[Placed]], None] | None = None,
         name: str = "step",
     ):
         self._step, self.signature, self.layouts, self._mesh = step, signature, tuple(layouts), mesh
@@ -100,9 +104,11 @@ class Program:
         self._communicator, self._on_traced = communicator, on_traced
         self._has_constants = has_constants(step.tree)
         self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
-        self._traced: tuple[ClosedJaxpr, Placed | None] | None = None
+        self._traced: tuple[ClosedJaxpr, Sequence[Placed]] | None = None
         self._before = self._traced  # what was traced ahead of the first call, in which nobody would be told of it
-        self._emitted: tuple[ClosedJaxpr, Placed, list[Placement]] | None = None
+        self._emitted: tuple[ClosedJaxpr, list[Pass]] | None = None
+        groups = max((how.groups for how in self.layouts if how), default=1)
+        self._over = in_groups(mesh, max(groups, step.groups))
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
         given_up = step.given_up.intersection(donate)
@@ -164,14 +170,19 @@ class Program:
         returned = set(self._step.sources)
         return [i for i in self.signature.state if i not in returned]
 
-    def unsplit(self, placed: Placed) -> str:
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of the mesh that it runs on, the outermost first."""
+        return axes_of_mesh(self._over)
+
+    def unsplit(self, over: Sequence[Placed]) -> str:
         """What to say of a step that has no batch, though an argument may be one, and would gain from it."""
         returned, avals = set(self._step.sources), self._avals
         names = [
             name for _, at, name in self.signature.arguments
             if returned.isdisjoint(at) and any(avals[i].shape and not is_keys(avals[i]) for i in at)
         ]  # fmt: skip
-        if not names or not worth_splitting(placed):
+        if not names or not worth_splitting(over[0]):
             return ""
         processes = {d.process_index for d in self._mesh.devices.flat}
         return unsplit(names, self._mesh.size, len(processes))
@@ -226,66 +237,102 @@ class Program:
             self._before = self._traced
         return ahead
 
-    def _report(self, closed: ClosedJaxpr, placed: Placed | None) -> None:
+    def _report(self, closed: ClosedJaxpr, placed: Sequence[Placed]) -> None:
         self._traced = closed, placed
         if self._on_traced is not None:
             self._on_traced(self, closed, placed)
 
-    def place(self, fused: Callable[[Placed], ClosedJaxpr] | None = None) -> tuple[Placed, list[Placement]]:
-        """Settle the placements of the step; also: how its arguments come.
+    def place(self, fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None) -> list[Pass]:
+        """Settle the placements of the step, over an axis of the mesh after the other.
 
         Args:
           fused: `_fused`, which may be asked for what it returns.
         """
-        step, mesh = self._step, self._mesh
-        infer, block = step.infer, step.infer.block(step.jaxpr)
+        axes, own = self.axes, self._step.infer
+        inner = own if own.mesh == axes else own.over(axes, len(axes) - 1)
+        if len(axes) == 1:
+            return [self._along(inner, self._step.jaxpr, 0, [], fused or self._fused)]
+        outer = self._along(own.over(axes, 0), self._step.jaxpr, 0, [])
+        closed = self._emitter(outer.infer, outer.placed, True).program(local_types(outer.placed))
+        return [outer, self._along(inner, closed, 1, [outer])]
+
+    def _along(
+        self, infer: Infer, closed: ClosedJaxpr, k: int, before: Sequence[Pass],
+        fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None,
+    ) -> Pass:  # fmt: skip
+        """Settle the placements over the `k`-th axis.
+
+        Args:
+          infer: over that axis.
+          closed: what a device runs along the axes before it.
+          before: the passes over these.
+          fused: of a step on a mesh of one axis: its program, which tells how many messages it sends.
+        """
+        step, axes = self._step, self.axes
+        sizes = [axis.size for axis in axes]
+
+        def kept(how: Layout, size: int) -> Placement:
+            return how.splits(size, sizes)[k]
+
         batch = iter(self.batch)
         ins: list[Placement] = []
         for is_batch, how, aval in zip(self.signature.is_batch, self.layouts, self._avals, strict=True):
             if is_batch:
-                ins.append(next(batch))
+                ins.append(tiles(0, next(batch).size, sizes)[k])
             else:
-                ins.append(REPLICATED if how is None else how.split(aval.shape[how.dim], mesh.size))
+                ins.append(REPLICATED if how is None else kept(how, aval.shape[how.dim]))
+        block = infer.block(closed)
+        block.outermost = True
         natural = infer.place(block, ins)
         wants: list[Form | None] = []
-        for given, source, aval in zip(natural.given, step.sources, step.jaxpr.out_avals, strict=True):
+        for i, (given, source, aval) in enumerate(zip(natural.given, step.sources, step.jaxpr.out_avals, strict=True)):
             how = self.layouts[source] if source is not None else None
+            earlier = [one.placed.outs[i] for one in before]
             if how is not None:
-                wants.append(form(how.split(aval.shape[how.dim], mesh.size)))
-            elif source is None and isinstance(given, Split) and _stays(given, mesh.size):
+                wants.append(form(kept(how, aval.shape[how.dim])))
+            elif (split := next((p for p in earlier if isinstance(p, Split)), None)) is not None:
+                wants.append(tiles(split.dim, aval.shape[split.dim], sizes)[k])
+            elif source is None and isinstance(given, Split) and _stays(given, sizes, k):
                 wants.append(form(given))
             else:
                 wants.append(REPLICATED)
+        placed = infer.place(block, ins, wants)
+        if fused is not None:
 
-        def messages(placed: Placed) -> int:
-            sent = transfers((fused or self._fused)(placed), mesh.size, self._on_cpu)
-            return sum(one.times * count for one, count in sent.items())
+            def messages(placed: Placed) -> int:
+                sent = transfers(fused(infer, placed), axes, self._on_cpu)
+                return sum(one.times * count for one, count in sent.items())
 
-        return at_once(infer, block, infer.place(block, ins, wants), ins, messages), ins
+            placed = at_once(infer, block, placed, ins, messages)
+        return Pass(infer, placed, ins)
 
-    def emitted(self) -> tuple[ClosedJaxpr, Placed | None]:
-        """What a device runs, and how it is placed (None: on one device): for who wants to know it before JAX lowers
-        it."""
+    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Placed]]:
+        """What a device runs, and how it is placed over each axis (none: on one device): for who wants to know it
+        before JAX lowers it."""
         if self._mesh.size == 1:
-            return self._step.jaxpr, None
+            return self._step.jaxpr, ()
         if self._emitted is None:
             self._emitted = self._emit()
-        return self._emitted[:2]
+        closed, passes = self._emitted
+        return closed, [one.placed for one in passes]
 
-    def _emit(self) -> tuple[ClosedJaxpr, Placed, list[Placement]]:
+    def _emit(self) -> tuple[ClosedJaxpr, list[Pass]]:
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
-        placed, ins = self.place(fused)
-        return staged(fused(placed), self._offloaded, self._step.infer.axes), placed, ins
+        passes = self.place(fused)
+        return staged(fused(passes[-1].infer, passes[-1].placed), self._offloaded, self.axes), passes
 
-    def _fused(self, placed: Placed) -> ClosedJaxpr:
+    def _emitter(self, infer: Infer, placed: Placed, marks: bool) -> Emitter:
+        may = compressible(placed, self._step.sources) if self._compress else {}
+        return Emitter(infer, placed, may, self._compress, marks)
+
+    def _fused(self, infer: Infer, placed: Placed) -> ClosedJaxpr:
         """What a device runs, its collectives in buckets."""
-        step = self._step
-        may = compressible(placed, step.sources) if self._compress else {}
-        closed = Emitter(step.infer, placed, may, self._compress, bool(self._offloaded)).program(local_types(placed))
+        axes = self.axes
+        closed = self._emitter(infer, placed, bool(self._offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
-        closed = in_place(closed, step.infer.axes)
+        closed = in_place(closed, axes)
         ahead = in_shards // _GATHERED_AT_ONCE
-        return Fuse(self._bucket_bytes, step.infer.axes, ahead, barriers=not self._on_cpu)(closed)
+        return Fuse(self._bucket_bytes, axes, ahead, barriers=not self._on_cpu)(closed)
 
     def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
         step, signature, mesh = self._step, self.signature, self._mesh
@@ -309,37 +356,61 @@ class Program:
             return [jax.device_put(x, host) if k and k.host else x for x, k in zip(outs, kept_as, strict=True)]
 
         if mesh.size == 1:
-            self._report(step.jaxpr, None)
+            self._report(step.jaxpr, ())
             return results(Interpreter(FETCHED).run(staged(step.jaxpr, self._offloaded, ()), *args))
-        closed, placed, ins = self._emitted or self._emit()
-        self._report(closed, placed)
-        specs = tuple(P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in ins)
-        out_specs = [P(*[None] * p.dim, AXIS) if isinstance(p, Split) else P() for p in placed.outs]
+        closed, passes = self._emitted or self._emit()
+        self._report(closed, [one.placed for one in passes])
+        over, outs = self._over, [one.placed.outs for one in passes]
+        specs = tuple(_spec(over, ps) for ps in zip(*(one.ins for one in passes), strict=True))
+        out_specs = [_spec(over, ps) for ps in zip(*outs, strict=True)]
 
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
                 xs = lax.optimization_barrier((zero, *xs))[1:]
-            return lowering(self._communicator, mesh, in_host(hosts_of(mesh))).run(closed, *xs)
+            return lowering(self._communicator, over, in_host(hosts_of(mesh))).run(closed, *xs)
 
-        outs = jax.shard_map(
-            local, mesh=mesh, in_specs=(P(), *specs), out_specs=out_specs, check_vma=False,
+        found = jax.shard_map(
+            local, mesh=over, in_specs=(P(), *specs), out_specs=out_specs, check_vma=False,
         )(0, *args)  # fmt: skip
         self._padded_outputs = [
-            (i, kept_as[i] or how) for i, p in enumerate(placed.outs)
-            if isinstance(p, Split) and not (how := layout_of(p, mesh.size)).is_plain
+            (i, kept_as[i] or how) for i, p in enumerate(outs[-1])
+            if isinstance(p, Split) and not (how := layout_of(p, passes[-1].infer.devices, step.groups)).is_plain
         ]  # fmt: skip
-        return results(outs)
+        return results(found)
 
 
 class OtherTypesError(Exception):
     """The arguments have other types than those that a program is for."""
 
 
-def _stays(p: Split, devices: int) -> bool:
-    """Whether an aux value comes back as it is split: the devices divide it, or it was asked for in shards."""
+@dataclass(frozen=True)
+class Pass:
+    """A step, placed over one axis.
+
+    Attributes:
+      infer: over that axis.
+      placed: with its values in slices along it.
+      ins: how its arguments come.
+    """
+
+    infer: Infer
+    placed: Placed
+    ins: Sequence[Placement]
+
+
+def _stays(p: Split, sizes: Sequence[int], k: int) -> bool:
+    """Whether an aux value comes back as it is split over the `k`-th of some axes: the devices of all divide it, or it
+    was asked for in shards."""
     if p.stored:
-        return p.requested and p.is_tile(devices)
-    return not p.group and p.outer == 1 and not p.is_padded(devices) and not p.whole
+        return p.requested and p.is_tile(sizes[k])
+    return k == 0 and p.outer == 1 and not p.size % math.prod(sizes) and not p.is_padded(sizes[k]) and not p.whole
+
+
+def _spec(mesh: Mesh, placements: Sequence[Placement]) -> P:
+    """How an array that each axis cuts as these say lies on a mesh."""
+    cut = [(p.dim, name) for p, name in zip(placements, mesh.axis_names, strict=True) if isinstance(p, Split)]
+    dims = [tuple(name for dim, name in cut if dim == d) for d in range(1 + max((dim for dim, _ in cut), default=-1))]
+    return P(*[names if len(names) > 1 else next(iter(names), None) for names in dims])
 
 
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:

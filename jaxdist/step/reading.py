@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxdist.agreement.description import grouped
-from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
 from jaxdist.step import batch
 from jaxdist.step.placer import Placer, abstract
@@ -164,7 +164,7 @@ def is_kept(x: Any, placer: Placer) -> bool:
     if type(x) is Padded:
         return x.layout.dim != 0 or x.layout.groups > 1
     own = getattr(x, "sharding", None)
-    if getattr(own, "mesh", None) != placer.mesh:
+    if not isinstance(own, NamedSharding) or not placer.is_ours(own.mesh):
         return False
-    spec = getattr(own, "spec", ())
-    return not (spec and spec[0] in (AXIS, (AXIS,)))
+    first = own.spec[0] if own.spec else None
+    return (first if isinstance(first, tuple) else (first,)) != own.mesh.axis_names

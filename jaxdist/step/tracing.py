@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import counts_asked, trace_state_clean
 from jaxdist.ir.trace import inside_step, stepping, trace
-from jaxdist.mesh import AXIS, Axis
+from jaxdist.mesh import AXIS, Axis, axes_of_mesh, in_groups
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
@@ -53,7 +53,8 @@ class TracedStep(StepJaxpr):
     """A step, and what was found out about it.
 
     Attributes:
-      infer: places it.
+      infer: places it over the axis along which state is kept in shards.
+      groups: of devices, each of which keeps all of the state.
       marks: of `jaxdist.zero`.
       layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
       sources: for each output the argument whose next value it is, or None.
@@ -61,6 +62,7 @@ class TracedStep(StepJaxpr):
     """
 
     infer: Infer
+    groups: int
     marks: Marks
     layouts: tuple[Layout | None, ...]
     sources: tuple[int | None, ...]
@@ -109,12 +111,14 @@ def traced(
     if shared is None:
         shared = group(closed, hosts or hosts_of(mesh))
     parts = shared or mesh.size
+    groups = mesh.size // parts if parts > 1 else 1
     priced = mesh.devices.flat[0].platform == "cpu" if on_cpu is None else on_cpu
-    infer = Infer(Axis(AXIS, mesh.size), chosen, level, priced, shared, way(closed))
+    *before, axis = axes_of_mesh(in_groups(mesh, groups))
+    infer = Infer(axis, chosen, level, priced, way(closed), before)
     block = infer.block(closed)
     block.outermost = True
     found = marks(infer, block, level)
-    layouts = found.layouts(shapes, parts, mesh.size // parts)
+    layouts = found.layouts(shapes, parts, groups)
     dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
     if found.offloaded and (memory_apart(mesh) if on_cpu is None else not on_cpu):
         layouts = [
@@ -126,7 +130,9 @@ def traced(
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources, given_up = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    return TracedStep(closed, tree, step.checked, step.changes, infer, found, tuple(layouts), tuple(sources), given_up)
+    return TracedStep(
+        closed, tree, step.checked, step.changes, infer, groups, found, tuple(layouts), tuple(sources), given_up
+    )
 
 
 def jaxpr_of(

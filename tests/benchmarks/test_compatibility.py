@@ -66,7 +66,7 @@ def test_small_steps_are_split_and_told(monkeypatch: pytest.MonkeyPatch) -> None
     w, x = jnp.arange(3.0), jnp.arange(48.0).reshape(16, 3) / 48
     shipped = parity.decorated(step, 4)
     shipped(w, x)
-    assert shipped.placed(w, x).whole
+    assert shipped.placed(w, x)[-1].whole
 
     expected = [{"w": np.asarray(jax.jit(step)(w, x))}]
     entry = types.SimpleNamespace(float32=False, reason="")
@@ -75,7 +75,7 @@ def test_small_steps_are_split_and_told(monkeypatch: pytest.MonkeyPatch) -> None
     def run() -> Any:
         decorated = parity.decorated(step, 4)
         got = [{"w": np.asarray(decorated(w, x))}]
-        seen.append(decorated.placed(w, x).whole)
+        seen.append(decorated.placed(w, x)[-1].whole)
         return got, False
 
     known = compatibility.Expected(expected, {"w": 0.0})
@@ -85,7 +85,7 @@ def test_small_steps_are_split_and_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["split"]
     assert found["whole_as_shipped"]
     assert 0 < found["repeated"] < 1
-    assert parity.decorated(step, 4).placed(w, x).whole, "what was shipped is back"
+    assert parity.decorated(step, 4).placed(w, x)[-1].whole, "what was shipped is back"
 
     with compatibility.split() as steps:
         parity.decorated(lambda w, x: w - jnp.mean(jnp.tanh(x @ w)), 4)(w, x)

@@ -59,7 +59,9 @@ def layouts(args: list[Any], of_batch: list[bool], seed: str, size: int, uneven:
     def dim(x: Any) -> int | None:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return None
-        return rng.choice([None, *(d for d in range(x.ndim) if x.shape[d] >= size and (uneven or not x.shape[d] % size))])
+        return rng.choice(
+            [None, *(d for d in range(x.ndim) if x.shape[d] >= size and (uneven or not x.shape[d] % size))]
+        )
 
     return [None if batch else dim(x) for x, batch in zip(args, of_batch, strict=True)]
 

@@ -20,6 +20,7 @@ import jaxdist
 from jaxdist import compat
 from jaxdist.communicators import compiler_options
 from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.mesh import Axis
 from jaxdist.placements.infer import Infer
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.report import Plan
@@ -231,7 +232,9 @@ def test_without_their_compiler_gpus_send_what_a_job_on_gpus_sends(level: Any, m
     params = {"in": jnp.ones((WIDE, WIDE)), "out": jnp.ones((WIDE, 8))}
     args = params, tx.init(params), jnp.ones((2 * N, WIDE))
     planned = {name: Elsewhere(wide_step(tx), args, f"{N}x{name}", ()) for name in ("cpu", "H100")}
-    forecast = {name: transfers(there.emitted().program, N, name == "cpu") for name, there in planned.items()}
+    forecast = {
+        name: transfers(there.emitted().program, [Axis("data", N)], name == "cpu") for name, there in planned.items()
+    }
     seen: list[Counter[Transfer]] = []
     monkeypatch.setenv("JAXDIST_LOG", "comm")
     monkeypatch.setattr(commlog, "table", lambda found: (seen.append(found), "")[1])
