@@ -60,6 +60,8 @@ def rows(over: Sequence[Placed]) -> list[Row]:
     moved: dict[tuple[str, str, str, str], int] = {}
     placed = over[0]
     for move, times in (move for one in over for move in _moves(one, 1)):
+        if move.node.name == "jaxdist_all_reduce":  # over several axes in one: that over the first is in the table
+            continue
         key = (_kind(move), move.node.name, move.node.line, move.why)
         moved[key] = moved.get(key, 0) + move.bytes * times
     table = []

@@ -132,9 +132,30 @@ class Program:
                 [shardings[k] for k in self._given_up], [shardings[k] for k in self._kept],
                 NamedSharding(mesh, P(AXIS)),
             ),
+            out_shardings=self._results_on(mesh) if self._over is not mesh else None,
             donate_argnums=(0,) if self._given_up else (),
             compiler_options=compiler_options(mesh) or None,
         )  # fmt: skip
+
+    def _results_on(self, mesh: Mesh) -> list[NamedSharding]:
+        """How its results lie: on the mesh of the arguments what need not be on that of several axes, so that they are
+        arguments of the same type in the next call."""
+        self._emitted = self._emitted or self._emit()
+        _, passes = self._emitted
+        specs = [_spec(self._over, ps) for ps in zip(*(one.placed.outs for one in passes), strict=True)]
+        kept = [None if i is None else self.layouts[i] for i in self._step.sources]
+
+        def place(spec: P, how: Layout | None) -> NamedSharding:
+            if how is not None:
+                return sharding(mesh, how)
+            names = [axes for axes in spec if axes]
+            if not names:
+                return NamedSharding(mesh, P())
+            if names == [self._over.axis_names]:
+                return NamedSharding(mesh, P(*(axes and AXIS for axes in spec)))
+            return NamedSharding(self._over, spec)
+
+        return list(map(place, specs, kept))
 
     def use(self, executable: jax.stages.Compiled) -> None:
         """Run what was compiled ahead, where it fits."""
