@@ -18,6 +18,11 @@ GROUP = "group"
 """The name of the axis before it in a mesh whose devices keep all of the state in each of several groups."""
 
 
+MODEL, SEQUENCE = "model", "sequence"
+"""The names of the axes that cut the state, and the second dimension of the batch."""
+NAMES = (MODEL, SEQUENCE, GROUP, AXIS)
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of a mesh.
@@ -41,23 +46,51 @@ Groups = tuple[tuple[int, ...], ...]
 
 @functools.cache
 def in_groups(mesh: Mesh, groups: int) -> Mesh:
-    """A mesh of one axis as one of two: so many groups of devices in a row, and the devices of each."""
+    """A mesh with its axis of data as two: so many groups of devices in a row, and the devices of each."""
     if groups == 1:
         return mesh
-    return Mesh(mesh.devices.reshape(groups, -1), (GROUP, AXIS), axis_types=(AxisType.Auto,) * 2)
+    names, sizes = list(mesh.axis_names), list(mesh.devices.shape)
+    k = names.index(AXIS)
+    names.insert(k, GROUP)
+    sizes[k : k + 1] = groups, sizes[k] // groups
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 @functools.cache
 def in_a_row(mesh: Mesh) -> Mesh:
-    """The mesh of one axis of which `in_groups` made this one; or this one."""
-    if mesh.axis_names != (GROUP, AXIS):
+    """The mesh of which `in_groups` made this one; or this one."""
+    if GROUP not in mesh.axis_names:
         return mesh
-    return Mesh(mesh.devices.reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
+    names, sizes = list(mesh.axis_names), list(mesh.devices.shape)
+    k = names.index(GROUP)
+    del names[k]
+    sizes[k : k + 2] = [sizes[k] * sizes[k + 1]]
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
     """The axes of a mesh, the outermost first."""
     return tuple(Axis(name, size) for name, size in mesh.shape.items())
+
+
+def passes(mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes of a mesh in the order in which a step is placed over them: what cuts the state, then the examples from
+    inside, then the batch."""
+    return tuple(Axis(name, mesh.shape[name]) for name in NAMES if name in mesh.shape)
+
+
+def along_data(mesh: Mesh, what: Sequence[Any]) -> list[Any]:
+    """Of something for each device of a mesh: that for the devices along the axis of data."""
+    if AXIS not in mesh.axis_names:
+        return list(what[:1])
+    k = mesh.axis_names.index(AXIS)
+    numbers = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), k, 0)
+    return [what[i] for i in numbers.reshape(mesh.devices.shape[k], -1)[:, 0]]
+
+
+def data_size(mesh: Mesh) -> int:
+    """Into how many parts a mesh splits the batch."""
+    return mesh.shape.get(GROUP, 1) * mesh.shape.get(AXIS, 1)
 
 
 def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose
 
 pytestmark = pytest.mark.optimised
@@ -188,7 +189,7 @@ def test_level_2_against_sharding_constraints() -> None:
 
     def sharding(x: Any) -> NamedSharding:
         how = choose(x.shape, N)
-        return NamedSharding(mesh, how.spec if how and not how.pad else P())
+        return NamedSharding(mesh, P(*[None] * how.dim, AXIS) if how and not how.pad else P())
 
     def step(params: Any, opt_state: Any, tokens: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)

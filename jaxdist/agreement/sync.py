@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -160,9 +161,10 @@ def _places(group: Sequence[tuple[int, str]], holders: Sequence[int]) -> str:
 def _leaf(name: str, x: Any) -> Leaf:
     if type(x) is Padded:
         n = len(x.array.sharding.device_set)
-        shared = f" in groups of {n // x.layout.groups}" if x.layout.groups > 1 else ""
-        padded = ", padded" if x.layout.pad else ""
-        kind = f"{type_text(x.dtype, x.shape)} in shards along axis {x.layout.dim} over {n} devices{shared}{padded}"
+        parts = math.prod(cut.parts for cut in x.layout.cuts)
+        shared = f" in groups of {parts}" if parts < n else ""
+        dims = " and ".join(map(str, x.layout.dims))
+        kind = f"{type_text(x.dtype, x.shape)} in shards along axis {dims} over {n} devices{shared}, padded"
         return Leaf(name, kind, (), _slices(x.array, x.shape))
     if isinstance(x, jax.Array):
         if x.is_deleted():

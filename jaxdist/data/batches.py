@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from jaxdist.control import guard
-from jaxdist.placements.layouts import Padded, layout
-from jaxdist.placements.values import tile
+from jaxdist.placements.layouts import Padded, of_batch
 from jaxdist.step.placer import Placer, batch_part
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
@@ -164,12 +163,10 @@ def to_devices(context: Any, sampling: Sampling) -> Callable[[Any], Any]:
 
     def place(read: Any) -> Any:
         leaves, structure = jax.tree.flatten(known(sampling, read))
-        splits = [tile(0, getattr(x, "total", len(x) * placer.processes), placer.mesh.size) for x in leaves]
-        arrays = placer.place_batch(leaves, splits)
-        missing = [split.chunk * placer.mesh.size - split.size for split in splits]
-        return jax.tree.unflatten(
-            structure, [Padded(x, layout(0, n)) if n else x for x, n in zip(arrays, missing, strict=True)]
-        )
+        layouts = [of_batch(placer.logical_batch(x).shape, placer.mesh) for x in leaves]
+        arrays = placer.place_batch(leaves, layouts)
+        padded = [x if how.is_plain else Padded(x, how) for x, how in zip(arrays, layouts, strict=True)]
+        return jax.tree.unflatten(structure, padded)
 
     return place
 

@@ -1,7 +1,8 @@
 """How a leaf of the state is kept between steps: whole on every device, or in shards, one slice a device.
 
-A shard is a slice along one dimension. Where the devices don't divide that dimension its end is padded: JAX has no
-arrays with shards of different sizes. Such a leaf is a `Padded`, which looks like the array without the padding.
+Each axis of the mesh cuts a leaf along one dimension, or not. Where the devices don't divide that dimension its end is
+padded: JAX has no arrays with shards of different sizes. Such a leaf is a `Padded`, which looks like the array without
+the padding.
 
 A slice may lie in the host's memory, from which its device takes it (`jaxdist.zero`, ``offload=True``).
 
@@ -22,8 +23,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import AXIS, in_groups
-from jaxdist.placements.values import REPLICATED, Placement, Split, tile, tiles
+from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
+from jaxdist.placements.values import REPLICATED, Placement, Split, tiles
 
 HOST = "pinned_host"
 """JAX's name for the host's memory that a device reads and writes by itself."""
@@ -31,70 +32,141 @@ _WORTH_AVOIDING = 0.1
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The shards of a leaf: slices along `dim`, after `pad` entries were added at its end. Made by `layout`.
+class Cut:
+    """What one axis of a mesh does to a leaf.
 
-    Each of `groups` of devices has all slices (see `jaxdist.mesh.in_groups`). `host`: they are in the host's memory.
+    Attributes:
+      axis: its name.
+      parts: slices, one a device; where they are fewer than the devices, so many in a row share the leaf, and each such
+        group has all of it (see `jaxdist.mesh.in_groups`).
+      dim: the dimension that is cut.
+      pad: entries that were added at its end before.
     """
 
+    axis: str
+    parts: int
     dim: int
     pad: int = 0
-    groups: int = 1
-    host: bool = False
 
-    @property
-    def spec(self) -> P:
-        """Which dimension of the physical array is split."""
-        return P(*[None] * self.dim, AXIS)
+
+@dataclass(frozen=True)
+class Layout:
+    """The slices of a leaf, one a device. Made by `layout`.
+
+    Attributes:
+      cuts: by one axis after another, in the order of the passes: each cuts what the one before has left.
+      host: the slices are in the host's memory.
+    """
+
+    cuts: tuple[Cut, ...]
+    host: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether the physical array is the leaf."""
-        return not self.pad
+        return not any(cut.pad for cut in self.cuts)
 
-    def splits(self, size: int, axes: Sequence[int]) -> list[Placement]:
-        """The placements of a leaf with so many entries along `dim`, over each axis of so many devices."""
-        if self.groups == 1 or len(axes) == 1:
-            return [*tiles(self.dim, size, axes, stored=True)]
-        return [REPLICATED, tile(self.dim, size, axes[-1], stored=True)]
+    @property
+    def dims(self) -> list[int]:
+        """The dimensions that are cut."""
+        return sorted({cut.dim for cut in self.cuts})
+
+    def axes(self, dim: int) -> tuple[str, ...]:
+        """The names of the axes that cut a dimension, the first one first."""
+        return tuple(cut.axis for cut in self.cuts if cut.dim == dim)
+
+    def by(self, axis: str) -> Cut | None:
+        """What an axis does."""
+        return next((cut for cut in self.cuts if cut.axis == axis), None)
+
+    def with_cut(self, cut: Cut | None) -> Layout:
+        """The same, cut once more."""
+        return self if cut is None else layout(*self.cuts, cut, host=self.host)
+
+    def local(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a slice."""
+        sizes = list(shape)
+        for cut in self.cuts:
+            sizes[cut.dim] = (sizes[cut.dim] + cut.pad) // cut.parts
+        return tuple(sizes)
 
     def physical(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape with its padding."""
-        return (*shape[: self.dim], shape[self.dim] + self.pad, *shape[self.dim + 1 :])
+        sizes = list(self.local(shape))
+        for cut in self.cuts:
+            sizes[cut.dim] *= cut.parts
+        return tuple(sizes)
 
     def logical(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape without its padding."""
-        return (*shape[: self.dim], shape[self.dim] - self.pad, *shape[self.dim + 1 :])
+        sizes = list(shape)
+        for cut in self.cuts:
+            sizes[cut.dim] //= cut.parts
+        for cut in reversed(self.cuts):
+            sizes[cut.dim] = sizes[cut.dim] * cut.parts - cut.pad
+        return tuple(sizes)
 
     def padded(self, x: np.ndarray) -> np.ndarray:
         """The physical array of a leaf; its padding holds zeros."""
-        return np.pad(x, [(0, self.pad if d == self.dim else 0) for d in range(x.ndim)]) if self.pad else x
+        return x if self.is_plain else _padded(x, self.cuts)
 
     def trimmed(self, x: Any) -> Any:
         """The leaf of a physical array."""
-        return x if self.is_plain else x[(slice(None),) * self.dim + (slice(self.logical(x.shape)[self.dim]),)]
+        return x if self.is_plain else _trimmed(x, self.cuts)
+
+    def placements(self, shape: Sequence[int], axes: Sequence[Axis], stored: bool = True) -> list[Placement]:
+        """How each pass finds a leaf of this shape, given the axes of the passes in their order."""
+        found: list[Placement] = [REPLICATED] * len(axes)
+        sizes = list(shape)
+        for cut in self.cuts:
+            names = (GROUP, AXIS) if cut.axis == AXIS else (cut.axis,)
+            along = [k for k, axis in enumerate(axes) if axis.name in names]
+            if axes[along[-1]].size == cut.parts:  # each group has all of it
+                along = along[-1:]
+            slices = tiles(cut.dim, sizes[cut.dim], [axes[k].size for k in along], stored)
+            for k, one in zip(along, slices, strict=True):
+                found[k] = one
+            sizes[cut.dim] = slices[-1].chunk
+        return found
 
 
-def layout(dim: int, pad: int, groups: int = 1, host: bool = False) -> Layout:
+def _padded(x: Any, cuts: Sequence[Cut]) -> Any:
+    if not cuts:
+        return x
+    cut, *rest = cuts
+    x = np.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)])
+    if all(one.pad == 0 for one in rest):
+        return x
+    return np.concatenate([_padded(part, rest) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
+
+
+def _trimmed(x: Any, cuts: Sequence[Cut]) -> Any:
+    if not cuts:
+        return x
+    cut, *rest = cuts
+    if any(one.pad for one in rest):
+        joined = np.concatenate if isinstance(x, np.ndarray) else jnp.concatenate
+        rows = x.shape[cut.dim] // cut.parts
+        before = (slice(None),) * cut.dim
+        parts = [x[(*before, slice(k * rows, (k + 1) * rows))] for k in range(cut.parts)]
+        x = joined([_trimmed(part, rest) for part in parts], cut.dim)
+    return x[(slice(None),) * cut.dim + (slice(x.shape[cut.dim] - cut.pad),)]
+
+
+def layout(*cuts: Cut, host: bool = False) -> Layout:
     """The one `Layout` of these values: they are compared by identity in every call of a step."""
-    return _layout(dim, pad, groups, host)  # the cache tells calls with and without a default apart
+    return _layout(cuts, host)
 
 
 _layout = functools.cache(Layout)
 
 
-def layout_of(split: Split, devices: int, groups: int = 1) -> Layout:
-    """Of what is kept as it is placed, over so many devices in each of some groups; the inverse of `Layout.splits`."""
-    return layout(split.dim, split.chunk * devices - split.size, groups)
-
-
-def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), groups: int = 1) -> Layout | None:
-    """The layout of a leaf that is to be kept in shards: along the dimension that pads least, the largest of these.
+def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> Cut | None:
+    """How a leaf that is to be kept in shards is cut: along the dimension that pads least, the largest of these.
 
     Args:
-      shape: of the leaf.
+      shape: of the leaf, or of what a device holds of it after other axes.
       devices: how many share it.
-      groups: of so many devices, each of which has all of it.
       avoid: dimensions to leave alone if another one pads little: those along which a loop takes slices.
 
     Returns:
@@ -102,7 +174,7 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), grou
 
     Example:
       >>> choose((50257, 64), 8), choose((1023, 1023), 8), choose((3,), 8)
-      (Layout(dim=1, pad=0, groups=1, host=False), Layout(dim=0, pad=1, groups=1, host=False), None)
+      (Cut(axis='data', parts=8, dim=1, pad=0), Cut(axis='data', parts=8, dim=0, pad=1), None)
     """
     if devices == 1 or math.prod(shape) < devices:
         return None
@@ -111,7 +183,31 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = (), grou
         return -shape[d] % devices / shape[d] + _WORTH_AVOIDING * (d in avoid), -shape[d], d
 
     dim = min(range(len(shape)), key=cost)
-    return layout(dim, -shape[dim] % devices, groups)
+    return Cut(AXIS, devices, dim, -shape[dim] % devices)
+
+
+def layout_of(placement: Placement, axis: Axis) -> Layout | None:
+    """The layout of what is kept as an axis has placed it; None: it is whole."""
+    if not isinstance(placement, Split):
+        return None
+    pad = placement.chunk * axis.size - placement.size
+    return layout(Cut(axis.name, axis.size, placement.dim, pad))
+
+
+def of_batch(shape: Sequence[int], mesh: Mesh) -> Layout:
+    """How a leaf of the batch is cut: its examples by the axis of data, their second dimension by that of sequences.
+
+    Args:
+      shape: with the examples of all processes.
+      mesh: the devices.
+    """
+    cuts, n = list[Cut](), mesh.shape.get(SEQUENCE, 1)
+    if n > 1 and len(shape) > 1 and shape[1] >= n:
+        cuts.append(Cut(SEQUENCE, n, 1, -shape[1] % n))
+    if AXIS in mesh.shape:
+        n = data_size(mesh)
+        cuts.append(Cut(AXIS, n, 0, -shape[0] % n))
+    return layout(*cuts)
 
 
 def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | None:
@@ -121,14 +217,14 @@ def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | 
     on the device.
 
     Example:
-      >>> on_host(choose((6, 4), 2), (6, 4), 2)
-      Layout(dim=0, pad=0, groups=1, host=True)
+      >>> on_host(layout(Cut("data", 2, 0)), (6, 4), 2)
+      Layout(cuts=(Cut(axis='data', parts=2, dim=0, pad=0),), host=True)
       >>> on_host(None, (6, 4), 1), on_host(None, (6, 4), 2), on_host(None, (), 1)
-      (Layout(dim=0, pad=0, groups=1, host=True), None, None)
+      (Layout(cuts=(), host=True), None, None)
     """
     if how is not None:
-        return layout(how.dim, how.pad, how.groups, True)
-    return layout(0, 0, 1, True) if devices == 1 and math.prod(shape) > 1 and shape else None  # one slice, all of it
+        return layout(*how.cuts, host=True)
+    return layout(host=True) if devices == 1 and math.prod(shape) > 1 and shape else None
 
 
 def memory_apart(mesh: Mesh) -> bool:
@@ -227,9 +323,11 @@ class Padded:
         return np.asarray(self.layout.trimmed(np.asarray(self.array)), dtype)
 
     def __repr__(self) -> str:
-        dims = [f"{n}/{AXIS}" if d == self.layout.dim else str(n) for d, n in enumerate(self.shape)]
-        groups = f", groups={self.layout.groups}" if self.layout.groups > 1 else ""
-        return f"Padded({self.dtype}[{','.join(dims)}], pad={self.layout.pad}{groups})"
+        dims = ["/".join([str(n), *self.layout.axes(d)]) for d, n in enumerate(self.shape)]
+        pads = ",".join(str(cut.pad) for cut in self.layout.cuts)
+        parts = math.prod(cut.parts for cut in self.layout.cuts)
+        groups = self.array.sharding.mesh.size // parts  # type: ignore[attr-defined]
+        return f"Padded({self.dtype}[{','.join(dims)}], pad={pads}{f', groups={groups}' if groups > 1 else ''})"
 
 
 @functools.cache
@@ -245,9 +343,17 @@ def physical(x: Any) -> Any:
 
 def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
     """Of a leaf's physical array."""
+    kind = HOST if how and how.host else None
     if how is None or mesh.size == 1:  # as XLA says it of results
-        return NamedSharding(mesh, P(), memory_kind=HOST if how and how.host else None)
-    return NamedSharding(in_groups(mesh, how.groups), how.spec, memory_kind=HOST if how.host else None)
+        return NamedSharding(mesh, P(), memory_kind=kind)
+    data = how.by(AXIS)
+    over = mesh if data is None else in_groups(mesh, mesh.shape[AXIS] // data.parts)
+    return NamedSharding(over, spec([how.axes(d) for d in range(1 + max(how.dims, default=-1))]), memory_kind=kind)
+
+
+def spec(dims: Sequence[tuple[str, ...]]) -> P:
+    """What JAX calls the axes that cut each dimension."""
+    return P(*[axes if len(axes) > 1 else next(iter(axes), None) for axes in dims])
 
 
 def copied(x: jax.Array, place: Sharding) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches, checkpoin
 from jaxdist.ir.operations import SAME, is_elementwise
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, choose
+from jaxdist.placements.layouts import Cut, choose
 
 _KEPT = {"state": 1, "parameter": 3, "requested": 0}
 
@@ -55,11 +55,11 @@ class Marks:
     sliced: set[int] = field(default_factory=set)
     updates: bool = False
 
-    def layouts(self, shapes: Sequence[tuple[int, ...]], devices: int, groups: int = 1) -> list[Layout | None]:
-        """For each input how `groups` of `devices` are to keep it; None: whole on each. Leaves of one shape agree."""
+    def cuts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Cut | None]:
+        """How so many devices are to share each input; None: it is whole on each. Leaves of one shape agree."""
         sliced = {shapes[i] for i in self.sliced}
         return [
-            choose(shape, devices, (0,) if shape in sliced else (), groups) if i in self.sharded else None
+            choose(shape, devices, (0,) if shape in sliced else ()) if i in self.sharded else None
             for i, shape in enumerate(shapes)
         ]
 

@@ -109,7 +109,7 @@ class Entering:
                 entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))
                 continue
             how = self._placer.layout(x)
-            where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dim}"
+            where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dims}"
             where += " in the host's memory" if isinstance(how, Layout) and how.host else ""
             entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
             if not problem and (found := self._placer.state_problem(x)):

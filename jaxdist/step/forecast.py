@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from jaxdist.mesh import AXIS, Axis
-from jaxdist.placements.layouts import Layout, choose, sharding
+from jaxdist.mesh import Axis, data_size
+from jaxdist.placements.layouts import Layout, choose, layout, sharding
 from jaxdist.placements.report import work
 from jaxdist.placements.values import REPLICATED
 from jaxdist.step.placer import abstract, batch_problem, in_shards
@@ -123,7 +122,8 @@ class Forecast:
         layouts = list(trace.layouts)
         for i in signature.state:
             if in_shards(self._leaves[i]):
-                layouts[i] = layouts[i] or choose(avals[i].shape, mesh.size)
+                cut = choose(avals[i].shape, mesh.size)
+                layouts[i] = layouts[i] or (cut and layout(cut))
         program = self._cache.make(trace, signature, avals, layouts, mesh, "xla")
         emitted, placed = program.emitted()
         held = self._held(program, avals, layouts)
@@ -141,7 +141,7 @@ class Forecast:
         if not placed:  # on one device
             block = trace.infer.block(trace.jaxpr)
             placed = [trace.infer.place(block, [REPLICATED] * len(block.inputs))]
-        shared = mesh.size // trace.groups if trace.groups > 1 else 0
+        shared = data_size(mesh) // trace.groups if trace.groups > 1 else 0
         given = [held[i] for i in signature.state], [held[i] for i in signature.batch]
         return Ahead(
             emitted, program.axes, frozenset(trace.marks.levels), "parameter" in roles, arguments, max(0, results),
@@ -167,14 +167,13 @@ class Forecast:
 
     def _held(self, program: Program, avals: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The arguments as they are kept."""
-        mesh, splits = self._mesh, dict(zip(self._signature.batch, program.batch, strict=True))
+        of_batch = dict(zip(self._signature.batch, program.batch, strict=True))
         held = []
-        for i, (a, how) in enumerate(zip(avals, layouts, strict=True)):
-            split = NamedSharding(mesh, P(AXIS)) if i in splits else sharding(mesh, how)
+        for i, (a, kept) in enumerate(zip(avals, layouts, strict=True)):
+            how = of_batch.get(i, kept)
             shape = how.physical(a.shape) if how else a.shape
-            if i in splits:
-                shape = (splits[i].chunk * mesh.size, *shape[1:])
-            held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=split, weak_type=a.weak_type))
+            place = sharding(self._mesh, how)
+            held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=place, weak_type=a.weak_type))
         return held
 
 

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxdist.ir import fingerprint
-from jaxdist.mesh import AXIS, GROUP, in_a_row
-from jaxdist.placements.layouts import HOST, Layout, Padded, copied, layout, on_host, physical, sharding
-from jaxdist.placements.values import Split
+from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row
+from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step.batch import is_keys
 from jaxdist.step.signature import NUMBERS
@@ -28,14 +26,15 @@ class Placer:
 
     Args:
       context: the job; its root's values are those of state that is not on the mesh yet.
-      mesh: one axis, ``"data"``.
+      mesh: the devices.
     """
 
     def __init__(self, context: Context, mesh: Mesh):
         self.context, self.mesh = context, mesh
-        self.state_sharding, self.batch_sharding = sharding(mesh, None), NamedSharding(mesh, P(AXIS))
+        self.state_sharding = sharding(mesh, None)
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
+        self.parts = _parts(mesh)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known: dict[int, tuple[Any, Any]] = {}
         self._layouts: dict[int, Any] = {}  # of a sharding, by its id: a state may come with others each time
@@ -68,11 +67,9 @@ class Placer:
             if host and how is None:
                 return ELSEWHERE
         else:
-            split = [(d, axes) for d, axes in enumerate(own.spec) if axes]
-            groups = own.mesh.shape.get(GROUP, 1)
-            if len(split) != 1 or split[0][1] not in (AXIS, (AXIS,), (GROUP, AXIS)):
+            if (cuts := _cuts(own)) is None:
                 return ELSEWHERE
-            how = layout(split[0][0], 0, 1 if GROUP in split[0][1] else groups, host=host)
+            how = layout(*cuts, host=host)
         if len(self._layouts) < 256:
             self._known[id(own)] = own, how  # kept alive here, so that the id stays its own
             self._layouts[id(own)] = how
@@ -109,27 +106,20 @@ class Placer:
     def in_shards(self, x: Any, how: Layout) -> Any:
         """A leaf, the same on every process, in shards; or one that is in these, in another memory."""
         own = self.layout(x)
-        if isinstance(own, Layout) and own is not how and layout(own.dim, own.pad, own.groups, how.host) is how:
+        if isinstance(own, Layout) and own is not how and layout(*own.cuts, host=how.host) is how:
             array = copied(physical(x), sharding(self.mesh, how))
             return array if how.is_plain else Padded(array, how)
         if spans(physical(x)):
             whole = physical(x)
             whole = (whole if whole.is_fully_replicated else self._replicate(whole)).addressable_data(0)
             x = own.trimmed(whole) if type(x) is Padded else whole
-        x = np.asarray(x)
-        parts = self.mesh.size // how.groups
-        rows = how.physical(x.shape)[how.dim] // parts
-        before = (slice(None),) * how.dim
-        index = {d: i for i, d in enumerate(self.mesh.devices.flat)}
-        shards = []
-        for device in self.local_devices:
-            at = index[device] % parts
-            part = x[(*before, slice(at * rows, (at + 1) * rows))]
-            missing = [(0, rows - part.shape[how.dim] if d == how.dim else 0) for d in range(x.ndim)]
-            place = SingleDeviceSharding(device, memory_kind=HOST if how.host else None)
-            shards.append(jax.device_put(np.pad(part, missing), place))
-        shape = how.physical(x.shape)
-        array = jax.make_array_from_single_device_arrays(shape, sharding(self.mesh, how), shards)
+        x = how.padded(np.asarray(x))
+        place = sharding(self.mesh, how)
+        shards = [
+            jax.device_put(np.array(x[index]), SingleDeviceSharding(device, memory_kind=HOST if how.host else None))
+            for device, index in place.addressable_devices_indices_map(x.shape).items()
+        ]
+        array = jax.make_array_from_single_device_arrays(x.shape, place, shards)
         return array if how.is_plain else Padded(array, how)
 
     def _replicate(self, x: Any) -> Any:
@@ -144,37 +134,46 @@ class Placer:
         shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
         return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
 
-    def place_batch(self, leaves: Sequence[Any], splits: Sequence[Split]) -> list[Any]:
-        """Each process's part of the batch as one global array, the parts in rank order; with its padding.
+    def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
+        """Each process's part of the batch as one global array, the parts in the order of their places on the axis of
+        data; with its padding.
 
         Args:
           leaves: this process's parts, or arrays that are global already.
-          splits: how each is split; its end is padded with copies of the last example.
+          layouts: how each is cut; what is added at an end are copies of the last entries.
         """
+        places = [sharding(self.mesh, how) for how in layouts]
         if self.processes == 1:
-            whole = [_filled(x, how.chunk * self.mesh.size) for x, how in zip(leaves, splits, strict=True)]
-            return jax.device_put(whole, self.batch_sharding)
-        return [self._shard(physical(x)) for x in leaves]
+            whole = [_filled(x, how) for x, how in zip(leaves, layouts, strict=True)]
+            return jax.device_put(whole, places)
+        return [self._shard(physical(x), how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
 
-    def batch_argument(self, leaves: Sequence[Any], splits: Sequence[Split]) -> list[Any]:
+    def batch_argument(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
         """The batch as a compiled step takes it: `place_batch`, which for a single device jit does itself, faster."""
         if self.mesh.size > 1:
-            return self.place_batch(leaves, splits)
+            return self.place_batch(leaves, layouts)
         local = set(self.local_devices)
         own = all(type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local) for x in leaves)
-        return list(leaves) if own else self.place_batch(leaves, splits)
+        return list(leaves) if own else self.place_batch(leaves, layouts)
 
-    def _shard(self, x: Any) -> jax.Array:
+    def _shard(self, x: Any, how: Layout, place: NamedSharding) -> jax.Array:
         if spans(x):
-            return x if x.sharding == self.batch_sharding else jax.device_put(x, self.batch_sharding)
+            return x if x.sharding == place else jax.device_put(x, place)
         if is_keys(x):
-            return jax.random.wrap_key_data(self._shard(jax.random.key_data(x)), impl=str(jax.random.key_impl(x)))
-        rows, n = x.shape[0], len(self.local_devices)
-        parts = [x] if n == 1 else [x[i * rows // n : (i + 1) * rows // n] for i in range(n)]
-        shards = [jax.device_put(p, d) for p, d in zip(parts, self.local_devices, strict=True)]
-        return jax.make_array_from_single_device_arrays(
-            (rows * self.processes, *x.shape[1:]), self.batch_sharding, shards
-        )
+            data = self._shard(jax.random.key_data(x), how, place)
+            return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
+        for cut in how.cuts:
+            x = x if cut.axis == AXIS else _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
+        rows = x.shape[0]
+        shape = (rows * self.parts, *x.shape[1:])
+        at = {d: [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
+              for d, index in place.addressable_devices_indices_map(shape).items()}  # fmt: skip
+        first = min(ends[0][0] for ends in at.values())
+        shards = []
+        for device, ((start, stop), *rest) in at.items():
+            index = (slice(start - first, stop - first), *(slice(*ends) for ends in rest))
+            shards.append(jax.device_put(x if len(at) == 1 and stop - start == rows and not rest else x[index], device))
+        return jax.make_array_from_single_device_arrays(shape, place, shards)
 
     def batch_key(self, x: Any) -> Any:
         """What of a leaf of the batch decides which program runs."""
@@ -191,28 +190,30 @@ class Placer:
         aval = jax.typeof(physical(x))
         if type(x) is Padded:
             return jax.ShapeDtypeStruct(x.shape, aval.dtype)
-        rows = getattr(x, "total", aval.shape[0] * (1 if spans(x) else self.processes))
+        rows = getattr(x, "total", aval.shape[0] * (1 if spans(x) else self.parts))
         weak = self.processes == 1 and aval.weak_type
         return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
 
-    def abstract_batch(self, x: Any, how: Split) -> jax.ShapeDtypeStruct:
+    def abstract_batch(self, x: Any, how: Layout) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch once all processes' parts are on the mesh."""
         aval = self.logical_batch(x)
-        shape = (how.chunk * self.mesh.size, *aval.shape[1:])
-        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=self.batch_sharding, weak_type=aval.weak_type)
+        place = sharding(self.mesh, how)
+        return jax.ShapeDtypeStruct(how.physical(aval.shape), aval.dtype, sharding=place, weak_type=aval.weak_type)
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
         """What is wrong with this process's batch, or None."""
         for name, x in zip(names, leaves, strict=True):
-            if isinstance(how := self.layout(x), Layout) and how.groups > 1:
+            cut = how.by(AXIS) if isinstance(how := self.layout(x), Layout) else None
+            if cut and cut.parts < data_size(self.mesh):
                 return (
                     f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
                     "examples of this process as a plain array"
                 )
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
-        own = 1 if self.processes == 1 else len(self.local_devices)
-        return batch_problem(names, placed, [self.mesh.size if spans(x) else own for x in placed])
+        everywhere = data_size(self.mesh)
+        own = 1 if self.processes == 1 else everywhere // self.parts
+        return batch_problem(names, placed, [everywhere if spans(x) else own for x in placed])
 
 
 def _ids(devices: Iterable[Any]) -> str:
@@ -257,17 +258,50 @@ def checksum(x: Any) -> int:
     return fingerprint.checksum(np.asarray(x))
 
 
-def _filled(x: Any, rows: int) -> Any:
-    """A batch with copies of its last example, up to a number of rows."""
+def _filled(x: Any, how: Layout) -> Any:
+    """A batch with copies of its last entries, up to what the devices divide."""
     if type(x) is Padded:  # with the padding that it has; or that of another mesh
-        x = x.array if x.layout.dim == 0 and x.array.shape[0] == rows else np.asarray(x)
-    missing = rows - x.shape[0]
+        if x.layout is how:
+            return x.array
+        x = np.asarray(x)
+    for cut in how.cuts:
+        x = _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
+    return x
+
+
+def _lengthened(x: Any, dim: int, size: int) -> Any:
+    """An array with copies of its last entry along a dimension, up to a size."""
+    missing = size - x.shape[dim]
     if not missing:
         return x
-    if isinstance(x, jax.Array):
-        return jnp.concatenate([x, jnp.repeat(x[-1:], missing, 0)])
-    x = np.asarray(x)
-    return np.concatenate([x, np.repeat(x[-1:], missing, 0)])
+    own = jnp if isinstance(x, jax.Array) else np
+    last = x[(slice(None),) * dim + (slice(-1, None),)]
+    return own.concatenate([own.asarray(x), own.repeat(own.asarray(last), missing, dim)], dim)
+
+
+def _parts(mesh: Mesh) -> int:
+    """Of how many parts of the processes the batch consists: those that differ along the axis of data only in other
+    axes pass the same."""
+    if AXIS not in mesh.axis_names:
+        return 1
+    k = mesh.axis_names.index(AXIS)
+    rows = np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
+    return len({frozenset(d.process_index for d in row) for row in rows})
+
+
+def _cuts(own: NamedSharding) -> list[Cut] | None:
+    """The cuts that make the slices of an array; None: these are others than a step makes."""
+    mesh, cuts = own.mesh, list[Cut]()
+    assert isinstance(mesh, Mesh)
+    by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in own.spec]
+    by_dim = [tuple(name for name in axes if name != GROUP or AXIS not in axes) for axes in by_dim]
+    at = {name: d for d, axes in enumerate(by_dim) for name in axes}
+    for name in NAMES:
+        if name in at and name != GROUP:
+            whole = name == AXIS and GROUP in str(own.spec)
+            cuts.append(Cut(name, data_size(mesh) if whole else mesh.shape[name], at[name]))
+    how = layout(*cuts)
+    return cuts if [how.axes(d) for d in range(len(by_dim))] == by_dim and GROUP not in at else None
 
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -20,17 +20,17 @@ from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
-from jaxdist.mesh import AXIS, Axis, axes_of_mesh, in_groups, in_host
+from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, in_host, passes
 from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
+from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, of_batch, sharding, spec
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
 from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
-from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tile, tiles
+from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
 from jaxdist.step.batch import carried_over, is_keys, unsplit
@@ -95,7 +95,7 @@ class Program:
         self.kind = signature.tree, signature.constants, self.types, self.layouts, compat.trace_settings()
         held = [self.layouts[i] for i in signature.state]
         self.padded = [i for i, how in enumerate(held) if how and not how.is_plain]
-        self.batch = [tile(0, avals[i].shape[0], mesh.size) for i in signature.batch]
+        self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = step.infer.on_cpu
         self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
@@ -107,8 +107,8 @@ class Program:
         self._traced: tuple[ClosedJaxpr, Sequence[Placed]] | None = None
         self._before = self._traced  # what was traced ahead of the first call, in which nobody would be told of it
         self._emitted: tuple[ClosedJaxpr, list[Pass]] | None = None
-        groups = max((how.groups for how in self.layouts if how), default=1)
-        self._over = in_groups(mesh, max(groups, step.groups))
+        shares = [cut.parts for how in self.layouts if how and (cut := how.by(AXIS))]
+        self._over = in_groups(mesh, max(step.groups, data_size(mesh) // min(shares, default=data_size(mesh))))
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
         given_up = step.given_up.intersection(donate)
@@ -130,7 +130,7 @@ class Program:
             run,
             in_shardings=(
                 [shardings[k] for k in self._given_up], [shardings[k] for k in self._kept],
-                NamedSharding(mesh, P(AXIS)),
+                [sharding(mesh, how) for how in self.batch],
             ),
             out_shardings=self._results_on(mesh) if self._over is not mesh else None,
             donate_argnums=(0,) if self._given_up else (),
@@ -141,19 +141,18 @@ class Program:
         """How its results lie: on the mesh of the arguments what need not be on that of several axes, so that they are
         arguments of the same type in the next call."""
         self._emitted = self._emitted or self._emit()
-        _, passes = self._emitted
-        specs = [_spec(self._over, ps) for ps in zip(*(one.placed.outs for one in passes), strict=True)]
+        _, found = self._emitted
+        specs = [_spec(found, ps) for ps in zip(*(one.placed.outs for one in found), strict=True)]
         kept = [None if i is None else self.layouts[i] for i in self._step.sources]
 
-        def place(spec: P, how: Layout | None) -> NamedSharding:
+        def place(own: P, how: Layout | None) -> NamedSharding:
             if how is not None:
                 return sharding(mesh, how)
-            names = [axes for axes in spec if axes]
-            if not names:
-                return NamedSharding(mesh, P())
-            if names == [self._over.axis_names]:
-                return NamedSharding(mesh, P(*(axes and AXIS for axes in spec)))
-            return NamedSharding(self._over, spec)
+            dims = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in own]
+            if any((GROUP in axes) != (AXIS in axes) for axes in dims):
+                return NamedSharding(self._over, own)
+            merged = [tuple(name for name in axes if name != GROUP) for axes in dims]
+            return NamedSharding(mesh, spec(merged))
 
         return list(map(place, specs, kept))
 
@@ -269,19 +268,22 @@ class Program:
         Args:
           fused: `_fused`, which may be asked for what it returns.
         """
-        axes, own = self.axes, self._step.infer
-        inner = own if own.mesh == axes else own.over(axes, len(axes) - 1)
-        if len(axes) == 1:
-            return [self._along(inner, self._step.jaxpr, 0, [], fused or self._fused)]
-        outer = self._along(own.over(axes, 0), self._step.jaxpr, 0, [])
-        closed = self._emitter(outer.infer, outer.placed, True).program(local_types(outer.placed))
-        return [outer, self._along(inner, closed, 1, [outer])]
+        axes, own = passes(self._over), self._step.infer
+        found, closed = list[Pass](), self._step.jaxpr
+        for k in range(len(axes)):
+            last = k == len(axes) - 1
+            infer = own if last and own.mesh == axes else own.over(axes, k)
+            found.append(self._along(infer, closed, found, fused or self._fused if len(axes) == 1 else None))
+            if not last:
+                placed = found[-1].placed
+                closed = self._emitter(infer, placed, True).program(local_types(placed))
+        return found
 
     def _along(
-        self, infer: Infer, closed: ClosedJaxpr, k: int, before: Sequence[Pass],
+        self, infer: Infer, closed: ClosedJaxpr, before: Sequence[Pass],
         fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None,
     ) -> Pass:  # fmt: skip
-        """Settle the placements over the `k`-th axis.
+        """Settle the placements over the next axis.
 
         Args:
           infer: over that axis.
@@ -289,31 +291,27 @@ class Program:
           before: the passes over these.
           fused: of a step on a mesh of one axis: its program, which tells how many messages it sends.
         """
-        step, axes = self._step, self.axes
-        sizes = [axis.size for axis in axes]
-
-        def kept(how: Layout, size: int) -> Placement:
-            return how.splits(size, sizes)[k]
-
+        step, axes, k = self._step, passes(self._over), len(before)
         batch = iter(self.batch)
         ins: list[Placement] = []
         for is_batch, how, aval in zip(self.signature.is_batch, self.layouts, self._avals, strict=True):
             if is_batch:
-                ins.append(tiles(0, next(batch).size, sizes)[k])
+                ins.append(next(batch).placements(aval.shape, axes, stored=False)[k])
             else:
-                ins.append(REPLICATED if how is None else kept(how, aval.shape[how.dim]))
+                ins.append(REPLICATED if how is None else how.placements(aval.shape, axes)[k])
         block = infer.block(closed)
         block.outermost = True
         natural = infer.place(block, ins)
         wants: list[Form | None] = []
+        data = [axis.size for axis in axes if axis.name in (GROUP, AXIS)]
         for i, (given, source, aval) in enumerate(zip(natural.given, step.sources, step.jaxpr.out_avals, strict=True)):
             how = self.layouts[source] if source is not None else None
-            earlier = [one.placed.outs[i] for one in before]
+            outer = before[-1].placed.outs[i] if before and axes[k - 1].name == GROUP else None
             if how is not None:
-                wants.append(form(kept(how, aval.shape[how.dim])))
-            elif (split := next((p for p in earlier if isinstance(p, Split)), None)) is not None:
-                wants.append(tiles(split.dim, aval.shape[split.dim], sizes)[k])
-            elif source is None and isinstance(given, Split) and _stays(given, sizes, k):
+                wants.append(form(how.placements(aval.shape, axes)[k]))
+            elif isinstance(outer, Split):
+                wants.append(tiles(outer.dim, outer.size, data)[-1])
+            elif source is None and isinstance(given, Split) and _stays(given, axes, k):
                 wants.append(form(given))
             else:
                 wants.append(REPLICATED)
@@ -321,7 +319,7 @@ class Program:
         if fused is not None:
 
             def messages(placed: Placed) -> int:
-                sent = transfers(fused(infer, placed), axes, self._on_cpu)
+                sent = transfers(fused(infer, placed), self.axes, self._on_cpu)
                 return sum(one.times * count for one, count in sent.items())
 
             placed = at_once(infer, block, placed, ins, messages)
@@ -334,13 +332,13 @@ class Program:
             return self._step.jaxpr, ()
         if self._emitted is None:
             self._emitted = self._emit()
-        closed, passes = self._emitted
-        return closed, [one.placed for one in passes]
+        closed, found = self._emitted
+        return closed, [one.placed for one in found]
 
     def _emit(self) -> tuple[ClosedJaxpr, list[Pass]]:
         fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
-        passes = self.place(fused)
-        return staged(fused(passes[-1].infer, passes[-1].placed), self._offloaded, self.axes), passes
+        found = self.place(fused)
+        return staged(fused(found[-1].infer, found[-1].placed), self._offloaded, self.axes), found
 
     def _emitter(self, infer: Infer, placed: Placed, marks: bool) -> Emitter:
         may = compressible(placed, self._step.sources) if self._compress else {}
@@ -379,25 +377,25 @@ class Program:
         if mesh.size == 1:
             self._report(step.jaxpr, ())
             return results(Interpreter(FETCHED).run(staged(step.jaxpr, self._offloaded, ()), *args))
-        closed, passes = self._emitted or self._emit()
-        self._report(closed, [one.placed for one in passes])
-        over, outs = self._over, [one.placed.outs for one in passes]
-        specs = tuple(_spec(over, ps) for ps in zip(*(one.ins for one in passes), strict=True))
-        out_specs = [_spec(over, ps) for ps in zip(*outs, strict=True)]
+        closed, found = self._emitted or self._emit()
+        self._report(closed, [one.placed for one in found])
+        over, outs = self._over, [one.placed.outs for one in found]
+        specs = tuple(_spec(found, ps) for ps in zip(*(one.ins for one in found), strict=True))
+        out_specs = [_spec(found, ps) for ps in zip(*outs, strict=True)]
 
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
                 xs = lax.optimization_barrier((zero, *xs))[1:]
             return lowering(self._communicator, over, in_host(hosts_of(mesh))).run(closed, *xs)
 
-        found = jax.shard_map(
+        made = jax.shard_map(
             local, mesh=over, in_specs=(P(), *specs), out_specs=out_specs, check_vma=False,
         )(0, *args)  # fmt: skip
         self._padded_outputs = [
-            (i, kept_as[i] or how) for i, p in enumerate(outs[-1])
-            if isinstance(p, Split) and not (how := layout_of(p, passes[-1].infer.devices, step.groups)).is_plain
+            (i, how) for i, p in enumerate(outs[-1])
+            if (how := kept_as[i] or layout_of(p, found[-1].infer.axis)) is not None and not how.is_plain
         ]  # fmt: skip
-        return results(found)
+        return results(made)
 
 
 class OtherTypesError(Exception):
@@ -419,19 +417,23 @@ class Pass:
     ins: Sequence[Placement]
 
 
-def _stays(p: Split, sizes: Sequence[int], k: int) -> bool:
-    """Whether an aux value comes back as it is split over the `k`-th of some axes: the devices of all divide it, or it
-    was asked for in shards."""
+def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
+    """Whether an aux value comes back as it is split over the `k`-th of some axes: the devices divide it, those of both
+    axes of data if there are two; or it was asked for in shards."""
+    own = axes[k]
     if p.stored:
-        return p.requested and p.is_tile(sizes[k])
-    return k == 0 and p.outer == 1 and not p.size % math.prod(sizes) and not p.is_padded(sizes[k]) and not p.whole
+        return own.name == AXIS and p.requested and p.is_tile(own.size)
+    first = own.name == SEQUENCE or own.name == next(axis.name for axis in axes if axis.name in (GROUP, AXIS))
+    devices = own.size if own.name == SEQUENCE else math.prod(axis.size for axis in axes if axis.name in (GROUP, AXIS))
+    return first and p.outer == 1 and not p.size % devices and not p.is_padded(own.size) and not p.whole
 
 
-def _spec(mesh: Mesh, placements: Sequence[Placement]) -> P:
-    """How an array that each axis cuts as these say lies on a mesh."""
-    cut = [(p.dim, name) for p, name in zip(placements, mesh.axis_names, strict=True) if isinstance(p, Split)]
+def _spec(found: Sequence[Pass], placements: Sequence[Placement]) -> P:
+    """How an array lies on the mesh that the axis of each pass cuts as these say."""
+    axes = [one.infer.axis for one in found]
+    cut = [(p.dim, axis.name) for p, axis in zip(placements, axes, strict=True) if isinstance(p, Split)]
     dims = [tuple(name for dim, name in cut if dim == d) for d in range(1 + max((dim for dim, _ in cut), default=-1))]
-    return P(*[names if len(names) > 1 else next(iter(names), None) for names in dims])
+    return spec(dims)
 
 
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import trace_settings
+from jaxdist.mesh import AXIS, data_size
 from jaxdist.placements.layouts import Layout, on_host
 from jaxdist.step import debugging
 from jaxdist.step.placer import Placer, abstract
@@ -76,9 +77,13 @@ class ProgramCache:
         rest is as the step wants it."""
         trace = self.traced(signature, leaves)
         layouts: list[Any] = list(trace.layouts)
+        groups = trace.groups
         for i in signature.state:
             how, wanted = self._placer.layout(leaves[i]), layouts[i]
-            if isinstance(how, Layout):
+            cut = how.by(AXIS) if isinstance(how, Layout) else None
+            own = data_size(self._mesh) // cut.parts if cut else 1
+            groups = own if groups == 1 else groups
+            if isinstance(how, Layout) and own in (1, groups):  # one step has groups of one size
                 layouts[i] = on_host(how, (), 0) if wanted and wanted.host else how
         key = (trace, *layouts)
         if key not in self.programs:

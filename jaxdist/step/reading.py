@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxdist.agreement.description import grouped
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import Layout, Padded, of_batch
 from jaxdist.step import batch
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program_cache import ProgramCache
@@ -161,10 +160,5 @@ def _uses(step: StepJaxpr, i: int) -> bool:
 
 def is_kept(x: Any, placer: Placer) -> bool:
     """Whether a leaf is on the mesh as state is, which an earlier call returned: not split along the first axis."""
-    if type(x) is Padded:
-        return x.layout.dim != 0 or x.layout.groups > 1
-    own = getattr(x, "sharding", None)
-    if not isinstance(own, NamedSharding) or not placer.is_ours(own.mesh):
-        return False
-    first = own.spec[0] if own.spec else None
-    return (first if isinstance(first, tuple) else (first,)) != own.mesh.axis_names
+    how = x.layout if type(x) is Padded else placer.layout(x)
+    return how is None or (isinstance(how, Layout) and how is not of_batch(x.shape, placer.mesh))

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import counts_asked, trace_state_clean
 from jaxdist.ir.trace import inside_step, stepping, trace
-from jaxdist.mesh import AXIS, Axis, axes_of_mesh, in_groups
+from jaxdist.mesh import AXIS, Axis, along_data, data_size, in_groups, passes
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
+from jaxdist.placements.layouts import Layout, choose, layout, memory_apart, on_host
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
 from jaxdist.runtime.context import get_context, hosts_of
@@ -83,6 +83,7 @@ def traced(
     hosts: Sequence[Any] | None = None,
     shared: int | None = None,
     on_cpu: bool | None = None,
+    outer: Sequence[Layout | None] = (),
 ) -> TracedStep:
     """What placements are settled from.
 
@@ -96,30 +97,34 @@ def traced(
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
       on_cpu: whether the devices stand for CPUs, which have no memory beside the host's, or for GPUs, whose prices
         are others; None: as they say.
+      outer: how the axes before that of data cut each argument; nothing: none does.
     """
     effects.refuse_changes(step.changes, signature)
     closed, tree = step.jaxpr, step.tree
-    shapes = [a.shape for a in avals]
+    outer = [one or layout() for one in outer] if outer else [layout()] * len(avals)
+    shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
     dims: dict[tuple[int, ...], int | None] = {}
 
     def chosen(shape: tuple[int, ...]) -> int | None:
         if shape not in dims:
-            how = choose(shape, parts)
-            dims[shape] = how.dim if how else None
+            cut = choose(shape, parts)
+            dims[shape] = cut.dim if cut else None
         return dims[shape]
 
     if shared is None:
-        shared = group(closed, hosts or hosts_of(mesh))
-    parts = shared or mesh.size
-    groups = mesh.size // parts if parts > 1 else 1
+        shared = group(closed, along_data(mesh, hosts or hosts_of(mesh)))
+    parts = shared or data_size(mesh)
+    groups = data_size(mesh) // parts if parts > 1 else 1
     priced = mesh.devices.flat[0].platform == "cpu" if on_cpu is None else on_cpu
-    *before, axis = axes_of_mesh(in_groups(mesh, groups))
-    infer = Infer(axis, chosen, level, priced, way(closed), before)
+    *before, axis = passes(in_groups(mesh, groups))
+    infer = Infer(axis, chosen if axis.name == AXIS else lambda shape: None, level, priced, way(closed), before)
     block = infer.block(closed)
     block.outermost = True
     found = marks(infer, block, level)
-    layouts = found.layouts(shapes, parts, groups)
-    dims.update({shape: how.dim for shape, how in zip(shapes, layouts, strict=True) if how})
+    cuts = found.cuts(shapes, parts)
+    dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
+    every = [how.with_cut(cut) for how, cut in zip(outer, cuts, strict=True)]
+    layouts = [how if how.cuts else None for how in every]
     if found.offloaded and (memory_apart(mesh) if on_cpu is None else not on_cpu):
         layouts = [
             on_host(how, shape, mesh.size) if i in found.offloaded else how

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.ir.primitives import mark
+from jaxdist.mesh import AXIS
 from jaxdist.placements.groups import check_within, group
-from jaxdist.placements.layouts import layout
+from jaxdist.placements.layouts import Cut, layout
 
 
 def step(*asked: Any) -> Any:
@@ -68,5 +69,5 @@ def test_what_is_no_group(within: Any) -> None:
 
 
 def test_there_is_one_layout_of_each_kind() -> None:
-    assert layout(0, 1) is layout(0, 1, 1)
-    assert layout(0, 1) is not layout(0, 1, 2)
+    assert layout(Cut(AXIS, 4, 0, 1)) is layout(Cut(AXIS, 4, 0, 1), host=False)
+    assert layout(Cut(AXIS, 4, 0, 1)) is not layout(Cut(AXIS, 2, 0, 1))

@@ -196,7 +196,7 @@ def _leaf_gap(x: np.ndarray, y: Any) -> float:
     if not x.size:
         return 0.0
     assert np.isfinite(x).all()
-    scale, how = 1 + np.abs(x).max(), y.layout if isinstance(y, Padded) else Layout(0)
+    scale, how = 1 + np.abs(x).max(), y.layout if isinstance(y, Padded) else Layout(())
     whole, inside = (a if how.is_plain else how.padded(a) for a in (x, np.ones(x.shape, bool)))
     worst = 0.0
     for shard in physical(y).addressable_shards:
