@@ -21,7 +21,7 @@ ADDITION = frozenset({"add", "add_any"})
 LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "expand_dims", "neg", "reduce_sum", "rev", "slice"}
 """Of one operand: of a sum, the result is the sum of the results."""
 
-ACROSS = frozenset({"all_to_all", "jaxdist_reduce_scatter", "ppermute"})
+ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter", "ppermute"})
 """Collectives that are linear, and whose result is no larger than their operand."""
 
 CHEAP = SHAPE_ONLY | {"broadcast_in_dim", "convert_element_type", "div", "mul", "neg"}

@@ -89,7 +89,7 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     """
     (o,), (result,) = node.outs, described.results
     out, dim = walk.block.avals[o], walk.infer.marked(walk.block).get(o)
-    gathered = dim is None and node.backward and walk.block.outermost
+    gathered = dim is None and node.backward and walk.block.outermost and not _is_added_up_elsewhere(walk, o)
     dim = walk.infer.choose(out.shape) if gathered else dim
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
@@ -108,6 +108,14 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     turned = after.eqn.params["permutation"] if after and after.name == "transpose" else range(out.ndim)
     run = _ThenWhole(product, slices, tuple(turned))
     return Strategy(takes, [REPLICATED], run, exchanges=True, instead=IN_PLACE)
+
+
+def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
+    """Whether a sum is one over another axis too: then it is made over both at once."""
+    after = walk.next.get(o)
+    while after and after.name in _TO_A_SUM:
+        after = walk.next.get(after.outs[0])
+    return after is not None and after.name == "jaxdist_all_reduce"
 
 
 def _users(walk: Walk, node: Node, i: int) -> int:

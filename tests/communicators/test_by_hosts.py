@@ -15,6 +15,7 @@ import jaxdist
 from jaxdist.communicators import xla
 from jaxdist.communicators.by_hosts import LARGE
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
+from jaxdist.mesh import in_groups
 from jaxdist.planning.schedule import collectives
 
 MESH = Mesh(jax.devices(), ("data",))
@@ -25,11 +26,11 @@ def summed(x: Any, in_host: int, wire: str | None = None) -> Any:
     """The sum over eight devices, as a program."""
 
     def reduce(x: Any) -> Any:
-        return all_reduce_p.bind(x[0], axes=("data",), wire=wire, groups=None)
+        return all_reduce_p.bind(x[0], axes=("data",), wire=wire)
 
     def local(x: Any) -> Any:
         closed = jax.make_jaxpr(reduce, axis_env=[("data", 8)])(x)
-        return xla.GlooLowering(in_host).run(closed, x)[0]
+        return xla.GlooLowering(in_host=in_host).run(closed, x)[0]
 
     return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False))
 
@@ -65,10 +66,10 @@ def test_large_gathers_between_hosts_first(shape: tuple[int, ...], dim: int, dty
 
     def local(x: Any) -> Any:
         def gather(x: Any) -> Any:
-            return gather_shards_p.bind(x, axes=("data",), dim=dim, size=shape[dim], devices=8, groups=None)
+            return gather_shards_p.bind(x, axes=("data",), dim=dim, size=shape[dim], devices=8)
 
         closed = jax.make_jaxpr(gather, axis_env=[("data", 8)])(x)
-        return xla.GlooLowering(2).run(closed, x)[0]
+        return xla.GlooLowering(in_host=2).run(closed, x)[0]
 
     spec = P(*[None] * dim, "data")
     program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=spec, out_specs=P(), check_vma=False))
@@ -85,10 +86,10 @@ def test_large_sums_in_slices_within_each_host_first(shape: tuple[int, ...], dim
 
     def local(x: Any) -> Any:
         def reduce(x: Any) -> Any:
-            return reduce_shard_p.bind(x[0], axes=("data",), wire=wire, dim=dim, devices=8, groups=None)
+            return reduce_shard_p.bind(x[0], axes=("data",), wire=wire, dim=dim, devices=8)
 
         closed = jax.make_jaxpr(reduce, axis_env=[("data", 8)])(x)
-        return xla.GlooLowering(2).run(closed, x)[0]
+        return xla.GlooLowering(in_host=2).run(closed, x)[0]
 
     out = P(*[None] * dim, "data")
     program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=out, check_vma=False))
@@ -99,22 +100,23 @@ def test_large_sums_in_slices_within_each_host_first(shape: tuple[int, ...], dim
 
 
 @pytest.mark.parametrize("primitive", [all_reduce_p, reduce_shard_p, gather_shards_p])
-def test_within_groups_at_once(primitive: Any) -> None:
-    """Groups are of one host, or one of each: no link would carry less."""
-    groups = ((0, 2, 4, 6), (1, 3, 5, 7))
+def test_over_one_of_two_axes_at_once(primitive: Any) -> None:
+    """Each is within a host, or has one device of each: no link would carry less."""
     x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, 4, LARGE // 4)), jnp.float32)
     params: dict[Any, dict[str, Any]] = {
         all_reduce_p: {"wire": None},
         reduce_shard_p: {"wire": None, "dim": 0, "devices": 4},
         gather_shards_p: {"dim": 0, "size": 16, "devices": 4},
     }
+    mesh = in_groups(MESH, 4)
 
     def local(x: Any) -> Any:
-        call = lambda x: primitive.bind(x[0], axes=("data",), groups=groups, **params[primitive])
-        closed = jax.make_jaxpr(call, axis_env=[("data", 8)])(x)
-        return xla.GlooLowering(2).run(closed, x)[0]
+        call = lambda x: primitive.bind(x[0], axes=("group",), **params[primitive])
+        closed = jax.make_jaxpr(call, axis_env=list(mesh.shape.items()))(x)
+        return xla.GlooLowering(axes=2, in_host=2).run(closed, x)[0]
 
-    program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+    spec = P(("group", "data"))
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     got = np.asarray(program(x)).reshape(8, -1, LARGE // 4)
     for device in range(8):
         own = x[device % 2 :: 2]

@@ -16,7 +16,7 @@ import parity
 import pytest
 
 import jaxdist
-from jaxdist.ir.interpreter import groups_of as groups_of_eqn
+from jaxdist.ir.interpreter import axes_of
 from jaxdist.placements import products
 
 RNG = np.random.default_rng(0)
@@ -306,57 +306,31 @@ def test_a_weight_that_many_share_is_gathered_once() -> None:
 
 
 def groups_of(name: str, rows: int, level: Any, width: int = 512) -> list[tuple[str, Any, int]]:
-    """(kind, groups, entries of the result) of each collective of three layers on 4 devices, in groups of 2."""
+    """(kind, axes, entries of the result) of each collective of three layers on 4 devices, in groups of 2."""
     apply, _, _ = MODELS[name]
     params = [(jnp.zeros((width, width), "f"), jnp.zeros(width, "f")) for _ in range(3)]
     tx = jaxdist.zero(optax.sgd(0.1), level, within=2)
     batch = jnp.zeros((rows, width), "f"), jnp.zeros((rows, width), "f")
     program = parity.program(step_of(tx, apply), params, tx.init(params), batch, devices=4)
     return [
-        (parity.COLLECTIVES[eqn.primitive.name], groups_of_eqn(eqn), math.prod(eqn.outvars[0].aval.shape))
+        (parity.COLLECTIVES[eqn.primitive.name], axes_of(eqn), math.prod(eqn.outvars[0].aval.shape))
         for eqn in program.eqns
         if eqn.primitive.name in parity.COLLECTIVES
     ]
 
 
 @pytest.mark.parametrize("level", [2, 3])
-def test_within_groups_only_rows_cross_them(level: Any) -> None:
-    """Not the gradients' slices; weights are gathered within groups at level 2, after their update, and never at 3."""
+def test_within_groups_only_slices_cross_them(level: Any) -> None:
+    """Of the gradients; within each group its rows travel in place of weights."""
     rows, width = 64, 512
     found = groups_of("wide and tall", rows, level, width)
-    inside, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    crossing = [size for _, who, size in found if who != inside]
-    assert across in [who for _, who, _ in found]
-    assert max(crossing) <= rows * width
-    assert max(size for kind, who, size in found if who == inside and (kind, level) != ("all-gather", 2)) <= (
-        rows // 2 * width
-    )
+    inside, across = ("data",), ("group",)
+    assert max(size for kind, who, size in found if who == across) <= width * width // 2
+    assert {kind for kind, who, _ in found if who == across} == {"all-reduce"}
+    within = [size for kind, who, size in found if who == inside and (kind, level) != ("all-gather", 2)]
+    assert max(within) <= rows // 2 * width
     exchanged = [size for kind, who, size in found if (kind, who) == ("all-to-all", inside)]
     assert len(exchanged) == {2: 3, 3: 5}[level]  # for the gradients; at level 3 they were, for the products
-
-
-def test_within_groups_a_batch_that_takes_long_stays() -> None:
-    """Each group computes the gradients' slices from the rows of all."""
-    few, many = (groups_of("wide and tall", rows, 2, 2048) for rows in (256, 1024))
-    across = ((0, 2), (1, 3))
-    assert ("all-gather", across) in [(kind, who) for kind, who, _ in few]
-    assert {kind for kind, who, _ in many if who == across} == {"all-reduce"}
-
-
-def test_within_groups_no_more_crosses_them_than_slices_would() -> None:
-    """Where what a product makes is larger than the weight."""
-    params, rows = jnp.zeros((64, 16384), "f"), 176
-    tx = jaxdist.zero(optax.sgd(0.1), 3, within=4)
-
-    def step(w: Any, opt_state: Any, x: Any) -> Any:
-        updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w), opt_state, w)
-        return optax.apply_updates(w, updates), opt_state
-
-    program = parity.program(step, params, tx.init(params), jnp.zeros((rows, 64), "f"), devices=8)
-    across = ((0, 4), (1, 5), (2, 6), (3, 7))
-    crossing = [eqn for eqn in program.eqns if eqn.primitive.name in parity.COLLECTIVES]
-    crossing = [eqn for eqn in crossing if groups_of_eqn(eqn) in (across, None)]
-    assert sum(math.prod(eqn.outvars[0].aval.shape) for eqn in crossing) <= 64 * 16384 // 4
 
 
 @pytest.mark.parametrize("level", [2, 3])
