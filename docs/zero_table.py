@@ -88,7 +88,7 @@ def row(name: str) -> Row:
     step._traced = lambda _, closed, placed: found.append((closed, placed))
     state = optimizers.start([name], SHAPES)
     step.lower(*state, optimizers.batch(0))
-    ((closed, placed),) = found
+    ((closed, (placed,)),) = found
     parameters = sum(x.nbytes for x in jax.tree.leaves(state[0]))
     reduced = [move.aval for move in placed.moves if move.kind == "all-reduce" and not move.node.backward]
     reduced += _results(closed.jaxpr, "pmax", "pmin")
