@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,41 @@ def in_a_row(mesh: Mesh) -> Mesh:
     del names[k]
     sizes[k : k + 2] = [sizes[k] * sizes[k + 1]]
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+Sizes = Mapping[str, int]
+"""By the name of an axis: its size; -1, once: whatever is left."""
+
+
+def mesh_of(given: Sizes | Mesh, devices: Sequence[Any]) -> Mesh:
+    """The mesh that a user asks for.
+
+    Args:
+      given: its axes, of which neighbouring devices differ in the last one; or a mesh with their names.
+      devices: of the job, in order.
+
+    Raises:
+      ValueError: an axis of another name, or sizes whose product is not the number of devices.
+
+    Example:
+      >>> import jax
+      >>> dict(mesh_of({"data": -1, "model": 2}, jax.devices()[:8]).shape)
+      {'data': 4, 'model': 2}
+    """
+    valid = (AXIS, MODEL, SEQUENCE)
+    names = given.axis_names if isinstance(given, Mesh) else tuple(given)
+    if unknown := [name for name in names if name not in valid]:
+        raise ValueError(f"mesh: there is no axis {unknown[0]!r}; valid: {', '.join(valid)}")
+    if isinstance(given, Mesh):
+        return Mesh(given.devices, names, axis_types=(AxisType.Auto,) * len(names))
+    sizes = list(given.values())
+    if not sizes or any(type(size) is not int or (size < 1 and size != -1) for size in sizes) or sizes.count(-1) > 1:
+        raise ValueError(f"mesh={dict(given)}: expected the size of each axis, -1 for one of them at most")
+    rest = math.prod(size for size in sizes if size != -1)
+    sizes = [len(devices) // rest if size == -1 else size for size in sizes]
+    if math.prod(sizes) != len(devices):
+        raise ValueError(f"mesh={dict(given)}: the job has {len(devices)} devices, which these sizes don't make")
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:

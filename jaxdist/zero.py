@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.compat import under_no_mesh
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
-from jaxdist.mesh import AXIS, in_a_row
+from jaxdist.mesh import NAMES, in_a_row
 from jaxdist.placements.groups import Within, check_within
 from jaxdist.placements.layouts import Padded, on_device
 from jaxdist.placements.owners import Way, check_split
 from jaxdist.runtime.context import Context, started
-from jaxdist.step.data_parallel import data_parallel
+from jaxdist.step.data_parallel import data_parallel, parallel
 
 Level = Literal[0, 1, 2, 3]
 
@@ -198,7 +198,7 @@ def unshard(tree: Any) -> Any:
         if not isinstance(own, NamedSharding):
             continue
         mesh = in_a_row(own.mesh)
-        if mesh.axis_names != (AXIS,):  # a mesh of the user's own
+        if not set(mesh.axis_names).issubset(NAMES):  # a mesh of the user's own
             leaves[i] = jnp.copy(jax.device_put(x, NamedSharding(own.mesh, P())).addressable_data(0))
         elif type(x) is Padded or not own.is_fully_replicated:
             split.setdefault(mesh, []).append(i)
@@ -224,7 +224,7 @@ def _gatherer(mesh: Mesh) -> Any:
     def unshard_leaves(leaves: list[Any]) -> list[Any]:
         return [(x,) for x in leaves]
 
-    return data_parallel(unshard_leaves, batch_argnums=(), donate=False, mesh=mesh)
+    return parallel(unshard_leaves, batch_argnums=(), donate=False, mesh=mesh)
 
 
 def _marked(tree: Any, role: str, level: int, within: Within, split: Way = None, offload: bool = False) -> Any:

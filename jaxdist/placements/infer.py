@@ -171,7 +171,7 @@ class Walk:
 
     def __init__(self, infer: Infer, block: Block, ins: Sequence[Placement], loose: frozenset[int]):
         self.infer, self.block, self.n = infer, block, infer.devices
-        self.placed = Placed(block, tuple(map(form, ins)))
+        self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
         self.at: list[Any] = [None] * len(block.avals)
         self.loose = added(block, loose)
         self.next = {i: node for node in block.nodes for i in node.ins}

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
 from jaxdist.ir.operations import FACTORISATION
+from jaxdist.mesh import AXIS, GROUP
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed, Strategy
@@ -29,6 +30,7 @@ class Row:
     """A line of the table.
 
     Attributes:
+      axis: over which it moves; of repeated work: along which the devices repeat it.
       what: ``"all-gather"``, ``"all-reduce"``, ... or ``"repeated"`` for work that every device does.
       operation: the primitive that needs it so.
       line: file:line of the user's code; "": JAX does not know it.
@@ -39,6 +41,7 @@ class Row:
       instead: what would avoid it.
     """
 
+    axis: str
     what: str
     operation: str
     line: str
@@ -57,39 +60,49 @@ def rows(over: Sequence[Placed]) -> list[Row]:
     """
     if not over:
         return []
-    moved: dict[tuple[str, str, str, str], int] = {}
-    placed = over[0]
-    for move, times in (move for one in over for move in _moves(one, 1)):
+    moved: dict[tuple[str, str, str, str, str], int] = {}
+    for axis, move, times in ((one.axis, *move) for one in over for move in _moves(one, 1)):
         if move.node.name == "jaxdist_all_reduce":  # over several axes in one: that over the first is in the table
             continue
-        key = (_kind(move), move.node.name, move.node.line, move.why)
+        key = (axis, _kind(move), move.node.name, move.node.line, move.why)
         moved[key] = moved.get(key, 0) + move.bytes * times
     table = []
-    for (what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
+    for (axis, what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
         if not size:  # of values without entries
             continue
         moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
         of_batch = _of_batch(what) and why != IN_PLACE
         reason = (why if moves or why == IN_PLACE else "") or (_REASONS.get(name, "") if of_batch else "")
-        table.append(Row(what, name, line, size, why=reason, instead=_INSTEAD.get(name, "") if of_batch else ""))
+        table.append(Row(axis, what, name, line, size, why=reason, instead=_INSTEAD.get(name, "") if of_batch else ""))
+    placed = next((one for one in over if one.axis in (GROUP, AXIS)), over[0])
     if placed.whole:
         why = "the step is small: to compute all of it takes less time than messages would"
-        return [*table, Row("repeated", "all of it", "", flops=work(placed), share=1.0, why=why)]
+        return [*table, Row(placed.axis, "repeated", "all of it", "", flops=work(placed), share=1.0, why=why)]
     if again := unsplit(placed):
         why, instead = "no argument is taken for the batch", "batch_argnums= says which one is"
         table.append(
-            Row("repeated", "all of it", "", flops=again, share=again / work(placed), why=why, instead=instead)
+            Row(
+                placed.axis,
+                "repeated",
+                "all of it",
+                "",
+                flops=again,
+                share=again / work(placed),
+                why=why,
+                instead=instead,
+            )
         )
         return table
-    total = 0
-    repeated: dict[tuple[str, str], int] = {}
-    for node, cost, again in _work(placed, 1):
-        total += cost
-        if again:
-            repeated[node.name, node.line] = repeated.get((node.name, node.line), 0) + cost
-    for (name, line), cost in sorted(repeated.items(), key=lambda item: -item[1]):
-        why = "every device has all of its operands"
-        table.append(Row("repeated", name, line, flops=cost, share=cost / max(total, 1), why=why))
+    for one in over:
+        total = 0
+        repeated: dict[tuple[str, str], int] = {}
+        for node, cost, again in _work(one, 1):
+            total += cost
+            if again:
+                repeated[node.name, node.line] = repeated.get((node.name, node.line), 0) + cost
+        for (name, line), cost in sorted(repeated.items(), key=lambda item: -item[1]):
+            why = "every device has all of its operands"
+            table.append(Row(one.axis, "repeated", name, line, flops=cost, share=cost / max(total, 1), why=why))
     return table
 
 
@@ -106,9 +119,10 @@ def table(found: Sequence[Row]) -> str:
     lines = []
     for row in found:
         size = f"{row.share:.1%} of the FLOPs" if row.what == "repeated" else in_words(row.bytes)
-        lines.append((row.what, row.operation, _short(row.line), size, row.why, row.instead))
-    names = ("what", "operation", "where", "bytes", "why", "instead")
-    kept = [k for k in range(len(names)) if any(line[k] for line in lines)]
+        lines.append((row.axis, row.what, row.operation, _short(row.line), size, row.why, row.instead))
+    names = ("axis", "what", "operation", "where", "bytes", "why", "instead")
+    several = len({row.axis for row in found}) > 1
+    kept = [k for k in range(len(names)) if any(line[k] for line in lines) and (k or several)]
     for k in kept:
         grid.add_column(names[k], justify="right" if names[k] == "bytes" else "left", overflow="fold")
     for line in lines:
@@ -181,7 +195,7 @@ def _moves(placed: Placed, times: int) -> Iterator[tuple[Move, int]]:
 def unsplit(placed: Placed) -> int:
     """FLOPs that every device repeats because there is no batch; 0: there is one."""
     inputs = (placed.at[i] for i in placed.block.inputs)
-    if placed.whole or any(isinstance(p, Split) and not p.stored for p in inputs):
+    if placed.axis not in (GROUP, AXIS) or placed.whole or any(isinstance(p, Split) and not p.stored for p in inputs):
         return 0
     return sum(cost for _, cost, again in _work(placed, 1, every=True) if again)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.ir.primitives import counts
+from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.run import run_as_is
@@ -249,6 +249,8 @@ def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         x = xs[0]
         if isinstance(to, Split) and to.is_padded(emitter.n):
             x = emitter.masked(x, to, 0)
-        return [emitter.gather(counts(x)[None], 0, emitter.n)]
+        left = node.eqn.params["devices"] // emitter.n  # those along the axes over which it is placed next
+        own = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
+        return [emitter.gather(own, 0, left * emitter.n)]
 
     return Strategy([to], [REPLICATED], run, exchanges=True)

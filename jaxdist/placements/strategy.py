@@ -81,6 +81,7 @@ class Placed:
     Attributes:
       block: its operations.
       ins: how it is given its inputs.
+      axis: the name of the axis that it is placed over.
       strategies: by operation.
       at: by value: its placement.
       outs: in which form it returns its outputs.
@@ -93,6 +94,7 @@ class Placed:
 
     block: Block
     ins: tuple[Form, ...]
+    axis: str
     strategies: list[Strategy] = field(default_factory=list)
     at: list[Any] = field(default_factory=list)
     outs: tuple[Form, ...] = ()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from jax.sharding import Mesh
 
 from jaxdist.compat import is_pmapped
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, Sizes
 from jaxdist.step.calling import Calling
 from jaxdist.step.decorated import DataParallel, decorated_with
 from jaxdist.step.settings import COMPRESSIONS, Batch, Compression, Settings
@@ -151,6 +151,82 @@ def data_parallel(
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, 0 to send each gradient alone")
     if mesh is not None and mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
+    options = Options(
+        batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
+        donate_argnums=donate_argnums, axis_name=axis_name, donate=donate, check_finite=check_finite,
+        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress, enabled=enabled,
+    )  # fmt: skip
+    return decorator(step, mesh, None, options)
+
+
+class Options(TypedDict, total=False):
+    """What `data_parallel` takes beside the mesh."""
+
+    batch_argnums: Batch | Sequence[Batch] | None
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    donate_argnums: int | Sequence[int] | None
+    axis_name: str
+    donate: bool
+    check_finite: bool
+    check_every: int
+    bucket_bytes: int | None
+    compress: Compression | None
+    enabled: bool
+
+
+def parallel(
+    step: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | Sizes,
+    layouts: Mapping[str, int | None] | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """`data_parallel` on a mesh of several axes: examples, a model and sequences are divided.
+
+    What an axis does follows from its name. ``"data"`` splits the batch along its first dimension; ``"sequence"`` the
+    second dimension of those of its leaves that have as many entries there; ``"model"`` cuts the state, leaf by leaf,
+    along the dimensions that `layouts` name. A leaf that comes cut already is taken as it is. Where the devices don't
+    divide a dimension its end is padded.
+
+    Args:
+      step: as for `data_parallel`.
+      mesh: sizes of the axes; as in JAX neighbouring devices differ in the last one. One may be -1. Or a mesh with
+        these names.
+      layouts: by a regular expression, which is searched for in the name of a leaf of the state (``"params['w']"``):
+        the dimension that the model axis cuts, or None. The first that is found counts; all other leaves are whole.
+      options: all other arguments of `data_parallel`.
+
+    Raises:
+      ValueError: an unknown axis, or sizes that the devices don't make; (when first called) an expression that is found
+        in no leaf, or a dimension that a leaf does not have.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def step(w, x):
+      ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w["in"]) @ w["out"]))(w)
+      ...     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grad), loss
+      >>> step = parallel(step, mesh={"data": -1, "model": 1}, layouts={"in": 1, "out": 0})
+      >>> w, loss = step({"in": jnp.ones((3, 4)), "out": jnp.ones((4, 2))}, jnp.zeros((8, 3)))
+      >>> float(loss)
+      0.0
+
+    References:
+      Shoeybi et al., *Megatron-LM*, arXiv 1909.08053; Xu et al., *GSPMD*, arXiv 2105.04663.
+    """
+    return decorator(step, mesh, layouts, options)
+
+
+def decorator(
+    step: Callable[..., Any] | None,
+    mesh: Mesh | Sizes | None,
+    layouts: Mapping[str, int | None] | None,
+    options: Options,
+) -> Any:
+    """The decorated step, or what decorates one."""
+    of: dict[str, Any] = {**_DEFAULTS, **options}
+    static_argnums, static_argnames, donate = of["static_argnums"], of["static_argnames"], of["donate"]
+    batch_argnums, donate_argnums = of["batch_argnums"], of["donate_argnums"]
 
     def decorate(step: Callable[..., Any]) -> Any:
         if not callable(step):
@@ -165,11 +241,18 @@ def data_parallel(
         batch = None if batch_argnums is None else _several(batch_argnums)
         given_up = donate and (donate_argnums is None or calling.named(_several(donate_argnums), "donate_argnums"))
         settings = Settings(
-            step, calling, batch, axis_name, given_up, check_finite, check_every, mesh, bucket_bytes, compress, enabled
-        )
+            step, calling, batch, of["axis_name"], given_up, of["check_finite"], of["check_every"], mesh, layouts,
+            of["bucket_bytes"], of["compress"], of["enabled"],
+        )  # fmt: skip
         return decorated_with(settings)
 
     return decorate if step is None else decorate(step)
+
+
+_DEFAULTS = Options(
+    batch_argnums=None, static_argnums=(), static_argnames=(), donate_argnums=None, axis_name=AXIS, donate=True,
+    check_finite=False, check_every=0, bucket_bytes=None, compress=None, enabled=True,
+)  # fmt: skip
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
+from jaxdist.mesh import mesh_of
 from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
@@ -256,7 +257,8 @@ class DataParallel(Generic[R]):
     def _bind_context(self) -> None:
         if self._context is None:
             context = self._context = get_context()
-            mesh = self._mesh = self._settings.mesh or context.mesh
+            given = self._settings.mesh
+            mesh = self._mesh = mesh_of(given, list(context.mesh.devices.flat)) if given else context.mesh
             self._placer = Placer(context, mesh)
             self._cache = ProgramCache(
                 self._settings, mesh, self._placer, context.rules or context.communicator, self._traced

@@ -14,6 +14,7 @@ from jaxdist.compat import trace_settings
 from jaxdist.mesh import AXIS, data_size
 from jaxdist.placements.layouts import Layout, on_host
 from jaxdist.step import debugging
+from jaxdist.step.model_axis import cut_by_model
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
 from jaxdist.step.settings import COMPRESSIONS, Settings
@@ -109,7 +110,8 @@ class ProgramCache:
         step = self.jaxpr(signature, types)
         key = (signature, id(step))
         if key not in self.traces:
-            self.traces[key] = traced(step, signature, types, self._mesh)
+            outer = cut_by_model(self._settings.layouts, signature, types, self._mesh)
+            self.traces[key] = traced(step, signature, types, self._mesh, outer=outer)
         return self.traces[key]
 
     def make(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from jaxdist.mesh import Sizes
 from jaxdist.step.calling import Calling
 
 Batch = int | str
@@ -27,7 +28,9 @@ class Settings:
       donate: whether state that the step returns is donated; or the names of the arguments of which it is.
       check_finite: whether NaN and infinity in the result are errors.
       check_every: calls from one comparison of the devices' copies to the next; 0: none.
-      mesh: the devices; None: all of the job.
+      mesh: the devices, or the sizes of the axes of all of the job's; None: these as one axis.
+      layouts: by a regular expression for the names of leaves of the state: the dimension that the model axis cuts;
+        None: jaxdist finds them.
       bucket_bytes: of a message of gradients; None: by measurement.
       compress: how gradients travel.
       enabled: False: on one device, as it is.
@@ -40,20 +43,24 @@ class Settings:
     donate: bool | frozenset[str]
     check_finite: bool
     check_every: int
-    mesh: Mesh | None
+    mesh: Mesh | Sizes | None
+    layouts: Mapping[str, int | None] | None
     bucket_bytes: int | None
     compress: Compression | None
     enabled: bool
 
     def said(self) -> list[tuple[str, str]]:
         """Names and values of what decides which calls are made and what is sent, for other ranks."""
-        devices = None if self.mesh is None else [device.id for device in self.mesh.devices.flat]
+        mesh: Any = self.mesh
+        if isinstance(mesh, Mesh):
+            mesh = dict(mesh.shape), [device.id for device in mesh.devices.flat]
         values = {
             "batch_argnums": self.batch,
             "check_finite": self.check_finite,
             "check_every": self.check_every,
             "bucket_bytes": self.bucket_bytes,
             "compress": self.compress,
-            "mesh": devices,
+            "mesh": mesh,
+            "layouts": self.layouts,
         }
         return [(f"option {name}", repr(value)) for name, value in values.items()]

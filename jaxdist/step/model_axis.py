@@ -1,0 +1,55 @@
+"""Which dimension of each leaf of the state the model axis cuts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxdist.mesh import MODEL
+from jaxdist.placements.layouts import Cut, Layout, layout
+from jaxdist.step.signature import Signature
+
+
+def cut_by_model(
+    layouts: Mapping[str, int | None] | None, signature: Signature, avals: Sequence[Any], mesh: Mesh
+) -> list[Layout | None]:
+    """How the model axis cuts each argument of a step.
+
+    Args:
+      layouts: as of `jaxdist.parallel`.
+      signature: names the arguments.
+      avals: their types.
+      mesh: the devices.
+
+    Raises:
+      ValueError: an expression that is found in no leaf, or a dimension that a leaf does not have.
+    """
+    found: list[Layout | None] = [None] * len(avals)
+    parts, used = mesh.shape.get(MODEL, 1), set[str]()
+    if parts == 1:
+        return found
+    for i in signature.state:
+        name, shape = signature.names[i], avals[i].shape
+        for expression, dim in (layouts or {}).items():
+            if not re.search(expression, name):
+                continue
+            used.add(expression)
+            if dim is None or not shape or jnp.issubdtype(avals[i].dtype, jax.dtypes.extended):
+                break
+            if not -len(shape) <= dim < len(shape):
+                raise ValueError(
+                    f"layouts={{{expression!r}: {dim}}}: leaf {name} has shape {shape}, and no dimension {dim} for the "
+                    f"{parts} devices of the axis {MODEL!r} to cut"
+                )
+            dim %= len(shape)
+            found[i] = layout(Cut(MODEL, parts, dim, -shape[dim] % parts))
+            break
+    if layouts and (unused := [expression for expression in layouts if expression not in used]):
+        names = ", ".join(signature.names[i] for i in signature.state[:8])
+        raise ValueError(f"layouts: {unused[0]!r} is found in no leaf of the state; its leaves are {names}")
+    return found
