@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
 from jaxdist.ir.operations import FACTORISATION
-from jaxdist.mesh import AXIS, GROUP
+from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed, Strategy
@@ -141,6 +141,8 @@ def warning(over: Sequence[Placed]) -> str:
     lines = []
     for row in () if unsplit(over[0]) else rows(over):
         what = f"{row.operation} at {_short(row.line)}" if row.line else row.operation
+        if row.what == "repeated" and row.axis == MODEL:  # which has no examples to divide
+            continue
         if row.what == "repeated" and row.share > _WORTH_SAYING:
             lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
         elif row.why == IN_PLACE:

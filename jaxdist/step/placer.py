@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from jaxdist import compat
 from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, on_host, physical, sharding
@@ -94,14 +95,16 @@ class Placer:
 
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The root's value of each leaf, kept on the mesh as `layouts` say; the leaves given stay as they are."""
+        weak = [getattr(x, "weak_type", False) for x in leaves]
         if self.processes > 1:
             spanning = [spans(physical(x)) for x in leaves]
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
             leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
-        return [
+        placed = [
             self._replicate(x) if how is None else self.in_shards(x, how)
             for x, how in zip(leaves, layouts, strict=True)
         ]
+        return [_weak(x) if w and not x.weak_type else x for x, w in zip(placed, weak, strict=True)]
 
     def in_shards(self, x: Any, how: Layout) -> Any:
         """A leaf, the same on every process, in shards; or one that is in these, in another memory."""
@@ -214,6 +217,13 @@ class Placer:
         everywhere = data_size(self.mesh)
         own = 1 if self.processes == 1 else everywhere // self.parts
         return batch_problem(names, placed, [everywhere if spans(x) else own for x in placed])
+
+
+def _weak(x: Any) -> Any:
+    """A leaf on the mesh, typed as a Python number is: on its way it was an array of NumPy."""
+    array = physical(x)
+    array = jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=array.sharding)(array)
+    return Padded(array, x.layout) if type(x) is Padded else array
 
 
 def _ids(devices: Iterable[Any]) -> str:
