@@ -7,6 +7,7 @@ nothing depends on the order of a set or on an address.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,8 @@ class Infer:
     ):
         self.axis, self.devices, self.split = axis, axis.size, split
         self.axes, self.mesh = (*before, axis), (*before, axis, *after)
-        self.choose, self._level, self.on_cpu = choose, level, on_cpu
+        self.choose = choose if not after else lambda shape: None
+        self._choose, self._level, self.on_cpu = choose, level, on_cpu
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._kept: list[Block] = []  # so that their ids stay their own
         self._placed: dict[Any, Placed] = {}
@@ -76,8 +78,7 @@ class Infer:
 
     def over(self, mesh: Sequence[Axis], k: int) -> Infer:
         """The same over the `k`-th axis of a mesh; what `jaxdist.zero` marks is in slices along the last one."""
-        choose = self.choose if k == len(mesh) - 1 else lambda shape: None
-        return Infer(mesh[k], choose, self._level, self.on_cpu, self.split, mesh[:k], mesh[k + 1 :])
+        return Infer(mesh[k], self._choose, self._level, self.on_cpu, self.split, mesh[:k], mesh[k + 1 :])
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
         """The block of a jaxpr; one for each."""
@@ -125,6 +126,11 @@ class Infer:
         if id(block) not in self._wanted:
             self._wanted[id(block)] = marked(self, block)
         return self._wanted[id(block)]
+
+    @functools.cached_property
+    def last(self) -> Infer:
+        """The same over the last axis of the mesh, along which marked values are in slices."""
+        return self if len(self.axes) == len(self.mesh) else self.over(self.mesh, len(self.mesh) - 1)
 
     def level(self, node: Node) -> int:
         """Of a mark; 0: it says nothing."""

@@ -5,6 +5,8 @@ batch are few beside a large weight, they travel instead: each device has all ro
 the weight, and an all-to-all gives each its own examples back; or it has of all rows the columns that meet its slice,
 and a reduce-scatter adds the products up. A gradient is computed as a slice, from all rows. The FLOPs are the same.
 
+Between groups of devices that share a weight rows travel in place of a gradient's slices, see `_from_all_groups`.
+
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a product with a weight split along its columns or rows);
   Xu et al., *GSPMD*, arXiv 2105.04663, section 3.5 (a product for which an operand is partitioned again).
@@ -21,13 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.ir.operations import ADDITION, SHAPE_ONLY
+from jaxdist.mesh import GROUP
 from jaxdist.placements.block import Node
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.infer import Walk, special
-from jaxdist.placements.run import Cut
+from jaxdist.placements.report import flops
+from jaxdist.placements.run import Cut, run_as_is
 from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
 
+_BYTE = {True: 1 << 8, False: 1 << 13}
+"""FLOPs that take as long as a byte between groups, which have slower links than the devices of one: of CPUs, of
+others."""
 _MESSAGE = {True: 1 << 18, False: 1 << 25}
 """Bytes that travel in the time that a message more takes, and the compute that it keeps from overlapping: of CPUs, of
 others."""
@@ -50,6 +57,8 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         return None
     (example,) = examples
     assert example is not None
+    if walk.infer.axis.name == GROUP:
+        return None if kept else _from_all_groups(walk, node, ins, described, example)
     if len(kept) == 1:
         return _with_slices(walk, node, ins, described, kept[0], example)
     return _in_slices(walk, node, ins, described, example) if not kept else None
@@ -108,6 +117,23 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     turned = after.eqn.params["permutation"] if after and after.name == "transpose" else range(out.ndim)
     run = _ThenWhole(product, slices, tuple(turned))
     return Strategy(takes, [REPLICATED], run, exchanges=True, instead=IN_PLACE)
+
+
+def _from_all_groups(
+    walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int
+) -> Strategy | None:
+    """A gradient that is in slices within each group: the rows of all groups travel, and each group computes it, where
+    slices would have to be added up. It takes more FLOPs, but nothing of the weight's size travels between groups."""
+    (o,), parts = node.outs, walk.infer.mesh[-1].size
+    out = walk.block.avals[o]
+    if o not in walk.infer.last.marked(walk.block) or described.reduced.get(example) != "sum":
+        return None
+    rows = [(p, REPLICATED, aval) for _, p, aval in _of_batch(walk, node, ins)]
+    size = sum(nbytes(aval) for *_, aval in rows)
+    between = size + flops(walk.block, node) // _BYTE[walk.infer.on_cpu] + len(rows) * _MESSAGE[walk.infer.on_cpu]
+    if size > nbytes(out) // parts or between > 2 * nbytes(out) // _terms(walk, node):
+        return None
+    return Strategy([REPLICATED] * len(ins), [REPLICATED], run_as_is, instead=IN_PLACE)
 
 
 def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:

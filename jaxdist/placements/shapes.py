@@ -211,6 +211,18 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     return None
 
 
+@special("jaxdist_all_gather")
+def _gathered(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Over another axis, along the dimension of a slice: each device has its slice of each part."""
+    p, params = ins[0], node.eqn.params
+    if not isinstance(p, Split) or p.dim != params["dim"] or p.outer > 1 or p.is_padded(walk.n):
+        return None
+    if p.size * params["devices"] != params["size"]:
+        return None
+    to = replace(p, outer=params["devices"], whole=False, requested=False)
+    return Strategy([form(p)], [to], lambda emitter, node, xs: emitter.bind(node, xs, {**params, "size": to.rows}))
+
+
 @special("jaxdist_shard")
 def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """From here on in shards (`jaxdist.zero`)."""
