@@ -320,17 +320,36 @@ def groups_of(name: str, rows: int, level: Any, width: int = 512) -> list[tuple[
 
 
 @pytest.mark.parametrize("level", [2, 3])
-def test_within_groups_only_slices_cross_them(level: Any) -> None:
-    """Of the gradients; within each group its rows travel in place of weights."""
+def test_within_groups_only_rows_cross_them(level: Any) -> None:
+    """Not the gradients' slices; at level 3 no weight travels within them either."""
     rows, width = 64, 512
     found = groups_of("wide and tall", rows, level, width)
-    inside, across = ("data",), ("group",)
-    assert max(size for kind, who, size in found if who == across) <= width * width // 2
-    assert {kind for kind, who, _ in found if who == across} == {"all-reduce"}
-    within = [size for kind, who, size in found if who == inside and (kind, level) != ("all-gather", 2)]
-    assert max(within) <= rows // 2 * width
-    exchanged = [size for kind, who, size in found if (kind, who) == ("all-to-all", inside)]
-    assert len(exchanged) == {2: 3, 3: 5}[level]  # for the gradients; at level 3 they were, for the products
+    crossing = [(kind, size) for kind, who, size in found if who != ("data",)]
+    assert max(size for _, size in crossing) <= rows * width
+    assert [kind for kind, size in crossing if size > width * 3] == ["all-gather"] * 6  # of three layers, in and out
+    if level == 3:
+        assert max(size for kind, who, size in found if who == ("data",) and kind == "all-gather") <= rows // 2 * width
+
+
+def test_within_groups_a_batch_that_takes_long_stays() -> None:
+    """Each group computes the gradients from the rows of all."""
+    few, many = (groups_of("wide and tall", rows, 2, 2048) for rows in (256, 1024))
+    assert ("all-gather", ("group",)) in [(kind, who) for kind, who, _ in few]
+    assert {kind for kind, who, _ in many if who == ("group",)} == {"all-reduce"}
+
+
+def test_within_groups_no_more_crosses_them_than_slices_would() -> None:
+    """Where what a product makes is larger than the weight."""
+    params, rows = jnp.zeros((64, 16384), "f"), 176
+    tx = jaxdist.zero(optax.sgd(0.1), 3, within=4)
+
+    def step(w: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w), opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    program = parity.program(step, params, tx.init(params), jnp.zeros((rows, 64), "f"), devices=8)
+    crossing = [eqn for eqn in program.eqns if eqn.primitive.name in parity.COLLECTIVES and axes_of(eqn) != ("data",)]
+    assert sum(math.prod(eqn.outvars[0].aval.shape) for eqn in crossing) <= 64 * 16384 // 4
 
 
 @pytest.mark.parametrize("level", [2, 3])
