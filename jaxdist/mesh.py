@@ -16,8 +16,6 @@ AXIS = "data"
 """The name of the axis that splits the batch, and along which state is kept in shards."""
 GROUP = "group"
 """The name of the axis before it in a mesh whose devices keep all of the state in each of several groups."""
-
-
 MODEL, SEQUENCE = "model", "sequence"
 """The names of the axes that cut the state, and the second dimension of the batch."""
 NAMES = (MODEL, SEQUENCE, GROUP, AXIS)
@@ -115,7 +113,12 @@ def passes(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def along_data(mesh: Mesh, what: Sequence[Any]) -> list[Any]:
-    """Of something for each device of a mesh: that for the devices along the axis of data."""
+    """The entries of a list, one for each device of a mesh, that belong to the devices along the axis of data.
+
+    Args:
+      mesh: the devices.
+      what: an entry for each, in order.
+    """
     if AXIS not in mesh.axis_names:
         return list(what[:1])
     k = mesh.axis_names.index(AXIS)

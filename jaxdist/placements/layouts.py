@@ -341,6 +341,7 @@ def physical(x: Any) -> Any:
     return x.array if type(x) is Padded else x
 
 
+@functools.cache
 def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
     """Of a leaf's physical array."""
     kind = HOST if how and how.host else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxdist import compat
 from jaxdist.ir import fingerprint
@@ -169,13 +170,8 @@ class Placer:
             x = x if cut.axis == AXIS else _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
         rows = x.shape[0]
         shape = (rows * self.parts, *x.shape[1:])
-        at = {d: [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
-              for d, index in place.addressable_devices_indices_map(shape).items()}  # fmt: skip
-        first = min(ends[0][0] for ends in at.values())
-        shards = []
-        for device, ((start, stop), *rest) in at.items():
-            index = (slice(start - first, stop - first), *(slice(*ends) for ends in rest))
-            shards.append(jax.device_put(x if len(at) == 1 and stop - start == rows and not rest else x[index], device))
+        parts = [(device, x if index is None else x[index]) for device, index in _own_slices(place, shape, rows)]
+        shards = [jax.device_put(part, device) for device, part in parts]
         return jax.make_array_from_single_device_arrays(shape, place, shards)
 
     def batch_key(self, x: Any) -> Any:
@@ -221,9 +217,30 @@ class Placer:
 
 def _weak(x: Any) -> Any:
     """A leaf on the mesh, typed as a Python number is: on its way it was an array of NumPy."""
-    array = physical(x)
-    array = jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=array.sharding)(array)
+    array = _weakly(physical(x).sharding)(physical(x))
     return Padded(array, x.layout) if type(x) is Padded else array
+
+
+@functools.cache
+def _weakly(place: Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=place)
+
+
+@functools.lru_cache(1024)
+def _own_slices(place: NamedSharding, shape: tuple[int, ...], rows: int) -> list[tuple[Any, tuple[slice, ...] | None]]:
+    """The slices of this process's part of a batch that its devices have; None: all of it.
+
+    Args:
+      place: of the batch of all processes.
+      shape: of that.
+      rows: of this process's part.
+    """
+    ends = {device: [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
+            for device, index in place.addressable_devices_indices_map(shape).items()}  # fmt: skip
+    first = min(at[0][0] for at in ends.values())
+    part = [(first, first + rows), *((0, n) for n in shape[1:])]
+    own = {d: (slice(at[0][0] - first, at[0][1] - first), *(slice(*one) for one in at[1:])) for d, at in ends.items()}
+    return [(device, None if ends[device] == part else index) for device, index in own.items()]
 
 
 def _ids(devices: Iterable[Any]) -> str:
@@ -304,12 +321,13 @@ def _cuts(own: NamedSharding) -> list[Cut] | None:
     mesh, cuts = own.mesh, list[Cut]()
     assert isinstance(mesh, Mesh)
     by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in own.spec]
+    in_a_group = not any(GROUP in axes for axes in by_dim)
     by_dim = [tuple(name for name in axes if name != GROUP or AXIS not in axes) for axes in by_dim]
     at = {name: d for d, axes in enumerate(by_dim) for name in axes}
     for name in NAMES:
         if name in at and name != GROUP:
-            whole = name == AXIS and GROUP in str(own.spec)
-            cuts.append(Cut(name, data_size(mesh) if whole else mesh.shape[name], at[name]))
+            parts = mesh.shape[name] if name != AXIS or in_a_group else data_size(mesh)
+            cuts.append(Cut(name, parts, at[name]))
     how = layout(*cuts)
     return cuts if [how.axes(d) for d in range(len(by_dim))] == by_dim and GROUP not in at else None
 
