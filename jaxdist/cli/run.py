@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from jaxdist.control import guard
 from jaxdist.launch.advice import crowded, misplaced_options
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
@@ -88,6 +89,9 @@ def run(
                 say(advice)
         mpirun = choose(launcher, connector, communicator)
         environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
+        # When this process is killed Linux sends mpirun a SIGTERM for each of its threads; at the second one Open MPI
+        # leaves its ranks alone.
+        guard.start(whole_job=True)
         at_once = 0  # starts, the latest ones, that soon failed
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import math
 import os
 import socket
 import struct
@@ -239,7 +240,7 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: Key, t
                 "or another secret: set JAXDIST_SECRET to the same random string on every rank)"
             )
             if time.monotonic() > say_after:
-                say_after = deadline
+                say_after = math.inf  # once
                 streams.write(f"[jaxdist rank {rank}] {last}; trying on for {left:.0f} s\n")
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(0.5, pause * 1.5)
