@@ -149,7 +149,7 @@ class Placer:
         places = [sharding(self.mesh, how) for how in layouts]
         if self.processes == 1:
             whole = [_filled(x, how) for x, how in zip(leaves, layouts, strict=True)]
-            return jax.device_put(whole, places)
+            return jax.device_put(whole, places[0] if len(set(places)) == 1 else places)  # one is quicker
         return [self._shard(physical(x), how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
 
     def batch_argument(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
