@@ -1,4 +1,4 @@
-"""Which dimension of each leaf of the state the model axis cuts."""
+"""The dimension of each leaf of the state that the model axis cuts."""
 
 from __future__ import annotations
 

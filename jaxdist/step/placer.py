@@ -307,8 +307,8 @@ def _lengthened(x: Any, dim: int, size: int) -> Any:
 
 
 def _parts(mesh: Mesh) -> int:
-    """Of how many parts of the processes the batch consists: those that differ along the axis of data only in other
-    axes pass the same."""
+    """The number of processes' parts that make up the batch; processes at one place on the axis of data pass the same
+    part."""
     if AXIS not in mesh.axis_names:
         return 1
     k = mesh.axis_names.index(AXIS)

@@ -303,7 +303,7 @@ class Program:
         block.outermost = True
         natural = infer.place(block, ins)
         wants: list[Form | None] = []
-        data = [axis.size for axis in axes if axis.name in (GROUP, AXIS)]
+        data = [axis.size for axis in _of_data(axes)]
         for i, (given, source, aval) in enumerate(zip(natural.given, step.sources, step.jaxpr.out_avals, strict=True)):
             how = self.layouts[source] if source is not None else None
             outer = before[-1].placed.outs[i] if before and axes[k - 1].name == GROUP else None
@@ -423,9 +423,15 @@ def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
     own = axes[k]
     if p.stored:
         return own.name == AXIS and p.requested and p.is_tile(own.size)
-    first = own.name == SEQUENCE or own.name == next(axis.name for axis in axes if axis.name in (GROUP, AXIS))
-    devices = own.size if own.name == SEQUENCE else math.prod(axis.size for axis in axes if axis.name in (GROUP, AXIS))
-    return first and p.outer == 1 and not p.size % devices and not p.is_padded(own.size) and not p.whole
+    along = [own] if own.name == SEQUENCE else _of_data(axes)
+    if own not in along[:1] or p.size % math.prod(axis.size for axis in along):
+        return False
+    return p.outer == 1 and not p.is_padded(own.size) and not p.whole
+
+
+def _of_data(axes: Sequence[Axis]) -> list[Axis]:
+    """The axes that split the batch's examples: one, or two, of which the second one shards."""
+    return [axis for axis in axes if axis.name in (GROUP, AXIS)]
 
 
 def _spec(found: Sequence[Pass], placements: Sequence[Placement]) -> P:
