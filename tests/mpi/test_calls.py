@@ -17,3 +17,27 @@ def test_calls_mean_on_several_ranks_what_they_mean_on_one_device(ranks: int, co
     result = jobs.mpirun(ranks, [SCRIPT, communicator, levels], timeout=500)
     assert result.returncode == 0, result.output
     assert result.stdout.count("END") == ranks, result.output
+
+
+WEAK = """
+import jax.numpy as jnp, numpy as np
+import jaxdist
+ctx = jaxdist.init()
+step = jaxdist.data_parallel(lambda w, x: (w * 2 + x.sum() * 0, x.sum()))
+w = jnp.broadcast_to(jnp.asarray(1.0), (6,))
+assert w.weak_type
+for i in range(2):
+    w, _ = step(w, np.full((4, 2), ctx.rank, np.float32))
+print("LAST", ctx.rank, float(w[0]), flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["mpi", "xla"])
+def test_an_array_that_is_typed_as_a_number(communicator: str, tmp_path: Path) -> None:
+    """It travels as an array of NumPy, which has no such type."""
+    script = tmp_path / "weak.py"
+    script.write_text(WEAK)
+    done = jobs.mpirun(2, [str(script)], env={"JAXDIST_COMMUNICATOR": communicator}, timeout=120)
+    assert done.returncode == 0, done.output
+    assert {line for line in done.stdout.splitlines() if "LAST" in line} == {"LAST 0 4.0", "LAST 1 4.0"}
