@@ -32,7 +32,7 @@ from jaxdist.planning.topology import Topology
 from jaxdist.precision import master_weights
 from jaxdist.rng import fold_rank
 from jaxdist.runtime.context import Context, get_context, init
-from jaxdist.step.data_parallel import data_parallel
+from jaxdist.step.data_parallel import data_parallel, parallel
 from jaxdist.step.finite import check_finite
 from jaxdist.zero import shard, unshard, zero
 
@@ -63,6 +63,7 @@ __all__ = [
     "loader",
     "master_weights",
     "memory",
+    "parallel",
     "per_device",
     "permute",
     "plan",

@@ -202,11 +202,11 @@ def parallel(
         in no leaf, or a dimension that a leaf does not have.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, jaxdist
       >>> def step(w, x):
       ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w["in"]) @ w["out"]))(w)
       ...     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grad), loss
-      >>> step = parallel(step, mesh={"data": -1, "model": 1}, layouts={"in": 1, "out": 0})
+      >>> step = jaxdist.parallel(step, mesh={"data": -1, "model": 1}, layouts={"in": 1, "out": 0})
       >>> w, loss = step({"in": jnp.ones((3, 4)), "out": jnp.ones((4, 2))}, jnp.zeros((8, 3)))
       >>> float(loss)
       0.0
