@@ -126,6 +126,20 @@ def along_data(mesh: Mesh, what: Sequence[Any]) -> list[Any]:
     return [what[i] for i in numbers.reshape(mesh.devices.shape[k], -1)[:, 0]]
 
 
+def ranks_of(mesh: Mesh) -> tuple[int, ...]:
+    """The process of each device of a mesh, in order."""
+    return tuple(d.process_index for d in mesh.devices.flat)
+
+
+@functools.cache
+def parts_of_batch(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """For each part of a batch the processes that pass it, in the order of their places on the axis of data: these
+    differ on other axes only."""
+    k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
+    rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
+    return tuple(dict.fromkeys(tuple(sorted({d.process_index for d in row})) for row in rows))
+
+
 def data_size(mesh: Mesh) -> int:
     """Into how many parts a mesh splits the batch."""
     return mesh.shape.get(GROUP, 1) * mesh.shape.get(AXIS, 1)

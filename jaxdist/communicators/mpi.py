@@ -96,6 +96,19 @@ def _group(rank: int, members: tuple[int, ...]) -> Any:
     return parent.Create_group(parent.Get_group().Incl(members))
 
 
+def of_group(ranks: tuple[int, ...], groups: Groups | None) -> Any:
+    """The communicator of one's own group, which its members make together when they first ask for it.
+
+    Args:
+      ranks: of the devices of a mesh.
+      groups: of these devices, by their numbers; None: all are one.
+    """
+    rank = jax.process_index()
+    if groups is None:
+        return world(rank) if ranks == tuple(range(len(ranks))) else _group(rank, ranks)
+    return _group(rank, next(own for one in groups if rank in (own := tuple(ranks[i] for i in one))))
+
+
 def _handle(mpi_object: Any) -> int:
     handle = _mpi()._handleof(mpi_object)
     return handle - (1 << 64) if handle >= 1 << 63 else handle
@@ -117,12 +130,12 @@ class MpiLowering(Interpreter):
 
     Args:
       axes: of the mesh, the outermost first.
-      in_host: how many ranks in a row are on one host; 0: that is no matter.
-      comm: the communicator of all; default: `world`'s.
+      ranks: of its devices, in order.
+      in_host: how many of these in a row are on one host; 0: that is no matter.
       order: where the calls continue from; default: the start of the program.
     """
 
-    def __init__(self, axes: Sequence[Axis], in_host: int = 0, comm: Any = None, order: Any = None):
+    def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], in_host: int = 0, order: Any = None):
         super().__init__(
             {
                 all_reduce_p: self._gradient,
@@ -140,10 +153,7 @@ class MpiLowering(Interpreter):
                 **FETCHED,
             }
         )
-        if comm is None:
-            comm = world(jax.process_index())
-        self.comm, self.axes, self.in_host = comm, axes, in_host
-        self.rank = comm.Get_rank()
+        self.axes, self.ranks, self.in_host = axes, ranks, in_host
         self._token = lax.create_token() if order is None else self._fork(order)
 
     # --- the calls
@@ -294,10 +304,8 @@ class MpiLowering(Interpreter):
         return tuple(map(tuple, groups))
 
     def _of(self, groups: Groups | None) -> Any:
-        """The communicator of one's own group, made by its members when they first lower something for it."""
-        if groups is None:
-            return self.comm
-        return _group(self.rank, next(one for one in groups if self.rank in one))
+        """The communicator of one's own group."""
+        return of_group(self.ranks, groups)
 
     def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: Any) -> Any:
         raise NotImplementedError(
@@ -328,7 +336,7 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
-        rules = MpiLowering(self.axes, self.in_host, self.comm, order)
+        rules = MpiLowering(self.axes, self.ranks, self.in_host, order)
         outs = rules.run(closed, *args)
         return rules._join(), outs
 

@@ -139,7 +139,7 @@ def warning(over: Sequence[Placed]) -> str:
     if over[0].whole:
         return ""
     lines = []
-    for row in () if unsplit(over[0]) else rows(over):
+    for row in () if any(map(unsplit, over)) else rows(over):
         what = f"{row.operation} at {_short(row.line)}" if row.line else row.operation
         if row.what == "repeated" and row.axis == MODEL:  # which has no examples to divide
             continue

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
 from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement.meshes import connect
 from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
@@ -256,9 +257,10 @@ class DataParallel(Generic[R]):
 
     def _bind_context(self) -> None:
         if self._context is None:
-            context = self._context = get_context()
-            given = self._settings.mesh
-            mesh = self._mesh = mesh_of(given, list(context.mesh.devices.flat)) if given else context.mesh
+            context = get_context()
+            mesh = mesh_of(self._settings.mesh, context.devices) if self._settings.mesh else context.mesh
+            connect(context, mesh)
+            self._context, self._mesh = context, mesh
             self._placer = Placer(context, mesh)
             self._cache = ProgramCache(
                 self._settings, mesh, self._placer, context.rules or context.communicator, self._traced

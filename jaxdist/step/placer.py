@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxdist import compat
 from jaxdist.ir import fingerprint
-from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row
+from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step.batch import is_keys
@@ -29,6 +29,11 @@ class Placer:
     Args:
       context: the job; its root's values are those of state that is not on the mesh yet.
       mesh: the devices.
+
+    Attributes:
+      processes: number of those with some of the devices.
+      parts: of which a batch is made up.
+      shared: for each the processes that pass it.
     """
 
     def __init__(self, context: Context, mesh: Mesh):
@@ -36,7 +41,8 @@ class Placer:
         self.state_sharding = sharding(mesh, None)
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
-        self.parts = _parts(mesh)
+        self.shared = parts_of_batch(mesh)
+        self.parts = len(self.shared)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known: dict[int, tuple[Any, Any]] = {}
         self._layouts: dict[int, Any] = {}  # of a sharding, by its id: a state may come with others each time
@@ -304,16 +310,6 @@ def _lengthened(x: Any, dim: int, size: int) -> Any:
     own = jnp if isinstance(x, jax.Array) else np
     last = x[(slice(None),) * dim + (slice(-1, None),)]
     return own.concatenate([own.asarray(x), own.repeat(own.asarray(last), missing, dim)], dim)
-
-
-def _parts(mesh: Mesh) -> int:
-    """The number of processes' parts that make up the batch; processes at one place on the axis of data pass the same
-    part."""
-    if AXIS not in mesh.axis_names:
-        return 1
-    k = mesh.axis_names.index(AXIS)
-    rows = np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
-    return len({frozenset(d.process_index for d in row) for row in rows})
 
 
 def _cuts(own: NamedSharding) -> list[Cut] | None:

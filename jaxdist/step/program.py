@@ -202,7 +202,7 @@ class Program:
             name for _, at, name in self.signature.arguments
             if returned.isdisjoint(at) and any(avals[i].shape and not is_keys(avals[i]) for i in at)
         ]  # fmt: skip
-        if not names or not worth_splitting(over[0]):
+        if not names or not any(map(worth_splitting, over)):
             return ""
         processes = {d.process_index for d in self._mesh.devices.flat}
         return unsplit(names, self._mesh.size, len(processes))
