@@ -107,9 +107,10 @@ def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def passes(mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes of a mesh in the order in which a step is placed over them: what cuts the state, then the examples from
-    inside, then the batch."""
-    return tuple(Axis(name, mesh.shape[name]) for name in NAMES if name in mesh.shape)
+    """The axes of a mesh with several devices, or one if there is none, in the order in which a step is placed over
+    them: what cuts the state, then the examples from inside, then the batch."""
+    axes = [Axis(name, mesh.shape[name]) for name in NAMES if name in mesh.shape]
+    return tuple(axis for axis in axes if axis.size > 1) or tuple(axes[-1:])
 
 
 def along_data(mesh: Mesh, what: Sequence[Any]) -> list[Any]:

@@ -119,6 +119,8 @@ class Layout:
         found: list[Placement] = [REPLICATED] * len(axes)
         sizes = list(shape)
         for cut in self.cuts:
+            if cut.parts == 1:
+                continue
             names = (GROUP, AXIS) if cut.axis == AXIS else (cut.axis,)
             along = [k for k, axis in enumerate(axes) if axis.name in names]
             if axes[along[-1]].size == cut.parts:  # each group has all of it

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
 from jaxdist.agreement.calls import Agreement, StepCall
-from jaxdist.agreement.meshes import connect
+from jaxdist.agreement.meshes import Meshes
 from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
@@ -259,7 +259,7 @@ class DataParallel(Generic[R]):
         if self._context is None:
             context = get_context()
             mesh = mesh_of(self._settings.mesh, context.devices) if self._settings.mesh else context.mesh
-            connect(context, mesh)
+            context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
             self._placer = Placer(context, mesh)
             self._cache = ProgramCache(

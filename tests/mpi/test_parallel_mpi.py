@@ -56,3 +56,14 @@ def test_n_processes_compute_what_one_would(ranks: int, communicator: str, expec
     assert (report["communicator"], report["size"]) == (communicator, ranks)
     assert len(report["gaps"]) == len(NAMES) + len(meshes)
     assert {name: gap for name, gap in report["gaps"].items() if not gap <= 1e-10} == {}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["xla", "mpi"])
+def test_places_and_ranks_that_differ(communicator: str) -> None:
+    script = str(Path(__file__).with_name("run_places.py"))
+    result = jobs.mpirun(4, [script, communicator], timeout=300)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count("END") == 4, result.output
+    assert result.stdout.count("PRINTED") == 4 + 6, result.output  # by each rank without jaxdist, and once a call
+    assert "Gloo" not in result.stdout
