@@ -258,7 +258,7 @@ class DataParallel(Generic[R]):
         if self._context is None:
             context = self._context = get_context()
             given = self._settings.mesh
-            mesh = self._mesh = mesh_of(given, list(context.mesh.devices.flat)) if given else context.mesh
+            mesh = self._mesh = mesh_of(given, list(context.mesh.devices.flat)) if given is not None else context.mesh
             self._placer = Placer(context, mesh)
             self._cache = ProgramCache(
                 self._settings, mesh, self._placer, context.rules or context.communicator, self._traced
