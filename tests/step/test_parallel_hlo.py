@@ -22,7 +22,7 @@ from jaxdist.mesh import along, axes_of_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from transformer import GPT  # noqa: E402
+from transformer import GPT
 
 pytestmark = pytest.mark.optimised
 
