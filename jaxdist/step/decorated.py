@@ -258,7 +258,8 @@ class DataParallel(Generic[R]):
     def _bind_context(self) -> None:
         if self._context is None:
             context = get_context()
-            mesh = mesh_of(self._settings.mesh, context.devices) if self._settings.mesh else context.mesh
+            given = self._settings.mesh
+            mesh = context.mesh if given is None else mesh_of(given, context.devices)
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
             self._placer = Placer(context, mesh)

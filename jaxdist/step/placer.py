@@ -92,7 +92,7 @@ class Placer:
         own = getattr(physical(x), "sharding", None)
         if not isinstance(own, NamedSharding) or own.is_fully_replicated or self.is_ours(own.mesh):
             return None
-        if own.device_set == set(self.mesh.devices.flat) and type(x) is not Padded:  # `place_state` moves it
+        if own.device_set == set(self.mesh.devices.flat):  # `place_state` moves it
             return None
         return (
             f"is in shards over the devices {_ids(own.device_set)}, and this step runs on "
@@ -108,7 +108,7 @@ class Placer:
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
             leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
         placed = [
-            self._replicate(x) if how is None else self.in_shards(x, how)
+            self._replicate(self._unpadded(x)) if how is None else self.in_shards(x, how)
             for x, how in zip(leaves, layouts, strict=True)
         ]
         return [_weak(x) if w and not x.weak_type else x for x, w in zip(placed, weak, strict=True)]
@@ -119,10 +119,9 @@ class Placer:
         if isinstance(own, Layout) and own is not how and layout(*own.cuts, host=how.host) is how:
             array = copied(physical(x), sharding(self.mesh, how))
             return array if how.is_plain else Padded(array, how)
-        if spans(physical(x)):
-            whole = physical(x)
-            whole = (whole if whole.is_fully_replicated else self._replicate(whole)).addressable_data(0)
-            x = own.trimmed(whole) if type(x) is Padded else whole
+        x = self._unpadded(x)
+        if spans(x):
+            x = (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0)
         x = how.padded(np.asarray(x))
         place = sharding(self.mesh, how)
         shards = [
@@ -131,6 +130,12 @@ class Placer:
         ]
         array = jax.make_array_from_single_device_arrays(x.shape, place, shards)
         return array if how.is_plain else Padded(array, how)
+
+    def _unpadded(self, x: Any) -> Any:
+        """A leaf without its padding, which is that of another mesh."""
+        if type(x) is not Padded:
+            return x
+        return x.layout.trimmed(self._replicate(x.array).addressable_data(0) if spans(x.array) else np.asarray(x.array))
 
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, NUMBERS):
