@@ -228,13 +228,16 @@ class DataParallel(Generic[R]):
         return tree, keywords, tuple(map(of, leaves))
 
     @under_no_mesh
-    def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
-        """The step for these arguments, placed over each axis and not compiled; nothing: on one device. Nothing is
-        sent."""
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """What the step becomes for these arguments, not compiled. Nothing is sent."""
         self._bind_context()
-        assert self._mesh is not None
-        program = self._cache.program(*self._signature(*self._arguments(args, kwargs)))
-        return [one.placed for one in program.place()] if self._mesh.size > 1 else []
+        return self._cache.program(*self._signature(*self._arguments(args, kwargs)))
+
+    @under_no_mesh
+    def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
+        """`program`, placed over each axis; nothing: on one device."""
+        program, mesh = self.program(*args, **kwargs), self._mesh
+        return [one.placed for one in program.place()] if mesh and mesh.size > 1 else []
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""

@@ -118,7 +118,10 @@ class Forecast:
         """
         signature, mesh = self._signature, self._mesh
         avals = self._types(scale)
-        trace = traced(self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._on_cpu)
+        trace = traced(
+            self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._on_cpu,
+            self._settings.layouts,
+        )  # fmt: skip
         layouts = list(trace.layouts)
         for i in signature.state:
             if in_shards(self._leaves[i]):
