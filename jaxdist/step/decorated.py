@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
 import operator
@@ -20,7 +22,7 @@ from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
-from jaxdist.mesh import mesh_of
+from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
@@ -227,6 +229,11 @@ class DataParallel(Generic[R]):
         of = lambda x: (np.shape(x), jax.dtypes.result_type(x)) if is_array(x) else x
         return tree, keywords, tuple(map(of, leaves))
 
+    @property
+    def mesh(self) -> Mesh | Sizes | None:
+        """What it was decorated with."""
+        return self._settings.mesh
+
     @under_no_mesh
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """What the step becomes for these arguments, not compiled. Nothing is sent."""
@@ -375,6 +382,10 @@ class DataParallel(Generic[R]):
     @under_no_mesh
     def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, on_cpu: bool | None = None) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
+        if self._settings.mesh is not None:  # nor those of the mesh that it is for
+            there = copy.copy(self)
+            there._context, there._settings = None, dataclasses.replace(self._settings, mesh=None)
+            return there.forecast(mesh, args, hosts, on_cpu)
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
         return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, on_cpu)

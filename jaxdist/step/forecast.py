@@ -125,7 +125,7 @@ class Forecast:
         layouts = list(trace.layouts)
         for i in signature.state:
             if in_shards(self._leaves[i]):
-                cut = choose(avals[i].shape, mesh.size)
+                cut = choose(avals[i].shape, data_size(mesh))
                 layouts[i] = layouts[i] or (cut and layout(cut))
         program = self._cache.make(trace, signature, avals, layouts, mesh, "xla")
         emitted, placed = program.emitted()

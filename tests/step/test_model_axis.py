@@ -90,7 +90,7 @@ def cuts(step: Step, args: tuple[Any, ...], **sizes: int) -> dict[str, int]:
     decorated: Any = jaxdist.parallel(step, mesh=mesh(**sizes))
     found = dict(jaxdist.explain(decorated, *args).cut)
     *state, batch = args
-    want, got = list(state), list(state)
+    want, got, want_loss, loss = list(state), list(state), None, None
     for _ in range(2):
         *want, want_loss = jax.jit(step)(*want, batch)
         *got, loss = decorated(*got, batch)
