@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxdist import compat
 from jaxdist.errors import in_words
 from jaxdist.ir.wire import Transfer, transfers
-from jaxdist.mesh import AXIS, Sizes, along, axes_of_mesh, data_size, in_host, mesh_of
+from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, data_size, in_host, mesh_of
 from jaxdist.placements.groups import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
@@ -73,6 +73,11 @@ class Elsewhere:
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
         return step.forecast(self._mesh, args, self.hosts, self.topology.kind.name == "cpu")
+
+    @property
+    def in_host(self) -> int:
+        """How many devices along the axis of data are of one host; 0: all, one, or not as many of each."""
+        return in_host(along_data(self._mesh, self.hosts))
 
     @property
     def compilations(self) -> int:
@@ -162,23 +167,23 @@ class Elsewhere:
         for c in one.collectives:
             if c.devices > 1:
                 traffic = traffic_of(c, self.topology, self.compiled_for == "cuda")
-                rows.setdefault((self._axes(c), c.kind), []).append(traffic)
+                rows.setdefault((self._axes(c, one.ahead.axes), c.kind), []).append(traffic)
         traffic = tuple(total_of(kind, several, axes) for (axes, kind), several in rows.items())
         shared = one.ahead.shared
-        of_hosts = shared == in_host(self.hosts) and self._mesh.size == data_size(self._mesh)
-        within = None if not shared else HOST if of_hosts else shared
+        within = None if not shared else HOST if shared == self.in_host else shared
         return LevelPlan(
             level, own, kept, one.peak, one.peak <= self.memory, traffic, one.collectives, one.seconds, within,
             one.ahead.flops, one.offloaded,
         )  # fmt: skip
 
-    def _axes(self, c: schedule.Collective) -> str:
-        """The axes of the mesh along which the devices of a collective differ; "": of no such groups."""
-        axes, groups = axes_of_mesh(self._mesh), {frozenset(group) for group in c.groups}
-        for names in (names for k in range(1, len(axes) + 1) for names in itertools.combinations(axes, k)):
-            alike = along(axes, [axis.name for axis in names]) or (range(self._mesh.size),)
-            if {frozenset(group) for group in alike} == groups:
-                return "+".join(axis.name for axis in names if axis.size > 1)
+    def _axes(self, c: schedule.Collective, axes: Sequence[Axis]) -> str:
+        """The axes along which the devices of a collective differ, of a mesh of several; "": of no such groups."""
+        groups = {frozenset(group) for group in c.groups}
+        for k in range(1, 1 + len(axes) * (len(self._mesh.shape) > 1)):
+            for names in itertools.combinations([axis.name for axis in axes if axis.size > 1], k):
+                alike = along(axes, names) or (range(self._mesh.size),)
+                if {frozenset(group) for group in alike} == groups:
+                    return "+".join(dict.fromkeys(AXIS if name == GROUP else name for name in names))
         return ""
 
     def plan(self, found: Sequence[LevelPlan]) -> Plan:

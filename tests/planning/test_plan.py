@@ -462,3 +462,13 @@ def test_another_mesh_than_that_of_the_step() -> None:
         jaxdist.plan(decorated, *types, topology="8xcpu", mesh={"data": 3, "model": 2})
     with pytest.raises(ValueError, match="there is no axis 'pipe'"):
         jaxdist.plan(decorated, *types, topology="8xcpu", mesh={"pipe": 8})
+
+
+def test_groups_of_hosts_on_a_mesh_of_several_axes() -> None:
+    decorated, *types = over_axes({"data": 4, "model": 2}, layouts=MEGATRON)
+    found = jaxdist.fit(decorated, *types, topology="2x4xcpu")
+    assert {one.row.within for one in found.candidates} == {None, "host"}
+    one = Elsewhere(decorated, tuple(types), "2x4xcpu", ())
+    assert one.in_host == one.emitted(shared=2).shared == 2
+    rows = one.row(one.compiled(shared=2), 1, True, None).traffic
+    assert {row.axis for row in rows} == {"data", "model"}
