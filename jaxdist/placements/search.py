@@ -185,9 +185,7 @@ class _Cost:
     What is computed of the batch is divided by the axes of the batch as well; what is made of the state alone is not.
     """
 
-    def __init__(
-        self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None], examples: int
-    ):  # fmt: skip
+    def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None], examples: int):
         self._infer, self._block, self._state, self._examples = infer, block, state, examples
         self._sources = [source if source in set(state) else None for source in sources]
         self._avals = [block.avals[i] for i in block.inputs]
@@ -272,9 +270,9 @@ def _cuts(classes: Iterable[Class]) -> dict[int, int]:
 def _alike(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
     """Classes in groups: of the leaves of several layers, none of which has two classes in a group."""
     groups: list[tuple[frozenset[tuple[str, tuple[int, ...], int]], list[Class], set[int]]] = []
+    leaf = [(re.sub(r"\d+", "#", name), block.avals[i].shape) for name, i in zip(names, block.inputs, strict=True)]
     for one in classes:
-        shape = lambda k: block.avals[block.inputs[k]].shape
-        what = frozenset((re.sub(r"\d+", "#", names[k]), shape(k), dim) for k, dim in one)
+        what = frozenset((*leaf[k], dim) for k, dim in one)
         leaves = {k for k, _ in one}
         group = next((g for g in groups if g[0] == what and g[2].isdisjoint(leaves)), None)
         if group is None:

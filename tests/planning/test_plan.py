@@ -22,6 +22,7 @@ from jaxdist import compat
 from jaxdist.communicators import compiler_options
 from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.mesh import Axis
+from jaxdist.placements import search
 from jaxdist.placements.infer import Infer
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.report import Plan
@@ -472,3 +473,14 @@ def test_groups_of_hosts_on_a_mesh_of_several_axes() -> None:
     assert one.in_host == one.emitted(shared=2).shared == 2
     rows = one.row(one.compiled(shared=2), 1, True, None).traffic
     assert {row.axis for row in rows} == {"data", "model"}
+
+
+def test_one_search_for_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step without layouts; and all levels and batches are cut alike."""
+    searches, best = [], search._Descent.best
+    monkeypatch.setattr(search._Descent, "best", lambda self, groups: (searches.append(1), best(self, groups))[1])
+    decorated, *types = over_axes({"data": 2, "model": 4})
+    found = jaxdist.plan(decorated, *types, topology="8xcpu")
+    assert len(found.levels) == 4
+    assert {one.bytes["parameters"] for one in found.levels[:3]} == {2 * 32 * 64 * 4 // 4}
+    assert len(searches) == 1
