@@ -70,12 +70,13 @@ Sizes = Mapping[str, int]
 """By the name of an axis: its size; -1, once: whatever is left."""
 
 
-def mesh_of(given: Sizes | Mesh, devices: Sequence[Any]) -> Mesh:
+def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the job") -> Mesh:
     """The mesh that a user asks for.
 
     Args:
       given: its axes, of which neighbouring devices differ in the last one; or a mesh with their names.
       devices: of the job, in order.
+      owner: of the devices, for messages.
 
     Raises:
       ValueError: an axis of another name, or sizes whose product is not the number of devices.
@@ -97,7 +98,7 @@ def mesh_of(given: Sizes | Mesh, devices: Sequence[Any]) -> Mesh:
     rest = math.prod(size for size in sizes if size != -1)
     sizes = [len(devices) // rest if size == -1 else size for size in sizes]
     if math.prod(sizes) != len(devices):
-        raise ValueError(f"mesh={dict(given)}: the job has {len(devices)} devices, which these sizes don't make")
+        raise ValueError(f"mesh={dict(given)}: {owner} has {len(devices)} devices, which these sizes don't make")
     return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 

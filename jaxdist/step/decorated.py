@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
 import operator
@@ -21,7 +23,7 @@ from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
-from jaxdist.mesh import mesh_of
+from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
@@ -228,14 +230,22 @@ class DataParallel(Generic[R]):
         of = lambda x: (np.shape(x), jax.dtypes.result_type(x)) if is_array(x) else x
         return tree, keywords, tuple(map(of, leaves))
 
+    @property
+    def mesh(self) -> Mesh | Sizes | None:
+        """What it was decorated with."""
+        return self._settings.mesh
+
+    @under_no_mesh
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """What the step becomes for these arguments, not compiled. Nothing is sent."""
+        self._bind_context()
+        return self._cache.program(*self._signature(*self._arguments(args, kwargs)))
+
     @under_no_mesh
     def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
-        """The step for these arguments, placed over each axis and not compiled; nothing: on one device. Nothing is
-        sent."""
-        self._bind_context()
-        assert self._mesh is not None
-        program = self._cache.program(*self._signature(*self._arguments(args, kwargs)))
-        return [one.placed for one in program.place()] if self._mesh.size > 1 else []
+        """`program`, placed over each axis; nothing: on one device."""
+        program, mesh = self.program(*args, **kwargs), self._mesh
+        return [one.placed for one in program.place()] if mesh and mesh.size > 1 else []
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""
@@ -375,6 +385,10 @@ class DataParallel(Generic[R]):
     @under_no_mesh
     def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, on_cpu: bool | None = None) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
+        if self._settings.mesh is not None:  # nor those of the mesh that it is for
+            there = copy.copy(self)
+            there._context, there._settings = None, dataclasses.replace(self._settings, mesh=None)
+            return there.forecast(mesh, args, hosts, on_cpu)
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
         return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, on_cpu)

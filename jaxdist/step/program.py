@@ -18,7 +18,7 @@ from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
-from jaxdist.mesh import AXIS, GROUP, Axis, axes_of_mesh, data_size, in_groups, in_host, passes
+from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, in_host, passes
 from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
@@ -187,6 +187,11 @@ class Program:
         """Positions of the leaves of the state of which the step returns no next value."""
         returned = set(self._step.sources)
         return [i for i in self.signature.state if i not in returned]
+
+    def cut_by_model(self) -> dict[str, int]:
+        """The leaves that the model axis cuts, by name, and the dimension."""
+        kept = zip(self.signature.names, self.layouts, strict=True)
+        return {name: cut.dim for name, how in kept if how and (cut := how.by(MODEL))}
 
     @property
     def axes(self) -> tuple[Axis, ...]:
