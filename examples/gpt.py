@@ -3,13 +3,14 @@
     jaxdist run -n 2 examples/gpt.py --level 2
 
 Interrupted, the same command goes on from its last checkpoint, on any number of devices. `--single` trains under
-`jax.jit`, and the losses are the same.
+`jax.jit`, `--mesh data=2,model=2,sequence=2` divides weights and windows as well, and the losses are the same.
 
 Shape suffixes: B batch, T time, V bytes.
 """
 
 import argparse
 import itertools
+import math
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from text import read_text, standard_library, windows
-from transformer import GPT, sample
+from transformer import GPT, MEGATRON, sample
 
 import jaxdist
 from jaxdist.data.loader import Loader
@@ -67,10 +68,9 @@ def make_state(model: GPT, tx: optax.GradientTransformation, seed: int) -> State
 def planned(layers=4, heads=4, width=128, context=128, batch_size=16, microbatches=1, bf16=False, level=1, **other):
     """For `jaxdist plan examples/gpt.py:planned`: the step and the types of its arguments, of a model of any size."""
     model = GPT(layers, heads, width, context, jnp.bfloat16 if bf16 else jnp.float32, **other)  # dropout, remat
-    tx = make_optimizer(3e-3, 400, bf16, level)
     windows_BxT = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.uint8)
     step = jaxdist.data_parallel(make_train_step(microbatches))
-    return step, jax.eval_shape(lambda: make_state(model, tx, 0)), windows_BxT
+    return step, jax.eval_shape(lambda: make_state(model, make_optimizer(3e-3, 400, bf16, level), 0)), windows_BxT
 
 
 def evaluate(eval_step, state: State, held_out: Loader, batches: int) -> float:
@@ -88,10 +88,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="windows of all devices together")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of the batch, one after the other")
     parser.add_argument("--level", type=int, default=1, choices=range(4), help="of ZeRO")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--context", type=int, default=128, help="bytes")
+    parser.add_argument("--mesh", help="axes and their sizes, as data=2,model=2,sequence=2")
+    for name, default in {"layers": 4, "heads": 4, "width": 128, "context": 128}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
     parser.add_argument("--bf16", action="store_true", help="parameters in bfloat16, with a float32 copy in shards")
     parser.add_argument("--dropout", type=float, default=0.0, help="the share to drop")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -103,20 +102,21 @@ def main() -> None:
     args = parser.parse_args()
 
     ctx = jaxdist.init()
-    if ctx.size > 1 and (args.single or args.batch_size % ctx.size):
-        raise SystemExit(f"{ctx.size} ranks share --batch-size {args.batch_size} equally; --single is for one process")
-    jit = jax.jit if args.single else jaxdist.data_parallel
+    mesh = {axis.split("=")[0]: int(axis.split("=")[1]) for axis in args.mesh.split(",")} if args.mesh else {}
+    parts = max(1, ctx.size // math.prod(size for name, size in mesh.items() if name != "data"))
+    if args.batch_size % parts or (args.single and ctx.size > 1):
+        raise SystemExit(f"{parts} parts share --batch-size {args.batch_size} equally; --single is for one process")
+    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts=MEGATRON) if mesh else jaxdist.data_parallel
     train_step, eval_step = jit(make_train_step(args.microbatches)), jit(held_out_loss)
 
     train_text, held_out_text = read_text(args.text or standard_library())
-    batch_size = args.batch_size // ctx.size
+    batch_size = args.batch_size // parts  # processes that differ on another axis than data pass the same windows
     batches = jaxdist.loader(windows(train_text, args.context), batch_size, seed=args.seed)
     held_out = jaxdist.loader(windows(held_out_text, args.context), batch_size, shuffle=False, tail="pad")
 
     dtype = jnp.bfloat16 if args.bf16 else jnp.float32
     model = GPT(args.layers, args.heads, args.width, args.context, dtype, args.dropout)
-    tx = make_optimizer(args.lr, args.steps, args.bf16, args.level)
-    state = make_state(model, tx, args.seed)
+    state = make_state(model, make_optimizer(args.lr, args.steps, args.bf16, args.level), args.seed)
 
     checkpoints = args.run / "checkpoints"
     if first := jaxdist.latest_step(checkpoints) or 0:
@@ -125,8 +125,8 @@ def main() -> None:
         batches.set_state(saved["data"])
 
     epochs = itertools.chain.from_iterable(itertools.repeat(batches))
-    tokens = args.batch_size * args.context
-    with jaxdist.run_log(args.run, total=args.steps, examples_per_step=args.batch_size, tokens_per_step=tokens) as log:
+    sizes = {"examples_per_step": args.batch_size, "tokens_per_step": args.batch_size * args.context}
+    with jaxdist.run_log(args.run, total=args.steps, **sizes) as log:
         for done, batch in zip(range(first + 1, args.steps + 1), epochs, strict=False):
             state, metrics = train_step(state, batch)
             if due := done % args.every == 0 or done == args.steps:

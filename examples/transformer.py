@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 
 VOCABULARY = 256
+MEGATRON = {"Dense_[03]": 2, "Dense_[12]": 1, "embedding": 0}
+"""What the model axis cuts: heads and hidden features (columns of the first matrix, rows of the second; dimension 0 is
+the layer), and the vocabulary."""
 
 
 class Block(nn.Module):

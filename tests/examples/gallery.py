@@ -27,6 +27,7 @@ import cnn  # pyright: ignore[reportMissingImports]
 import contrastive  # pyright: ignore[reportMissingImports]
 import digits  # pyright: ignore[reportMissingImports]
 import dpsgd  # pyright: ignore[reportMissingImports]
+import experts  # pyright: ignore[reportMissingImports]
 import gpt  # pyright: ignore[reportMissingImports]
 import ppo  # pyright: ignore[reportMissingImports]
 import vae  # pyright: ignore[reportMissingImports]
@@ -106,6 +107,18 @@ def of_dpsgd(decorate: Decorate, part: Part, level: int) -> Any:
         state, loss = train(state, part(batch))
         losses.append(loss)
     return losses, state.params
+
+
+def of_experts(decorate: Decorate, part: Part, level: int) -> Any:
+    model = experts.Classifier()
+    params = wide(model.init(jax.random.key(0), next(batches())["image"]))
+    state = experts.TrainState.create(apply_fn=model.apply, params=params, tx=adam(level))
+    train, evaluate = decorate(experts.train_step, jax.jit), decorate(experts.eval_step, jax.jit)
+    found = []
+    for batch in batches():
+        state, metrics = train(state, part(batch))
+        found.append(metrics)
+    return found, state.params, evaluate(state, part((next(batches()), np.arange(SIZE) < SIZE - 3)))
 
 
 def attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 import re
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import parity
 import pytest
 import quick
+from jax.sharding import Mesh
 
 import jaxdist
 
@@ -56,6 +58,23 @@ def decorated(mesh: Any, step: Any, _: Any, **settings: Any) -> Any:
     return jaxdist.data_parallel(step, mesh=mesh, **settings)
 
 
+LAYOUTS = {"experts": {"experts": 0}, "gpt": gallery.gpt.MEGATRON}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "level"),
+    [({"data": 2, "model": 2}, 1), ({"model": 4}, 0), ({"data": 3, "model": 2}, 3), ({"sequence": 2, "model": 2}, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_on_meshes(name: str, sizes: dict[str, int], level: int) -> None:
+    devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(list(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes))
+    decorate = lambda step, _: jaxdist.parallel(step, mesh=mesh, layouts=LAYOUTS[name])
+    found = gallery.CASES[name](decorate, lambda batch: batch, level)
+    gallery.compare(found, gallery.on_one_device(name), f"{name} on {sizes} at level {level}")
+
+
 @pytest.mark.parametrize(("communicator", "level"), [("xla", 1), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
 def test_on_two_ranks(communicator: str, level: int, expected: str) -> None:
     arguments = [str(Path(gallery.__file__)), communicator, str(level), expected]
@@ -73,7 +92,8 @@ def test_on_two_ranks(communicator: str, level: int, expected: str) -> None:
 def test_the_script(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its first epoch with `--single`, and on all devices at a level of ZeRO."""
     losses = []
-    for arguments in (["--single"], ["--level", "2"]):
+    mesh = ["--model", "4"] if name == "experts" else []
+    for arguments in (["--single"], ["--level", "2", *mesh]):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--epochs", "1", *arguments])
         getattr(gallery, name).main()
         said = capsys.readouterr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,18 @@ def test_dropout_is_that_of_one_device(text: str, tmp_path: Path) -> None:
     assert "devices=4" in four.stdout
     assert abs(held_out(four) - held_out(one)) < 2e-3
     assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "four"), strict=True)) < 2e-3
+
+
+def test_on_a_mesh(text: str, tmp_path: Path) -> None:
+    """Weights, windows and the batch divided; and on from a checkpoint, on another mesh."""
+    one = alone(tmp_path / "one", text, "--single", XLA_FLAGS=quick.XLA_FLAGS)
+    flags = f"{quick.XLA_FLAGS} --xla_force_host_platform_device_count=8"
+    for mesh, level in [("data=2,model=2,sequence=2", 1), ("model=2,data=-1", 3)]:
+        eight = alone(tmp_path / "eight", text, f"--mesh={mesh}", f"--level={level}", XLA_FLAGS=flags)
+        assert "devices=8" in eight.stdout
+        assert abs(held_out(eight) - held_out(one)) < 2e-3
+        assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "eight"), strict=True)) < 2e-3
+        shutil.rmtree(tmp_path / "eight" / "checkpoints" / "12")
 
 
 def test_interrupted(text: str, tmp_path: Path) -> None:
