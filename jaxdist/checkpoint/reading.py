@@ -27,6 +27,7 @@ from jaxdist.checkpoint.record import DamagedError, Record, unreadable
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
 _ERRORS = CheckpointError, TypeError, FileNotFoundError, DamagedError  # a damaged one may be passed over: it is last
@@ -34,6 +35,7 @@ _SAME = "Restore the same step on every rank"
 _AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what has moved away is looked for again
 
 
+@api_boundary
 @under_no_mesh
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, fallback: bool | None = None) -> T:
     """Read a checkpoint; every process calls it.

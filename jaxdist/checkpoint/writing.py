@@ -41,12 +41,14 @@ from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded, copied
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.tracebacks import api_boundary
 from jaxdist.zero import unshard
 
 _WHERE, _BY_ITSELF, _A_COPY = "the checkpoint", ", which each rank has by itself,", ", an array of all ranks,"
 _SHOWN = 60  # characters of a string in a message
 
 
+@api_boundary
 @under_no_mesh
 def save(
     path: str | os.PathLike[str],
