@@ -163,19 +163,15 @@ def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
     return tuple(tuple(map(int, row)) for row in rows)
 
 
-def within(devices: int, group: int) -> Groups | None:
-    """The groups of so many devices in a row; None: all are one.
+def in_hosts_and_across(devices: int, in_host: int) -> tuple[Groups | None, Groups | None]:
+    """The devices of each host, of which so many in a row are on one; and those that have the same place on theirs.
 
     Example:
-      >>> within(4, 2), across(4, 2), within(4, 0)
-      (((0, 1), (2, 3)), ((0, 2), (1, 3)), None)
+      >>> in_hosts_and_across(4, 2)
+      (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     """
-    return tuple(tuple(range(i, i + group)) for i in range(0, devices, group)) if group else None
-
-
-def across(devices: int, group: int) -> Groups:
-    """The devices that have the same place in their groups."""
-    return tuple(tuple(range(i, devices, group)) for i in range(group))
+    axes = Axis(GROUP, devices // in_host), Axis(AXIS, in_host)
+    return along(axes, [AXIS]), along(axes, [GROUP])
 
 
 def on_each_host(hosts: Sequence[Any]) -> int:

@@ -30,7 +30,7 @@ from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
-from jaxdist.mesh import Axis, Groups, across, along, within
+from jaxdist.mesh import Axis, Groups, along, in_hosts_and_across
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -85,7 +85,7 @@ def with_hosts(rank: int, size: int, in_host: int) -> None:
     """Make the communicators of a step on several hosts; every rank calls it together."""
     world(rank)
     if in_host:
-        for groups in (within(size, in_host), across(size, in_host)):
+        for groups in in_hosts_and_across(size, in_host):
             _group(rank, next(one for one in groups or () if rank in one))
 
 

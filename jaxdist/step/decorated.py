@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.agreement import sync
+from jaxdist.agreement import copies, sync
 from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.agreement.meshes import Meshes
 from jaxdist.agreement.programs import Traced
@@ -153,6 +153,8 @@ class DataParallel(Generic[R]):
                 latest.what = None
             name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
+        if self._entering.unsure:
+            copies.forget(jax.tree.leaves(result))
         if program.donates:
             self._taken.call, self._taken.state = call, program.taken
         self._agreement.returned(self._name, result)
@@ -353,14 +355,15 @@ class DataParallel(Generic[R]):
             latest = None
         program = latest and latest.program
         changed = program is None or any(not signature.is_batch[i] for i in misplaced)
+        outside = () if other_types else self._entering.outside(program, signature, leaves)
         # State that is kept in another way has another program.
         kept = [self._placer.layout(leaves[i]) for i in signature.state] if changed else []
         what = latest.what if latest is not None and not changed else self._agreed.get((known, *kept))
         if other_types:  # the others find the same, or that this rank traces a program which they don't
             what = what or self._entering.kind_of_call(signature, batch)
             self._agreement.corrected(what)
-        elif what is None or ELSEWHERE in kept or not self._agreement.known(call, what):
-            compared = self._entering.agree(signature, leaves, batch)
+        elif what is None or ELSEWHERE in kept or outside or not self._agreement.known(call, what):
+            compared = self._entering.agree(signature, leaves, batch, outside)
             what = what or compared
             self._agreement.compared(call, what)
         if latest is not None:

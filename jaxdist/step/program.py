@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
+from jaxdist.agreement import copies
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
@@ -70,6 +71,7 @@ class Program:
       padded: where the state's leaves are arrays with padding.
       batch: how the leaves of the batch are split.
       kind: equal for programs that are for the same arguments, kept alike, under the same settings of JAX.
+      pick_next: takes the state of the next call from the leaves of the result; None: not all of it is there.
       taken: the arrays whose memory the latest call took; they are gone.
     """
 
@@ -96,6 +98,11 @@ class Program:
         self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = step.infer.on_cpu
+        self._several = len({d.process_index for d in mesh.devices.flat}) > 1
+        sizes = (math.prod(a.shape) * a.dtype.itemsize for a in step.jaxpr.out_avals)
+        self._small = sum(sizes) <= copies.SMALL
+        following = [step.sources.index(i) for i in signature.state if i in step.sources]
+        self.pick_next = picker(following) if len(following) == len(signature.state) else None
         self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
         self._calls = 0
         self.taken: Sequence[Any] = ()
@@ -245,6 +252,8 @@ class Program:
             jax.block_until_ready(outs)
         if self.checked:
             *outs, found = outs
+        if self._several:
+            copies.returned(self, outs, self._small and not self._padded_outputs)
         for i, how in self._padded_outputs:
             outs[i] = Padded(outs[i], how)
         result = jax.tree.unflatten(self._step.tree, outs)
