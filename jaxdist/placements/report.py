@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from jaxdist.text import text_of
 _WORTH_SAYING = 0.01
 _WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results
 _MOST_LINES = 5
+_MOST_LEAVES = 2
 _ACTIVATIONS = ("all-gather", "all-to-all")
 
 
@@ -37,6 +38,7 @@ class Row:
       bytes: of the whole value, in a step.
       flops: that every device repeats, in a step.
       share: of that in all that a device computes.
+      leaves: names of the arguments that are gathered, or changed by a gradient that is summed.
       why: it is needed whole.
       instead: what would avoid it.
     """
@@ -48,6 +50,7 @@ class Row:
     bytes: int = 0
     flops: int = 0
     share: float = 0.0
+    leaves: tuple[str, ...] = ()
     why: str = ""
     instead: str = ""
 
@@ -61,10 +64,12 @@ def rows(over: Sequence[Placed]) -> list[Row]:
     if not over:
         return []
     moved: dict[tuple[str, str, str, str, str], int] = {}
-    for axis, move, times in ((one.axis, *move) for one in over for move in _moves(one, 1)):
+    leaves: dict[tuple[str, str, str, str, str], dict[str, None]] = {}
+    for placed, move, times in ((one, *move) for one in over for move in _moves(one, 1)):
         if move.node.name == "jaxdist_all_reduce":  # over several axes in one: that over the first is in the table
             continue
-        key = (axis, _kind(move), move.node.name, move.node.line, move.why)
+        key = (placed.axis, _kind(move), move.node.name, move.node.line, move.why)
+        leaves.setdefault(key, {}).update(dict.fromkeys(_leaf(placed, move)))
         moved[key] = moved.get(key, 0) + move.bytes * times
     table = []
     for (axis, what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
@@ -73,7 +78,8 @@ def rows(over: Sequence[Placed]) -> list[Row]:
         moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
         of_batch = _of_batch(what) and why != IN_PLACE
         reason = (why if moves or why == IN_PLACE else "") or (_REASONS.get(name, "") if of_batch else "")
-        table.append(Row(axis, what, name, line, size, why=reason, instead=_INSTEAD.get(name, "") if of_batch else ""))
+        instead, named = _INSTEAD.get(name, "") if of_batch else "", tuple(leaves[axis, what, name, line, why])
+        table.append(Row(axis, what, name, line, size, leaves=named, why=reason, instead=instead))
     placed = next((one for one in over if one.axis in (GROUP, AXIS)), over[0])
     if placed.whole:
         why = "the step is small: to compute all of it takes less time than messages would"
@@ -119,8 +125,10 @@ def table(found: Sequence[Row]) -> str:
     lines = []
     for row in found:
         size = f"{row.share:.1%} of the FLOPs" if row.what == "repeated" else in_words(row.bytes)
-        lines.append((row.axis, row.what, row.operation, _short(row.line), size, row.why, row.instead))
-    names = ("axis", "what", "operation", "where", "bytes", "why", "instead")
+        first, more = ", ".join(row.leaves[:_MOST_LEAVES]), len(row.leaves) - _MOST_LEAVES
+        of = f"{first} and {more} more" if more > 0 else first
+        lines.append((row.axis, row.what, row.operation, of, _short(row.line), size, row.why, row.instead))
+    names = ("axis", "what", "operation", "of", "where", "bytes", "why", "instead")
     several = len({row.axis for row in found}) > 1
     kept = [k for k in range(len(names)) if any(line[k] for line in lines) and (k or several)]
     for k in kept:
@@ -180,6 +188,34 @@ def _kind(move: Move) -> str:
     if move.kind not in _ACTIVATIONS:
         return move.kind
     return f"{move.kind} of {'shards' if move.stored else 'activations'}"
+
+
+def _leaf(placed: Placed, move: Move) -> list[str]:
+    """The name of the leaf of the arguments that is gathered, or of the first whose next value the moved value makes.
+
+    Followed are values of as many entries: what is of another size mixes leaves, as the norm of all gradients does.
+    """
+    block, found, seen = placed.block, set[int](), set[int]()
+    size = math.prod(move.aval.shape)
+    same: Callable[[Iterable[int]], list[int]] = lambda values: [
+        i for i in values if math.prod(block.avals[i].shape) == size
+    ]
+    gathered = move.kind in _ACTIVATIONS
+    if size == 1 or not placed.names or not any(move is one for one in placed.own) or (gathered and not move.stored):
+        return []
+    ahead = same(move.node.ins if gathered else move.node.outs)
+    while ahead:
+        if (i := ahead.pop()) in seen:
+            continue
+        seen.add(i)
+        if not gathered:
+            found.update(k for o, k in zip(block.outputs, placed.sources, strict=False) if o == i and k is not None)
+            ahead += same(o for k in block.users.get(i, ()) for o in block.nodes[k].outs)
+        elif i in block.inputs:
+            found.add(block.inputs.index(i))
+        elif i in block.makers and len(made_of := same(block.makers[i].ins)) == 1:
+            ahead += made_of
+    return [placed.names[min(found)].removesuffix(".value")] if found else []
 
 
 def _times(node: Node) -> int:

@@ -89,6 +89,8 @@ class Placed:
       own: what changes its form, outside loops and branches.
       summed: inputs that came as summands and were added up inside.
       whole: every device computes all of it, in place of messages (`jaxdist.placements.small`).
+      names: of its inputs, if it is a step.
+      sources: for each output the input whose next value it is, or None.
       matrices: how many components work on whole matrices in it (`jaxdist.placements.matrices`).
     """
 
@@ -103,6 +105,8 @@ class Placed:
     summed: frozenset[int] = frozenset()
     whole: bool = False
     matrices: int = 0
+    names: Sequence[str] = ()
+    sources: Sequence[int | None] = ()
 
     def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
         """The same, with its outputs in these forms; None: as they come."""

@@ -300,7 +300,10 @@ class Program:
             sent = transfers(fused(infer, placed), self.axes, self._on_cpu)
             return sum(one.times * count for one, count in sent.items())
 
-        return place(self._step, axes, given, kept, emit, messages)
+        found = place(self._step, axes, given, kept, emit, messages)
+        for one in found:
+            one.placed.names, one.placed.sources = self.signature.names, self._step.sources
+        return found
 
     def emitted(self) -> tuple[ClosedJaxpr, Sequence[Placed]]:
         """What a device runs, and how it is placed over each axis (none: on one device): for who wants to know it

@@ -56,7 +56,32 @@ def test_lines_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_columns_without_entries_are_left_out() -> None:
     text = str(jaxdist.explain(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), np.ones(4), X))
+    assert text.splitlines()[0].split() == ["what", "operation", "of", "where", "bytes"]
+    text = str(jaxdist.explain(lambda w, x: jnp.mean((x @ w) ** 2), np.ones(4), X))
     assert text.splitlines()[0].split() == ["what", "operation", "where", "bytes"]
+
+
+def test_parameters_are_named() -> None:
+    """Those of which a gradient is summed, also where the norm of all gradients mixes them; and what is gathered."""
+    rows = jaxdist.explain(jaxdist.data_parallel(step), *state(), X).rows
+    found = {name for row in rows if row.what == "all-reduce" for name in row.leaves}
+    parameters = [("first", "bias"), ("first", "kernel"), ("norm", "bias"), ("norm", "scale"), ("last", "kernel")]
+    assert found.issuperset(f"model['{layer}']['{name}']" for layer, name in parameters), rows
+    assert all(name.startswith("model[") for row in rows for name in row.leaves), rows
+
+    tx = jaxdist.zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), level=3)
+    params, x = {"a": jnp.ones((256, 512)), "b": jnp.ones((512, 128))}, np.ones((1024, 256), np.float32)
+
+    def train(p: Any, opt: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(p)
+        updates, opt = tx.update(grads, opt, p)
+        return optax.apply_updates(p, updates), opt, loss
+
+    named = {row.what: row.leaves for row in jaxdist.explain(train, params, tx.init(params), x).rows if row.leaves}
+    assert {what: sorted(names) for what, names in named.items()} == {
+        "all-gather of shards": ["p['a']", "p['b']"],
+        "reduce-scatter": ["p['a']", "p['b']"],
+    }
 
 
 def test_values_without_entries_do_not_move() -> None:
