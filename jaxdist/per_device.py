@@ -24,7 +24,8 @@ def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_v
     Args:
       fn: takes and returns arrays, or pytrees of these, each a device's own.
       in_specs: for each argument how it is split: ``PartitionSpec("data")`` along its first dimension,
-        ``PartitionSpec()`` not at all; as of `jax.shard_map`.
+        ``PartitionSpec()`` not at all; as of `jax.shard_map`. Over a mesh of several axes (`jaxdist.parallel`) it may
+        name each of them.
       out_specs: how the results are put together, likewise.
       check_vma: as of `jax.shard_map`: let JAX check that a result that is said to be the same on each device is. Some
         kernels need False.

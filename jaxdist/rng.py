@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from jaxdist import compat
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, MODEL, SEQUENCE
 
 
 def fold_rank(key: jax.Array) -> jax.Array:
@@ -19,7 +19,7 @@ def fold_rank(key: jax.Array) -> jax.Array:
       key: a key of ``jax.random.key`` or ``jax.random.PRNGKey``, the same on each device.
 
     Returns:
-      The key folded with the device's index along the mesh axis ``"data"``.
+      The key folded with the device's index along the axes of the mesh.
 
     Example:
       >>> import jax, jaxdist
@@ -30,4 +30,6 @@ def fold_rank(key: jax.Array) -> jax.Array:
     References:
       https://docs.jax.dev/en/latest/jax.random.html#jax.random.fold_in
     """
-    return jax.random.fold_in(key, lax.axis_index(AXIS)) if AXIS in compat.manual_axes() else key
+    axes = compat.manual_axes()
+    own = tuple(name for name in (AXIS, MODEL, SEQUENCE) if name in axes)
+    return jax.random.fold_in(key, lax.axis_index(own)) if own else key

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import parity
 import pytest
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist.ir.trace import stepping
 
 X = np.random.default_rng(0).normal(size=(16, 3))
 W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)))
@@ -181,3 +185,148 @@ def test_what_the_devices_do_not_divide_is_refused() -> None:
     for run in (each, jaxdist.data_parallel(each)):
         with pytest.raises(ValueError, match="13"):
             run(X[:13])
+
+
+# --- over meshes of several axes
+
+SIZES = {"data": 2, "model": 2, "sequence": 2}
+TABLE = np.random.default_rng(2).normal(size=(16, 8, 4))
+
+
+def on_mesh(sizes: dict[str, int]) -> Mesh:
+    devices = np.array(jax.devices()[: math.prod(sizes.values())])
+    return Mesh(devices.reshape(list(sizes.values())), tuple(sizes))
+
+
+def over(f: Any, sizes: dict[str, int], *args: Any, **options: Any) -> Any:
+    """What a step on a mesh gives, and what JAX's own `shard_map` does."""
+    mesh = on_mesh(sizes)
+    step = jaxdist.parallel(lambda *xs: (xs[:-1], f(*xs)), mesh=mesh, donate=False, **options)
+    with stepping(mesh):
+        want = jax.jit(lambda *xs: f(*xs))(*args)  # a trace of its own
+    return jax.tree.map(np.asarray, (jaxdist.unshard(step(*args)[1]), want))
+
+
+SPECS = [P("data"), P("model"), P(None, "sequence"), P("data", "model"), P(("data", "model")), P(("model", "data")),
+         P(("sequence", "data", "model")), P(("data", "sequence"), "model"), P(None, ("sequence", "model"), "data"),
+         P()]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_specs_over_all_axes(spec: P) -> None:
+    """A device sees the slice that JAX gives it, in whichever order the axes cut a dimension."""
+    index = tuple(a for names in spec for a in (names if isinstance(names, tuple) else (names,)) if a)
+
+    def each(w: Any, x: Any) -> Any:
+        rank = lax.axis_index(index) if index else 0
+        return x * w.sum() + rank, jnp.cumsum(x, 0), x.mean() * lax.psum(1.0, "model")
+
+    def f(w: Any, x: Any) -> Any:
+        run = jaxdist.per_device(each, (P(), spec), (spec, spec, P()), check_vma=False)
+        loss = lambda w: jnp.mean(run(w, x)[0] ** 2)
+        return run(w, x)[:2], jax.grad(loss)(w), jax.grad(lambda x: jnp.sum(run(w, x)[1] ** 2))(x)
+
+    for sizes in (SIZES, {"model": 4, "sequence": 1, "data": 2}, {"sequence": 2, "model": 2, "data": 1}):
+        got, want = over(f, sizes, W, TABLE, batch_argnums=1)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), got, want)
+
+
+def test_collectives_over_each_axis() -> None:
+    """Of a step whose own axes they are; state comes in slices, and a sum over one axis leaves the others."""
+
+    def each(w: Any, x: Any) -> Any:
+        h = lax.psum(x @ w, "model")  # rows of the matrix are cut, and columns of the examples
+        ring = lax.ppermute(h, "data", [(0, 1), (1, 0)])
+        return h, ring, lax.pmax(h.max(), ("data",)), lax.all_gather(w, "model", tiled=True)
+
+    specs = (P("model"), P("data", "model")), (P("data"), P("data"), P(), P())
+    run = jaxdist.per_device(each, *specs, check_vma=False)
+    w, x = np.random.default_rng(3).normal(size=(4, 3)), np.random.default_rng(4).normal(size=(8, 4))
+    for layouts in (None, {"xs": 0}, {"xs": 1}):
+        step = jaxdist.parallel(
+            lambda *xs: (xs[0], run(*xs)), mesh=on_mesh({"data": 2, "model": 2}), donate=False, layouts=layouts
+        )
+        got = jaxdist.unshard(step(w, x)[1])
+        want = x @ w, np.concatenate([(x @ w)[4:], (x @ w)[:4]]), (x @ w).max(), w
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), tuple(got), want)
+
+
+def test_two_axes_of_data_are_one_beside_others() -> None:
+    """Under `zero(within=)`: the axis of data is two inside, and code for each device names it as one."""
+    tx = jaxdist.zero(optax.adam(0.1, eps=0.1), 3, within=2)
+
+    def each(w: Any, x: Any) -> Any:
+        return lax.psum(x, "model") @ w + lax.axis_index("data"), lax.psum(x.sum(), ("data", "model"))
+
+    run = jaxdist.per_device(each, (P(), P("data", None, "model")), (P("data"), P()), check_vma=False)
+
+    def step_of(run: Any) -> Any:
+        def step(w: Any, opt: Any, x: Any) -> Any:
+            loss, grad = jax.value_and_grad(lambda w: jnp.mean(run(w, x)[0] ** 2))(w)
+            updates, opt = tx.update(grad, opt, w)
+            return optax.apply_updates(w, updates), opt, (loss, run(w, x))
+
+        return step
+
+    def plain(w: Any, x: Any) -> Any:
+        place = jnp.repeat(jnp.arange(4), 4)[:, None, None]
+        return (x[..., :2] + x[..., 2:]) @ w + place, x.sum()
+
+    w = np.random.default_rng(5).normal(size=(2, 3))
+    want = jax.jit(step_of(plain))(w, tx.init(w), TABLE)
+    step = jaxdist.parallel(step_of(run), mesh=on_mesh({"data": 4, "model": 2}), layouts={"w": 1, "opt": 1})
+    got = jaxdist.unshard(step(w, tx.init(w), TABLE))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), got, want)
+
+
+def test_fold_rank_over_all_axes() -> None:
+    draw = jaxdist.per_device(lambda key: jax.random.uniform(jaxdist.fold_rank(key), (1,)), P(), P(("data", "model")))
+    step = jaxdist.parallel(lambda key, x: (key, draw(key)), mesh=on_mesh({"data": 2, "model": 4}))
+    draws = np.asarray(jaxdist.unshard(step(jax.random.key(0), X)[1]))
+    assert len(set(draws.tolist())) == 8
+
+
+def test_another_mesh_than_that_of_the_step_is_refused() -> None:
+    """Of other sizes, or with some of its axes left to JAX."""
+    mesh = on_mesh({"data": 2, "model": 2})
+    step = lambda each: jaxdist.parallel(lambda w, x: (w, each(x)), mesh=mesh, donate=False)
+    other = on_mesh({"data": 4, "model": 1})
+    each = jax.shard_map(lambda x: x, mesh=other, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(
+        jaxdist.StepError, match=r"its mesh is \{'data': 4, 'model': 1\}, and the step runs on \{'model'"
+    ):
+        step(each)(W, X)
+    some = jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    with pytest.raises(jaxdist.StepError, match=r"it names the axes \['data'\] of its mesh alone"):
+        step(some)(W, X)
+
+
+RING = [(i, (i + 1) % 8) for i in range(8)]
+BODIES = {
+    "mean": lambda x: x - lax.pmean(x, "data") + 3.0 * lax.axis_index("data"),
+    "gather": lambda x: lax.all_gather(x, "data").sum(0) * lax.axis_size("data"),
+    "groups": lambda x: jaxdist.allreduce(x, "sum", groups=[[0, 7], list(range(1, 7))]) + jaxdist.broadcast(x, 1),
+    "keys": lambda x: x + jax.random.normal(jaxdist.fold_rank(jax.random.key(0)), x.shape),
+    "loop": lambda x: lax.scan(
+        lambda c, i: (lax.ppermute(c, "data", RING) + lax.axis_index("data") * i, lax.psum(c.sum(), "data")), x,
+        jnp.arange(3.0),
+    )[0],
+    "branch": lambda x: lax.cond(lax.psum(x.sum(), "data") > 0, lambda x: lax.psum(x, "data") * 2.0 + x, jnp.sin, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_under_zero_within(name: str) -> None:
+    """The axis of data is two in the program: no type of the user's code may name a mesh where it is one."""
+    tx = jaxdist.zero(optax.adam(0.1, eps=0.1), 3, within=2)
+    run = jaxdist.per_device(BODIES[name], P("data"), P("data"))
+
+    def step(w: Any, opt_state: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(run(x @ w) ** 2))(w)
+        updates, opt_state = tx.update(grad, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, (loss, run(x))
+
+    with stepping(jaxdist.get_context().mesh):
+        want = jax.jit(lambda *xs: step(*xs))(W, tx.init(W), X)
+    got = jaxdist.unshard(jaxdist.data_parallel(step, donate=False)(W, tx.init(W), X))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, want)

@@ -35,15 +35,18 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
 
 @contextlib.contextmanager
 def context_of(eqn: Any) -> Iterator[None]:
-    """What is traced here has an equation's line, name and settings; of meshes only that of a ``shard_map``.
+    """What is traced here has an equation's line, name and settings; of meshes none but that of the moment.
 
-    JAX traces some equations on a value under ``with_sharding_constraint`` in the context of the constraint's mesh.
-    Where things lie is decided anew here, and in our ``shard_map`` another mesh is an error.
+    JAX traces some equations on a value under ``with_sharding_constraint`` in the context of the constraint's mesh, and
+    those in a ``shard_map`` in that of its mesh, of which ours may name one axis as two. Where things lie is decided
+    anew here, and in our ``shard_map`` another mesh is an error.
     """
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    now = jax.sharding.get_abstract_mesh()
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         mesh = jax.sharding.get_abstract_mesh()
-        with contextlib.nullcontext() if mesh.empty or mesh.manual_axes else use_abstract_mesh(AbstractMesh((), ())):
+        other = now if mesh.manual_axes else AbstractMesh((), ())
+        with contextlib.nullcontext() if mesh.empty or mesh == other else use_abstract_mesh(other):
             yield
 
 

@@ -42,7 +42,7 @@ def step_mesh() -> Mesh | None:
 
 def on_device() -> bool:
     """Whether the code that runs is being traced as what each device does (`jaxdist.per_device`, `jax.shard_map`)."""
-    return AXIS in compat.manual_axes()
+    return not compat.manual_axes().isdisjoint(_KNOWN)
 
 
 @contextlib.contextmanager

@@ -7,19 +7,20 @@ A loop that only adds to a carry carries summands, and adds them up once, after 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
 from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, branches
 from jaxdist.ir.interpreter import INLINED, Interpreter, axes_of, retrace
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, refuse, settled, special
 from jaxdist.placements.loops import inside, join, throughout
@@ -32,7 +33,6 @@ from jaxdist.placements.values import (
     Replicated,
     Split,
     form,
-    tile,
 )
 
 
@@ -93,15 +93,21 @@ def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 @special("shard_map")
 def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """What the specs say; the body is a device's program already."""
-    params, devices = node.eqn.params, math.prod(axis.size for axis in walk.infer.mesh)
-    mesh = params["mesh"]
-    if tuple(mesh.axis_names) != (AXIS,) or mesh.size != devices:
-        raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {{{AXIS!r}: {devices}}}")
+    params, mesh = node.eqn.params, node.eqn.params["mesh"]
+    own = {axis.name: axis.size for axis in walk.infer.mesh}
+    groups = own.pop(GROUP, 1)
+    own |= {AXIS: groups * own[AXIS]} if AXIS in own else {}
+    if dict(mesh.shape) != own:
+        raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {own}")
+    if len(named := params["newly_manual_axes"]) < len(own):
+        raise refuse(node, f"it names the axes {sorted(named)} of its mesh alone, of {list(own)}")
 
-    def dim(spec: Any) -> int | None:
-        return next((d for d, axis in enumerate(spec) if axis in (AXIS, (AXIS,))), None)
+    def names(spec: Any) -> Cuts:
+        each = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
+        both = (GROUP, AXIS) if groups > 1 else (AXIS,)
+        return tuple(tuple(one for axis in axes for one in (both if axis == AXIS else (axis,))) for axes in each)
 
-    takes, gives = (tuple(map(dim, params[name])) for name in ("in_specs", "out_specs"))
+    takes, gives = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))
     return _own_code(walk, node, compat.closed(params["jaxpr"]), takes, gives)
 
 
@@ -111,36 +117,52 @@ def _placed_own_code(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strate
     return _own_code(walk, node, params["body"], params["ins"], params["outs"])
 
 
+Cuts = tuple[tuple[str, ...], ...]
+"""Of each of the first dimensions of a value the axes that cut it, the one first whose slices are the largest."""
+
 own_code_p = Primitive("jaxdist_own_code")
-"""The program of one device, ``body``, in a program for several: ``ins`` and ``outs`` say for each operand and result
-along which dimension ``devices`` hold slices of it; None: each has all."""
+"""The program of one device, ``body``, in a program for several: ``ins`` and ``outs`` are the `Cuts` of each operand
+and result; ``axes`` are those over which the program is not placed yet."""
 own_code_p.multiple_results = True
 own_code_p.def_abstract_eval(
-    lambda *_, body, ins, outs, devices: [
-        a.update(shape=tuple(n * devices if d == dim else n for d, n in enumerate(a.shape)), weak_type=False)
-        for a, dim in zip(body.out_avals, outs, strict=True)
+    lambda *_, body, ins, outs, axes: [
+        a.update(shape=_whole(a.shape, cuts, axes), weak_type=False)
+        for a, cuts in zip(body.out_avals, outs, strict=True)
     ]
 )
 
 
-def _own_code(
-    walk: Walk, node: Node, body: ClosedJaxpr, ins: tuple[int | None, ...], outs: tuple[int | None, ...]
-) -> Strategy:
-    """The user's code for each device: along the last axis of the mesh it takes the operation's place."""
-    mesh, axes = walk.infer.mesh, walk.infer.axes
+def _whole(shape: Sequence[int], cuts: Cuts, axes: Sequence[Axis]) -> tuple[int, ...]:
+    """The shape of a value of whose slices this is one."""
+    sizes = {axis.name: axis.size for axis in axes}
+    by_dim = (*cuts, *((),) * (len(shape) - len(cuts)))
+    return tuple(n * math.prod(sizes.get(name, 1) for name in names) for n, names in zip(shape, by_dim, strict=True))
 
-    def placements(values: Sequence[int], dims: Sequence[int | None]) -> list[Placement]:
-        shapes = walk.shapes(values)
-        return [REPLICATED if d is None else tile(d, s[d], walk.n) for d, s in zip(dims, shapes, strict=True)]
+
+def _own_code(walk: Walk, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], outs: Sequence[Cuts]) -> Strategy:
+    """The user's code for each device: along the last axis of the mesh it takes the operation's place."""
+    own, mesh = walk.infer.axis, walk.infer.mesh
+    after = mesh[len(walk.infer.axes) :]
+
+    def placement(i: int, cuts: Cuts) -> Placement:
+        for d, names in enumerate(cuts):
+            if own.name in names:
+                larger = [axis.size for axis in after if axis.name in names[: names.index(own.name)]]
+                outer = math.prod(larger)
+                size = walk.block.avals[i].shape[d] // outer
+                return Split(d, size, size // own.size, outer)
+        return REPLICATED
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        if len(axes) == len(mesh):
+        if not after:
             return _Untyped([axis.name for axis in mesh]).run(body, *args)
-        devices = math.prod(axis.size for axis in mesh[len(axes) :])
-        return own_code_p.bind(*args, body=body, ins=ins, outs=outs, devices=devices)
+        return own_code_p.bind(*args, body=body, ins=tuple(ins), outs=tuple(outs), axes=after)
 
-    takes = list(map(form, placements(node.ins, ins)))
-    return Strategy(takes, placements(node.outs, outs), run, exchanges=True)
+    takes, gives = (
+        [placement(i, cuts) for i, cuts in zip(values, of, strict=True)]
+        for values, of in ((node.ins, ins), (node.outs, outs))
+    )
+    return Strategy(list(map(form, takes)), gives, run, exchanges=True)
 
 
 _TYPED = {*INLINED, *CONTROL_FLOW}  # whose bodies are; a kernel's is not
@@ -150,11 +172,11 @@ class _Untyped(Interpreter):
     """Evaluates the body of a typed ``shard_map`` in one that is not.
 
     Args:
-      axes: of the mesh that the body runs on; it names them as one.
+      axes: of the mesh that the body runs on; it names both axes of data, if there are two, as one.
     """
 
     def __init__(self, axes: Sequence[str]) -> None:
-        self.axes = tuple(axes)
+        self.data = tuple(name for name in axes if name in (GROUP, AXIS))
         super().__init__(
             {
                 compat.pvary_p: lambda _, eqn, x: x,
@@ -171,20 +193,32 @@ class _Untyped(Interpreter):
             self.rules[getattr(primitives, name)] = _without_sharding
 
     def eval_eqn(self, eqn: Any, *args: Any) -> Sequence[Any]:
-        if len(self.axes) > 1 and AXIS in axes_of(eqn):
+        if len(self.data) > 1:  # the types of literals name the mesh with one axis of data, too
+            args = tuple(x if isinstance(x, jax.Array) else _literal(x) for x in args)
+        if len(self.data) > 1 and AXIS in axes_of(eqn):
+            if eqn.primitive is primitives.axis_index_p:
+                return [lax.axis_index(self.data)]
             (name,) = (name for name in ("axes", "axis_name") if name in eqn.params)
-            axes = tuple(one for axis in axes_of(eqn) for one in (self.axes if axis == AXIS else (axis,)))
+            axes = tuple(one for axis in axes_of(eqn) for one in (self.data if axis == AXIS else (axis,)))
             eqn = eqn.replace(params={**eqn.params, name: axes})
             if eqn.primitive not in self.rules:
                 return compat.bind(eqn, eqn.params, args)
         return super().eval_eqn(eqn, *args)
 
+    def _stretches(self, eqns: Sequence[Any]) -> Iterator[tuple[int, int]]:
+        # One by one: in a call values keep their types, which name the mesh with one axis of data.
+        return iter([(i, i + 1) for i in range(len(eqns))]) if len(self.data) > 1 else super()._stretches(eqns)
+
     def touches(self, eqn: Any) -> bool:
-        return eqn.primitive.name in _TYPED or (len(self.axes) > 1 and AXIS in axes_of(eqn))
+        return eqn.primitive.name in _TYPED or (len(self.data) > 1 and AXIS in axes_of(eqn))
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
         return retrace(lambda *xs: self.run(closed, *xs), types)
+
+
+def _literal(x: Any) -> Any:
+    return compat.with_weak_type(jnp.asarray(np.asarray(x)), jax.typeof(x).weak_type)
 
 
 def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:

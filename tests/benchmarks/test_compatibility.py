@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -117,6 +119,29 @@ def test_each_says_where_it_is_from(name: str) -> None:
     result = FOUND["results"][name]
     assert (result["repository"], result["commit"]) in source.COMMITS.values()
     assert result["runs"]
+
+
+SOURCES = os.environ.get("PUBLISHED_SOURCES", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SOURCES, reason="PUBLISHED_SOURCES names no folder of checkouts")
+@pytest.mark.parametrize("mesh", ["data=2,model=2"])
+def test_published_steps_on_a_mesh(mesh: str) -> None:
+    """Each is what one device does, with its state cut along its largest dimensions."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "compatibility.py"), "--sources", SOURCES, "--mesh", mesh]
+    ended = subprocess.run([*command, *list(FOUND["results"])[::8]], capture_output=True, text=True, timeout=1800)
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    assert len(lines) == len(list(FOUND["results"])[::8])
+    assert [line for line in lines if line.split()[1] != "right:"] == []
+
+
+def test_layouts_cut_the_largest_even_dimension() -> None:
+    leaves = [np.zeros((3, 8, 4)), np.zeros((3, 5)), 1.0, jax.random.key(0), np.zeros((2, 0))]
+    found = [compatibility.halved(["a", "b", "c", "d", "e"], leaves, str(seed)) for seed in range(20)]
+    assert {tuple(one.items()) for one in found} <= {(), (("^a$", 1),), (("^e$", 0),), (("^a$", 1), ("^e$", 0))}
+    assert any("^a$" in one for one in found)
 
 
 def test_differences() -> None:
