@@ -67,9 +67,9 @@ class Infer:
         before: Sequence[Axis] = (),
         after: Sequence[Axis] = (),
     ):
-        self.axis, self.devices, self._split = axis, axis.size, split
+        self.axis, self.devices, self.split = axis, axis.size, split
         # Activations are made of what the model axis has cut: their products are no work on whole matrices.
-        self.split = split or ("slices" if axis.name == MODEL else None)
+        self._may_own = axis.name != MODEL or split == "owners"
         self.axes, self.mesh = (*before, axis), (*before, axis, *after)
         self.choose = choose if not after else lambda shape: None
         self._choose, self._level, self.on_cpu = choose, level, on_cpu
@@ -80,7 +80,7 @@ class Infer:
 
     def over(self, mesh: Sequence[Axis], k: int) -> Infer:
         """The same over the `k`-th axis of a mesh; what `jaxdist.zero` marks is in slices along the last one."""
-        return Infer(mesh[k], self._choose, self._level, self.on_cpu, self._split, mesh[:k], mesh[k + 1 :])
+        return Infer(mesh[k], self._choose, self._level, self.on_cpu, self.split, mesh[:k], mesh[k + 1 :])
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
         """The block of a jaxpr; one for each."""
@@ -111,7 +111,7 @@ class Infer:
             natural = (id(block), ins, (None,) * len(wants), loose)
             if natural not in self._placed:
                 placed = self.in_slices(block, ins, loose)
-                if (owned := with_owners(self, placed)) is not None:
+                if self._may_own and (owned := with_owners(self, placed)) is not None:
                     placed = replace(Walk(self, owned, ins, loose).placed, matrices=placed.matrices)
                 self._placed[natural] = placed
             if key != natural:

@@ -107,10 +107,10 @@ class ProgramCache:
         """The step as it is traced for a call of these leaves, and what was found out about it."""
         types = self.types(signature, leaves)
         step = self.jaxpr(signature, types)
-        layouts, key = self._settings.layouts, (signature, id(step), False)
+        layouts, key = self._settings.layouts, (signature, (id(step), False))
         given = self._cut_by_model(signature, leaves) if layouts is None else {}
         if given and key not in self.traces:  # which are searched for, where nothing comes cut
-            key = (signature, id(step), True)
+            key = (signature, (id(step), True))
         if key not in self.traces:
             self.traces[key] = traced(step, signature, types, self._mesh, layouts=layouts, given=given)
         return self.traces[key]
