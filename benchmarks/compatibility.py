@@ -46,7 +46,7 @@ SETTINGS = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # the work is to compile: what is computed stays the same
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-FLAGS = f"--xla_force_host_platform_device_count={max(DEVICES)}"
+FLAGS = f"--xla_force_host_platform_device_count={2 * max(DEVICES)}"
 Numbers = list[dict[str, Any]]
 
 
@@ -213,6 +213,75 @@ def decorator(entry: Any, devices: int | None = None) -> Callable[[Any], Any]:
     if devices is not None:
         settings["mesh"] = jax.sharding.Mesh(jax.devices()[:devices], ("data",))
     return functools.partial(jaxdist.data_parallel, **settings)
+
+
+def halved(names: Sequence[str], leaves: Sequence[Any], seed: str) -> dict[str, int]:
+    """Layouts that cut the largest dimension of three in four of the leaves that have an even one."""
+    import random
+
+    import jax
+    import numpy as np
+
+    rng, found = random.Random(seed), {}
+    for name, x in zip(names, leaves, strict=True):
+        keys = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        shape = () if keys else np.shape(x)
+        even = [d for d, n in enumerate(shape) if n and n % 2 == 0]
+        if even and rng.random() < 0.75:
+            found[f"^{re.escape(name)}$"] = max(even, key=lambda d: shape[d])
+    return found
+
+
+def over(entry: Any, sizes: dict[str, int], cuts: list[int]) -> Callable[[Any], Any]:
+    """`parallel` on a mesh of virtual devices, with `halved` layouts of what a step is called with.
+
+    Args:
+      entry: to run.
+      sizes: of the mesh.
+      cuts: gets how many leaves are cut, for each kind of call.
+    """
+    import math
+
+    import jax
+    import numpy as np
+
+    import jaxdist
+
+    devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(list(sizes.values()))
+    settings: dict[str, Any] = {"mesh": jax.sharding.Mesh(devices, tuple(sizes))}
+    if entry.batch is not None:
+        settings["batch_argnums"] = entry.batch
+
+    def decorate(step: Any) -> Any:
+        probe: Any = jaxdist.parallel(step, **settings, layouts={})
+        steps: dict[Any, Any] = {}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            probe._bind_context()
+            signature, leaves = probe._signature(*probe._arguments(args, kwargs))
+            at = signature.state
+            layouts = halved([signature.names[i] for i in at], [leaves[i] for i in at], entry.name)
+            key = tuple(layouts.items())
+            if key not in steps:
+                steps[key] = jaxdist.parallel(step, **settings, layouts=layouts)
+                cuts.append(len(layouts))
+            return steps[key](*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def over_mesh(entry: Any, sizes: dict[str, int]) -> str:
+    """How an entry does on a mesh: ``"right: ..."``, ``"wrong: ..."`` or ``"refused: ..."``, and why."""
+    reference, _ = train(entry, entry.reference)
+    again, _ = train(entry, nudged(entry.reference, 24 if entry.float32 else 53))
+    known, cuts = Expected(reference, compare(reference, again)), list[int]()
+    found = attempt(entry, known, lambda: train(entry, over(entry, sizes, cuts)))
+    if "error" in found:
+        return f"refused: {found['error']}"
+    said = f"{number(found['difference'])} at {found['where']}, {sum(cuts)} leaves cut, {found['seconds']} s"
+    return f"{'right' if found['beyond'] <= 1 else 'wrong'}: {said}"
 
 
 def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, bool]]) -> dict[str, Any]:
@@ -437,6 +506,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser.add_argument(
         "--only", default="", help="runs whose names this pattern finds ('ranks'); others stay as they were"
     )
+    parser.add_argument("--mesh", help="on this mesh instead (data=2,model=2), printed and not kept")
     parser.add_argument("-v", action="store_true", help="tracebacks")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv if argv is None else list(argv))
@@ -471,6 +541,11 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
     chosen = [
         n for n, e in entries.items() if not args.names or n in args.names or e.path.partition("/")[0] in args.names
     ]
+    if args.mesh:
+        sizes = {name: int(size) for name, _, size in (one.partition("=") for one in args.mesh.split(","))}
+        for n in chosen:
+            print(f"{n:32} {over_mesh(entries[n], sizes)}", flush=True)
+        return
     found["versions"] = {p: version(p) for p in ("jax", "flax", "optax", "equinox", "diffrax", "dm-haiku", "numpyro")}
     for source in dict.fromkeys(entries[n].path.partition("/")[0] for n in chosen):
         with tempfile.TemporaryDirectory() as folder:

@@ -107,14 +107,14 @@ def main() -> None:
     ctx = jaxdist.init()
     if args.single and ctx.size > 1:
         raise SystemExit("--single is for one process")
-    parallel = jaxdist.parallel(mesh={"data": -1, "model": args.model}, layouts={"experts": 0})
-    jit = jax.jit if args.single else parallel
+    mesh = {"data": -1, "model": args.model}
+    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts={"experts": 0})
     train, evaluate = jit(train_step), jit(eval_step)
 
     train_set, test_set = ({"image": split.image_NxHxWxC, "label": split.label_N} for split in load(None))
-    share = args.batch_size // max(1, ctx.size // args.model)  # processes along the model axis pass the same rows
-    batches = jaxdist.loader(train_set, share, seed=args.seed)
-    tests = jaxdist.loader(test_set, share, shuffle=False, tail="pad")
+    share = args.batch_size // ctx.part(mesh)[1]  # processes along the model axis pass the same rows
+    batches = jaxdist.loader(train_set, share, seed=args.seed, mesh=mesh)
+    tests = jaxdist.loader(test_set, share, shuffle=False, tail="pad", mesh=mesh)
     model = Classifier()
     params = jax.jit(model.init)(jax.random.key(args.seed), train_set["image"][:1])
     tx = jaxdist.zero(optax.adam(args.lr), args.level)

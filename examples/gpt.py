@@ -10,7 +10,6 @@ Shape suffixes: B batch, T time, V bytes.
 
 import argparse
 import itertools
-import math
 from pathlib import Path
 
 import jax
@@ -103,16 +102,16 @@ def main() -> None:
 
     ctx = jaxdist.init()
     mesh = {axis.split("=")[0]: int(axis.split("=")[1]) for axis in args.mesh.split(",")} if args.mesh else {}
-    parts = max(1, ctx.size // math.prod(size for name, size in mesh.items() if name != "data"))
+    _, parts = ctx.part(mesh or None)  # processes that differ on another axis than data pass the same windows
     if args.batch_size % parts or (args.single and ctx.size > 1):
         raise SystemExit(f"{parts} parts share --batch-size {args.batch_size} equally; --single is for one process")
     jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts=MEGATRON) if mesh else jaxdist.data_parallel
     train_step, eval_step = jit(make_train_step(args.microbatches)), jit(held_out_loss)
 
     train_text, held_out_text = read_text(args.text or standard_library())
-    batch_size = args.batch_size // parts  # processes that differ on another axis than data pass the same windows
-    batches = jaxdist.loader(windows(train_text, args.context), batch_size, seed=args.seed)
-    held_out = jaxdist.loader(windows(held_out_text, args.context), batch_size, shuffle=False, tail="pad")
+    sizes = {"batch_size": args.batch_size // parts, "mesh": mesh or None}
+    batches = jaxdist.loader(windows(train_text, args.context), seed=args.seed, **sizes)
+    held_out = jaxdist.loader(windows(held_out_text, args.context), shuffle=False, tail="pad", **sizes)
 
     dtype = jnp.bfloat16 if args.bf16 else jnp.float32
     model = GPT(args.layers, args.heads, args.width, args.context, dtype, args.dropout)

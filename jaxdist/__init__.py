@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxdist import streams
+from jaxdist.control import orphan
 
 
 class _Package(ModuleType):
@@ -50,6 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 streams.open_closed()  # before a socket of a library's gets the number of one
+orphan.watch()  # to import the rest takes seconds
 
 _MODULE_OF = {
     alias.name: node.module or ""

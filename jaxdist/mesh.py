@@ -70,12 +70,13 @@ Sizes = Mapping[str, int]
 """By the name of an axis: its size; -1, once: whatever is left."""
 
 
-def mesh_of(given: Sizes | Mesh, devices: Sequence[Any]) -> Mesh:
+def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the job") -> Mesh:
     """The mesh that a user asks for.
 
     Args:
       given: its axes, of which neighbouring devices differ in the last one; or a mesh with their names.
       devices: of the job, in order.
+      owner: of the devices, for messages.
 
     Raises:
       ValueError: an axis of another name, or sizes whose product is not the number of devices.
@@ -97,7 +98,7 @@ def mesh_of(given: Sizes | Mesh, devices: Sequence[Any]) -> Mesh:
     rest = math.prod(size for size in sizes if size != -1)
     sizes = [len(devices) // rest if size == -1 else size for size in sizes]
     if math.prod(sizes) != len(devices):
-        raise ValueError(f"mesh={dict(given)}: the job has {len(devices)} devices, which these sizes don't make")
+        raise ValueError(f"mesh={dict(given)}: {owner} has {len(devices)} devices, which these sizes don't make")
     return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -107,9 +108,10 @@ def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def passes(mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes of a mesh in the order in which a step is placed over them: what cuts the state, then the examples from
-    inside, then the batch."""
-    return tuple(Axis(name, mesh.shape[name]) for name in NAMES if name in mesh.shape)
+    """The axes of a mesh with several devices, or one if there is none, in the order in which a step is placed over
+    them: what cuts the state, then the examples from inside, then the batch."""
+    axes = [Axis(name, mesh.shape[name]) for name in NAMES if name in mesh.shape]
+    return tuple(axis for axis in axes if axis.size > 1) or tuple(axes[-1:])
 
 
 def along_data(mesh: Mesh, what: Sequence[Any]) -> list[Any]:
@@ -124,6 +126,20 @@ def along_data(mesh: Mesh, what: Sequence[Any]) -> list[Any]:
     k = mesh.axis_names.index(AXIS)
     numbers = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), k, 0)
     return [what[i] for i in numbers.reshape(mesh.devices.shape[k], -1)[:, 0]]
+
+
+def ranks_of(mesh: Mesh) -> tuple[int, ...]:
+    """The process of each device of a mesh, in order."""
+    return tuple(d.process_index for d in mesh.devices.flat)
+
+
+@functools.cache
+def parts_of_batch(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """For each part of a batch the processes that pass it, in the order of their places on the axis of data: these
+    differ on other axes only."""
+    k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
+    rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
+    return tuple(dict.fromkeys(tuple(sorted({d.process_index for d in row})) for row in rows))
 
 
 def data_size(mesh: Mesh) -> int:
@@ -147,19 +163,15 @@ def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
     return tuple(tuple(map(int, row)) for row in rows)
 
 
-def within(devices: int, group: int) -> Groups | None:
-    """The groups of so many devices in a row; None: all are one.
+def in_hosts_and_across(devices: int, in_host: int) -> tuple[Groups | None, Groups | None]:
+    """The devices of each host, of which so many in a row are on one; and those that have the same place on theirs.
 
     Example:
-      >>> within(4, 2), across(4, 2), within(4, 0)
-      (((0, 1), (2, 3)), ((0, 2), (1, 3)), None)
+      >>> in_hosts_and_across(4, 2)
+      (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     """
-    return tuple(tuple(range(i, i + group)) for i in range(0, devices, group)) if group else None
-
-
-def across(devices: int, group: int) -> Groups:
-    """The devices that have the same place in their groups."""
-    return tuple(tuple(range(i, devices, group)) for i in range(group))
+    axes = Axis(GROUP, devices // in_host), Axis(AXIS, in_host)
+    return along(axes, [AXIS]), along(axes, [GROUP])
 
 
 def on_each_host(hosts: Sequence[Any]) -> int:

@@ -13,12 +13,15 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxdist.agreement.copies import CHANGED
 from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.programs import Programs, Traced
 from jaxdist.control.progress import Progress
 from jaxdist.runtime.context import Context
 
 _OUTCOME = "the outcome of the call before"
+ORIGIN = "the origin of the state"
+"""Name of an entry."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,13 +117,16 @@ class Agreement:
         self.steps[step].fail(call, type(error).__name__)
         self.control.process.stay_if_ending()  # its cause may be that another rank has left
 
-    def check(self, what: StepCall, entries: tuple[tuple[str, str], ...] = (), problem: str | None = None) -> None:
+    def check(
+        self, what: StepCall, entries: tuple[tuple[str, str], ...] = (), problem: str | None = None, more: str = ""
+    ) -> None:
         """Compare with every rank.
 
         Args:
           what: the call.
           entries: what this rank comes with (see `Description`).
           problem: what it found wrong by itself.
+          more: what to say of the call to a rank that is in another one.
 
         Raises:
           ValueError: on every rank, naming the first leaf that differs, both types and the ranks; or the problem that
@@ -134,15 +140,17 @@ class Agreement:
         outcome = (_OUTCOME, self.steps[what.step].failed or "a result")
         mine = Description(f"step {what.step!r}", (outcome, *entries), problem or "")
         tag = self.sequence.tag
-        fingerprints = self.control.exchange(tag, mine.fingerprint, self.context.timeout, str(what))
+        fingerprints = self.control.exchange(tag, mine.fingerprint, self.context.timeout, f"{what}{more}")
         if len(set(fingerprints)) > 1 or problem:
-            everyone = self.control.exchange(f"{tag} details", mine, self.context.timeout, str(what))
+            everyone = self.control.exchange(f"{tag} details", mine, self.context.timeout, f"{what}{more}")
             raise ValueError(difference(everyone, _advice))
 
 
 def _advice(name: str) -> str:
     if name == _OUTCOME:
         return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
+    if name == ORIGIN:
+        return CHANGED
     if name.startswith("constant "):
         return "What is no array must be the same on every rank"
     if name.startswith("option "):

@@ -22,6 +22,7 @@ from jaxdist.errors import SyncError, in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.tracebacks import api_boundary
 
 _ADVICE = (
     "Something changed it on some ranks outside a decorated step (code under `if rank == ...`, a file that is not "
@@ -29,6 +30,7 @@ _ADVICE = (
 )
 
 
+@api_boundary
 @under_no_mesh
 def check_sync(tree: Any) -> None:
     """Raise on every rank unless a tree is the same on all of them.

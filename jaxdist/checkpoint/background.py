@@ -12,6 +12,7 @@ from jaxdist import compat
 from jaxdist.checkpoint import lock
 from jaxdist.control import failfast
 from jaxdist.runtime.context import Context
+from jaxdist.tracebacks import api_boundary
 
 _pending: Saving | None = None
 
@@ -28,6 +29,7 @@ class Saving:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
+    @api_boundary
     def wait(self) -> None:
         """Return when the checkpoint is whole and on disk, on every rank.
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jaxdist.agreement import copies
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief
@@ -26,6 +27,7 @@ from jaxdist.checkpoint.record import DamagedError, Record, unreadable
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
 _ERRORS = CheckpointError, TypeError, FileNotFoundError, DamagedError  # a damaged one may be passed over: it is last
@@ -33,6 +35,7 @@ _SAME = "Restore the same step on every rank"
 _AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what has moved away is looked for again
 
 
+@api_boundary
 @under_no_mesh
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, fallback: bool | None = None) -> T:
     """Read a checkpoint; every process calls it.
@@ -108,6 +111,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
             for damaged, text in passed:
                 ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
             history.at(root, wanted, [s for s, _ in passed])
+        copies.add(jax.tree.leaves(state))
         return state
 
 

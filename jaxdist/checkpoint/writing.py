@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.agreement import copies
 from jaxdist.agreement.description import Description
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, lock, orbax_writer, record
@@ -40,12 +41,14 @@ from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded, copied
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.tracebacks import api_boundary
 from jaxdist.zero import unshard
 
-_WHERE, _BY_ITSELF = "the checkpoint", ", which each rank has by itself,"
+_WHERE, _BY_ITSELF, _A_COPY = "the checkpoint", ", which each rank has by itself,", ", an array of all ranks,"
 _SHOWN = 60  # characters of a string in a message
 
 
+@api_boundary
 @under_no_mesh
 def save(
     path: str | os.PathLike[str],
@@ -106,12 +109,15 @@ def save(
         if ctx.is_root:
             _make_ready(ctx, final, overwrite)
         about = Description("save", _about(names, leaves) if ctx.size > 1 else ())
-        return Part((names, leaves, about), ((_WHERE, str(final)),), (secrets.token_hex(8), about.fingerprint))
+        told = secrets.token_hex(8), about.fingerprint, copies.unknown(leaves)
+        return Part((names, leaves, about), ((_WHERE, str(final)),), told)
 
     errors = CheckpointError, FileExistsError, ValueError, TypeError
     (names, leaves, about), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
-    if any(fingerprint != told[0][1] for _, fingerprint in told):  # leaf by leaf only then: a state may have thousands
+    if any(own[1] != told[0][1] for own in told):  # leaf by leaf only then: a state may have thousands
         on_every_rank(ctx, "save", lambda: Part(None, about.entries), raises=errors, advice=_advice)
+    if unknown := sorted({i for *_, own in told for i in own}):
+        on_every_rank(ctx, "save", lambda: Part(None, _copies(names, leaves, unknown)), raises=errors, advice=_advice)
     parts = _parts(ctx, names, leaves, copy=not wait)
     token = told[0][0]
     name = f"save/{token}"
@@ -139,6 +145,8 @@ def save(
 def _advice(entry: str) -> str:
     if entry == _WHERE:
         return "Save the same step into the same directory on every rank"
+    if entry.endswith(_A_COPY):
+        return f"The copy of rank 0 alone would be saved. {copies.CHANGED}"
     if not entry.endswith(_BY_ITSELF):
         return "Save a state of the same names, shapes and dtypes on every rank"
     return (
@@ -179,6 +187,12 @@ def _about(names: list[tuple[str, ...]], leaves: list[Any]) -> tuple[tuple[str, 
     kinds = [(label, kind(x)) for label, x in zip(labels, leaves, strict=True)]
     own = [(f"{label}{_BY_ITSELF}", _value(x)) for label, x in zip(labels, leaves, strict=True) if _is_own(x)]
     return (*kinds, *own)
+
+
+def _copies(names: list[tuple[str, ...]], leaves: list[Any], at: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    """This rank's copies of arrays of all ranks."""
+    sums = (f"an array with checksum {copies.checksum(leaves[i]):x}" for i in at)
+    return tuple((f"leaf {'.'.join(names[i])}{_A_COPY}", text) for i, text in zip(at, sums, strict=True))
 
 
 def _is_own(x: Any) -> bool:

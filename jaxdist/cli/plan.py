@@ -33,6 +33,14 @@ def plan(
         str, typer.Option(help="DEVICESxKIND or HOSTSxDEVICESxKIND; kinds: A100-40, A100-80, H100, H200, B200, cpu.")
     ] = "8xH100",
     levels: Annotated[str, typer.Option(help="ZeRO levels to compare, with commas between them.")] = "0,1,2,3",
+    mesh: Annotated[
+        str,
+        typer.Option(
+            metavar="AXIS=SIZE,...",
+            help="The axes of the mesh, such as data=8,model=8 (-1 for one at most), those of a host last. Default: "
+            "those that the step was decorated with.",
+        ),
+    ] = "",
     fitted: Annotated[
         bool,
         typer.Option(
@@ -73,6 +81,9 @@ def plan(
         chosen = _levels(levels)
         if picture is not None:
             check_plot(picture, "--plot")
+        sizes = _sizes(mesh)
+        if sizes and fitted:
+            raise ValueError("--mesh is not for --fit, which takes the mesh that the step was decorated with")
         make, fixed, varied = _function(what), _arguments(options or []), _varied(vary or [])
         if varied and not fitted:
             raise ValueError("--vary is for --fit, which chooses between the values")
@@ -80,8 +91,10 @@ def plan(
             raise ValueError(f"{min(both)!r} is given as an argument and to --vary: it is one or the other")
         if varied:
             found = fit(functools.partial(make, **fixed), topology=wanted, levels=chosen, vary=varied)
+        elif fitted:
+            found = fit(*built(make, fixed), topology=wanted, levels=chosen)
         else:
-            found = (fit if fitted else make_plan)(*built(make, fixed), topology=wanted, levels=chosen)
+            found = make_plan(*built(make, fixed), topology=wanted, levels=chosen, mesh=sizes)
     except (ValueError, TypeError, OSError) as problem:
         line = users_line(problem.__traceback__)
         said = f"{message_of(problem)} ({line})" if line else message_of(problem)
@@ -97,6 +110,15 @@ def _levels(text: str) -> list[int]:
         return [int(level) for level in text.split(",") if level.strip()]
     except ValueError:
         raise ValueError(f"--levels: expected numbers from 0 to 3 with commas between them, not {text!r}") from None
+
+
+def _sizes(text: str) -> dict[str, int] | None:
+    """The axes of a mesh."""
+    try:
+        pairs = [_pair(part.strip(), "--mesh ", "SIZE") for part in text.split(",") if part.strip()]
+        return {name: int(size) for name, size in pairs} or None
+    except ValueError:
+        raise ValueError(f"--mesh: expected AXIS=SIZE,..., such as data=8,model=8, not {text!r}") from None
 
 
 def _function(what: str) -> Any:

@@ -69,7 +69,7 @@ class XlaWire:
         inputs: list[jax.Array] = [jax.make_array_from_single_device_arrays(x.shape, sharding, [x]) for x in leaves]
         over_gloo = mesh.devices.flat[0].platform == "cpu"
         run = functools.partial(_program(mesh, call, over_gloo), inputs)
-        outs = gloo.quietly(mesh, run) if over_gloo else run()
+        outs = gloo.quietly(tuple(d.id for d in mesh.devices.flat), run) if over_gloo else run()
         stays = (call.kind in ("reduce", "gather") and group.me != call.root) or (
             call.kind == "broadcast" and group.me == call.root
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from jax.sharding import Mesh
 
 from jaxdist import compat
-from jaxdist.mesh import axes_of_mesh
+from jaxdist.mesh import axes_of_mesh, ranks_of
 
 Rule = Callable[..., Any]
 Rules = Mapping[str, Rule]
@@ -71,7 +71,7 @@ def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowerin
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
-        return MpiLowering(axes_of_mesh(mesh), in_host)
+        return MpiLowering(axes_of_mesh(mesh), ranks_of(mesh), in_host)
     raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
 
 

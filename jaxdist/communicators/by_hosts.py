@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
-from jaxdist.mesh import across, within
+from jaxdist.mesh import in_hosts_and_across
 
 LARGE = 1 << 16
 """Bytes from which less between hosts is worth two more messages within them."""
@@ -42,10 +42,10 @@ class ByHosts:
         """The sum of `x` over the devices."""
         if self._at_once(x.nbytes):
             return self.sum(x, wire, None)
-        host = within(devices, self.in_host)
+        host, hosts = in_hosts_and_across(devices, self.in_host)
         to_all = functools.partial(self.all_to_all, groups=host)
         part = exchange.reduce_scatter(x.reshape(-1), 0, wire, self.in_host, to_all)
-        part = self.sum(part, wire, across(devices, self.in_host))
+        part = self.sum(part, wire, hosts)
         whole = self.all_gather(part.astype(wire or x.dtype), host).reshape(-1)
         return whole[: x.size].reshape(x.shape).astype(x.dtype)
 
@@ -55,7 +55,7 @@ class ByHosts:
             return exchange.reduce_scatter(x, dim, wire, devices, functools.partial(self.all_to_all, groups=None))
         parts = slices(x, dim, devices)
         parts = parts.reshape(-1, self.in_host, *parts.shape[1:]).swapaxes(0, 1)  # [in a host, hosts, ...]
-        for one in (within(devices, self.in_host), across(devices, self.in_host)):
+        for one in in_hosts_and_across(devices, self.in_host):
             to_all = functools.partial(self.all_to_all, groups=one)
             parts = exchange.added_up(parts, wire or x.dtype, to_all)
         return parts.astype(x.dtype)
@@ -64,8 +64,8 @@ class ByHosts:
         """The slices `x` of all devices along `dim`, without the padding: `size` entries."""
         if self._at_once(x.nbytes * devices):
             return joined(self.all_gather(x, None), dim, size)
-        parts = self.all_gather(x, across(devices, self.in_host))
-        parts = self.all_gather(parts, within(devices, self.in_host))  # [in a host, hosts, ...]
+        host, hosts = in_hosts_and_across(devices, self.in_host)
+        parts = self.all_gather(self.all_gather(x, hosts), host)  # [in a host, hosts, ...]
         return joined(parts.swapaxes(0, 1).reshape(devices, *x.shape), dim, size)
 
     def _at_once(self, nbytes: int) -> bool:

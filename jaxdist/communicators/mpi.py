@@ -30,7 +30,7 @@ from jaxdist.connectors.mpi import in_environment
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
-from jaxdist.mesh import Axis, Groups, across, along, within
+from jaxdist.mesh import Axis, Groups, along, in_hosts_and_across
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -85,7 +85,7 @@ def with_hosts(rank: int, size: int, in_host: int) -> None:
     """Make the communicators of a step on several hosts; every rank calls it together."""
     world(rank)
     if in_host:
-        for groups in (within(size, in_host), across(size, in_host)):
+        for groups in in_hosts_and_across(size, in_host):
             _group(rank, next(one for one in groups or () if rank in one))
 
 
@@ -94,6 +94,19 @@ def _group(rank: int, members: tuple[int, ...]) -> Any:
     """The communicator of some ranks, in that order; its members call it together."""
     parent = _parent(rank)
     return parent.Create_group(parent.Get_group().Incl(members))
+
+
+def of_group(ranks: tuple[int, ...], groups: Groups | None) -> Any:
+    """The communicator of one's own group, which its members make together when they first ask for it.
+
+    Args:
+      ranks: of the devices of a mesh.
+      groups: of these devices, by their numbers; None: all are one.
+    """
+    rank = jax.process_index()
+    if groups is None:
+        return world(rank) if ranks == tuple(range(len(ranks))) else _group(rank, ranks)
+    return _group(rank, next(own for one in groups if rank in (own := tuple(ranks[i] for i in one))))
 
 
 def _handle(mpi_object: Any) -> int:
@@ -117,12 +130,12 @@ class MpiLowering(Interpreter):
 
     Args:
       axes: of the mesh, the outermost first.
-      in_host: how many ranks in a row are on one host; 0: that is no matter.
-      comm: the communicator of all; default: `world`'s.
+      ranks: of its devices, in order.
+      in_host: how many of these in a row are on one host; 0: that is no matter.
       order: where the calls continue from; default: the start of the program.
     """
 
-    def __init__(self, axes: Sequence[Axis], in_host: int = 0, comm: Any = None, order: Any = None):
+    def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], in_host: int = 0, order: Any = None):
         super().__init__(
             {
                 all_reduce_p: self._gradient,
@@ -140,10 +153,7 @@ class MpiLowering(Interpreter):
                 **FETCHED,
             }
         )
-        if comm is None:
-            comm = world(jax.process_index())
-        self.comm, self.axes, self.in_host = comm, axes, in_host
-        self.rank = comm.Get_rank()
+        self.axes, self.ranks, self.in_host = axes, ranks, in_host
         self._token = lax.create_token() if order is None else self._fork(order)
 
     # --- the calls
@@ -294,10 +304,8 @@ class MpiLowering(Interpreter):
         return tuple(map(tuple, groups))
 
     def _of(self, groups: Groups | None) -> Any:
-        """The communicator of one's own group, made by its members when they first lower something for it."""
-        if groups is None:
-            return self.comm
-        return _group(self.rank, next(one for one in groups if self.rank in one))
+        """The communicator of one's own group."""
+        return of_group(self.ranks, groups)
 
     def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: Any) -> Any:
         raise NotImplementedError(
@@ -328,7 +336,7 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
-        rules = MpiLowering(self.axes, self.in_host, self.comm, order)
+        rules = MpiLowering(self.axes, self.ranks, self.in_host, order)
         outs = rules.run(closed, *args)
         return rules._join(), outs
 

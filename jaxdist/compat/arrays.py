@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -41,3 +44,32 @@ def release_dropped() -> None:
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     _jax.collect_garbage()
+
+
+_MARK = "_of_jaxdist"
+_mark_of = operator.attrgetter(_MARK)
+
+
+def mark(arrays: Iterable[Any]) -> None:
+    """Mark arrays; what is made of them is not marked.
+
+    JAX's arrays take attributes, though nobody says so. A weak reference to each costs as much, and to look for an
+    array among these costs more.
+    """
+    collections.deque(map(setattr, arrays, itertools.repeat(_MARK), itertools.repeat(True)), maxlen=0)
+
+
+def unmark(leaves: Iterable[Any]) -> None:
+    """Take the mark from arrays."""
+    for x in leaves:
+        if isinstance(x, jax.Array):
+            vars(x).pop(_MARK, None)
+
+
+def unmarked(leaves: Sequence[Any]) -> list[int]:
+    """Positions of the leaves that are not marked."""
+    try:
+        all(map(_mark_of, leaves))
+    except AttributeError:
+        return [i for i, x in enumerate(leaves) if not hasattr(x, _MARK)]
+    return []

@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdist.control import guard
+from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements.layouts import Padded, of_batch
 from jaxdist.step.placer import Placer, batch_part
 
@@ -27,9 +29,9 @@ class Sampling:
 
     Attributes:
       length: of the data set.
-      batch_size: of a rank.
-      rank: this one.
-      size: how many there are.
+      batch_size: of a part.
+      index: of the part of each batch that this rank reads.
+      parts: of a batch.
       shuffle: whether each epoch has an order of its own.
       seed: of that order.
       pad: whether the tail is filled up, with a weight for each example.
@@ -38,8 +40,8 @@ class Sampling:
 
     length: int
     batch_size: int
-    rank: int
-    size: int
+    index: int
+    parts: int
     shuffle: bool
     seed: int
     pad: bool
@@ -47,8 +49,8 @@ class Sampling:
 
     @property
     def whole(self) -> int:
-        """Examples of a step on all ranks."""
-        return self.batch_size * self.size
+        """Examples of a step in all parts."""
+        return self.batch_size * self.parts
 
     def steps(self, position: int) -> int:
         """Steps from a position to the end of the epoch."""
@@ -71,10 +73,10 @@ class Sampling:
     def part(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
         """This rank's examples of a batch, and whether each is real (the others fill up the tail)."""
         if (left := self.tail(position)) is not None:
-            rows = -(-left // self.size)
-            places = position + np.minimum(self.rank * rows + np.arange(rows), left - 1)  # copies of the last one
+            rows = -(-left // self.parts)
+            places = position + np.minimum(self.index * rows + np.arange(rows), left - 1)  # copies of the last one
             return self.order(epoch, places), np.ones(rows, bool)
-        places = position + self.rank * self.batch_size + np.arange(self.batch_size)
+        places = position + self.index * self.batch_size + np.arange(self.batch_size)
         return self.order(epoch, places % self.length), places < self.length
 
     def order(self, epoch: int, places: np.ndarray) -> np.ndarray:
@@ -150,16 +152,12 @@ def known(sampling: Sampling, read: Any) -> Any:
     if not sampling.keep:
         return read
     batch, left = read
-    return jax.tree.map(lambda x: batch_part(x, left), batch) if left and sampling.size > 1 else batch
+    return jax.tree.map(lambda x: batch_part(x, left), batch) if left and sampling.parts > 1 else batch
 
 
-def to_devices(context: Any, sampling: Sampling) -> Callable[[Any], Any]:
+def to_devices(context: Any, sampling: Sampling, mesh: Mesh | Sizes | None = None) -> Callable[[Any], Any]:
     """Puts this process's part of a batch on its devices, as part of a global array."""
-    batch_size = sampling.batch_size
-    placer = Placer(context, context.mesh)
-    n = len(placer.local_devices)
-    if placer.processes > 1 and batch_size % n:
-        raise ValueError(f"batch_size={batch_size} can't be divided over this process's {n} devices: use a multiple")
+    placer = Placer(context, mesh_of(mesh, context.devices) if mesh else context.mesh)
 
     def place(read: Any) -> Any:
         leaves, structure = jax.tree.flatten(known(sampling, read))

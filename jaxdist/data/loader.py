@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.collectives.public import allgather
 from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, stream, to_devices
+from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
@@ -34,12 +36,13 @@ def loader(
     threads: int = 1,
     prefetch: int = 2,
     on_devices: bool = False,
+    mesh: Mesh | Sizes | None = None,
 ) -> Loader:
     """This rank's batches of a data set; every process makes the same one.
 
     An epoch is one order of all examples, the same for any number of ranks: step g takes the next ``batch_size * size``
-    of them, and rank r the r-th part of these. Every rank makes the same number of steps. Each ``for`` loop is the next
-    epoch, in another order, with or without `Loader.set_epoch`.
+    of them, and rank r the r-th part of these (but see `mesh`). Every rank makes the same number of steps. Each ``for``
+    loop is the next epoch, in another order, with or without `Loader.set_epoch`.
 
     Args:
       source: an array, or a dict or tuple (of any depth) of arrays with one entry an example; or a list of examples, a
@@ -62,6 +65,8 @@ def loader(
       prefetch: batches (a worker) to read ahead in the background; 0: none.
       on_devices: yield global arrays that are on the mesh of the job already, moved there ahead in the background,
         instead of this process's part as numpy arrays. Costs the memory of `prefetch` batches there.
+      mesh: that of `jaxdist.parallel`, on which processes that differ on other axes than that of data read the same
+        examples (see `Context.part`: ``256 // ctx.part(mesh)[1]`` for 256 in all); default: each reads its own.
 
     Returns:
       A `Loader`.
@@ -83,7 +88,7 @@ def loader(
     """
     ctx = get_context()
     settings = {"workers": workers, "threads": threads, "prefetch": prefetch}
-    return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, on_devices, **settings)
+    return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, on_devices, mesh, **settings)
 
 
 class Loader:
@@ -108,6 +113,7 @@ class Loader:
         tail: Tail,
         transform: Callable[..., Any] | None,
         on_devices: bool = False,
+        mesh: Mesh | Sizes | None = None,
         workers: int = 0,
         threads: int = 1,
         prefetch: int = 0,
@@ -133,21 +139,22 @@ class Loader:
             if tail not in ("drop", "pad", "keep"):
                 raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
             self._source, length = open_source(source)
-            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * context.size
+            part, parts = context.part(mesh)
+            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * parts
             if not 0 < length <= MOST:
                 raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
             if tail == "drop" and length < whole:
                 raise ValueError(
                     f"the data set has {length} examples, fewer than one batch of all ranks ({batch_size} on each of "
-                    f"{context.size}, {whole} in all): with tail='drop' there would be no step. Use a smaller "
+                    f"{parts}, {whole} in all): with tail='drop' there would be no step. Use a smaller "
                     "batch_size or tail='keep'"
                 )
-            at = context.rank, context.size
-            self._sampling = Sampling(length, size, *at, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            self._sampling = Sampling(length, size, part, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
             if on_devices:
-                self._place = to_devices(context, self._sampling)
+                self._place = to_devices(context, self._sampling, mesh)
             return {
                 "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
+                "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
                 "the checksum of the first and last example": fingerprint(self._source),
             }  # fmt: skip
 
@@ -333,12 +340,13 @@ def _check_integer(given: str, value: Any, least: int) -> None:
         raise ValueError(f"{given}: expected an integer of at least {least}")
 
 
-def gather_for_metrics(tree: Any, weight: Any) -> Any:
+def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None) -> Any:
     """What an evaluating step made of the real examples of all ranks, on every process; every process calls it.
 
     Args:
       tree: arrays with one entry an example, as a decorated step returns them (global), or this process's own.
       weight: of a loader with ``tail="pad"``, or as the step returned it.
+      mesh: that of the loader.
 
     Returns:
       Of the structure of `tree`: numpy arrays, without the entries of weight 0. Over an epoch each example of the data
@@ -354,9 +362,14 @@ def gather_for_metrics(tree: Any, weight: Any) -> Any:
       [7, 3]
     """
 
+    ctx = get_context()
+    once = [ranks[0] for ranks in parts_of_batch(mesh_of(mesh, ctx.devices) if mesh else ctx.mesh)]
+
     def whole(x: Any) -> np.ndarray:
-        on_mesh = isinstance(x, jax.Array) and isinstance(x.sharding, jax.sharding.NamedSharding)
-        return np.asarray(unshard(x) if on_mesh else allgather(x))
+        if isinstance(x, jax.Array) and isinstance(x.sharding, jax.sharding.NamedSharding):
+            return np.asarray(unshard(x))
+        rows = np.asarray(allgather(x))
+        return rows.reshape(ctx.size, -1, *rows.shape[1:])[once].reshape(-1, *rows.shape[1:]) if rows.ndim else rows
 
     real = whole(weight) > 0
 

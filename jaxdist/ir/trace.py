@@ -1,7 +1,7 @@
 """Trace a step, as one device with the whole batch runs it, to a jaxpr.
 
-The axis of data parallelism has size one here: ``lax.psum(x, "data")`` is x, as on one device, and code written for
-`jax.pmap` is right unchanged. One axis name that nothing binds is taken for it.
+The axes of the mesh have size one here: ``lax.psum(x, "data")`` is x, as on one device, and code written for `jax.pmap`
+is right unchanged. One axis of another name that nothing binds is taken for that of data parallelism.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, axes_of, contains, groups_of, subjaxprs
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, MODEL, SEQUENCE
 
 _log = logging.getLogger("jaxdist")
 _mesh: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
@@ -55,6 +55,7 @@ def stepping(mesh: Any) -> Iterator[None]:
         _mesh.reset(token)
 
 
+_KNOWN = (AXIS, MODEL, SEQUENCE)
 OnAxis = Callable[[str, Sequence[tuple[float, str]]], object]
 
 
@@ -66,7 +67,8 @@ def trace(
     Args:
       fun: returns a flat sequence of arrays.
       args: its arguments, with shape and dtype in place of arrays.
-      axis_name: what it calls the axis; another name that nothing binds is taken for it, one at most.
+      axis_name: what it calls the axis; another name that nothing binds is taken for it, one at most beside the names
+        of a mesh's axes.
       on_axis: told of the axis, if a collective names it, and of the numbers by which sums over it are divided, each
         with the user's line.
 
@@ -89,13 +91,16 @@ def trace(
             found = re.search(r"unbound axis name:? ([^\s.]+)", str(error))
             if found is None or (name := found[1].strip("'\"")) in names:
                 raise
-            if len(names) > 1:
+            others = [other for other in names[1:] if other not in _KNOWN]
+            if others and name not in _KNOWN:
                 raise StepError(
-                    f"the step names two axes that nothing binds, {names[1]!r} and {name!r}: only one can be that of "
+                    f"the step names two axes that nothing binds, {others[0]!r} and {name!r}: only one can be that of "
                     f"data parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map), or pass "
                     "axis_name= to say which one it is"
                 ) from None
             names.append(name)
+            if name in _KNOWN:
+                continue
             _log.info("the axis %r is taken for that of data parallelism: of size one, as on one device", name)
     axes = [(name, 1) for name in names]
     if contains(closed.jaxpr, [compat.composite_p]):

@@ -41,6 +41,7 @@ class Transfer:
       place: in which loops and branches; "" for none.
       times: how often in a step; a while loop counts as one turn, and each branch of a cond as taken.
       groups: of devices that each act by themselves; None: all are one.
+      axes: of the mesh along which it goes, "" if there is one.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Transfer:
     place: str
     times: int
     groups: Groups | None = None
+    axes: str = ""
 
     @property
     def bytes(self) -> int:
@@ -117,7 +119,9 @@ def _walk(jaxpr: Jaxpr, axes: Sequence[Axis], on_cpu: bool, where: str, times: i
 
 def _transfers(eqn: JaxprEqn, axes: Sequence[Axis], on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
     kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
-    groups = groups_of(eqn) or along(axes, axes_of(eqn, [axis.name for axis in axes]))
+    names = axes_of(eqn, [axis.name for axis in axes])
+    groups = groups_of(eqn) or along(axes, names)
+    said = " ".join(axis.name for axis in axes if axis.name in names and axis.size > 1) if len(axes) > 1 else ""
     n = max(map(len, groups)) if groups else math.prod(axis.size for axis in axes)
     wire = eqn.params.get("wire")
     bucket = re.findall(r"bucket_of_(\d+)", compat.name_stack(eqn))
@@ -131,5 +135,5 @@ def _transfers(eqn: JaxprEqn, axes: Sequence[Axis], on_cpu: bool, where: str, ti
             dtype = jnp.promote_types(dtype, jnp.float32)
         yield Transfer(
             kind, str(dtype), elements, int(bucket[-1]) if bucket else 1, n, where.removesuffix(": "), times,
-            tuple(map(tuple, groups)) if groups else None,
+            tuple(map(tuple, groups)) if groups else None, said,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, is_deferrable
-from jaxdist.mesh import Axis
+from jaxdist.mesh import MODEL, Axis
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
@@ -67,7 +67,9 @@ class Infer:
         before: Sequence[Axis] = (),
         after: Sequence[Axis] = (),
     ):
-        self.axis, self.devices, self.split = axis, axis.size, split
+        self.axis, self.devices, self._split = axis, axis.size, split
+        # Activations are made of what the model axis has cut: their products are no work on whole matrices.
+        self.split = split or ("slices" if axis.name == MODEL else None)
         self.axes, self.mesh = (*before, axis), (*before, axis, *after)
         self.choose = choose if not after else lambda shape: None
         self._choose, self._level, self.on_cpu = choose, level, on_cpu
@@ -78,7 +80,7 @@ class Infer:
 
     def over(self, mesh: Sequence[Axis], k: int) -> Infer:
         """The same over the `k`-th axis of a mesh; what `jaxdist.zero` marks is in slices along the last one."""
-        return Infer(mesh[k], self._choose, self._level, self.on_cpu, self.split, mesh[:k], mesh[k + 1 :])
+        return Infer(mesh[k], self._choose, self._level, self.on_cpu, self._split, mesh[:k], mesh[k + 1 :])
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
         """The block of a jaxpr; one for each."""
@@ -115,6 +117,10 @@ class Infer:
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)
         return self._placed[key]
+
+    def forget(self, block: Block) -> None:
+        """Let go of the placings of a block, other than those of its bodies."""
+        self._placed = {key: placed for key, placed in self._placed.items() if key[0] != id(block)}
 
     def in_slices(self, block: Block, ins: Sequence[Placement], loose: frozenset[int] = frozenset()) -> Placed:
         """Settle the placements of a block without owners in it, other than in its bodies."""

@@ -119,6 +119,8 @@ class Layout:
         found: list[Placement] = [REPLICATED] * len(axes)
         sizes = list(shape)
         for cut in self.cuts:
+            if cut.parts == 1:
+                continue
             names = (GROUP, AXIS) if cut.axis == AXIS else (cut.axis,)
             along = [k for k, axis in enumerate(axes) if axis.name in names]
             if axes[along[-1]].size == cut.parts:  # each group has all of it
@@ -258,6 +260,7 @@ class Padded:
     """
 
     __slots__ = ("_sharding", "array", "layout", "shape")
+    _of_jaxdist = True  # the name that `compat.unmarked` looks at: nobody else makes one
 
     def __init__(self, array: jax.Array, layout: Layout):
         self.array, self.layout = array, layout

@@ -105,11 +105,13 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
       infer: which placed it (`jaxdist.placements.infer.Infer`).
       placed: with its values in slices. What is found in it is written to its `matrices`.
     """
+    if infer.split == "slices":
+        return None
     moved = bytes_moved(placed)
     found = components(infer, placed, moved)
     inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
     placed.matrices = max(len(found), inner)
-    if not found or infer.split == "slices":
+    if not found:
         return None
     costs = _costs(placed, moved, _BYTE[infer.on_cpu])
     works: list[list[Work]] = []

@@ -15,7 +15,7 @@ from jaxdist.ir.operations import FACTORISATION
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed, Strategy
+from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed, Strategy, nbytes
 from jaxdist.placements.values import Replicated, Split, reshaped
 from jaxdist.text import text_of
 
@@ -139,7 +139,7 @@ def warning(over: Sequence[Placed]) -> str:
     if over[0].whole:
         return ""
     lines = []
-    for row in () if unsplit(over[0]) else rows(over):
+    for row in () if any(map(unsplit, over)) else rows(over):
         what = f"{row.operation} at {_short(row.line)}" if row.line else row.operation
         if row.what == "repeated" and row.axis == MODEL:  # which has no examples to divide
             continue
@@ -192,6 +192,21 @@ def _moves(placed: Placed, times: int) -> Iterator[tuple[Move, int]]:
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         for body in strategy.bodies:
             yield from _moves(body, times * _times(node))
+
+
+def traffic(placed: Placed) -> Iterator[tuple[str, int, bool, int]]:
+    """What a step moves: the kind of collective, the bytes of the whole value, whether it is of what is stored alone,
+    and how often; what an operation exchanges by itself counts as an all-reduce of its results."""
+    yield from ((move.kind, move.bytes, move.stored, times) for move, times in _moves(placed, 1))
+    yield from _exchanges(placed, 1)
+
+
+def _exchanges(placed: Placed, times: int) -> Iterator[tuple[str, int, bool, int]]:
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        if strategy.exchanges:
+            yield "all-reduce", sum(nbytes(placed.block.avals[o]) for o in node.outs), False, times
+        for body in strategy.bodies:
+            yield from _exchanges(body, times * _times(node))
 
 
 def unsplit(placed: Placed) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxdist.ir.liveness import held_at_once
-from jaxdist.mesh import in_host
 from jaxdist.planning.elsewhere import Elsewhere, Needs, traffic_of
 from jaxdist.planning.report import STATE, LevelPlan
 from jaxdist.planning.topology import REACHED
@@ -149,7 +148,7 @@ def options(there: Elsewhere, choice: Mapping[str, Any] | None = None, made_by: 
     """
     as_written = there.emitted()
     own = there.level_of(as_written), as_written.shared
-    groups = {0, in_host(there.hosts)}
+    groups = {0, there.in_host}
     wanted = {(level, shared) for level in there.others(as_written) for shared in (groups if level else {0})}
     found = []
     for level, shared in sorted({own, *wanted}, key=lambda one: (-1 if one[0] is None else one[0], one[1])):

@@ -6,19 +6,19 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.errors import in_words
 from jaxdist.ir.wire import Transfer, transfers
-from jaxdist.mesh import AXIS, in_host
+from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, data_size, in_host, mesh_of
 from jaxdist.placements.groups import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
@@ -42,7 +42,12 @@ class Elsewhere:
     """
 
     def __init__(
-        self, step: Callable[..., Any], args: tuple[Any, ...], topology: str | Topology, levels: Sequence[int]
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        topology: str | Topology,
+        levels: Sequence[int],
+        mesh: Sizes | None = None,
     ) -> None:
         self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
         if unknown := [level for level in levels if level not in LEVELS]:
@@ -54,7 +59,9 @@ class Elsewhere:
         self.memory = int(kind.memory * (1 if kind.name == "cpu" else fraction()))
         step, args = _decorated(step, args)
         devices, self.compiled_for, self.notes = _devices(self.topology)
-        self._mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        given = step.mesh if mesh is None else mesh
+        sizes = dict(given.shape) if isinstance(given, Mesh) else given or {AXIS: -1}
+        self._mesh = mesh_of({AXIS: -1} if tuple(sizes) == (AXIS,) and mesh is None else sizes, devices, topology)
         self._step, self._forecast = step, self._forecast_of(step, args)
 
     def beside(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Elsewhere:
@@ -66,6 +73,11 @@ class Elsewhere:
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
         return step.forecast(self._mesh, args, self.hosts, self.topology.kind.name == "cpu")
+
+    @property
+    def in_host(self) -> int:
+        """How many devices along the axis of data are of one host; 0: all, one, or not as many of each."""
+        return in_host(along_data(self._mesh, self.hosts))
 
     @property
     def compilations(self) -> int:
@@ -124,7 +136,7 @@ class Elsewhere:
     def activations(self, written: Needs) -> int | None:
         """Bytes of temporaries that are proportional to the batch; None: they are not known, and a note says why."""
         problem = ""
-        rows, n = self._forecast.examples, self._mesh.size
+        rows, n = self._forecast.examples, data_size(self._mesh)
         fewer = rows - n * round(rows / (2 * n))  # about half, of which as many devices have one less
         likened = fewer if 0 < fewer < rows else rows + n
         for factor in dict.fromkeys((likened / rows, 2.0, 0.5)):
@@ -151,17 +163,28 @@ class Elsewhere:
             sizes["activations"] = held
         sizes["results"] = one.results
         kept = {kind: size for kind, size in sizes.items() if size or kind not in ("other state", "results")}
-        rows: dict[str, list[Traffic]] = {}
+        rows: dict[tuple[str, str], list[Traffic]] = {}
         for c in one.collectives:
             if c.devices > 1:
-                rows.setdefault(c.kind, []).append(traffic_of(c, self.topology, self.compiled_for == "cuda"))
-        traffic = tuple(total_of(kind, several) for kind, several in rows.items())
+                traffic = traffic_of(c, self.topology, self.compiled_for == "cuda")
+                rows.setdefault((self._axes(c, one.ahead.axes), c.kind), []).append(traffic)
+        traffic = tuple(total_of(kind, several, axes) for (axes, kind), several in rows.items())
         shared = one.ahead.shared
-        within = None if not shared else HOST if shared == in_host(self.hosts) else shared
+        within = None if not shared else HOST if shared == self.in_host else shared
         return LevelPlan(
             level, own, kept, one.peak, one.peak <= self.memory, traffic, one.collectives, one.seconds, within,
             one.ahead.flops, one.offloaded,
         )  # fmt: skip
+
+    def _axes(self, c: schedule.Collective, axes: Sequence[Axis]) -> str:
+        """The axes along which the devices of a collective differ, of a mesh of several; "": of no such groups."""
+        groups = {frozenset(group) for group in c.groups}
+        for k in range(1, 1 + len(axes) * (len(self._mesh.shape) > 1)):
+            for names in itertools.combinations([axis.name for axis in axes if axis.size > 1], k):
+                alike = along(axes, names) or (range(self._mesh.size),)
+                if {frozenset(group) for group in alike} == groups:
+                    return "+".join(dict.fromkeys(AXIS if name == GROUP else name for name in names))
+        return ""
 
     def plan(self, found: Sequence[LevelPlan]) -> Plan:
         """The whole of it."""
@@ -174,7 +197,8 @@ class Elsewhere:
             )
             if self.compiled_for == "cpu":
                 self.note("XLA for CPUs makes no such copies: where they are larger, they are the temporaries")
-        return Plan(name, self.topology, self.compiled_for, self.memory, tuple(found), tuple(self.notes))
+        mesh = dict(self._mesh.shape)
+        return Plan(name, self.topology, self.compiled_for, self.memory, tuple(found), tuple(self.notes), mesh)
 
 
 def _decorated(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[DataParallel, tuple[Any, ...]]:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxdist.mesh import Sizes
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.report import Plan
 from jaxdist.planning.topology import Topology
 
 
-def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels: Sequence[int] = LEVELS) -> Plan:
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    topology: str | Topology,
+    levels: Sequence[int] = LEVELS,
+    mesh: Sizes | None = None,
+) -> Plan:
     """Compile a decorated step for devices that are not here, and read off what it takes.
 
     No array is made and nothing is sent: a model of any size can be planned where its shapes can be written down. With
@@ -30,19 +37,21 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
     measured is longer.
 
     Args:
-      step: decorated with `jaxdist.data_parallel`.
+      step: decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
       *args: what the step would be called with: arrays, or pytrees of `jax.ShapeDtypeStruct` as `jax.eval_shape` gives
         them. The batch is the global one: the examples of all devices together.
       topology: ``"8xH100"``: devices of one host; ``"8x8xH100"``: hosts, and devices of each. Kinds: A100-40, A100-80,
         H100, H200, B200, cpu.
       levels: of ZeRO, to be compared with that of the step. For a step without `jaxdist.zero` there is no other.
+      mesh: the sizes of the axes of all these devices, as of `jaxdist.parallel`; default: those that the step was
+        decorated with. Neighbouring devices, which are of one host, differ in the last axis.
 
     Returns:
       The plan: ``print`` it, or take its `levels`, `own` and ``to_json()``. Sizes in bytes, times in seconds.
 
     Raises:
       TypeError: `step` is not a decorated step.
-      ValueError: no such topology or level, or a batch that the devices don't divide.
+      ValueError: no such topology or level, a batch that the devices don't divide, or a mesh that they don't make.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
@@ -62,7 +71,7 @@ def plan(step: Callable[..., Any], *args: Any, topology: str | Topology, levels:
       Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3 (where the memory goes); Patarasuk and Yuan, *Bandwidth
       optimal all-reduce algorithms for clusters of workstations*, JPDC 2009 (bytes of a ring).
     """
-    there = Elsewhere(step, args, topology, levels)
+    there = Elsewhere(step, args, topology, levels, mesh)
     written = there.compiled()
     own = there.level_of(written.ahead)
     wanted = there.others(written.ahead)

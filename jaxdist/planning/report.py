@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxdist.mesh import Axis, along
 from jaxdist.placements.groups import Within
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
@@ -33,13 +34,13 @@ def fraction() -> float:
         raise ValueError(f"{FRACTION}={value!r}: expected a number, such as 0.75") from None
 
 
-def total_of(kind: str, rows: Sequence[Traffic]) -> Traffic:
+def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:
     sent = sum(row.sent for row in rows)
     known = all(row.overlapped is not None for row in rows)
     share = sum(row.sent * (row.overlapped or 0) for row in rows) / sent if sent and known else None
     return Traffic(
         kind, sum(row.count for row in rows), sum(row.bytes for row in rows), sent,
-        sum(row.seconds for row in rows), share, sum(row.between for row in rows),
+        sum(row.seconds for row in rows), share, sum(row.between for row in rows), axis,
     )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ class Traffic:
       seconds: that they take one after another, at the full speed of the links: a lower bound.
       overlapped: the share of the bytes sent during which the schedule has something to compute; None: not known.
       between: bytes that a host sends to others, all its devices together.
+      axis: of the mesh, along which it runs; several with plus signs between them.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class Traffic:
     seconds: float
     overlapped: float | None
     between: int = 0
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class Plan:
       memory: bytes of a device that JAX takes.
       levels: the step at each ZeRO level asked for.
       notes: what is not as it could be.
+      mesh: the sizes of its axes; neighbouring devices differ in the last one.
     """
 
     step: str
@@ -143,6 +147,7 @@ class Plan:
     memory: int
     levels: tuple[LevelPlan, ...]
     notes: tuple[str, ...]
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def own(self) -> LevelPlan:
@@ -156,7 +161,7 @@ class Plan:
         topology = {"hosts": self.topology.hosts, "per_host": self.topology.per_host, "kind": kind}
         return {
             "step": self.step, "topology": topology, "compiled_for": self.compiled_for, "memory": self.memory,
-            "levels": [one.figures() for one in self.levels], "notes": self.notes,
+            "levels": [one.figures() for one in self.levels], "notes": self.notes, "mesh": dict(self.mesh),
         }  # fmt: skip
 
     def to_json(self) -> str:
@@ -178,9 +183,17 @@ class Plan:
         share = "" if kind.name == "cpu" else f" of {readable(kind.memory)} ({FRACTION}={fraction():g})"
         return [
             f"memory: JAX takes {readable(self.memory)}{share}",
+            *self._axes(),
             f"links: {self.topology.links}; times are for these speeds and nothing else on the way",
             *(f"note: {note}" for note in self.notes),
         ]
+
+    def _axes(self) -> list[str]:
+        """Where the axes of a mesh of several lie."""
+        axes = [Axis(name, size) for name, size in self.mesh.items()]
+        where = lambda axis: self.topology.crossings(along(axes, [axis.name]) or (range(self.topology.devices),))
+        lie = [f"{one.name}={one.size} ({'between hosts' if where(one) else 'within a host'})" for one in axes]
+        return [f"mesh: {', '.join(lie)}"] if len(axes) > 1 else []
 
     def _bytes(self) -> Table:
         table = Table(title="bytes on one device")
@@ -208,7 +221,9 @@ class Plan:
     def _traffic(self) -> Table:
         table = Table(title="collectives in one step, of one device")
         table.add_column("")
-        table.add_column("collective")
+        several = len(self.mesh) > 1
+        for name in ("axis", "collective") if several else ("collective",):
+            table.add_column(name)
         between = ["between hosts"] if self.topology.hosts > 1 else []
         for name in ("count", "whole arrays", "sent", *between, "time", "overlapped"):
             table.add_column(name, justify="right")
@@ -219,7 +234,7 @@ class Plan:
                 share = "" if row.overlapped is None else f"{row.overlapped:.0%}"
                 sizes = map(readable, (row.bytes, row.sent, *([row.between] if between else [])))
                 cells = (str(row.count), *sizes, duration(row.seconds), share)
-                table.add_row(one.name if i == 0 else "", row.kind, *cells)
+                table.add_row(one.name if i == 0 else "", *[row.axis] * several, row.kind, *cells)
         return table
 
 

@@ -99,10 +99,12 @@ def table(found: Counter[Transfer]) -> str:
     rows.add_column("collective")
     for name in ("count", "dtype", "elements", "bytes", "leaves", "devices", "times a step", "sent a step"):
         rows.add_column(name, justify="right")
-    rows.add_column("where")
+    several = any(one.axes for one in found)
+    for name in ("axes", "where") if several else ("where",):
+        rows.add_column(name)
     for one, count in found.items():
         cells = (count, one.dtype, one.elements, one.bytes, one.leaves, one.devices, one.times, count * one.sent)
-        rows.add_row(one.kind, *map(str, cells), one.place)
+        rows.add_row(one.kind, *map(str, cells), *([one.axes] if several else []), one.place)
     total = f"total: {_total(found)} by each device a step, if in a ring{_doubts(found)}"
     return f"{text_of(rows, width=160)}\n{total}"
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist import communicators, connectors, streams
@@ -23,6 +24,7 @@ from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.keys import Key
 from jaxdist.control.sequence import CallSequence
 from jaxdist.control.watchdog import Watchdog
+from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
 from jaxdist.runtime import commlog, farewell, start, transfer
 
 COMMUNICATORS = ("auto", "xla", "mpi")
@@ -98,6 +100,47 @@ class Context:
         if kind not in self._parts:
             self._parts[kind] = kind(self)
         return self._parts[kind]
+
+    def places(self, mesh: Mesh | Sizes) -> dict[str, tuple[int, ...]]:
+        """The places on each axis of a mesh of this process's devices.
+
+        Args:
+          mesh: as for `jaxdist.parallel`.
+
+        Raises:
+          ValueError: the job's devices don't make such a mesh.
+
+        Example:
+          >>> import jaxdist
+          >>> ctx = jaxdist.init()
+          >>> places = ctx.places({"data": -1, "model": 1})
+          >>> places["model"], len(places["data"]) == len(ctx.devices)
+          ((0,), True)
+        """
+        made = mesh_of(mesh, self.devices)
+        own = np.nonzero([[d.process_index == self.rank for d in made.devices.flat]])[1]
+        at = np.unravel_index(own, made.devices.shape)
+        return {name: tuple(map(int, np.unique(k))) for name, k in zip(made.axis_names, at, strict=True)}
+
+    def part(self, mesh: Mesh | Sizes | None = None) -> tuple[int, int]:
+        """Which part of a batch this process passes, and of how many.
+
+        Processes with the same place on the axis of data pass the same part. `jaxdist.loader` goes by it.
+
+        Args:
+          mesh: as for `jaxdist.parallel`; default: that of `jaxdist.data_parallel`, on which each process has its own.
+
+        Raises:
+          ValueError: the job's devices don't make such a mesh.
+
+        Example:
+          >>> import jaxdist
+          >>> part, parts = jaxdist.init().part()
+          >>> list(range(10))[part::parts]
+          [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+        """
+        parts = parts_of_batch(mesh_of(mesh, self.devices) if mesh else self.mesh)
+        return next(k for k, ranks in enumerate(parts) if self.rank in ranks), len(parts)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process is here.

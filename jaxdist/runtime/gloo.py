@@ -6,12 +6,12 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist import streams
@@ -21,37 +21,40 @@ _T = TypeVar("_T")
 # A line a rank, on standard output, for each set of processes that it connects; nothing turns it off.
 _CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")
 _lock = threading.Lock()  # there is one standard output
-_connected: set[tuple[int, ...]] = set()
+_connected: set[tuple[Any, ...]] = set()
 
 
-def connect(mesh: Mesh) -> None:
-    """A first sum over all processes, when they are all here: for connecting them gloo gives them 30 s to come.
+def connect(mesh: Mesh, names: Sequence[str]) -> None:
+    """A first sum between the processes along some axes, when all are here: for connecting them gloo gives them 30 s to
+    come.
 
     (A constant in XLA. The later collectives wait for half an hour.)
 
     Args:
       mesh: over one device of each process.
+      names: of the axes, in the order in which programs sum over them.
     """
-    (axis,) = mesh.axis_names
-    ones = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(axis)), np.ones(1, np.int32))
-    quietly(mesh, lambda: jax.jit(jnp.sum)(ones))
+    cut = PartitionSpec(mesh.axis_names)
+    ones = jax.make_array_from_process_local_data(NamedSharding(mesh, cut), np.ones(1, np.int32))
+    sum_of = jax.shard_map(lambda x: lax.psum(x, tuple(names)), mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
+    devices = tuple(device.id for device in mesh.devices.flat)
+    quietly(devices if len(mesh.axis_names) == 1 else (devices, *names), lambda: jax.jit(sum_of)(ones))
 
 
-def quietly(mesh: Mesh, run: Callable[[], _T]) -> _T:
+def quietly(between: tuple[Any, ...], run: Callable[[], _T]) -> _T:
     """What a program between CPU processes returns, without gloo's word that it has connected them.
 
     In the first one between some processes standard output is held, and what else was written there follows.
 
     Args:
-      mesh: the devices of the program.
+      between: the devices that communicate, by their ids; equal for programs that need no other connections.
       run: starts it.
     """
-    devices = tuple(device.id for device in mesh.devices.flat)
-    if devices in _connected:
+    if between in _connected:
         return run()
     with _lock, _held_output():
         result = jax.block_until_ready(run())
-    _connected.add(devices)
+    _connected.add(between)
     return result
 
 

@@ -123,7 +123,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if over_gloo and (communicator == "xla" or _one_host(control)):
         control.barrier(timeout)
-        gloo.connect(mesh)
+        gloo.connect(mesh, mesh.axis_names)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import with_hosts
 

@@ -64,8 +64,9 @@ def op_by_op(
             spanning = [spans(physical(x)) for x in mine]
             own = [None if s else np.asarray(x) for s, x in zip(spanning, mine, strict=True)]
             parts = context.control.exchange("batch of a step without jit", own, context.timeout)
+            first = [ranks[0] for ranks in placer.shared]
             mine = [
-                _whole(x) if s else np.concatenate([part[k] for part in parts])[: getattr(x, "total", None)]
+                _whole(x) if s else np.concatenate([parts[rank][k] for rank in first])[: getattr(x, "total", None)]
                 for k, (s, x) in enumerate(zip(spanning, mine, strict=True))
             ]
         whole: list[Any] = [None] * len(leaves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
 import operator
@@ -14,13 +16,14 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.agreement import sync
+from jaxdist.agreement import copies, sync
 from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement.meshes import Meshes
 from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
-from jaxdist.mesh import mesh_of
+from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
@@ -150,6 +153,8 @@ class DataParallel(Generic[R]):
                 latest.what = None
             name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
+        if self._entering.unsure:
+            copies.forget(jax.tree.leaves(result))
         if program.donates:
             self._taken.call, self._taken.state = call, program.taken
         self._agreement.returned(self._name, result)
@@ -227,14 +232,22 @@ class DataParallel(Generic[R]):
         of = lambda x: (np.shape(x), jax.dtypes.result_type(x)) if is_array(x) else x
         return tree, keywords, tuple(map(of, leaves))
 
+    @property
+    def mesh(self) -> Mesh | Sizes | None:
+        """What it was decorated with."""
+        return self._settings.mesh
+
+    @under_no_mesh
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """What the step becomes for these arguments, not compiled. Nothing is sent."""
+        self._bind_context()
+        return self._cache.program(*self._signature(*self._arguments(args, kwargs)))
+
     @under_no_mesh
     def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
-        """The step for these arguments, placed over each axis and not compiled; nothing: on one device. Nothing is
-        sent."""
-        self._bind_context()
-        assert self._mesh is not None
-        program = self._cache.program(*self._signature(*self._arguments(args, kwargs)))
-        return [one.placed for one in program.place()] if self._mesh.size > 1 else []
+        """`program`, placed over each axis; nothing: on one device."""
+        program, mesh = self.program(*args, **kwargs), self._mesh
+        return [one.placed for one in program.place()] if mesh and mesh.size > 1 else []
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""
@@ -256,9 +269,11 @@ class DataParallel(Generic[R]):
 
     def _bind_context(self) -> None:
         if self._context is None:
-            context = self._context = get_context()
+            context = get_context()
             given = self._settings.mesh
-            mesh = self._mesh = mesh_of(given, list(context.mesh.devices.flat)) if given else context.mesh
+            mesh = context.mesh if given is None else mesh_of(given, context.devices)
+            context.only(Meshes).connect(mesh)
+            self._context, self._mesh = context, mesh
             self._placer = Placer(context, mesh)
             self._cache = ProgramCache(
                 self._settings, mesh, self._placer, context.rules or context.communicator, self._traced
@@ -340,14 +355,15 @@ class DataParallel(Generic[R]):
             latest = None
         program = latest and latest.program
         changed = program is None or any(not signature.is_batch[i] for i in misplaced)
+        outside = () if other_types else self._entering.outside(program, signature, leaves)
         # State that is kept in another way has another program.
         kept = [self._placer.layout(leaves[i]) for i in signature.state] if changed else []
         what = latest.what if latest is not None and not changed else self._agreed.get((known, *kept))
         if other_types:  # the others find the same, or that this rank traces a program which they don't
             what = what or self._entering.kind_of_call(signature, batch)
             self._agreement.corrected(what)
-        elif what is None or ELSEWHERE in kept or not self._agreement.known(call, what):
-            compared = self._entering.agree(signature, leaves, batch)
+        elif what is None or ELSEWHERE in kept or outside or not self._agreement.known(call, what):
+            compared = self._entering.agree(signature, leaves, batch, outside)
             what = what or compared
             self._agreement.compared(call, what)
         if latest is not None:
@@ -372,6 +388,10 @@ class DataParallel(Generic[R]):
     @under_no_mesh
     def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, on_cpu: bool | None = None) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
+        if self._settings.mesh is not None:  # nor those of the mesh that it is for
+            there = copy.copy(self)
+            there._context, there._settings = None, dataclasses.replace(self._settings, mesh=None)
+            return there.forecast(mesh, args, hosts, on_cpu)
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
         return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, on_cpu)

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement import copies
+from jaxdist.agreement.calls import ORIGIN, Agreement, StepCall
 from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
@@ -24,6 +25,8 @@ from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature
 
 _log = logging.getLogger("jaxdist")
+_OFTEN = 32
+"""Where each call comes with state from outside of steps, it is compared in one of so many, at least."""
 
 
 class Entering:
@@ -34,12 +37,36 @@ class Entering:
       context: the job.
       placer: onto the step's devices.
       settings: of the step.
+
+    Attributes:
+      unsure: the call in progress has state that may differ between the ranks, and so has what it returns.
     """
 
     def __init__(self, name: str, context: Context, placer: Placer, settings: Settings):
         self._name, self._context, self._placer = name, context, placer
         self._options = settings.said()
         self._agreement = context.only(Agreement)
+        self.unsure, self._in_a_row = False, 0  # calls with state from outside
+
+    def outside(self, program: Program | None, signature: Signature, leaves: Sequence[Any]) -> Sequence[int]:
+        """State of all ranks that comes from no decorated step, and is to be compared in this call.
+
+        Where each call brings such state (an update outside of the step) that is in the first, second, fourth, eighth
+        and sixteenth, and in every 32nd: copies that differ go on to differ.
+
+        Args:
+          program: that these leaves are probably for.
+          signature: of the call.
+          leaves: of its arguments.
+        """
+        if self._context.size == 1:
+            return ()
+        given, found = signature.pick_state(leaves), list[int]()
+        if program is None or program.pick_next is None or not copies.follow(program, given, program.pick_next):
+            found = [signature.state[k] for k in copies.unknown(given)]
+        self._in_a_row = n = self._in_a_row + 1 if found else 0
+        self.unsure = n & (n - 1) > 0 and n % _OFTEN > 0
+        return () if self.unsure else found
 
     def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
         """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""
@@ -98,8 +125,10 @@ class Entering:
         names = [signature.names[i] for i in signature.batch]
         return StepCall(self._name, tuple(zip(names, map(_type_of, batch), strict=True)), signature.constants)
 
-    def agree(self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any]) -> StepCall:
-        """Compare what this rank comes with and what the others do."""
+    def agree(
+        self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any], outside: Sequence[int] = ()
+    ) -> StepCall:
+        """Compare what this rank comes with and what the others do; `outside`: as of the method."""
         names = [signature.names[i] for i in signature.batch]
         problem = self._placer.batch_problem(names, batch)
         entries = [*self._options, *((f"constant {name}", value) for name, value in signature.constants)]
@@ -114,9 +143,25 @@ class Entering:
             entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
             if not problem and (found := self._placer.state_problem(x)):
                 problem = f"state leaf {name} {found}"
-        what = self.kind_of_call(signature, batch)
-        self._agreement.check(what, tuple(entries), problem)
+        what, changed = self.kind_of_call(signature, batch), [signature.names[i] for i in outside]
+        named = f"{', '.join(changed[:4])}{', ...' if len(changed) > 4 else ''}"
+        entries.append((ORIGIN, f"not a decorated step, of {named}" if named else "decorated steps"))
+        more = f" and with {named} changed outside of decorated steps" if named else ""
+        self._agreement.check(what, tuple(entries), problem, more)
+        if outside:
+            self._compare_copies({signature.names[i]: copies.checksum(leaves[i]) for i in outside})
+            copies.add(leaves[i] for i in outside)
         return what
+
+    def _compare_copies(self, mine: dict[str, int]) -> None:
+        everyone = self._context.control.exchange(f"copies for step {self._name}", mine, self._context.timeout)
+        for name in dict.fromkeys(name for own in everyone for name in own):
+            if others := unlike_the_root([own.get(name) for own in everyone]):
+                self._in_a_row = 0
+                raise ValueError(
+                    f"step {self._name!r}: state leaf {name} is an array of all ranks, and rank 0 and rank "
+                    f"{list_ranks(others)} do not hold the same. {copies.CHANGED}"
+                )
 
     def report(self, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""

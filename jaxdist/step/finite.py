@@ -23,7 +23,7 @@ from jaxdist.errors import StepError
 from jaxdist.ir.primitives import count_p
 from jaxdist.ir.primitives import counts as counts_of
 from jaxdist.ir.trace import step_mesh
-from jaxdist.mesh import passes
+from jaxdist.mesh import NAMES
 
 Tree = TypeVar("Tree")
 
@@ -154,8 +154,8 @@ def examine(
 
 
 def _devices(mesh: Mesh, at: Sequence[int]) -> str:
-    """Devices by their ranks, if a process has one."""
-    devices = mesh.devices.transpose([mesh.axis_names.index(axis.name) for axis in passes(mesh)])  # as they are counted
+    """Devices by their ranks, if a process has one; they are counted in the order of the passes."""
+    devices = mesh.devices.transpose(sorted(range(mesh.devices.ndim), key=lambda k: NAMES.index(mesh.axis_names[k])))
     ranks = [d.process_index for d in devices.flat]
     if len(set(ranks)) == len(ranks):
         return f"on rank {list_ranks([ranks[i] for i in at])}"

@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh
 
-from jaxdist.mesh import Axis, data_size
+from jaxdist.mesh import MODEL, Axis, data_size
 from jaxdist.placements.layouts import Layout, choose, layout, sharding
 from jaxdist.placements.report import work
 from jaxdist.placements.values import REPLICATED
@@ -99,6 +99,7 @@ class Forecast:
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
         self._mesh, self._hosts, self._on_cpu = mesh, hosts, on_cpu
         self._jaxprs: dict[float, StepJaxpr] = {}
+        self._cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
 
     @property
     def examples(self) -> int:
@@ -118,11 +119,15 @@ class Forecast:
         """
         signature, mesh = self._signature, self._mesh
         avals = self._types(scale)
-        trace = traced(self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._on_cpu)
+        trace = traced(
+            self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._on_cpu,
+            self._settings.layouts, self._cut,
+        )  # fmt: skip
         layouts = list(trace.layouts)
+        self._cut = {i: cut.dim for i, how in enumerate(layouts) if how and (cut := how.by(MODEL))}
         for i in signature.state:
             if in_shards(self._leaves[i]):
-                cut = choose(avals[i].shape, mesh.size)
+                cut = choose(avals[i].shape, data_size(mesh))
                 layouts[i] = layouts[i] or (cut and layout(cut))
         program = self._cache.make(trace, signature, avals, layouts, mesh, "xla")
         emitted, placed = program.emitted()

@@ -8,16 +8,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.mesh import MODEL
+from jaxdist.mesh import MODEL, passes
+from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Cut, Layout, layout
+from jaxdist.placements.search import search
 from jaxdist.step.signature import Signature
 
 
 def cut_by_model(
-    layouts: Mapping[str, int | None] | None, signature: Signature, avals: Sequence[Any], mesh: Mesh
-) -> list[Layout | None]:
+    layouts: Mapping[str, int | None] | None,
+    signature: Signature,
+    avals: Sequence[Any],
+    mesh: Mesh,
+    infer: Infer,
+    closed: ClosedJaxpr,
+    sources: Sequence[int | None],
+    given: Mapping[int, int],
+) -> list[Layout]:
     """How the model axis cuts each argument of a step.
 
     Args:
@@ -25,19 +35,39 @@ def cut_by_model(
       signature: names the arguments.
       avals: their types.
       mesh: the devices.
+      infer: places the step over some axis.
+      closed: the step.
+      sources: for each result the argument whose next value it is, or None.
+      given: arguments that come cut by the axis, and the dimension.
 
     Raises:
       ValueError: something else than expressions and dimensions, an expression that is found in no leaf, or a dimension
         that a leaf does not have.
     """
     _check(layouts)
-    found: list[Layout | None] = [None] * len(avals)
-    parts, used = mesh.shape.get(MODEL, 1), set[str]()
+    parts = mesh.shape.get(MODEL, 1)
     if parts == 1:
-        return found
+        dims = {}
+    elif layouts is None:
+        infer = infer.over(passes(mesh), 0)
+        block = infer.block(closed)
+        block.outermost = True
+        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
+    else:
+        dims = _named(layouts, signature, avals, parts)
+
+    def cut(i: int, shape: Sequence[int]) -> Layout:
+        return layout(Cut(MODEL, parts, dims[i], -shape[dims[i]] % parts)) if i in dims else layout()
+
+    return [cut(i, aval.shape) for i, aval in enumerate(avals)]
+
+
+def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
+    """The arguments that the user's expressions name, and the dimension."""
+    found, used = dict[int, int](), set[str]()
     for i in signature.state:
         name, shape = signature.names[i], avals[i].shape
-        for expression, dim in (layouts or {}).items():
+        for expression, dim in layouts.items():
             if not re.search(expression, name):
                 continue
             used.add(expression)
@@ -48,10 +78,9 @@ def cut_by_model(
                     f"layouts={{{expression!r}: {dim}}}: leaf {name} has shape {shape}, and no dimension {dim} for the "
                     f"{parts} devices of the axis {MODEL!r} to cut"
                 )
-            dim %= len(shape)
-            found[i] = layout(Cut(MODEL, parts, dim, -shape[dim] % parts))
+            found[i] = dim % len(shape)
             break
-    if layouts and (unused := [expression for expression in layouts if expression not in used]):
+    if unused := [expression for expression in layouts if expression not in used]:
         names = ", ".join(signature.names[i] for i in signature.state[:8])
         raise ValueError(f"layouts: {unused[0]!r} is found in no leaf of the state; its leaves are {names}")
     return found

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxdist import compat
 from jaxdist.ir import fingerprint
-from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row
+from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step.batch import is_keys
@@ -29,6 +29,11 @@ class Placer:
     Args:
       context: the job; its root's values are those of state that is not on the mesh yet.
       mesh: the devices.
+
+    Attributes:
+      processes: number of those with some of the devices.
+      parts: of which a batch is made up.
+      shared: for each the processes that pass it.
     """
 
     def __init__(self, context: Context, mesh: Mesh):
@@ -36,7 +41,8 @@ class Placer:
         self.state_sharding = sharding(mesh, None)
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
-        self.parts = _parts(mesh)
+        self.shared = parts_of_batch(mesh)
+        self.parts = len(self.shared)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known: dict[int, tuple[Any, Any]] = {}
         self._layouts: dict[int, Any] = {}  # of a sharding, by its id: a state may come with others each time
@@ -86,7 +92,7 @@ class Placer:
         own = getattr(physical(x), "sharding", None)
         if not isinstance(own, NamedSharding) or own.is_fully_replicated or self.is_ours(own.mesh):
             return None
-        if own.device_set == set(self.mesh.devices.flat) and type(x) is not Padded:  # `place_state` moves it
+        if own.device_set == set(self.mesh.devices.flat):  # `place_state` moves it
             return None
         return (
             f"is in shards over the devices {_ids(own.device_set)}, and this step runs on "
@@ -102,7 +108,7 @@ class Placer:
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
             leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
         placed = [
-            self._replicate(x) if how is None else self.in_shards(x, how)
+            self._replicate(self._unpadded(x)) if how is None else self.in_shards(x, how)
             for x, how in zip(leaves, layouts, strict=True)
         ]
         return [_weak(x) if w and not x.weak_type else x for x, w in zip(placed, weak, strict=True)]
@@ -113,10 +119,9 @@ class Placer:
         if isinstance(own, Layout) and own is not how and layout(*own.cuts, host=how.host) is how:
             array = copied(physical(x), sharding(self.mesh, how))
             return array if how.is_plain else Padded(array, how)
-        if spans(physical(x)):
-            whole = physical(x)
-            whole = (whole if whole.is_fully_replicated else self._replicate(whole)).addressable_data(0)
-            x = own.trimmed(whole) if type(x) is Padded else whole
+        x = self._unpadded(x)
+        if spans(x):
+            x = (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0)
         x = how.padded(np.asarray(x))
         place = sharding(self.mesh, how)
         shards = [
@@ -125,6 +130,12 @@ class Placer:
         ]
         array = jax.make_array_from_single_device_arrays(x.shape, place, shards)
         return array if how.is_plain else Padded(array, how)
+
+    def _unpadded(self, x: Any) -> Any:
+        """A leaf without its padding, which is that of another mesh."""
+        if type(x) is not Padded:
+            return x
+        return x.layout.trimmed(self._replicate(x.array).addressable_data(0) if spans(x.array) else np.asarray(x.array))
 
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, NUMBERS):
@@ -304,16 +315,6 @@ def _lengthened(x: Any, dim: int, size: int) -> Any:
     own = jnp if isinstance(x, jax.Array) else np
     last = x[(slice(None),) * dim + (slice(-1, None),)]
     return own.concatenate([own.asarray(x), own.repeat(own.asarray(last), missing, dim)], dim)
-
-
-def _parts(mesh: Mesh) -> int:
-    """The number of processes' parts that make up the batch; processes at one place on the axis of data pass the same
-    part."""
-    if AXIS not in mesh.axis_names:
-        return 1
-    k = mesh.axis_names.index(AXIS)
-    rows = np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
-    return len({frozenset(d.process_index for d in row) for row in rows})
 
 
 def _cuts(own: NamedSharding) -> list[Cut] | None:

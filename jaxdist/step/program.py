@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
+from jaxdist.agreement import copies
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
-from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, in_host, passes
+from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, in_host, passes
 from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
@@ -28,12 +28,12 @@ from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, of_batch, sharding, spec
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
-from jaxdist.placements.small import at_once
 from jaxdist.placements.strategy import Placed
-from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
+from jaxdist.placements.values import REPLICATED
 from jaxdist.placements.wires import compressible
 from jaxdist.runtime.context import hosts_of
 from jaxdist.step.batch import carried_over, is_keys, unsplit
+from jaxdist.step.passes import Pass, place, spec_of
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
 from jaxdist.step.tracing import TracedStep, carried, returns_like
 
@@ -72,6 +72,7 @@ class Program:
       padded: where the state's leaves are arrays with padding.
       batch: how the leaves of the batch are split.
       kind: equal for programs that are for the same arguments, kept alike, under the same settings of JAX.
+      pick_next: takes the state of the next call from the leaves of the result; None: not all of it is there.
       taken: the arrays whose memory the latest call took; they are gone.
     """
 
@@ -98,6 +99,11 @@ class Program:
         self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = step.infer.on_cpu
+        self._several = len({d.process_index for d in mesh.devices.flat}) > 1
+        sizes = (math.prod(a.shape) * a.dtype.itemsize for a in step.jaxpr.out_avals)
+        self._small = sum(sizes) <= copies.SMALL
+        following = [step.sources.index(i) for i in signature.state if i in step.sources]
+        self.pick_next = picker(following) if len(following) == len(signature.state) else None
         self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
         self._calls = 0
         self.taken: Sequence[Any] = ()
@@ -142,7 +148,7 @@ class Program:
         arguments of the same type in the next call."""
         self._emitted = self._emitted or self._emit()
         _, found = self._emitted
-        specs = [_spec(found, ps) for ps in zip(*(one.placed.outs for one in found), strict=True)]
+        specs = [spec_of(found, ps) for ps in zip(*(one.placed.outs for one in found), strict=True)]
         kept = [None if i is None else self.layouts[i] for i in self._step.sources]
 
         def place(own: P, how: Layout | None) -> NamedSharding:
@@ -190,6 +196,11 @@ class Program:
         returned = set(self._step.sources)
         return [i for i in self.signature.state if i not in returned]
 
+    def cut_by_model(self) -> dict[str, int]:
+        """The leaves that the model axis cuts, by name, and the dimension."""
+        kept = zip(self.signature.names, self.layouts, strict=True)
+        return {name: cut.dim for name, how in kept if how and (cut := how.by(MODEL))}
+
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of the mesh that it runs on, the outermost first."""
@@ -202,7 +213,7 @@ class Program:
             name for _, at, name in self.signature.arguments
             if returned.isdisjoint(at) and any(avals[i].shape and not is_keys(avals[i]) for i in at)
         ]  # fmt: skip
-        if not names or not worth_splitting(over[0]):
+        if not names or not any(map(worth_splitting, over)):
             return ""
         processes = {d.process_index for d in self._mesh.devices.flat}
         return unsplit(names, self._mesh.size, len(processes))
@@ -242,6 +253,8 @@ class Program:
             jax.block_until_ready(outs)
         if self.checked:
             *outs, found = outs
+        if self._several:
+            copies.returned(self, outs, self._small and not self._padded_outputs)
         for i, how in self._padded_outputs:
             outs[i] = Padded(outs[i], how)
         result = jax.tree.unflatten(self._step.tree, outs)
@@ -268,62 +281,26 @@ class Program:
         Args:
           fused: `_fused`, which may be asked for what it returns.
         """
-        axes, own = passes(self._over), self._step.infer
-        found, closed = list[Pass](), self._step.jaxpr
-        for k in range(len(axes)):
-            last = k == len(axes) - 1
-            infer = own if last and own.mesh == axes else own.over(axes, k)
-            found.append(self._along(infer, closed, found, fused or self._fused if len(axes) == 1 else None))
-            if not last:
-                placed = found[-1].placed
-                closed = self._emitter(infer, placed, True).program(local_types(placed))
-        return found
+        axes, fused = passes(self._over), fused or self._fused
+        whole, batch = [REPLICATED] * len(axes), iter(self.batch)
+        given = [
+            next(batch).placements(a.shape, axes, stored=False) if is_batch else how.placements(a.shape, axes) if how
+            else whole
+            for is_batch, how, a in zip(self.signature.is_batch, self.layouts, self._avals, strict=True)
+        ]  # fmt: skip
+        layouts = [None if i is None else self.layouts[i] for i in self._step.sources]
+        kept = [
+            how and how.placements(a.shape, axes) for how, a in zip(layouts, self._step.jaxpr.out_avals, strict=True)
+        ]
 
-    def _along(
-        self, infer: Infer, closed: ClosedJaxpr, before: Sequence[Pass],
-        fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None,
-    ) -> Pass:  # fmt: skip
-        """Settle the placements over the next axis.
+        def emit(infer: Infer, placed: Placed) -> ClosedJaxpr:
+            return self._emitter(infer, placed, True).program(local_types(placed))
 
-        Args:
-          infer: over that axis.
-          closed: what a device runs along the axes before it.
-          before: the passes over these.
-          fused: of a step on a mesh of one axis: its program, which tells how many messages it sends.
-        """
-        step, axes, k = self._step, passes(self._over), len(before)
-        batch = iter(self.batch)
-        ins: list[Placement] = []
-        for is_batch, how, aval in zip(self.signature.is_batch, self.layouts, self._avals, strict=True):
-            if is_batch:
-                ins.append(next(batch).placements(aval.shape, axes, stored=False)[k])
-            else:
-                ins.append(REPLICATED if how is None else how.placements(aval.shape, axes)[k])
-        block = infer.block(closed)
-        block.outermost = True
-        natural = infer.place(block, ins)
-        wants: list[Form | None] = []
-        data = [axis.size for axis in _of_data(axes)]
-        for i, (given, source, aval) in enumerate(zip(natural.given, step.sources, step.jaxpr.out_avals, strict=True)):
-            how = self.layouts[source] if source is not None else None
-            outer = before[-1].placed.outs[i] if before and axes[k - 1].name == GROUP else None
-            if how is not None:
-                wants.append(form(how.placements(aval.shape, axes)[k]))
-            elif isinstance(outer, Split):
-                wants.append(tiles(outer.dim, outer.size, data)[-1])
-            elif source is None and isinstance(given, Split) and _stays(given, axes, k):
-                wants.append(form(given))
-            else:
-                wants.append(REPLICATED)
-        placed = infer.place(block, ins, wants)
-        if fused is not None:
+        def messages(infer: Infer, placed: Placed) -> int:
+            sent = transfers(fused(infer, placed), self.axes, self._on_cpu)
+            return sum(one.times * count for one, count in sent.items())
 
-            def messages(placed: Placed) -> int:
-                sent = transfers(fused(infer, placed), self.axes, self._on_cpu)
-                return sum(one.times * count for one, count in sent.items())
-
-            placed = at_once(infer, block, placed, ins, messages)
-        return Pass(infer, placed, ins)
+        return place(self._step, axes, given, kept, emit, messages)
 
     def emitted(self) -> tuple[ClosedJaxpr, Sequence[Placed]]:
         """What a device runs, and how it is placed over each axis (none: on one device): for who wants to know it
@@ -380,8 +357,8 @@ class Program:
         closed, found = self._emitted or self._emit()
         self._report(closed, [one.placed for one in found])
         over, outs = self._over, [one.placed.outs for one in found]
-        specs = tuple(_spec(found, ps) for ps in zip(*(one.ins for one in found), strict=True))
-        out_specs = [_spec(found, ps) for ps in zip(*outs, strict=True)]
+        specs = tuple(spec_of(found, ps) for ps in zip(*(one.ins for one in found), strict=True))
+        out_specs = [spec_of(found, ps) for ps in zip(*outs, strict=True)]
 
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
@@ -400,46 +377,6 @@ class Program:
 
 class OtherTypesError(Exception):
     """The arguments have other types than those that a program is for."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A step, placed over one axis.
-
-    Attributes:
-      infer: over that axis.
-      placed: with its values in slices along it.
-      ins: how its arguments come.
-    """
-
-    infer: Infer
-    placed: Placed
-    ins: Sequence[Placement]
-
-
-def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
-    """Whether an aux value comes back as it is split over the `k`-th of some axes: the devices divide it, those of both
-    axes of data if there are two; or it was asked for in shards."""
-    own = axes[k]
-    if p.stored:
-        return own.name == AXIS and p.requested and p.is_tile(own.size)
-    along = [own] if own.name == SEQUENCE else _of_data(axes)
-    if own not in along[:1] or p.size % math.prod(axis.size for axis in along):
-        return False
-    return p.outer == 1 and not p.is_padded(own.size) and not p.whole
-
-
-def _of_data(axes: Sequence[Axis]) -> list[Axis]:
-    """The axes that split the batch's examples: one, or two, of which the second one shards."""
-    return [axis for axis in axes if axis.name in (GROUP, AXIS)]
-
-
-def _spec(found: Sequence[Pass], placements: Sequence[Placement]) -> P:
-    """How an array lies on the mesh that the axis of each pass cuts as these say."""
-    axes = [one.infer.axis for one in found]
-    cut = [(p.dim, axis.name) for p, axis in zip(placements, axes, strict=True) if isinstance(p, Split)]
-    dims = [tuple(name for dim, name in cut if dim == d) for d in range(1 + max((dim for dim, _ in cut), default=-1))]
-    return spec(dims)
 
 
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:

@@ -11,10 +11,9 @@ from jax.sharding import Mesh
 
 from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import trace_settings
-from jaxdist.mesh import AXIS, data_size
+from jaxdist.mesh import AXIS, MODEL, data_size
 from jaxdist.placements.layouts import Layout, on_host
 from jaxdist.step import debugging
-from jaxdist.step.model_axis import cut_by_model
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
 from jaxdist.step.settings import COMPRESSIONS, Settings
@@ -108,11 +107,20 @@ class ProgramCache:
         """The step as it is traced for a call of these leaves, and what was found out about it."""
         types = self.types(signature, leaves)
         step = self.jaxpr(signature, types)
-        key = (signature, id(step))
+        layouts, key = self._settings.layouts, (signature, id(step), False)
+        given = self._cut_by_model(signature, leaves) if layouts is None else {}
+        if given and key not in self.traces:  # which are searched for, where nothing comes cut
+            key = (signature, id(step), True)
         if key not in self.traces:
-            outer = cut_by_model(self._settings.layouts, signature, types, self._mesh)
-            self.traces[key] = traced(step, signature, types, self._mesh, outer=outer)
+            self.traces[key] = traced(step, signature, types, self._mesh, layouts=layouts, given=given)
         return self.traces[key]
+
+    def _cut_by_model(self, signature: Signature, leaves: Sequence[Any]) -> dict[int, int]:
+        """The leaves that come cut by the model axis, and the dimension."""
+        if self._mesh.shape.get(MODEL, 1) == 1:
+            return {}
+        kept = [(i, self._placer.layout(leaves[i])) for i in signature.state]
+        return {i: cut.dim for i, how in kept if isinstance(how, Layout) and (cut := how.by(MODEL))}
 
     def make(
         self,

@@ -42,13 +42,14 @@ class Reader:
         """The signature with the batch.
 
         Args:
-          differs: leaves that are not the same on all ranks; None: they were not compared.
+          differs: leaves that are not the same on all ranks; None: they were not compared, or all ranks pass the whole
+            batch.
           several: whether there are several devices to split a batch over.
 
         Raises:
           AmbiguousError: there are several readings.
         """
-        alone = differs is None and self._placer.processes == 1
+        alone = differs is None and self._placer.parts == 1
         lengths = [batch.length([self._sizes[i] for i in at]) for at in self._at]
         arrays = {n for n, at in zip(lengths, self._at, strict=True) if not self._only_keys(at)}
         for k, at in enumerate(self._at):
@@ -136,7 +137,7 @@ class Reader:
         """The step if these leaves are the batch, with more entries than they have; None: it can't be traced."""
         tried = self._signature.with_batch(cut)
         types = self._cache.types(tried, self._leaves)
-        if self._placer.processes == 1:  # what is no batch can't be twice as long
+        if self._placer.parts == 1:  # what is no batch can't be twice as long
             types = [
                 jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
                 for a, is_batch in zip(types, tried.is_batch, strict=True)

@@ -56,6 +56,8 @@ class Settings:
             mesh = dict(mesh.shape), [device.id for device in mesh.devices.flat]
         values = {
             "batch_argnums": self.batch,
+            "axis_name": self.axis_name,
+            "donate": self.donate if isinstance(self.donate, bool) else sorted(self.donate),
             "check_finite": self.check_finite,
             "check_every": self.check_every,
             "bucket_bytes": self.bucket_bytes,

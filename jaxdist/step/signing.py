@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxdist.agreement.description import unlike_the_root
+from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import StepError
+from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
@@ -105,20 +106,23 @@ class Signer:
         for i, values in enumerate(zip(*everyone, strict=True)):
             if others := list(range(context.size)) if values[0] is None else unlike_the_root(values):
                 differs[i] = others
-        if self._declared is None:
+        if self._declared is None and self._placer.parts > 1:
             # What lies on all processes may be of a loader, or the first argument's shards.
             first = signature.arguments[0][1]
             own = {i for i in differs if mine[i] is not None or i not in first}
             signature = self._one(self._read(signature, leaves, own))
+        self._check_shared(signature, everyone)
         self._check_alike(signature, leaves, differs)
         seen = [i for i in signature.batch if getattr(leaves[i], "size", 1)]  # without entries all are alike
-        if seen and not any(i in differs for i in seen) and not self._warned:
+        parts = self._placer.parts
+        if seen and parts > 1 and not any(i in differs for i in seen) and not self._warned:
             self._warned = True
             if context.is_root:
+                of = "rank::size]" if parts == context.size else "part::parts], where part, parts = ctx.part(mesh)"
                 _log.warning(
                     "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
-                    "its own part: jaxdist.loader does, or take x[rank::size]",
-                    self._name, context.size, context.size,
+                    "its own part: jaxdist.loader does, or take x[%s",
+                    self._name, context.size, parts, of,
                 )  # fmt: skip
         return signature, differs
 
@@ -180,6 +184,19 @@ class Signer:
             f"part that happens to be the same. Say which: batch_argnums={rest!r}: it is one for all; or "
             f"batch_argnums={each!r}: each rank has its own part of it. {batch.INDICES}"
         )
+
+    def _check_shared(self, signature: Signature, everyone: Sequence[Sequence[int | None]]) -> None:
+        """Refuse a batch of which ranks that have one part of it pass others."""
+        for ranks in self._placer.shared:
+            for i in signature.batch:
+                if others := unlike_the_root([everyone[rank][i] for rank in ranks]):
+                    raise ValueError(
+                        f"step {self._name!r}: batch leaf {signature.names[i]} is not the same on rank {ranks[0]} and "
+                        f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "
+                        f"{dict(self._placer.mesh.shape)} they have the same place on the axis {AXIS!r}. Read the "
+                        "examples of that place on each of them: jaxdist.loader(..., mesh=) does, or "
+                        "take x[part::parts], where part, parts = ctx.part(mesh)"
+                    )
 
     def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
         assert self._declared is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,14 @@ from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.mesh import AXIS, Axis, along_data, data_size, in_groups, passes
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, choose, layout, memory_apart, on_host
+from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
 from jaxdist.runtime.context import get_context, hosts_of
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.calling import apply
 from jaxdist.step.matching import flows, match
+from jaxdist.step.model_axis import cut_by_model
 from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array
 
 _log = logging.getLogger("jaxdist")
@@ -83,7 +84,8 @@ def traced(
     hosts: Sequence[Any] | None = None,
     shared: int | None = None,
     on_cpu: bool | None = None,
-    outer: Sequence[Layout | None] = (),
+    layouts: Mapping[str, int | None] | None = None,
+    given: Mapping[int, int] | None = None,
 ) -> TracedStep:
     """What placements are settled from.
 
@@ -97,12 +99,11 @@ def traced(
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
       on_cpu: whether the devices stand for CPUs, which have no memory beside the host's, or for GPUs, whose prices
         are others; None: as they say.
-      outer: how the axes before that of data cut each argument; nothing: none does.
+      layouts: of the model axis, as of `jaxdist.parallel`.
+      given: arguments that come cut by the model axis, and the dimension.
     """
     effects.refuse_changes(step.changes, signature)
     closed, tree = step.jaxpr, step.tree
-    outer = [one or layout() for one in outer] if outer else [layout()] * len(avals)
-    shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
     dims: dict[tuple[int, ...], int | None] = {}
 
     def chosen(shape: tuple[int, ...]) -> int | None:
@@ -120,23 +121,25 @@ def traced(
     infer = Infer(axis, chosen if axis.name == AXIS else lambda shape: None, level, priced, way(closed), before)
     block = infer.block(closed)
     block.outermost = True
-    found = marks(infer, block, level)
-    cuts = found.cuts(shapes, parts)
-    dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
-    every = [how.with_cut(cut) for how, cut in zip(outer, cuts, strict=True)]
-    layouts = [how if how.cuts else None for how in every]
-    if found.offloaded and (memory_apart(mesh) if on_cpu is None else not on_cpu):
-        layouts = [
-            on_host(how, shape, mesh.size) if i in found.offloaded else how
-            for i, (how, shape) in enumerate(zip(layouts, shapes, strict=True))
-        ]
     follows = flows(infer, block)
     batch = set(signature.batch)
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources, given_up = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
+    outer = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
+    shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
+    found = marks(infer, block, level)
+    cuts = found.cuts(shapes, parts)
+    dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
+    every = [how.with_cut(cut) for how, cut in zip(outer, cuts, strict=True)]
+    kept = [how if how.cuts else None for how in every]
+    if found.offloaded and (memory_apart(mesh) if on_cpu is None else not on_cpu):
+        kept = [
+            on_host(how, shape, mesh.size) if i in found.offloaded else how
+            for i, (how, shape) in enumerate(zip(kept, shapes, strict=True))
+        ]
     return TracedStep(
-        closed, tree, step.checked, step.changes, infer, groups, found, tuple(layouts), tuple(sources), given_up
+        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), given_up
     )
 
 

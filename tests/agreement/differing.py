@@ -27,6 +27,7 @@ RAISES = MODE in (
     "settings",
     "kept",
     "option",
+    "donation",
 )  # on all ranks, or it ends: nothing is wrong with a state that is saved
 SCALE = 1.0
 tx = optax.adam(0.1)
@@ -107,6 +108,11 @@ def level(w: Any, opt: Any, batch: Any) -> Any:
 
 @functools.partial(jaxdist.data_parallel, bucket_bytes=1000 * ctx.rank)
 def option(w: Any, opt: Any, batch: Any) -> Any:
+    return plain(w, opt, batch)
+
+
+@functools.partial(jaxdist.data_parallel, donate=not ODD)
+def donation(w: Any, opt: Any, batch: Any) -> Any:
     return plain(w, opt, batch)
 
 

@@ -56,6 +56,14 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "64 B" in text
 
 
+def test_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    code, text = plan("script.py:make", "--topology=2x2xcpu", "--mesh=data=2,model=-1", "--json")
+    assert code == 0, text
+    assert json.loads(text)["mesh"] == {"data": 2, "model": 2}
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -67,6 +75,10 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["script.py:make", "4"], "expected NAME=VALUE"),
         (["script.py:make", "size=4"], "unexpected keyword argument 'size'"),
         (["script.py:make", "--topology=8xTPU"], "valid: A100-40, A100-80, H100, H200, B200, cpu"),
+        (["script.py:make", "--mesh=data"], "expected AXIS=SIZE,..., such as data=8,model=8"),
+        (["script.py:make", "--mesh=data=a"], "expected AXIS=SIZE,..., such as data=8,model=8"),
+        (["script.py:make", "--topology=4xcpu", "--mesh=data=3,model=2"], "4xcpu has 4 devices, which these sizes"),
+        (["script.py:make", "--mesh=data=8", "--fit"], "--mesh is not for --fit"),
         (["script.py:make", "--levels=a"], "expected numbers from 0 to 3"),
         (["script.py:make", "--topology=2xcpu", "--fit", "--levels=7"], "there is no ZeRO level 7"),
         (["script.py:make", "--topology=2xTPU", "--fit"], "there is no kind"),

@@ -28,7 +28,9 @@ from jaxdist.data.loader import Loader, gather_for_metrics
 
 def job(rank: int, size: int, exchange: Callable[[str, Any, float], list[Any]]) -> Any:
     """A context, as far as a loader needs one."""
-    return SimpleNamespace(rank=rank, size=size, timeout=1.0, control=SimpleNamespace(exchange=exchange))
+    return SimpleNamespace(
+        rank=rank, size=size, timeout=1.0, control=SimpleNamespace(exchange=exchange), part=lambda mesh: (rank, size)
+    )
 
 
 def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings_: Any) -> Loader:

@@ -19,6 +19,30 @@ def test_calls_mean_on_several_ranks_what_they_mean_on_one_device(ranks: int, co
     assert result.stdout.count("END") == ranks, result.output
 
 
+COPIES = str(Path(__file__).parent / "run_copies.py")
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "communicator"), [(2, "xla"), (3, "mpi")])
+def test_state_from_outside_of_steps_is_compared(ranks: int, communicator: str, tmp_path: Path) -> None:
+    result = jobs.mpirun(ranks, [COPIES, communicator, str(tmp_path)], timeout=500)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count("END") == ranks, result.output
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(("communicator", "leaf"), [("xla", "w"), ("mpi", "w"), ("mpi", "key")])
+def test_state_that_one_rank_changes_between_calls_ends_the_job(communicator: str, leaf: str, tmp_path: Path) -> None:
+    result = jobs.mpirun(2, [COPIES, communicator, str(tmp_path), leaf], timeout=240)
+    assert result.returncode != 0, result.output
+    assert "TRAINED" not in result.stdout, result.output
+    # Rank 0 may be in the call already, or learn of it before.
+    met = f"not a decorated step, of {leaf} on rank 1" in result.output
+    assert met or f"and with {leaf} changed outside of decorated steps" in result.output, result.output
+
+
 WEAK = """
 import jax.numpy as jnp, numpy as np
 import jaxdist

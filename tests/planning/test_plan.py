@@ -15,12 +15,14 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import Mesh
 
 import jaxdist
 from jaxdist import compat
 from jaxdist.communicators import compiler_options
 from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.mesh import Axis
+from jaxdist.placements import search
 from jaxdist.placements.infer import Infer
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.report import Plan
@@ -393,3 +395,92 @@ def test_for_gpus() -> None:
     assert whole <= sent["all-gather"] <= 2.5 * whole
     peaks = [one.peak for one in found.levels]
     assert peaks == sorted(peaks, reverse=True)
+
+
+def layers(p: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"]) ** 2)
+
+
+MEGATRON = {"in": 1, "out": 0}
+
+
+def over_axes(mesh: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """A decorated step, and types of its arguments."""
+    tx = jaxdist.zero(ADAM, level=1)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(layers)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("in", (32, 64)), ("out", (64, 32)))}
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    decorated = jaxdist.parallel(step, mesh=mesh, **options) if mesh else jaxdist.data_parallel(step, **options)
+    return decorated, params, jax.eval_shape(tx.init, params), x
+
+
+def test_a_mesh_of_several_axes_says_what_a_job_on_it_holds() -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    decorated, *types = over_axes(mesh, layouts=MEGATRON)
+    found = jaxdist.plan(decorated, *types, topology="2x4xcpu", levels=())
+    state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), types[:2])
+    params, opt_state, _ = decorated(*state, np.zeros((64, 32), np.float32))
+    for kind, kept in (("parameters", params), ("optimizer state", opt_state)):
+        assert found.own.bytes[kind] == jaxdist.memory(kept).total.device
+    assert found.own.bytes["batch"] == 64 // 2 * 32 * 4
+
+
+def test_bytes_by_axis() -> None:
+    decorated, *types = over_axes({"data": 2, "model": 4}, layouts=MEGATRON)
+    found = jaxdist.plan(decorated, *types, topology="2x4xcpu", levels=())
+    rows = {(row.axis, row.kind): row for row in found.own.traffic}
+    activation = 64 // 2 * 32 * 4
+    assert rows["model", "all-reduce"].bytes == activation
+    assert rows["model", "all-reduce"].sent == activation * 2 * 3 // 4
+    assert rows["model", "all-reduce"].between == 0
+    assert {axis for axis, _ in rows} == {"model", "data"}
+    gradients = 2 * 32 * 64 * 4 // 4
+    assert rows["data", "reduce-scatter"].bytes == gradients
+    assert rows["data", "reduce-scatter"].between == 4 * gradients // 2  # the four rings of a host
+    assert "data=2 (between hosts), model=4 (within a host)" in str(found)
+    assert json.loads(found.to_json())["mesh"] == {"data": 2, "model": 4}
+
+
+@pytest.mark.parametrize("mesh", [{"data": -1, "model": 8}, {"model": 8, "data": 4}])
+def test_the_mesh_of_a_step_for_devices_that_are_not_here(mesh: Any) -> None:
+    decorated, *types = over_axes(mesh)
+    found = jaxdist.plan(decorated, *types, topology="4x8xcpu", levels=())
+    assert found.mesh == {**mesh, "data": 4}
+
+
+def test_another_mesh_than_that_of_the_step() -> None:
+    for own in (None, {"data": 4, "model": 2}):
+        decorated, *types = over_axes(own)
+        there = jaxdist.plan(decorated, *types, topology="8xcpu", levels=(), mesh={"data": 2, "model": -1})
+        assert there.mesh == {"data": 2, "model": 4}
+        assert there.own.bytes["parameters"] == 2 * 32 * 64 * 4 // 4
+    with pytest.raises(ValueError, match="8xcpu has 8 devices, which these sizes don't make"):
+        jaxdist.plan(decorated, *types, topology="8xcpu", mesh={"data": 3, "model": 2})
+    with pytest.raises(ValueError, match="there is no axis 'pipe'"):
+        jaxdist.plan(decorated, *types, topology="8xcpu", mesh={"pipe": 8})
+
+
+def test_groups_of_hosts_on_a_mesh_of_several_axes() -> None:
+    decorated, *types = over_axes({"data": 4, "model": 2}, layouts=MEGATRON)
+    found = jaxdist.fit(decorated, *types, topology="2x4xcpu")
+    assert {one.row.within for one in found.candidates} == {None, "host"}
+    one = Elsewhere(decorated, tuple(types), "2x4xcpu", ())
+    assert one.in_host == one.emitted(shared=2).shared == 2
+    rows = one.row(one.compiled(shared=2), 1, True, None).traffic
+    assert {row.axis for row in rows} == {"data", "model"}
+
+
+def test_one_search_for_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step without layouts; and all levels and batches are cut alike."""
+    searches, best = [], search._Descent.best
+    monkeypatch.setattr(search._Descent, "best", lambda self, groups: (searches.append(1), best(self, groups))[1])
+    decorated, *types = over_axes({"data": 2, "model": 4})
+    found = jaxdist.plan(decorated, *types, topology="8xcpu")
+    assert len(found.levels) == 4
+    assert {one.bytes["parameters"] for one in found.levels[:3]} == {2 * 32 * 64 * 4 // 4}
+    assert len(searches) == 1

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import jobs
-import numpy as np
 import pytest
 
 from jaxdist.runtime import gloo
@@ -67,10 +64,6 @@ def test_gloos_thread_and_no_other_waits_for_its_turn(how: str, batch: int) -> N
     assert [result.stdout for result in results] == [f"{batch} True\n"] * 2, results
 
 
-def _mesh(*ids: int) -> Any:
-    return SimpleNamespace(devices=np.array([SimpleNamespace(id=i) for i in ids]))
-
-
 def test_only_the_one_line_is_dropped_and_only_at_first(capfd: pytest.CaptureFixture[str]) -> None:
     def run() -> int:
         os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n")
@@ -78,9 +71,9 @@ def test_only_the_one_line_is_dropped_and_only_at_first(capfd: pytest.CaptureFix
         os.write(1, b"from a thread of the user's\n")
         return 3
 
-    assert gloo.quietly(_mesh(901, 902), run) == 3
+    assert gloo.quietly((901, 902), run) == 3
     assert capfd.readouterr().out == "[Gloo] Rank 0 is NOT connected to: [1]\nfrom a thread of the user's\n"
-    gloo.quietly(_mesh(901, 902), run)
+    gloo.quietly((901, 902), run)
     assert "is connected to 1 peer ranks" in capfd.readouterr().out
 
 
@@ -91,5 +84,5 @@ def test_what_was_held_comes_out_when_the_program_fails(capfd: pytest.CaptureFix
 
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on purpose"):
-            gloo.quietly(_mesh(903), run)
+            gloo.quietly((903,), run)
     assert capfd.readouterr().out == "before\n" * 2

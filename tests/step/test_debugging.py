@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,6 +77,18 @@ def test_an_error_of_the_step_shows_the_users_lines_alone() -> None:
     assert last.line == 'return x @ w["b"]'
     assert any("jaxdist.data_parallel" in note for note in error.value.__notes__)
     assert of_a_step(error.value), "what runs at exit tells errors of steps from others, without our frames"
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "check_sync"])
+def test_an_error_of_what_a_script_calls_between_steps_shows_no_frames_of_ours(call: str, tmp_path: Path) -> None:
+    calls: dict[str, Any] = {
+        "save": lambda: jaxdist.save(tmp_path, {"w": object()}, 1),
+        "restore": lambda: jaxdist.restore(tmp_path / "none", W),
+        "check_sync": lambda: jax.jit(jaxdist.check_sync)(W),
+    }
+    with pytest.raises((TypeError, FileNotFoundError)) as error:
+        calls[call]()
+    assert set(frames(error.value)) == {__file__}
 
 
 def test_an_error_of_jax_names_the_argument_and_the_step() -> None:

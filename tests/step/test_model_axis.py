@@ -1,16 +1,294 @@
-"""What can't be a layout is an error that says what could."""
+"""What the model axis cuts where `jaxdist.parallel` is given no layouts."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
 import pytest
+from jax import lax
+from jax.sharding import Mesh
 
 import jaxdist
+from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.mesh import along, axes_of_mesh
+from jaxdist.placements import search
 
-LAYOUTS = [
+BATCH, TIME, WIDTH, HEADS, LAYERS, WORDS = 8, 16, 64, 4, 3, 32
+Step = Any
+
+
+def mesh(**sizes: int) -> Mesh:
+    devices = np.array(jax.devices()[: math.prod(sizes.values())])
+    return Mesh(devices.reshape(list(sizes.values())), tuple(sizes))
+
+
+def random(seed: int, **shapes: tuple[int, ...]) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape) / math.sqrt(shape[-2:][0]) for name, shape in shapes.items()}
+
+
+def trained(loss_fn: Any, params: Any, batch: Any, tx: Any = None) -> tuple[Step, tuple[Any, ...]]:
+    tx = tx or optax.adam(1e-2, eps=1e-3)  # which leaves rounding as small as it is
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step, (params, jax.tree.map(np.asarray, tx.init(params)), batch)
+
+
+def mlp(inner: int = 256, layers: int = 2, **options: Any) -> tuple[Step, tuple[Any, ...]]:
+    def loss_fn(p: Any, x: Any) -> Any:
+        for k in range(layers):
+            x = jnp.tanh(x @ p[f"in{k}"] + p[f"bias{k}"]) @ p[f"out{k}"]
+        return jnp.mean(x**2)
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for k in range(layers):
+        shapes |= {f"in{k}": (WIDTH, inner), f"bias{k}": (inner,), f"out{k}": (inner, WIDTH)}
+    return trained(loss_fn, random(0, **shapes), np.random.default_rng(1).normal(size=(BATCH, WIDTH)), **options)
+
+
+def gpt(heads: int = HEADS) -> tuple[Step, tuple[Any, ...]]:
+    """Layers in a scan, attention that is float64 throughout."""
+    width = WIDTH // HEADS
+
+    def layer(x: Any, p: Any) -> Any:
+        norm = lambda x: x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+        h = norm(x)
+        q, k, v = (jnp.einsum("btd,dhk->bthk", h, p[name]) for name in "qkv")
+        scores = jnp.where(jnp.tri(TIME, dtype=bool), jnp.einsum("bthk,bshk->bhts", q, k), -1e9)
+        mixed = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+        x += jnp.einsum("bthk,hkd->btd", mixed, p["o"])
+        return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"], None
+
+    def loss_fn(p: Any, words: Any) -> Any:
+        x, _ = lax.scan(layer, p["embed"][words[:, :-1]], p["layers"])
+        return optax.softmax_cross_entropy_with_integer_labels(x @ p["embed"].T, words[:, 1:]).mean()
+
+    shape = (LAYERS, WIDTH, heads, width)
+    layers = random(0, q=shape, k=shape, v=shape, up=(LAYERS, WIDTH, 4 * WIDTH), down=(LAYERS, 4 * WIDTH, WIDTH))
+    layers |= random(1, o=(LAYERS, heads, width, WIDTH))
+    words = np.random.default_rng(1).integers(0, WORDS, (BATCH, TIME + 1))
+    return trained(loss_fn, {"layers": layers, **random(2, embed=(WORDS, WIDTH))}, words)
+
+
+def cuts(step: Step, args: tuple[Any, ...], **sizes: int) -> dict[str, int]:
+    """What is cut, as `explain` says; after the step is seen to be exact, two calls long."""
+    decorated: Any = jaxdist.parallel(step, mesh=mesh(**sizes))
+    found = dict(jaxdist.explain(decorated, *args).cut)
+    *state, batch = args
+    want, got, want_loss, loss = list(state), list(state), None, None
+    for _ in range(2):
+        *want, want_loss = jax.jit(step)(*want, batch)
+        *got, loss = decorated(*got, batch)
+        assert np.allclose(loss, want_loss, rtol=1e-10)
+    assert oracle.difference((want, [want_loss]), (jaxdist.unshard(got), [loss])) <= 1e-9
+    return found
+
+
+def of_parameters(found: dict[str, int]) -> dict[str, int]:
+    return {name.split("'")[-2]: dim for name, dim in found.items() if name.startswith("params")}
+
+
+def sent(decorated: Any, *args: Any) -> dict[Transfer, int]:
+    """What a device sends along the model axis."""
+    program = decorated.program(*args)
+    axes = axes_of_mesh(decorated._mesh)
+    found = transfers(program.emitted()[0], axes, on_cpu=True)
+    return {one: count for one, count in found.items() if one.groups == along(axes, ["model"])}
+
+
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 4}, {"model": 2, "data": 3}], ids=str)
+def test_columns_then_rows(sizes: dict[str, int]) -> None:
+    found = cuts(*mlp(), **sizes)
+    assert of_parameters(found) == {"in0": 1, "bias0": 0, "out0": 0, "in1": 1, "bias1": 0, "out1": 0}
+    for moment in ("mu", "nu"):  # which follow their parameters
+        assert {name[-7:]: d for name, d in found.items() if f".{moment}" in name} == {
+            name[-7:]: d for name, d in found.items() if name.startswith("params")
+        }
+
+
+def test_messages_of_columns_then_rows() -> None:
+    step, args = mlp(layers=1)
+    found = sent(jaxdist.parallel(step, mesh=mesh(data=2, model=4)), *args)
+    assert [(one.kind, one.elements) for one in found] == [("all-reduce", BATCH // 2 * WIDTH)]
+    assert sum(found.values()) == 1  # forward alone: nobody asks for the gradient of x
+
+
+MEGATRON = {"q": 2, "k": 2, "v": 2, "o": 1, "up": 2, "down": 1}
+
+
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 4}, {"data": 2, "model": 2, "sequence": 2}])
+def test_heads_columns_and_rows_of_a_transformer(sizes: dict[str, int]) -> None:
+    step, args = gpt()
+    if "sequence" in sizes:  # the 17 words of a batch are cut, and their 16 pairs
+        args = (*args[:2], args[2][:, : TIME + 1])
+    found = of_parameters(cuts(step, args, **sizes))
+    assert {name: dim for name, dim in found.items() if name != "embed"} == MEGATRON
+
+
+def test_two_messages_a_layer_and_direction() -> None:
+    step, args = gpt()
+    found = sent(jaxdist.parallel(step, mesh=mesh(data=2, model=4)), *args)
+    layers = {one: count for one, count in found.items() if one.place}
+    assert {one.kind for one in layers} == {"all-reduce"}
+    assert {one.elements for one in layers} == {BATCH // 2 * TIME * WIDTH}
+    assert sum(one.times * count for one, count in layers.items()) == 4 * LAYERS
+
+
+def test_heads_that_the_devices_do_not_divide() -> None:
+    found = of_parameters(cuts(*gpt(heads=3), model=4))
+    assert 2 not in {found.get(name) for name in "qkv"}
+    assert found.get("o") != 1
+    assert (found["up"], found["down"]) == (2, 1)
+
+
+def test_sizes_that_the_devices_do_not_divide() -> None:
+    assert of_parameters(cuts(*mlp(inner=255, layers=1), data=2, model=4)) == {"in0": 1, "bias0": 0, "out0": 0}
+    found = of_parameters(cuts(*mlp(inner=5, layers=1), model=4))  # three of eight would be padding
+    assert (found.get("in0"), found.get("bias0"), found.get("out0")) in [(None,) * 3, (0, None, 1)]
+
+
+def test_one_device() -> None:
+    assert cuts(*mlp(layers=1), data=2, model=1) == {}
+
+
+def test_a_small_step_stays_whole() -> None:
+    step, args = trained(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), np.eye(8), np.ones((BATCH, 8)), optax.sgd(0.1))
+    assert cuts(step, args, model=4) == {}
+
+
+def test_a_state_of_numbers() -> None:
+    step = lambda scale, count, x: (scale - 0.1 * jnp.mean(scale * x), count + 1, jnp.mean(x))
+    args = (np.float64(2), np.int32(0), np.random.default_rng(0).normal(size=(BATCH, 3)))
+    assert cuts(step, args, data=2, model=4) == {}
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: optax.apply_if_finite(tx, 3), lambda tx: optax.MultiSteps(tx, 2)])
+def test_an_optimizer_in_a_branch_follows_its_parameters(wrap: Any) -> None:
+    step, args = mlp(layers=1, tx=wrap(optax.adam(1e-2)))
+    found = cuts(step, args, data=2, model=2)
+    for name, dim in {"in0": 1, "out0": 0}.items():
+        parts = {leaf: d for leaf, d in found.items() if f"['{name}']" in leaf}
+        assert set(parts.values()) == {dim}
+        assert len(parts) == 1 + sum(np.shape(x) == np.shape(args[0][name]) for x in jax.tree.leaves(args[1])) // (
+            2 if args[0]["in0"].shape == args[0]["out0"].shape else 1
+        )
+
+
+def test_keys_stay_whole() -> None:
+    def step(w: Any, keys: Any, x: Any) -> Any:
+        noise = jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
+        loss = lambda w: jnp.mean((jnp.tanh(x @ w["in"] + noise.mean(0)) @ w["out"]) ** 2)
+        grads = jax.grad(loss)(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), jax.vmap(lambda k: jax.random.fold_in(k, 1))(keys)
+
+    args = random(0, **{"in": (WIDTH, 256), "out": (256, WIDTH)}), jax.random.split(jax.random.key(0), 8)
+    decorated: Any = jaxdist.parallel(step, mesh=mesh(model=4))
+    x = np.random.default_rng(1).normal(size=(BATCH, WIDTH))
+    assert dict(jaxdist.explain(decorated, *args, x).cut) == {"w['in']": 1, "w['out']": 0}
+    want, got = jax.jit(step)(*args, x), decorated(*args, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), want[0], jaxdist.unshard(got[0]))
+
+
+def test_layouts_that_are_given_are_all() -> None:
+    step, args = mlp(layers=1)
+    assert not jaxdist.explain(jaxdist.parallel(step, mesh=mesh(model=4), layouts={}), *args).cut
+    named: Any = jaxdist.parallel(step, mesh=mesh(model=4), layouts={r"\['out0'\]": 1})
+    assert of_parameters(dict(jaxdist.explain(named, *args).cut)) == {"out0": 1}
+
+
+@pytest.fixture
+def placings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As many entries as there were placings of searches."""
+    found: list[int] = []
+    cost = search._Cost.__call__
+    monkeypatch.setattr(search._Cost, "__call__", lambda self, cuts: (found.append(1), cost(self, cuts))[1])
+    return found
+
+
+def test_one_search_for_all_calls(placings: list[int]) -> None:
+    step, (*state, batch) = mlp(layers=1)
+    decorated: Any = jaxdist.parallel(step, mesh=mesh(data=2, model=4))
+    *state, _ = decorated(*state, batch)
+    searched = len(placings)
+    assert searched
+    for _ in range(2):
+        *state, _ = decorated(*state, batch)
+    # Another step that is given what this one returned takes it as it is, and the rest follows.
+    shadow = jax.tree.map(lambda x: np.zeros(x.shape), state[0])
+    look: Any = jaxdist.parallel(
+        lambda params, mean, x: (
+            jnp.mean(jnp.tanh(x @ params["in0"] + params["bias0"]) @ params["out0"]),
+            jax.tree.map(lambda p, m: 0.1 * p + 0.9 * m, params, mean),
+        ),
+        mesh=mesh(data=2, model=4),
+    )
+    found = dict(jaxdist.explain(look, state[0], shadow, batch).cut)
+    assert {name: dim for name, dim in found.items() if name.startswith("mean")} == {
+        f"mean['{name}']": dim for name, dim in {"in0": 1, "bias0": 0, "out0": 0}.items()
+    }
+    look(state[0], shadow, batch)
+    assert len(placings) == searched
+
+
+def test_layers_alike_are_searched_together(placings: list[int]) -> None:
+    step, args = mlp(layers=8)
+    found = of_parameters(dict(jaxdist.explain(jaxdist.parallel(step, mesh=mesh(model=4)), *args).cut))
+    assert found == {f"{name}{k}": dim for k in range(8) for name, dim in {"in": 1, "bias": 0, "out": 0}.items()}
+    assert len(placings) < 60
+
+
+def test_no_more_placings_than_allowed(placings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_FEWEST", 5)
+    monkeypatch.setattr(search, "_OPERATIONS", 0)
+    step, args = gpt()
+    jaxdist.explain(jaxdist.parallel(step, mesh=mesh(model=4)), *args)
+    assert len(placings) == 5
+
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+import jaxdist, test_model_axis as here
+print(json.dumps([list(jaxdist.explain(jaxdist.parallel(step, mesh={"data": 2, "model": 4}), *args).cut.items())
+                  for step, args in (here.mlp(), here.gpt())]))
+"""
+
+
+def test_every_process_finds_the_same() -> None:
+    folder = Path(__file__).parent
+    paths = json.dumps([str(folder), str(folder.parent / "support")])
+
+    def found(seed: int) -> Any:
+        env = {
+            **os.environ, "PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, paths], env=env, capture_output=True, text=True, timeout=300, check=True
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first = found(1)
+    assert first == found(2)
+    assert all(first)
+
+
+NO_LAYOUTS = [
     ({"w": "1"}, r"layouts=\{'w': '1'\}: layouts map regular expressions to the dimension that is cut"),
     ({"w": True}, r"layouts=\{'w': True\}: layouts map"),
     ({0: 1}, r"layouts=\{0: 1\}: layouts map"),
@@ -24,9 +302,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layouts", "message"), LAYOUTS, ids=str)
-def test_errors(layouts: Any, message: str) -> None:
-    mesh = jax.sharding.Mesh(jax.devices()[:2], ("model",))
-    step = jaxdist.parallel(lambda w, x: (w, jnp.mean(x @ w)), mesh=mesh, layouts=layouts)
+@pytest.mark.parametrize(("layouts", "message"), NO_LAYOUTS, ids=str)
+def test_what_is_no_layout(layouts: Any, message: str) -> None:
+    step = jaxdist.parallel(lambda w, x: (w, jnp.mean(x @ w)), mesh=mesh(model=2), layouts=layouts)
     with pytest.raises(ValueError, match=message):
         step(jnp.ones((3, 4)), jnp.ones((8, 3)))

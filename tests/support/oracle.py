@@ -60,10 +60,11 @@ def run_plain(case: Case, steps: int = STEPS, rows: int = BATCH) -> Any:
 
 
 def run_decorated(
-    case: Case, rank: int = 0, size: int = 1, steps: int = STEPS, rows: int = BATCH, **settings: Any
-) -> Any:
+    case: Case, rank: int = 0, size: int = 1, steps: int = STEPS, rows: int = BATCH,
+    with_: Callable[..., Any] = jaxdist.data_parallel, **settings: Any,
+) -> Any:  # fmt: skip
     """The same, decorated; this process passes its part of each batch."""
-    step = jaxdist.data_parallel(case.step, **settings)
+    step = with_(case.step, **settings)
 
     def part(x: Any) -> Any:
         n = rows // size

@@ -1,0 +1,283 @@
+"""Which leaves of the state an axis cuts, and along which dimension, where nobody says it.
+
+Dimensions that an operation's factors tie together (a head in the kernels of queries, keys and values, in all that is
+computed of them, and in the kernel that takes it) are cut together or not at all: they are a class. A descent over
+classes looks for the layout that costs least, as `Infer` places the step with it. It depends on the traced step alone,
+and counts what it tries rather than time: every rank finds the same.
+
+References:
+  Shoeybi et al., *Megatron-LM*, arXiv 1909.08053 (the layouts to find); Zheng et al., *Alpa*, arXiv 2201.12023, and
+  Alabed et al., *PartIR*, arXiv 2401.11202 (searches for them).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jaxdist.errors import StepError
+from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpointed
+from jaxdist.ir.wire import ring_factor
+from jaxdist.placements import rules
+from jaxdist.placements.block import Block, Node
+from jaxdist.placements.infer import Infer
+from jaxdist.placements.report import traffic, work
+from jaxdist.placements.strategy import nbytes
+from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
+
+_FLOPS = 50
+"""FLOPs that take as long as to send a byte. (A byte of the state that a device holds counts as one that it sends.)"""
+_MESSAGE = 2000
+"""Bytes that take as long as to begin a message."""
+_PADDED = 1 / 16
+"""What a dimension may grow by where the devices don't divide it."""
+_PLACINGS, _FEWEST, _OPERATIONS = 200, 32, 200_000
+"""How often the step is placed at most: less often the more operations it has, but not less than so often."""
+
+Dimension = tuple[int, int, int]
+"""The number of a block, a value of it, a dimension of that."""
+Member = tuple[int, int]
+"""An input, and a dimension of it."""
+Class = frozenset[Member]
+
+
+def search(
+    infer: Infer,
+    block: Block,
+    state: Sequence[int],
+    sources: Sequence[int | None],
+    names: Sequence[str],
+    examples: int = 1,
+    given: Mapping[int, int] | None = None,
+) -> dict[int, int]:
+    """The dimension along which each input is best cut; those that are left out are whole.
+
+    Args:
+      infer: over the axis.
+      block: the step.
+      state: the inputs that may be cut.
+      sources: for each output the input whose next value it is, or None.
+      names: of the inputs. Layers whose leaves differ by numbers in their names are cut alike, if that is best.
+      examples: into how many parts other axes divide the batch.
+      given: how some inputs are cut already: then what is tied to these follows them, and nothing is searched for.
+    """
+    classes = _Classes(infer, block, state, sources)
+    if given:
+        return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}
+    cost = _Cost(infer, block, state, sources, examples)
+    turns = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
+    return _Descent(cost, classes.found, turns).best(_alike(classes.found, block, names))
+
+
+class _Classes:
+    """The classes of an axis's dimensions: a union-find over those of all values, in loops and branches too.
+
+    Attributes:
+      found: those that the devices can cut, the largest first.
+      operations: of the step, those in bodies counted once.
+    """
+
+    def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None]):
+        self._infer, self._devices = infer, infer.devices
+        self._up: dict[Dimension, Dimension] = {}
+        self._numbers: dict[int, int] = {}
+        self.operations = 0
+        self._walk(block)
+        next_values = [(o, block.inputs[k]) for o, k in zip(block.outputs, sources, strict=True) if k is not None]
+        self._same(block, [o for o, _ in next_values], block, [i for _, i in next_values])
+        members: dict[Dimension, list[Member]] = {}
+        for k in state:
+            aval = block.avals[block.inputs[k]]
+            if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+                continue
+            for dim, n in enumerate(aval.shape):
+                if n >= self._devices and -n % self._devices <= _PADDED * n:
+                    members.setdefault(self._find(self._at(block, block.inputs[k], dim)), []).append((k, dim))
+
+        def size(one: Class) -> int:
+            return sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in one})
+
+        self.found: list[Class] = sorted(map(frozenset, members.values()), key=lambda one: (-size(one), min(one)))
+
+    def _at(self, block: Block, value: int, dim: int) -> Dimension:
+        return self._numbers.setdefault(id(block), len(self._numbers)), value, dim
+
+    def _find(self, a: Dimension) -> Dimension:
+        while (up := self._up.setdefault(a, a)) != a:
+            self._up[a] = self._up[up]
+            a = up
+        return a
+
+    def _tie(self, a: Dimension, b: Dimension) -> None:
+        self._up[self._find(a)] = self._find(b)
+
+    def _walk(self, block: Block) -> None:
+        self._numbers[id(block)] = len(self._numbers)
+        self.operations += len(block.nodes)
+        for node in block.nodes:
+            ins, outs = ([block.avals[i].shape for i in values] for values in (node.ins, node.outs))
+            params = node.eqn.params
+            if node.name == "reshape":
+                for d, size in enumerate(ins[0]):
+                    to = reshaped(tile(d, size, self._devices), ins[0], outs[0]) if math.prod(ins[0]) else None
+                    if to is not None and to.outer == 1:
+                        self._tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], to.dim))
+            elif node.name == "broadcast_in_dim":
+                for d, o in enumerate(params["broadcast_dimensions"]):
+                    if ins[0][d] == outs[0][o]:
+                        self._tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], int(o)))
+            elif node.name in CONTROL_FLOW:
+                self._bodies(block, node)
+            elif (described := rules.factors(node.eqn.primitive, params, ins, outs)) is not None:
+                seen: dict[int, Dimension] = {}
+                values = zip((*node.ins, *node.outs), (*described.operands, *described.results), strict=True)
+                for value, dims in values:
+                    for d, factor in enumerate(dims):
+                        if factor is not None:
+                            self._tie(self._at(block, value, d), seen.setdefault(factor, self._at(block, value, d)))
+
+    def _bodies(self, block: Block, node: Node) -> None:
+        """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""
+        params, ins, outs = node.eqn.params, node.ins, node.outs
+        if node.name == "scan":
+            scan = Scan.of(params)
+            body, own, k = self._body(scan.body, node), scan.consts + scan.carries, scan.carries
+            self._same(block, (*ins[:own], *outs[:k]), body, (*body.inputs[:own], *body.outputs[:k]))
+            self._same(body, body.outputs[:k], body, body.inputs[scan.consts : own])
+            turns = (*ins[own:], *outs[k:])
+            self._same(block, turns, body, (*body.inputs[own:], *body.outputs[k:]), 1)
+            for value in turns[1:]:
+                self._tie(self._at(block, value, 0), self._at(block, turns[0], 0))
+        elif node.name == "while":
+            loop = While.of(params)
+            cond, consts, carry = loop.split(ins)
+            body, test = self._body(loop.body, node), self._body(loop.cond, node)
+            self._same(block, (*consts, *carry, *outs), body, (*body.inputs, *body.outputs))
+            self._same(block, (*cond, *carry), test, test.inputs)
+            self._same(body, body.outputs, body, body.inputs[loop.body_consts :])
+        else:
+            taken = ins[1:] if node.name == "cond" else ins
+            for closed in branches(params) if node.name == "cond" else [checkpointed(params)]:
+                body = self._body(closed, node)
+                self._same(block, (*taken, *outs), body, (*body.inputs, *body.outputs))
+
+    def _body(self, closed: ClosedJaxpr, node: Node) -> Block:
+        body = self._infer.block(closed, node.backward)
+        if id(body) not in self._numbers:  # it may be that of several loops
+            self._walk(body)
+        return body
+
+    def _same(self, block: Block, values: Sequence[int], other: Block, same: Sequence[int], first: int = 0) -> None:
+        """Tie values of a block to values of another one, which lack the `first` dimensions."""
+        for a, b in zip(values, same, strict=True):
+            for d in range(len(other.avals[b].shape)):
+                self._tie(self._at(block, a, d + first), self._at(other, b, d))
+
+
+class _Cost:
+    """What a layout costs, in bytes that a device sends: these, its work, and the state that it holds.
+
+    What is computed of the batch is divided by the axes of the batch as well; what is made of the state alone is not.
+    """
+
+    def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None], examples: int):
+        self._infer, self._block, self._state, self._examples = infer, block, state, examples
+        self._sources = [source if source in set(state) else None for source in sources]
+        self._avals = [block.avals[i] for i in block.inputs]
+        self.bytes = [nbytes(aval) for aval in self._avals]
+
+    def __call__(self, cuts: Mapping[int, int]) -> float:
+        n = self._infer.devices
+        ins: list[Placement] = [
+            tile(cuts[k], aval.shape[cuts[k]], n, stored=True) if k in cuts else REPLICATED
+            for k, aval in enumerate(self._avals)
+        ]
+        wants = [REPLICATED if source is None else form(ins[source]) for source in self._sources]
+        try:
+            placed = self._infer.place(self._block, ins, wants)
+        except StepError:
+            return math.inf
+        finally:
+            self._infer.forget(self._block)
+        sent = messages = 0.0
+        for kind, size, stored, times in traffic(placed):
+            size *= ring_factor(kind, n) / (n if kind == "all-to-all" else 1)
+            sent += times * (size if stored else size / self._examples)
+            messages += times
+        held = sum(self.bytes[k] / (n if k in cuts else 1) for k in self._state)
+        return sent + _MESSAGE * messages + work(placed) / self._examples / _FLOPS + held
+
+
+class _Descent:
+    """The search, with so many placings at most."""
+
+    def __init__(self, cost: _Cost, classes: Sequence[Class], turns: int):
+        self._cost, self._classes, self._turns = cost, classes, turns
+        self._known: dict[frozenset[Member], float] = {}
+
+    def best(self, groups: Sequence[frozenset[Class]]) -> dict[int, int]:
+        """The best of descents from nothing cut and from each group of classes; then of one by single classes."""
+        nothing = frozenset[Class]()
+        self._value(nothing)
+        alone = [self._value(group) for group in groups[: self._turns // 2]] + [math.inf] * len(groups)
+        groups = [groups[k] for k in sorted(range(len(groups)), key=lambda k: (alone[k], k))]
+        ends = [self._descend(start, groups) for start in (nothing, *groups)]
+        return self._layout(self._descend(min(ends, key=self._value), [frozenset([one]) for one in self._classes]))
+
+    def _descend(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> frozenset[Class]:
+        """Switch a group after the other, or change others for it, as long as that helps."""
+        while True:
+            before = on
+            for group in groups:
+                on = min(on, *_near(on, group), key=self._value)
+            if on == before:
+                return on
+
+    def _layout(self, on: frozenset[Class]) -> dict[int, int]:
+        return _cuts([one for one in reversed(self._classes) if one in on])
+
+    def _value(self, on: frozenset[Class]) -> float:
+        cuts = self._layout(on)
+        key = frozenset(cuts.items())
+        if key not in self._known:
+            if len(self._known) >= self._turns:
+                return math.inf
+            self._known[key] = self._cost(cuts)
+        return self._known[key]
+
+
+def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:
+    if group <= on:
+        return [on - group]
+    leaves = {k for one in group for k, _ in one}
+    return [on | group, frozenset(one for one in on if leaves.isdisjoint(k for k, _ in one)) | group]
+
+
+def _cuts(classes: Iterable[Class]) -> dict[int, int]:
+    """The inputs that these classes cut; one that is in several along its dimension in the first of them."""
+    found: dict[int, int] = {}
+    for one in classes:
+        for k, dim in sorted(one):
+            found.setdefault(k, dim)
+    return found
+
+
+def _alike(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
+    """Classes in groups: of the leaves of several layers, none of which has two classes in a group."""
+    groups: list[tuple[frozenset[tuple[str, tuple[int, ...], int]], list[Class], set[int]]] = []
+    leaf = [(re.sub(r"\d+", "#", name), block.avals[i].shape) for name, i in zip(names, block.inputs, strict=True)]
+    for one in classes:
+        what = frozenset((*leaf[k], dim) for k, dim in one)
+        leaves = {k for k, _ in one}
+        group = next((g for g in groups if g[0] == what and g[2].isdisjoint(leaves)), None)
+        if group is None:
+            groups.append((what, [one], leaves))
+        else:
+            group[1].append(one)
+            group[2].update(leaves)
+    return [frozenset(group) for _, group, _ in groups]

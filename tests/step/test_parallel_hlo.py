@@ -1,0 +1,145 @@
+"""What `parallel` makes of the GPT of examples/: messages, FLOPs and memory of one device."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import parity
+import pytest
+from jax.sharding import Mesh
+
+import jaxdist
+from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.mesh import along, axes_of_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from transformer import GPT
+
+pytestmark = pytest.mark.optimised
+
+LAYERS, WIDTH = 3, 64
+MEGATRON = {"params.*Dense_0": 2, "params.*Dense_1": 1, "params.*Dense_2": 1, "params.*Dense_3": 2}
+"""Query, key and value by columns, their output by rows; the second matrix of the MLP, of which flax names the outer
+one first, by rows, the first one by columns."""
+
+
+class Made(NamedTuple):
+    """A step on a mesh.
+
+    Attributes:
+      sent: collectives of one device, and how many there are of each.
+      flops: of the matrix products of one device, over an equal part of those of one device alone.
+      lowered: the program, and that of one device alone.
+    """
+
+    sent: dict[Transfer, int]
+    flops: float
+    lowered: tuple[Any, Any]
+
+
+@functools.cache
+def model(rows: int, context: int, remat: bool) -> tuple[Any, Any, Any]:
+    gpt = GPT(LAYERS, 4, WIDTH, context, remat=remat)
+    params = gpt.init(jax.random.key(0), jnp.zeros((1, context), jnp.uint8))
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(gpt.apply(params, x), y).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    x = np.random.default_rng(0).integers(0, 256, (rows, context)).astype(np.int32)
+    return step, (params, tx.init(params)), (x, np.roll(x, -1, 1))
+
+
+def temporaries(lowered: Any) -> int:
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@functools.cache
+def made(sizes: tuple[tuple[str, int], ...], rows: int, context: int, vocabulary: bool, remat: bool) -> Made:
+    step, state, batch = model(rows, context, remat)
+    devices = math.prod(size for _, size in sizes)
+    names, shape = zip(*sizes, strict=True)
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(shape), names)
+    layouts = MEGATRON | ({"params.*embedding": 0} if vocabulary else {}) if "model" in names else None
+    decorated: Any = jaxdist.parallel(step, mesh=mesh, layouts=layouts, batch_argnums=(2, 3))
+    found: list[Any] = []
+    decorated._traced = lambda _, closed, __: found.append(closed)
+    lowered = decorated.lower(*state, *batch)
+    alone = jax.jit(step, donate_argnums=(0, 1)).lower(*state, *batch)
+    closed, plain = found[-1], jax.make_jaxpr(step)(*state, *batch)
+    return Made(
+        dict(transfers(closed, axes_of_mesh(mesh), on_cpu=True)),
+        devices * parity.flops(closed.jaxpr) / parity.flops(plain.jaxpr),
+        (lowered, alone),
+    )
+
+
+def in_layers(found: Made) -> list[tuple[str, int]]:
+    """Kind and entries of what is sent in each turn of the loops over layers."""
+    return [(one.kind, one.elements) for one, count in found.sent.items() if one.place for _ in range(count)]
+
+
+def test_megatron() -> None:
+    """Forward and backward two all-reduces of one activation for each layer, and nothing else; of a weight none."""
+    rows, context = 4, 64
+    found = made((("model", 4),), rows, context, vocabulary=False, remat=False)
+    assert in_layers(found) == [("all-reduce", rows * context * WIDTH)] * 4
+    assert all(one.place and one.times == LAYERS for one in found.sent)
+
+
+def test_megatron_with_remat() -> None:
+    """One more: a layer that is computed again needs the output of its attention again."""
+    found = made((("model", 4),), 4, 64, vocabulary=False, remat=True)
+    assert in_layers(found) == [("all-reduce", 4 * 64 * WIDTH)] * 5
+    assert all(one.place for one in found.sent)
+
+
+def test_megatron_divides_the_work() -> None:
+    """With the vocabulary too, of which each device has the logits of a part."""
+    assert made((("model", 4),), 4, 64, vocabulary=True, remat=False).flops <= 1.02
+    # Else the logits are all that is repeated.
+    alone = made((("model", 4),), 4, 64, vocabulary=False, remat=False).flops
+    logits, layer = 2 * 256 * WIDTH, 2 * 12 * WIDTH**2 + 4 * 64 * WIDTH
+    assert alone == pytest.approx(1 + 3 * logits / (logits + LAYERS * layer), rel=0.02)
+
+
+def test_data_and_model() -> None:
+    """The same for each layer, and the gradients are added up over the axis of data alone."""
+    rows, context = 4, 64
+    found = made((("data", 2), ("model", 4)), rows, context, vocabulary=False, remat=False)
+    assert in_layers(found) == [("all-reduce", rows // 2 * context * WIDTH)] * 4
+    axes = axes_of_mesh(Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model")))
+    for one in found.sent:
+        assert one.groups == along(axes, ["model" if one.place else "data"])
+    of_gradients = sum(one.elements * count for one, count in found.sent.items() if not one.place)
+    params = jax.tree.leaves_with_path(model(rows, context, remat=False)[1][0])
+    own = sum(x.size // (4 if "Dense" in jax.tree_util.keystr(path) else 1) for path, x in params)
+    assert of_gradients == own + 1  # and the loss
+
+
+def test_sequence() -> None:
+    """One example, whose tokens four devices share: keys and values travel, and of weights the gradients alone."""
+    context = 1024
+    found = made((("sequence", 4),), 1, context, vocabulary=False, remat=True)
+    assert found.flops <= 1.02
+    on_four, alone = map(temporaries, found.lowered)
+    assert on_four <= 1.3 / 4 * alone
+    params = jax.tree.leaves(model(1, context, remat=True)[1][0])
+    weights = {x.size // LAYERS if x.ndim == 3 else x.size for x in params} - {context * WIDTH}
+    for one in found.sent:
+        if one.elements in weights or one.elements > context * WIDTH:
+            assert one.kind == "all-reduce"
