@@ -7,7 +7,7 @@
 | `gloo per leaf`, `gloo flat` | `shard_map`; a `pmean` of each gradient, of all gradients in one buffer |
 | `mpi4jax per leaf`, `mpi4jax flat` | a local `jit` with `mpi4jax.allreduce` in it |
 | `jaxdist COMMUNICATOR AXIS` | `jaxdist.parallel`, all ranks on one axis: sequence, or model with Megatron's layouts |
-| `constraints LEVEL`, `constraints AXIS` | `jit` over global arrays with sharding constraints: level 0, 1 or 3; an axis |
+| `constraints LEVEL`, … `AXIS` | `jit` over global arrays with sharding constraints: level 0, 1 or 3, or an axis |
 | `jit` | `jax.jit`, on one rank |
 | `raw allreduce` | mpi4py's of the gradients' bytes, from one NumPy buffer to another |
 | … `x2` | on one rank: with the batches of two |

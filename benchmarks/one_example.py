@@ -54,10 +54,13 @@ def markdown(results: dict[str, Any]) -> str:
         if report.ratio(ms, c.one, c.other)
     ]
     times = [[label, report.spread(each), report.number(found["first_call_s"][label])] for label, each in ms.items()]
+    intro = (
+        f"Medians of {results['rounds']} rounds (smallest–largest). The losses of the first three steps agree between "
+        f"all variants to {found['largest_difference']:.1e} (relative; {TOLERANCE:g} is allowed)."
+    )
     return "\n\n".join(
         [
-            f"Medians of {results['rounds']} rounds (smallest–largest). The losses of the first three steps agree "
-            f"between all variants to {found['largest_difference']:.1e} (relative; {TOLERANCE:g} is allowed).",
+            intro,
             report.table(["", "ms a step", "first call, s"], times),
             "Ratios within rounds, and what they must not exceed.",
             report.table(["", model], ratios),

@@ -120,7 +120,7 @@ class ParallelBlock(nn.Module):
         return x + self.dense(F.rms_norm(x, x.shape[-1:], self.norm2, 1e-6))
 
     def divide(self, mesh: Any) -> None:
-        """By heads, and by what is between the dense layers. The input's gradients are summed up once for q, k and v."""
+        """By heads, and by what is between the dense layers; the gradient of q's, k's and v's input is summed once."""
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         columns, rows = ColwiseParallel(), RowwiseParallel()
         plan = {"attention": whole, "attention.q": columns, "attention.k": columns, "attention.v": columns,
