@@ -24,13 +24,14 @@ import report
 HERE = Path(__file__).resolve().parent
 TITLES = {
     "step_time": "Step time and scaling",
+    "one_example": "One example on two ranks",
     "where": "Where the time of a step goes",
     "collectives": "Collectives",
     "memory": "Memory by ZeRO level",
     "overhead": "What the host pays",
     "buckets": "Buckets",
 }
-BESIDE_TORCH = ("step_time", "collectives")
+BESIDE_TORCH = ("step_time", "one_example", "collectives")
 INTRO = """# Performance
 
 Made by `python benchmarks --torch PYTHON`: every number in a table comes from a file that its benchmark wrote

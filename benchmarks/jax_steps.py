@@ -6,7 +6,8 @@
 | … `bucket=BYTES`, `compress=bf16`, `within=host` | with this option |
 | `gloo per leaf`, `gloo flat` | `shard_map`; a `pmean` of each gradient, of all gradients in one buffer |
 | `mpi4jax per leaf`, `mpi4jax flat` | a local `jit` with `mpi4jax.allreduce` in it |
-| `constraints LEVEL` | `jit` over global arrays with sharding constraints: level 0, 1 or 3 |
+| `jaxdist COMMUNICATOR AXIS` | `jaxdist.parallel`, all ranks on one axis: sequence, or model with Megatron's layouts |
+| `constraints LEVEL`, … `AXIS` | `jit` over global arrays with sharding constraints: level 0, 1 or 3, or an axis |
 | `jit` | `jax.jit`, on one rank |
 | `raw allreduce` | mpi4py's of the gradients' bytes, from one NumPy buffer to another |
 | … `x2` | on one rank: with the batches of two |
@@ -14,6 +15,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +28,7 @@ import models
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_models import loss_of
 from worker import Variant
@@ -35,6 +37,9 @@ import jaxdist
 from jaxdist.observe.profile import share
 
 tx = optax.adam(models.LEARNING_RATE)
+
+MEGATRON = {"'qkv'": 2, "'out'": 0, "'up'": 1, "'down'": 0}
+"""The dimension of a layer's weight that a model axis cuts; the others are whole."""
 
 
 class Steps:
@@ -49,20 +54,25 @@ class Steps:
         self.model = models.find(model)
         self.loss = loss_of(self.model)
         self.params = models.init(self.model)
+        if isinstance(self.model, models.Gpt) and self.model in models.ONE_EXAMPLE.values():
+            self.params = by_heads(self.params, self.model.heads)
 
     def __call__(self, name: str) -> Variant:
         """The variant of this name."""
         words = name.split()
         twice = words[-1] == "x2"
-        ranks = [0, 1] if twice else [self.ctx.rank]
-        batch = models.batches(self.model, ranks)
+        batch = models.batches(self.model, models.ranks_of(self.model, [0, 1] if twice else [self.ctx.rank]))
         match words[:-1] if twice else words:
+            case ["jaxdist", communicator, "sequence" | "model" as axis]:
+                return self._over_axis(communicator, axis, batch)
             case ["jaxdist", communicator, level, *options]:
                 return self._jaxdist(communicator, int(level), batch, options)
             case ["gloo", *how]:
                 return self._loop(self._over_gloo(how), self._globally((self.params, tx.init(self.params)), P()), batch)
             case ["mpi4jax", *how]:
                 return self._locally(self._over_mpi(how), batch)
+            case ["constraints", "sequence" | "model" as axis]:
+                return self._constraints_over_axis(axis, batch)
             case ["constraints", level]:
                 return self._constraints(int(level), batch)
             case ["jit"]:
@@ -87,11 +97,13 @@ class Steps:
         """The step for one device."""
         return self._step(params, opt_state, batch, lambda x: x)
 
-    def _step(self, params: Any, opt_state: Any, batch: Any, reduce: Callable[[Any], Any], tx: Any = tx) -> Any:
+    def _step(
+        self, params: Any, opt_state: Any, batch: Any, reduce: Callable[[Any], Any], tx: Any = tx, loss: Any = None
+    ) -> Any:
         """A step by hand; `reduce` takes (loss, gradients)."""
-        loss, grads = reduce(jax.value_and_grad(self.loss)(params, batch))
+        value, grads = reduce(jax.value_and_grad(loss or self.loss)(params, batch))
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return optax.apply_updates(params, updates), opt_state, value
 
     # --- jaxdist
 
@@ -108,12 +120,20 @@ class Steps:
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
             return self._step(params, opt_state, batch, lambda x: x, mine)
 
+        return self._loop(self._with(communicator, train_step), (self.params, mine.init(self.params)), batch)
+
+    def _over_axis(self, communicator: str, axis: str, batch: Any) -> Variant:
+        layouts = MEGATRON if axis == "model" else None
+        step = jaxdist.parallel(self.plain, mesh={axis: self.ctx.size}, layouts=layouts)
+        return _stepping(self._with(communicator, step), (self.params, tx.init(self.params)), batch)
+
+    def _with(self, communicator: str, step: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             if communicator != "auto":
                 self.ctx.communicator = communicator  # read when a program is built
-            return train_step(*args)
+            return step(*args)
 
-        return self._loop(call, (self.params, mine.init(self.params)), batch)
+        return call
 
     # --- by hand
 
@@ -156,6 +176,32 @@ class Steps:
         )
         state = jax.tree.map(_place, (self.params, opt_state), (params_at, opt_state_at))
         return self._loop(step, state, batch)
+
+    def _constraints_over_axis(self, axis: str, batch: Any) -> Variant:
+        mesh = Mesh(self.ctx.mesh.devices.ravel(), (axis,))
+
+        def at(path: Any, x: Any) -> NamedSharding:
+            name = jax.tree_util.keystr(path)
+            dims = [dim for leaf, dim in MEGATRON.items() if re.search(leaf, name)] if axis == "model" else []
+            return NamedSharding(mesh, P(*[None] * dims[0], axis) if dims else P())
+
+        state = self.params, tx.init(self.params)
+        params_at, opt_state_at = jax.tree_util.tree_map_with_path(at, state)
+        activations_at = NamedSharding(mesh, P(None, axis) if axis == "sequence" else P())
+        batch_at = jax.tree.map(lambda _: activations_at, batch)
+        loss = loss_of(self.model, lambda x: jax.lax.with_sharding_constraint(x, activations_at))
+
+        def reduce(loss_and_grads: Any) -> Any:
+            return jax.lax.with_sharding_constraint(loss_and_grads, (NamedSharding(mesh, P()), params_at))
+
+        step = jax.jit(
+            lambda params, opt_state, batch: self._step(params, opt_state, batch, reduce, loss=loss),
+            in_shardings=(params_at, opt_state_at, batch_at),
+            out_shardings=(params_at, opt_state_at, NamedSharding(mesh, P())),
+            donate_argnums=(0, 1),
+        )
+        state = jax.tree.map(_place, state, (params_at, opt_state_at))
+        return _stepping(step, state, jax.tree.map(_place, batch, batch_at))
 
     # --- the limits
 
@@ -200,6 +246,12 @@ def _each_or_flat(how: list[str], reduce: Callable[[Any], Any]) -> Callable[[Any
         return back(reduce(buffer))
 
     return flat
+
+
+def by_heads(params: Any, heads: int) -> Any:
+    """The GPT's weights of queries, keys and values as (width, 3, heads, width of a head)."""
+    cut = lambda layer: layer | {"qkv": layer["qkv"].reshape(len(layer["qkv"]), 3, heads, -1)}
+    return params | {"layers": [cut(layer) for layer in params["layers"]]}
 
 
 def _place(x: Any, sharding: NamedSharding) -> jax.Array:

@@ -53,13 +53,19 @@ TINY: dict[str, Model] = {
 }
 """To see that a benchmark works."""
 
+ONE_EXAMPLE: dict[str, Model] = {
+    "GPT-10M-1024": Gpt(layers=6, width=384, heads=6, context=1024, rows=1),
+    "GPT-tiny-16": Gpt(layers=2, width=32, heads=2, context=16, rows=1),
+}
+"""Batches that no data parallelism divides; the second to see that the benchmark works."""
+
 LEARNING_RATE = 1e-3
 VOCABULARY = 256
 
 
 def find(name: str) -> Model:
     """The model of this name."""
-    return (MODELS | TINY)[name]
+    return (MODELS | TINY | ONE_EXAMPLE)[name]
 
 
 def init(model: Model) -> Any:
@@ -107,6 +113,11 @@ def batches(model: Model, ranks: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """The batches of several ranks as one."""
     inputs, targets = zip(*(batch(model, rank) for rank in ranks), strict=True)
     return np.concatenate(inputs), np.concatenate(targets)
+
+
+def ranks_of(model: Model, ranks: list[int]) -> list[int]:
+    """Those whose batches these ranks train on: all on the first one's where it can't be divided."""
+    return [0] if model in ONE_EXAMPLE.values() else ranks
 
 
 def leaves(tree: Any) -> list[np.ndarray]:

@@ -106,12 +106,13 @@ def faster_peers(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE) -> float:
+def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE, apart: str = "1 rank:") -> float:
     """The largest relative difference between variants that train on the same examples.
 
     Args:
       losses: of each variant's first steps.
       tolerance: relative.
+      apart: what the labels begin with of variants that train on examples of their own.
 
     Raises:
       SystemExit: it is larger than `tolerance`, or a loss is no number.
@@ -119,7 +120,7 @@ def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE) -
     worst = 0.0
     references: dict[bool, str] = {}
     for label, mine in losses.items():
-        reference = references.setdefault(label.startswith("1 rank:"), label)
+        reference = references.setdefault(label.startswith(apart), label)
         for a, b in zip(mine, losses[reference], strict=True):
             difference = abs(a - b) / abs(b)
             if not difference <= tolerance:
@@ -135,6 +136,7 @@ def measure(
     seconds: float,
     torch: str | None = None,
     tolerance: float = TOLERANCE,
+    apart: str = "1 rank:",
 ) -> dict[str, Any]:
     """All variants with one model.
 
@@ -145,6 +147,7 @@ def measure(
       seconds: of one variant in one round.
       torch: an interpreter.
       tolerance: of the losses.
+      apart: as of `check_losses`.
     """
     with contextlib.ExitStack() as stack:
         jobs: dict[str, Job] = {}
@@ -155,7 +158,7 @@ def measure(
         tasks = {label: (jobs[job], name) for label, (job, name) in variants.items()}
         built: dict[str, Built] = build(tasks, seconds)
         losses = {label: b.losses for label, b in built.items() if b.losses}
-        worst = check_losses(losses, tolerance)
+        worst = check_losses(losses, tolerance, apart)
         return {
             "parameters": models.parameters(models.find(model)),
             "leaves": len(models.leaves(models.init(models.find(model)))),
@@ -182,11 +185,11 @@ def markdown(results: dict[str, Any]) -> str:
         return [x if x is None else report.number(x) for x in calls]
 
     def compared(c: Comparison) -> list[Any]:
-        return [_said(report.ratio(m["ms"], c.one, c.other), c.limits.get(name)) for name, m in found.items()]
+        return [said(report.ratio(m["ms"], c.one, c.other), c.limits.get(name)) for name, m in found.items()]
 
     def efficiency(label: str, alone: str, least: bool) -> list[Any]:
         return [
-            _said(report.ratio(m["ms"], alone, (label,)), LEAST_EFFICIENCY.get((label, name)) if least else None, -1)
+            said(report.ratio(m["ms"], alone, (label,)), LEAST_EFFICIENCY.get((label, name)) if least else None, -1)
             for name, m in found.items()
         ]
 
@@ -219,7 +222,7 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(text)
 
 
-def _said(value: report.Spread | None, limit: float | None, sign: int = 1) -> str | None:
+def said(value: report.Spread | None, limit: float | None, sign: int = 1) -> str | None:
     """A ratio, and whether its median is below the limit (sign -1: above)."""
     if value is None or limit is None:
         return None if value is None else str(value)

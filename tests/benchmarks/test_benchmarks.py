@@ -66,6 +66,28 @@ def test_step_time_beside_torch(tmp_path: Path, torch: list[str]) -> None:
         assert found["largest_difference"] < 1e-4
 
 
+@pytest.mark.mpi
+def test_one_example(tmp_path: Path) -> None:
+    jobs.mpirun_path()
+    args = ["--model", "GPT-tiny-16", "--variants", "jaxdist *", "constraints *", "1 rank: jit", *QUICK]
+    found = run("one_example.py", tmp_path, *args)["found"]
+    ways = [f"jaxdist {wire}" for wire in ("mpi", "xla")] + ["constraints"]
+    assert set(found["losses"]) == {"1 rank: jit", *(f"{way} {axis}" for way in ways for axis in ("sequence", "model"))}
+    assert found["largest_difference"] < 1e-4
+    table = (tmp_path / "one_example.py.markdown").read_text()
+    assert "| jaxdist mpi model / constraints model | " in table
+    assert "torch" not in table
+
+
+@pytest.mark.mpi
+def test_one_example_beside_torch(tmp_path: Path, torch: list[str]) -> None:
+    jobs.mpirun_path()
+    args = ["--model", "GPT-tiny-16", "--variants", "torch *", "1 rank: *", *torch, *QUICK]
+    found = run("one_example.py", tmp_path, *args)["found"]
+    assert set(found["losses"]) == {"torch parallelize_module", "1 rank: jit", "1 rank: torch"}
+    assert found["largest_difference"] < 1e-4
+
+
 FAKE = """
 from worker import Variant
 
