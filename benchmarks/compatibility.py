@@ -81,9 +81,9 @@ def split() -> Iterator[list[Step]]:
     """No step is computed whole on every device for being small; yields the steps that are compiled within."""
     from jaxdist.placements import report
     from jaxdist.placements.values import Split
-    from jaxdist.step import program
+    from jaxdist.step import passes
 
-    shipped, steps = program.at_once, []
+    shipped, steps = passes.at_once, []
 
     def in_parts(infer: Any, block: Any, placed: Any, ins: Sequence[Any], messages: Any) -> Any:
         examples = any(isinstance(p, Split) and not p.stored for p in ins)
@@ -91,11 +91,11 @@ def split() -> Iterator[list[Step]]:
         steps.append(Step(examples, shipped(infer, block, placed, ins, messages).whole, repeated))
         return placed
 
-    program.at_once = in_parts
+    passes.at_once = in_parts
     try:
         yield steps
     finally:
-        program.at_once = shipped
+        passes.at_once = shipped
 
 
 def compare(expected: Numbers, got: Numbers) -> dict[str, float]:

@@ -32,7 +32,7 @@ def main() -> None:
     shipped, small.limits = small.limits, small.Limits(fewer=10**9)
     all_expected = pickle.loads(Path(sys.argv[2]).read_bytes())
 
-    def check(name: str, expected: Any, case: oracle.Case, **how: int) -> None:
+    def check(name: str, expected: Any, case: oracle.Case, **how: Any) -> None:
         # Every rank compares: state that differs between processes would show on one of them.
         gap = oracle.difference(expected, oracle.run_decorated(case, ctx.rank, ctx.size, **how))
         report[name] = max(ctx.control.exchange(name, gap))
