@@ -41,10 +41,8 @@ def cut_by_model(
       given: arguments that come cut by the axis, and the dimension.
 
     Raises:
-      ValueError: something else than expressions and dimensions, an expression that is found in no leaf, or a dimension
-        that a leaf does not have.
+      ValueError: an expression that is found in no leaf, or a dimension that a leaf does not have.
     """
-    _check(layouts)
     parts = mesh.shape.get(MODEL, 1)
     if parts == 1:
         dims = {}
@@ -84,17 +82,3 @@ def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Seque
         names = ", ".join(signature.names[i] for i in signature.state[:8])
         raise ValueError(f"layouts: {unused[0]!r} is found in no leaf of the state; its leaves are {names}")
     return found
-
-
-def _check(layouts: Any) -> None:
-    """Raise where it does not map expressions to dimensions."""
-    expected = "layouts map regular expressions to the dimension that is cut, or to None, as {'kernel': 1}"
-    if not (layouts is None or isinstance(layouts, Mapping)):
-        raise ValueError(f"layouts={layouts!r}: {expected}")
-    for expression, dim in (layouts or {}).items():
-        if not isinstance(expression, str) or not (dim is None or type(dim) is int):
-            raise ValueError(f"layouts={{{expression!r}: {dim!r}}}: {expected}")
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise ValueError(f"layouts: {expression!r} is no regular expression: {error}") from None

@@ -6,6 +6,7 @@ import functools
 import math
 import pickle
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,20 @@ def test_the_script(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (loss,) = re.findall(r"epoch 1 loss (\S+)", said.err)
         losses.append(float(loss))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+@pytest.mark.mpi
+def test_experts_on_two_ranks() -> None:
+    script = str(EXAMPLES / "experts.py")
+    alone = subprocess.run(
+        [sys.executable, script, "--epochs=1", "--single"],
+        env=jobs.environment(), capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    two = jobs.mpirun(2, [script, "--epochs=1", "--model=2"], timeout=240)
+    assert two.returncode == 0, two.output
+    assert "devices=2" in two.stdout
+    found = [float(re.findall(r"epoch 1 loss (\S+)", said)[0]) for said in (alone.stderr, two.stderr)]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
 def test_the_length_of_each() -> None:

@@ -82,6 +82,16 @@ def test_on_a_mesh(text: str, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "eight" / "checkpoints" / "12")
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("mesh", ["model=2", "sequence=2"])
+def test_on_a_mesh_of_two_ranks(text: str, tmp_path: Path, mesh: str) -> None:
+    one = alone(tmp_path / "one", text, "--single", XLA_FLAGS=quick.XLA_FLAGS)
+    args = [SCRIPT, "--run", str(tmp_path / "two"), "--text", text, *SMALL, f"--mesh={mesh}"]
+    two = jobs.mpirun(2, args, timeout=240)
+    assert abs(held_out(two) - held_out(one)) < 2e-3
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True)) < 2e-3
+
+
 def test_interrupted(text: str, tmp_path: Path) -> None:
     straight = held_out(alone(tmp_path / "straight", text))
     killer = (

@@ -286,24 +286,3 @@ def test_every_process_finds_the_same() -> None:
     first = found(1)
     assert first == found(2)
     assert all(first)
-
-
-NO_LAYOUTS = [
-    ({"w": "1"}, r"layouts=\{'w': '1'\}: layouts map regular expressions to the dimension that is cut"),
-    ({"w": True}, r"layouts=\{'w': True\}: layouts map"),
-    ({0: 1}, r"layouts=\{0: 1\}: layouts map"),
-    ([("w", 1)], r"layouts=\[\('w', 1\)\]: layouts map"),
-    ({"(": 1}, r"layouts: '\(' is no regular expression: missing \)"),
-    ({"nope": 1}, r"layouts: 'nope' is found in no leaf of the state; its leaves are w"),
-    (
-        {"w": 2},
-        r"layouts=\{'w': 2\}: leaf w has shape \(3, 4\), and no dimension 2 for the 2 devices of the axis 'model'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("layouts", "message"), NO_LAYOUTS, ids=str)
-def test_what_is_no_layout(layouts: Any, message: str) -> None:
-    step = jaxdist.parallel(lambda w, x: (w, jnp.mean(x @ w)), mesh=mesh(model=2), layouts=layouts)
-    with pytest.raises(ValueError, match=message):
-        step(jnp.ones((3, 4)), jnp.ones((8, 3)))
