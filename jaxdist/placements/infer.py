@@ -8,7 +8,7 @@ nothing depends on the order of a set or on an address.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxdist.mesh import MODEL, Axis
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
-from jaxdist.placements.marked import marked
+from jaxdist.placements.marked import marked, used_in_slices
 from jaxdist.placements.owners import with_owners
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
 from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
@@ -112,7 +112,7 @@ class Infer:
             if natural not in self._placed:
                 placed = self.in_slices(block, ins, loose)
                 if self._may_own and (owned := with_owners(self, placed)) is not None:
-                    placed = replace(Walk(self, owned, ins, loose).placed, matrices=placed.matrices)
+                    placed = replace(self._settled(owned, ins, loose), matrices=placed.matrices)
                 self._placed[natural] = placed
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)
@@ -125,7 +125,20 @@ class Infer:
     def in_slices(self, block: Block, ins: Sequence[Placement], loose: frozenset[int] = frozenset()) -> Placed:
         """Settle the placements of a block without owners in it, other than in its bodies."""
         self._kept.append(block)
-        return Walk(self, block, tuple(ins), loose).placed
+        return self._settled(block, tuple(ins), loose)
+
+    def _settled(self, block: Block, ins: Sequence[Placement], loose: frozenset[int]) -> Placed:
+        """Once, and again if some of what was added up is used in slices alone: these are less to send."""
+        walk = Walk(self, block, ins, loose)
+        if slices := used_in_slices(walk):
+            again = Walk(self, block, ins, loose, slices).placed
+            if self._sent(again) < self._sent(walk.placed):
+                return again
+        return walk.placed
+
+    def _sent(self, placed: Placed) -> int:
+        """The bytes of a block's moves."""
+        return sum(2 * move.bytes if move.kind == "all-reduce" else move.bytes for move in placed.moves)
 
     def marked(self, block: Block) -> dict[int, int]:
         """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""
@@ -179,9 +192,18 @@ class Infer:
 
 
 class Walk:
-    """Settles one block."""
+    """Settles one block; `slices` says of summands in which ones they are added up."""
 
-    def __init__(self, infer: Infer, block: Block, ins: Sequence[Placement], loose: frozenset[int]):
+    def __init__(
+        self,
+        infer: Infer,
+        block: Block,
+        ins: Sequence[Placement],
+        loose: frozenset[int],
+        slices: Mapping[int, Split] | None = None,
+    ):
+        marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
+        self.slices: dict[int, Split] = {**(slices or {}), **marked}
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
         self.at: list[Any] = [None] * len(block.avals)
@@ -225,9 +247,7 @@ class Walk:
         """A summand with several uses is added up once, before them."""
         if not isinstance(placement, Partial) or self.block.uses[i] <= 1:
             return placement
-        dim = self.infer.marked(self.block).get(i)
-        aval = self.block.avals[i]
-        return REPLICATED if dim is None else self.infer.shard(dim, aval.shape[dim])
+        return self.slices.get(i, REPLICATED)
 
     def added_up(self, node: Node) -> frozenset[int]:
         """The results that a loop around this block adds up: they may stay summands until after it."""
@@ -242,10 +262,9 @@ class Walk:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
             return strategy
-        marked = self.infer.marked(self.block)
-        for k, i in enumerate(node.ins):  # what leads to a mark is reduced straight into slices
-            if isinstance(ins[k], Partial) and i in marked:
-                ins[k] = self.infer.shard(marked[i], self.block.avals[i].shape[marked[i]])
+        for k, i in enumerate(node.ins):
+            if isinstance(ins[k], Partial):
+                ins[k] = self.slices.get(i, ins[k])
         for rule in SPECIAL.get(node.name, ()):
             if strategy := rule(self, node, ins):
                 return strategy

@@ -1,4 +1,4 @@
-"""Values that lead to a mark of `jaxdist.zero`: what is reduced for them goes straight into slices."""
+"""What is reduced straight into slices: what leads to a mark of `jaxdist.zero`, and what is used in slices alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxdist.ir.operations import is_elementwise
 from jaxdist.placements.block import Block
-from jaxdist.placements.values import reshaped
+from jaxdist.placements.run import run_as_is
+from jaxdist.placements.values import REPLICATED, Form, Partial, Split, reshaped
 
 
 def marked(infer: Any, block: Block) -> dict[int, int]:
@@ -40,3 +41,35 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
                 if block.avals[i].shape == shape:
                     found.setdefault(i, dim)
     return found
+
+
+def used_in_slices(walk: Any) -> dict[int, Split]:
+    """Summands that were added up on every device though one slice each is used, as of the gradient of what was
+    gathered; and that slice. What every device computes on the way to it can be cut as well.
+
+    Args:
+      walk: which has settled a block (`jaxdist.placements.infer.Walk`).
+    """
+    block, at = walk.block, walk.at
+    taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
+    found: dict[int, Split] = {}
+    for node, strategy in zip(reversed(block.nodes), reversed(walk.placed.strategies), strict=True):
+        takes = [to or REPLICATED for to in strategy.takes]
+        for i, given in zip(node.outs, strategy.gives, strict=True):
+            if isinstance(given, Partial) and (to := _slice(taken.get(i))) and to.is_tile(walk.n):
+                found[i] = to
+        whole = strategy.run is run_as_is and not any(isinstance(at[i], Split) for i in node.ins)
+        to = _slice(taken.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
+        described = walk.factors(node) if to else None
+        factor = described.results[0][to.dim] if described and to else None
+        if described and to and factor is not None:
+            takes = [to.at(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
+        for i, form_ in zip(node.ins, takes, strict=True):
+            taken.setdefault(i, set()).add(form_)
+    return found
+
+
+def _slice(forms: set[Form] | None) -> Split | None:
+    """The only form, if that is a slice."""
+    only = next(iter(forms)) if forms and len(forms) == 1 else None
+    return only if isinstance(only, Split) else None
