@@ -128,9 +128,12 @@ class Infer:
         return self._settled(block, tuple(ins), loose)
 
     def _settled(self, block: Block, ins: Sequence[Placement], loose: frozenset[int]) -> Placed:
-        """Once, and again if some of what was added up is used in slices alone: these are less to send."""
+        """Once, and again if some of what was added up is used in slices alone: these are less to send.
+
+        Not along the axis of data, where a parameter in slices would make more messages of a few more bytes.
+        """
         walk = Walk(self, block, ins, loose)
-        if slices := used_in_slices(walk):
+        if self.axis.name not in (GROUP, AXIS) and (slices := used_in_slices(walk)):
             again = Walk(self, block, ins, loose, slices).placed
             if self._sent(again) < self._sent(walk.placed):
                 return again
