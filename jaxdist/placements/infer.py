@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, is_deferrable
-from jaxdist.mesh import MODEL, Axis
+from jaxdist.mesh import AXIS, GROUP, MODEL, Axis
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
 from jaxdist.placements.describe import Factors
