@@ -97,9 +97,9 @@ def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     own = {axis.name: axis.size for axis in walk.infer.mesh}
     groups = own.pop(GROUP, 1)
     own |= {AXIS: groups * own[AXIS]} if AXIS in own else {}
-    if dict(mesh.shape) != own:
+    if {name: size for name, size in mesh.shape.items() if size > 1} != {k: n for k, n in own.items() if n > 1}:
         raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {own}")
-    if len(named := params["newly_manual_axes"]) < len(own):
+    if not own.keys() <= (named := params["newly_manual_axes"]):
         raise refuse(node, f"it names the axes {sorted(named)} of its mesh alone, of {list(own)}")
 
     def names(spec: Any) -> Cuts:
