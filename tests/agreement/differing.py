@@ -23,6 +23,8 @@ MODE, FOLDER = sys.argv[1:]
 ctx = jaxdist.init()
 ODD = ctx.rank == 1
 RAISES = MODE in (
+    "types",
+    "types on both",
     "eager",
     "settings",
     "kept",

@@ -37,13 +37,13 @@ OPERATIONS = {
 OTHERS = {
     "retraced": "rank 0 has traced another program than before, and rank 1 has not",
     "retraced alone": "rank 1 has traced another program than before, and rank 0 has not",
-    "types": rf"w is bfloat16\[4\] on rank 1, float32\[4\] on rank 0, in the call at {SCRIPT}:\d+ in train\.",
-    "types on both": rf"rank 0: w float16\[4\], at {SCRIPT}:\d+ in train\n.*rank 1: w bfloat16\[4\], at {SCRIPT}:",
     "donation": "option donate is True on rank 0; False on rank 1",
     "option": "option bucket_bytes is 0 on rank 0; 1000 on rank 1",
     # Where the one that asks comes first, an error on every rank; else the end of the job.
     "settings": "setting jax_default_matmul_precision is|came with step 'scaled'",
     "kept": "leaf w is|came with step 'scaled'",
+    "types": "leaf w is float32.* on rank 0; bfloat16.* on rank 1|and with w changed outside of decorated steps",
+    "types on both": "leaf w is float16.* on rank 0; bfloat16.* on rank 1",
     "eager": "the ranks make different calls: allreduce",
 }
 LAST = {  # calls that return on each rank: those before the difference
