@@ -12,12 +12,11 @@ losses of the first three steps must agree between all variants, or it fails. PY
 from __future__ import annotations
 
 import argparse
-import fnmatch
 from typing import Any
 
 import models
 import report
-from step_time import TOLERANCE, Comparison, measure, said
+from step_time import TOLERANCE, Comparison, chosen, measure, said
 
 AXES = ("sequence", "model")
 VARIANTS: dict[str, tuple[str, str]] = {
@@ -91,13 +90,7 @@ def main() -> None:
     parser.add_argument("--torch", metavar="PYTHON")
     report.add_arguments(parser)
     args = parser.parse_args()
-    variants = {
-        label: how
-        for label, how in VARIANTS.items()
-        if any(fnmatch.fnmatch(label, pattern) for pattern in args.variants) and (args.torch or "torch" not in how[0])
-    }
-    if not variants:
-        raise SystemExit(f"no variant is like {args.variants}; there are {list(VARIANTS)}")
+    variants = chosen(VARIANTS, args.variants, args.torch)
     results = {
         "command": report.command(), "machine": report.machine(args.torch), "rounds": args.rounds, "model": args.model,
         "found": measure(args.model, variants, args.rounds, args.seconds, args.torch, apart=""),

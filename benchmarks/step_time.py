@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import models
@@ -127,6 +128,29 @@ def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE, a
                 raise SystemExit(f"{label} does not compute what {reference} does: losses {mine}, {losses[reference]}")
             worst = max(worst, difference)
     return worst
+
+
+def chosen(
+    variants: dict[str, tuple[str, str]], patterns: Sequence[str], torch: str | None
+) -> dict[str, tuple[str, str]]:
+    """The variants that a command asks for.
+
+    Args:
+      variants: label -> job, and name there.
+      patterns: of labels.
+      torch: an interpreter; None: torch's variants are left out.
+
+    Raises:
+      SystemExit: there are none.
+    """
+    found = {
+        label: how
+        for label, how in variants.items()
+        if any(fnmatch.fnmatch(label, pattern) for pattern in patterns) and (torch or "torch" not in how[0])
+    }
+    if not found:
+        raise SystemExit(f"no variant is like {patterns}; there are {list(variants)}")
+    return found
 
 
 def measure(
@@ -258,13 +282,7 @@ def main() -> None:
     parser.add_argument("--torch", metavar="PYTHON")
     report.add_arguments(parser)
     args = parser.parse_args()
-    variants = {
-        label: how
-        for label, how in VARIANTS.items()
-        if any(fnmatch.fnmatch(label, pattern) for pattern in args.variants) and (args.torch or "torch" not in how[0])
-    }
-    if not variants:
-        raise SystemExit(f"no variant is like {args.variants}; there are {list(VARIANTS)}")
+    variants = chosen(VARIANTS, args.variants, args.torch)
     results = {"command": report.command(), "machine": report.machine(args.torch), "rounds": args.rounds, "models": {}}
     for model in args.models:
         results["models"][model] = measure(model, variants, args.rounds, args.seconds, args.torch)

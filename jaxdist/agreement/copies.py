@@ -1,4 +1,4 @@
-"""Which arrays of all ranks are known to be the same on each, and the comparison of those that are not.
+"""The arrays of all ranks that are known to be the same on each, and the comparison of those that are not.
 
 An array that lies on all ranks is one array to its user, but each rank has a copy, and may compute with it by itself:
 ``if rank == 1: w = 3 * w`` makes an array of all ranks whose copies differ. What decorated steps and `restore` return,

@@ -118,7 +118,7 @@ def _placed_own_code(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strate
 
 
 Cuts = tuple[tuple[str, ...], ...]
-"""Of each of the first dimensions of a value the axes that cut it, the one first whose slices are the largest."""
+"""The axes that cut each of the first dimensions of a value, the one first whose slices are the largest."""
 
 own_code_p = Primitive("jaxdist_own_code")
 """The program of one device, ``body``, in a program for several: ``ins`` and ``outs`` are the `Cuts` of each operand

@@ -1,4 +1,4 @@
-"""Which leaves of the state an axis cuts, and along which dimension, where nobody says it.
+"""A search for the leaves of the state that an axis cuts, and for the dimension of each, where nobody says them.
 
 Dimensions that an operation's factors tie together (a head in the kernels of queries, keys and values, in all that is
 computed of them, and in the kernel that takes it) are cut together or not at all: they are a class. A descent over

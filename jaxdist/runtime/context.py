@@ -123,7 +123,7 @@ class Context:
         return {name: tuple(map(int, np.unique(k))) for name, k in zip(made.axis_names, at, strict=True)}
 
     def part(self, mesh: Mesh | Sizes | None = None) -> tuple[int, int]:
-        """Which part of a batch this process passes, and of how many.
+        """The number of the part of a batch that this process passes, and the number of parts.
 
         Processes with the same place on the axis of data pass the same part. `jaxdist.loader` goes by it.
 
