@@ -27,44 +27,48 @@ CHANGED = (
 SMALL = 1 << 20
 """Bytes that may be kept a little longer than the user does."""
 
-_by: object = None
-_latest: Sequence[Any] = ()  # what a step returned last, if it is small, not marked yet: most of it never has to be
 
-
-def returned(by: object, arrays: Sequence[Any], small: bool) -> None:
-    """A step has returned these.
+class Copies:
+    """What the job's steps returned, and what is known of it.
 
     Args:
-      by: the program; before it ran it was asked whether its state does `follow`, or `unknown` was.
-      arrays: the leaves of the result.
-      small: whether they have no more than `SMALL` bytes.
+      context: the job's; ask it for `only` this.
     """
-    global _by, _latest
-    if not small:
-        mark(arrays)
-    _by, _latest = (by, arrays) if small else (None, ())
 
+    def __init__(self, context: object = None):
+        self._by: object = None
+        self._latest: Sequence[Any] = ()  # if it is small, not marked yet: most of it never has to be
 
-def forget(leaves: Iterable[Any]) -> None:
-    """The step that returned last may have returned what is not the same on all ranks."""
-    returned(None, (), True)
-    unmark(leaves)
+    def returned(self, by: object, arrays: Sequence[Any], small: bool) -> None:
+        """A step has returned these.
 
+        Args:
+          by: the program; before it ran it was asked whether its state does `follow`, or `unknown` was.
+          arrays: the leaves of the result.
+          small: whether they have no more than `SMALL` bytes.
+        """
+        if not small:
+            mark(arrays)
+        self._by, self._latest = (by, arrays) if small else (None, ())
 
-def follow(by: object, leaves: Sequence[Any], pick: Callable[[Sequence[Any]], Sequence[Any]]) -> bool:
-    """Whether this program has returned last, and these are the ones that `pick` takes of its result."""
-    return _by is by and all(map(operator.is_, leaves, pick(_latest)))
+    def forget(self, leaves: Iterable[Any]) -> None:
+        """The step that returned last may have returned what is not the same on all ranks."""
+        self.returned(None, (), True)
+        unmark(leaves)
+
+    def follow(self, by: object, leaves: Sequence[Any], pick: Callable[[Sequence[Any]], Sequence[Any]]) -> bool:
+        """Whether this program has returned last, and these are the ones that `pick` takes of its result."""
+        return self._by is by and all(map(operator.is_, leaves, pick(self._latest)))
+
+    def unknown(self, leaves: Sequence[Any]) -> list[int]:
+        """Positions of those that lie on all ranks, whole on each device, and are not known to be the same."""
+        mark(self._latest)
+        return [i for i in unmarked(leaves) if _is_of_all(leaves[i])]
 
 
 def add(arrays: Iterable[Any]) -> None:
     """These are the same on all ranks, as far as they lie there."""
     mark(filter(_is_of_all, arrays))
-
-
-def unknown(leaves: Sequence[Any]) -> list[int]:
-    """Positions of those that lie on all ranks, whole on each device, and are not known to be the same."""
-    mark(_latest)
-    return [i for i in unmarked(leaves) if _is_of_all(leaves[i])]
 
 
 def checksum(x: Any) -> int:

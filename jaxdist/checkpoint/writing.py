@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.agreement import copies
+from jaxdist.agreement.copies import Copies
 from jaxdist.agreement.description import Description
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, lock, orbax_writer, record
@@ -109,7 +110,7 @@ def save(
         if ctx.is_root:
             _make_ready(ctx, final, overwrite)
         about = Description("save", _about(names, leaves) if ctx.size > 1 else ())
-        told = secrets.token_hex(8), about.fingerprint, copies.unknown(leaves)
+        told = secrets.token_hex(8), about.fingerprint, ctx.only(Copies).unknown(leaves)
         return Part((names, leaves, about), ((_WHERE, str(final)),), told)
 
     errors = CheckpointError, FileExistsError, ValueError, TypeError

@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.agreement import copies, sync
+from jaxdist.agreement import sync
 from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement.copies import Copies
 from jaxdist.agreement.meshes import Meshes
 from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
@@ -153,8 +154,7 @@ class DataParallel(Generic[R]):
                 latest.what = None
             name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
-        if self._entering.unsure:
-            copies.forget(jax.tree.leaves(result))
+        self._entering.returned(result)
         if program.donates:
             self._taken.call, self._taken.state = call, program.taken
         self._agreement.returned(self._name, result)
@@ -275,9 +275,9 @@ class DataParallel(Generic[R]):
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
             self._placer = Placer(context, mesh)
-            self._cache = ProgramCache(
-                self._settings, mesh, self._placer, context.rules or context.communicator, self._traced
-            )
+            rules = context.rules or context.communicator
+            copies = context.only(Copies) if context.size > 1 else None
+            self._cache = ProgramCache(self._settings, mesh, self._placer, rules, self._traced, copies)
             self._signer = Signer(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
             self._entering = Entering(self._name, context, self._placer, self._settings)

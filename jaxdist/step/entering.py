@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdist.agreement import copies
 from jaxdist.agreement.calls import ORIGIN, Agreement, StepCall
+from jaxdist.agreement.copies import Copies
 from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
@@ -39,13 +40,13 @@ class Entering:
       settings: of the step.
 
     Attributes:
-      unsure: the call in progress has state that may differ between the ranks, and so has what it returns.
+      unsure: the call in progress has state that may differ between the ranks, and so may what it returns.
     """
 
     def __init__(self, name: str, context: Context, placer: Placer, settings: Settings):
         self._name, self._context, self._placer = name, context, placer
         self._options = settings.said()
-        self._agreement = context.only(Agreement)
+        self._agreement, self._copies = context.only(Agreement), context.only(Copies)
         self.unsure, self._in_a_row = False, 0  # calls with state from outside
 
     def outside(self, program: Program | None, signature: Signature, leaves: Sequence[Any]) -> Sequence[int]:
@@ -62,11 +63,16 @@ class Entering:
         if self._context.size == 1:
             return ()
         given, found = signature.pick_state(leaves), list[int]()
-        if program is None or program.pick_next is None or not copies.follow(program, given, program.pick_next):
-            found = [signature.state[k] for k in copies.unknown(given)]
+        if program is None or program.pick_next is None or not self._copies.follow(program, given, program.pick_next):
+            found = [signature.state[k] for k in self._copies.unknown(given)]
         self._in_a_row = n = self._in_a_row + 1 if found else 0
         self.unsure = n & (n - 1) > 0 and n % _OFTEN > 0
         return () if self.unsure else found
+
+    def returned(self, result: Any) -> None:
+        """The call has returned this."""
+        if self.unsure:
+            self._copies.forget(jax.tree.leaves(result))
 
     def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
         """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""

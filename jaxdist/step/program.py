@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
-from jaxdist.agreement import copies
+from jaxdist.agreement.copies import SMALL, Copies
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
@@ -66,6 +66,7 @@ class Program:
       compress: the dtype in which gradients travel; None: their own.
       on_traced: told of what one device runs, before it is lowered, and of how it is placed over each axis (none: on
         one device).
+      copies: told of what a run returned; None: there is one process.
 
     Attributes:
       checked: what the findings are about; nothing: there are none.
@@ -89,6 +90,7 @@ class Program:
         compress: str | None,
         on_traced: Callable[[Program, ClosedJaxpr, Sequence[Placed]], None] | None = None,
         name: str = "step",
+        copies: Copies | None = None,
     ):
         self._step, self.signature, self.layouts, self._mesh = step, signature, tuple(layouts), mesh
         self.checked = step.checked
@@ -99,9 +101,9 @@ class Program:
         self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = step.infer.on_cpu
-        self._several = len({d.process_index for d in mesh.devices.flat}) > 1
+        self._copies = copies
         sizes = (math.prod(a.shape) * a.dtype.itemsize for a in step.jaxpr.out_avals)
-        self._small = sum(sizes) <= copies.SMALL
+        self._small = sum(sizes) <= SMALL
         following = [step.sources.index(i) for i in signature.state if i in step.sources]
         self.pick_next = picker(following) if len(following) == len(signature.state) else None
         self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
@@ -253,8 +255,8 @@ class Program:
             jax.block_until_ready(outs)
         if self.checked:
             *outs, found = outs
-        if self._several:
-            copies.returned(self, outs, self._small and not self._padded_outputs)
+        if self._copies is not None:
+            self._copies.returned(self, outs, self._small and not self._padded_outputs)
         for i, how in self._padded_outputs:
             outs[i] = Padded(outs[i], how)
         result = jax.tree.unflatten(self._step.tree, outs)

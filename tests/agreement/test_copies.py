@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdist.agreement import copies
+from jaxdist.agreement.copies import Copies
 from jaxdist.compat import mark, unmark, unmarked
 
 
@@ -21,33 +22,34 @@ def _of_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_compared_is_known_and_what_is_made_of_it_is_not() -> None:
+    known = Copies()
     arrays: list[Any] = [jnp.ones(2), jax.random.key(0), jnp.float32(3)]
     leaves = [*arrays, 1.0, np.ones(2), "text", None]
-    assert copies.unknown(leaves) == [0, 1, 2]
+    assert known.unknown(leaves) == [0, 1, 2]
     copies.add(leaves)
-    assert copies.unknown(leaves) == []
+    assert known.unknown(leaves) == []
     made = [arrays[0] * 1, jnp.copy(arrays[0]), jax.jit(lambda x: x)(arrays[0]), jax.random.fold_in(arrays[1], 0)]
-    assert copies.unknown([*leaves, *made]) == [7, 8, 9, 10]
+    assert known.unknown([*leaves, *made]) == [7, 8, 9, 10]
     unmark([*leaves, *made])
-    assert copies.unknown(leaves) == [0, 1, 2]
+    assert known.unknown(leaves) == [0, 1, 2]
 
 
 def test_what_a_step_returned_follows_or_is_known() -> None:
-    by, other = object(), object()
+    known, by, other = Copies(), object(), object()
     params, loss = [jnp.ones(2), jnp.zeros(2)], jnp.ones(())
     pick: Any = lambda outs: outs[:2]
     for small in (True, False):
-        copies.returned(by, [*params, loss], small)
-        assert copies.follow(by, params, pick) == small
-        assert not copies.follow(by, [params[0] * 1, params[1]], pick)
-        assert copies.unknown([*params, loss, params[0] * 1]) == [3]
-        copies.returned(other, [jnp.ones(3)], small)
-        assert copies.unknown([*params, loss]) == []
-        assert not copies.follow(by, params, pick)
-        copies.returned(by, params, small)
-        copies.forget(params)
-        assert not copies.follow(by, params, pick)
-        assert copies.unknown([*params, loss]) == [0, 1]
+        known.returned(by, [*params, loss], small)
+        assert known.follow(by, params, pick) == small
+        assert not known.follow(by, [params[0] * 1, params[1]], pick)
+        assert known.unknown([*params, loss, params[0] * 1]) == [3]
+        known.returned(other, [jnp.ones(3)], small)
+        assert known.unknown([*params, loss]) == []
+        assert not known.follow(by, params, pick)
+        known.returned(by, params, small)
+        known.forget(params)
+        assert not known.follow(by, params, pick)
+        assert known.unknown([*params, loss]) == [0, 1]
         params, loss = [x * 1 for x in params], loss * 1
 
 
