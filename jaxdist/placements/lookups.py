@@ -1,0 +1,138 @@
+"""Rows looked up, and rows changed, in an array that is in slices along the rows: each device does so with its own.
+
+As of a table of a vocabulary, or of logits at the labels: in place of the array, what is looked up travels.
+
+References:
+  Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (the embedding in slices of the vocabulary).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.placements.block import Node
+from jaxdist.placements.infer import Walk, special
+from jaxdist.placements.rules import FACTORS
+from jaxdist.placements.strategy import Strategy, nbytes
+from jaxdist.placements.values import (
+    PARTIAL,
+    REPLICATED,
+    Deferred,
+    Form,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    is_wide,
+    wide,
+)
+
+_MODES = {
+    lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS
+}  # fmt: skip
+_SCATTERS = tuple(name for name in FACTORS if name.startswith("scatter"))
+
+
+@special("gather")
+def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Zeros for the rows of others: summands."""
+    rows, params = ins[0], node.eqn.params
+    numbers, out = params["dimension_numbers"], walk.block.avals[node.outs[0]]
+    column = _column(walk, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
+    if column is None or not is_wide(out.dtype) or params["mode"] not in _MODES:
+        return None
+    assert isinstance(rows, Split)
+    if 2 * nbytes(out) >= nbytes(walk.block.avals[node.ins[0]]):
+        return None  # to gather it is less
+    shape = walk.shapes(node.ins)[0]
+    last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest, whatever was promised
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        at, own, exists = _own(emitter, _signed(xs[1], None if fills else last), column, rows, shape[rows.dim])
+        if fills:  # of no row: what is filled in counts once
+            own |= ~exists & (emitter.index == 0)
+        else:
+            here = [rows.chunk - 1 if k == column else n for k, n in enumerate(last)]
+            at = jnp.clip(at, 0, jnp.asarray(here, at.dtype))
+        found = emitter.bind(node, [xs[0], at], {**params, "unique_indices": False, "indices_are_sorted": False})[0]
+        dims = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+        return [jnp.where(lax.broadcast_in_dim(own, out.shape, dims), found, 0).astype(wide(out.dtype))]
+
+    return Strategy([form(rows), REPLICATED], [PARTIAL], run)
+
+
+@special(*_SCATTERS)
+def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Each device the rows it has; of an array that is cheap to make, in whichever slices are asked for."""
+    rows, params = ins[0], node.eqn.params
+    numbers, shape = params["dimension_numbers"], walk.shapes(node.ins)[0]
+    mapped = numbers.scatter_dims_to_operand_dims
+    window = iter(
+        d for d in range(len(shape)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    )
+    sizes = dict(zip(window, (walk.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
+    last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
+
+    def change(emitter: Any, node: Node, xs: Sequence[Any], rows: Split, column: int) -> Any:
+        """Of no row here: dropped."""
+        at, own, _ = _own(emitter, _signed(xs[1], last if clips else None), column, rows, shape[rows.dim])
+        at = jnp.where(_is(at, column) & ~own[..., None], rows.rows, at)
+        new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+        return emitter.bind(node, [xs[0], at, xs[2]], new)[0]
+
+    if isinstance(rows, Deferred) and all(isinstance(p, (Replicated, Deferred)) for p in ins[1:]) and mapped:
+
+        def make(emitter: Any, node: Node, to: Form) -> Any:
+            column = _column(walk, to, ins[1:], mapped, numbers.inserted_window_dims)
+            if column is None:
+                whole = emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
+                return emitter.cut(whole, to) if isinstance(to, Split) else whole
+            assert isinstance(to, Split)
+            xs = [emitter.take(node.ins[0], to), *(emitter.take(i, REPLICATED) for i in node.ins[1:])]
+            return change(emitter, node, xs, to, column)
+
+        return Strategy([None] * len(ins), [Deferred()], make=make)
+    column = _column(walk, rows, ins[1:], mapped, numbers.inserted_window_dims)
+    if column is None:
+        return None
+    assert isinstance(rows, Split)
+    run = lambda emitter, node, xs: [change(emitter, node, xs, rows, column)]
+    return Strategy([form(rows), REPLICATED, REPLICATED], [replace(form(rows), stored=rows.stored)], run)
+
+
+def _column(
+    walk: Walk, rows: Any, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
+) -> int | None:
+    """The column of the indices that counts the rows of which each device has a slice, if every device has the rest."""
+    if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(walk.n) and not rows.stored):
+        return None
+    if rows.dim not in mapped or rows.dim not in single or any(isinstance(p, Split) for p in others):
+        return None
+    return list(mapped).index(rows.dim)
+
+
+def _signed(indices: Any, last: Sequence[int] | None) -> Any:
+    """Indices that one can subtract from; `last`: those that are, where the nearest of them is taken."""
+    dtype = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
+    if indices.dtype in (jnp.uint32, jnp.uint64):
+        indices = jnp.minimum(indices, jnp.iinfo(dtype).max)
+    indices = indices.astype(dtype)
+    return indices if last is None else jnp.clip(indices, 0, jnp.asarray(last, dtype))
+
+
+def _own(emitter: Any, indices: Any, column: int, rows: Split, size: int) -> tuple[Any, Any, Any]:
+    """The indices with this device's own count in a column, and of each whether its row is here, and is anywhere."""
+    at, start = indices[..., column], (emitter.index * rows.chunk).astype(indices.dtype)
+    exists = (at >= 0) & (at < size)
+    own = exists & (at >= start) & (at < start + rows.chunk)
+    return jnp.where(_is(indices, column), indices - start, indices), own, exists
+
+
+def _is(indices: Any, column: int) -> Any:
+    return lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
