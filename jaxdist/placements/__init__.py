@@ -6,7 +6,8 @@
 | `block` | a step as a flat list of operations |
 | `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
 | `infer`, `strategy` | the walk that settles the placement of each value, and what it settles |
-| `summands`, `shapes`, `lookups`, `own_rows`, `random_bits`, `loops`, `control_flow` | what it knows of such operations |
+| `summands`, `shapes`, `lookups`, `own_rows`, `random_bits` | what it knows of such operations |
+| `loops`, `control_flow` | and of those with bodies |
 | `products` | of the batch with weights in slices: which of the two travels |
 | `marks`, `marked`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
 | `matrices`, `owners`, `owned` | work on whole matrices: found, given to devices, and run by them |
