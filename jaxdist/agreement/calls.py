@@ -20,7 +20,10 @@ from jaxdist.control.progress import Progress
 from jaxdist.runtime.context import Context
 
 _OUTCOME = "the outcome of the call before"
-ORIGIN = "the origin of the state"
+ORIGIN = "the origin of "
+"""How the name of an entry begins."""
+
+TRACE = "its trace"
 """Name of an entry."""
 
 
@@ -149,7 +152,9 @@ class Agreement:
 def _advice(name: str) -> str:
     if name == _OUTCOME:
         return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
-    if name == ORIGIN:
+    if name == TRACE:
+        return "The step raises this on some ranks alone: look for a choice that is not the same on all ranks"
+    if name.startswith(ORIGIN):
         return CHANGED
     if name.startswith("constant "):
         return "What is no array must be the same on every rank"

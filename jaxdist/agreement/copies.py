@@ -2,34 +2,42 @@
 
 An array that lies on all ranks is one array to its user, but each rank has a copy, and may compute with it by itself:
 ``if rank == 1: w = 3 * w`` makes an array of all ranks whose copies differ. What decorated steps and `restore` return,
-and what was compared, is marked; what comes from elsewhere is compared.
+and what was compared, is numbered; what comes from elsewhere is compared.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.compat import mark, unmark, unmarked
+from jaxdist.compat import mark, marks, unmark
 from jaxdist.ir import fingerprint
 
 CHANGED = (
-    "Something changed it on some ranks outside of a decorated step (code under `if rank == ...`, say): change it on "
-    "every rank, or in the step"
+    "Either ranks pass what different calls returned, or something changed it on some ranks outside of a decorated "
+    "step (code under `if rank == ...`, say): do the same on every rank, or do it in the step"
 )
 """Advice about copies that differ."""
 
 SMALL = 1 << 20
 """Bytes that may be kept a little longer than the user does."""
 
+_STEP, _CALL = 44, 20
+"""The bits of a number that stand behind that of the step, and behind that of the call."""
+
+_CALLS, _PLACES = (1 << _STEP - _CALL) - 1, (1 << _CALL) - 1
+_OUTSIDE, _AGAIN = -1, -2
+
 
 class Copies:
-    """What the job's steps returned, and what is known of it.
+    """What the job's steps returned: each such array has a number, of its step, the call, and its place in the result.
+
+    Ranks that made the same calls have the same numbers, and pass arrays of the same numbers on.
 
     Args:
       context: the job's; ask it for `only` this.
@@ -37,38 +45,112 @@ class Copies:
 
     def __init__(self, context: object = None):
         self._by: object = None
-        self._latest: Sequence[Any] = ()  # if it is small, not marked yet: most of it never has to be
+        self._newest: Sequence[Any] = ()  # if it is small, not numbered yet: most of it never has to be
+        self._first = 0  # number of that
+        self._steps: list[Results] = []
+        self._compared = Results(self, "")
+        self._compared.count()
 
-    def returned(self, by: object, arrays: Sequence[Any], small: bool) -> None:
-        """A step has returned these.
+    def add(self, arrays: Iterable[Any]) -> None:
+        """These are the same on all ranks, as far as they lie there."""
+        mark(filter(_is_of_all, arrays), self._compared.count())
+
+    def numbers(self, leaves: Sequence[Any]) -> list[int]:
+        """The number of each leaf; -1: no step has returned it lately."""
+        mark(self._newest, self._first)
+        return marks(leaves)
+
+    def unknown(self, leaves: Sequence[Any], numbers: Sequence[int]) -> list[int]:
+        """Positions of those that lie on all ranks, whole on each device, and are not known to be the same."""
+        return [i for i, n in enumerate(numbers) if n < 0 and _is_of_all(leaves[i])] if -1 in numbers else []
+
+    def origins(self, numbers: Sequence[int], before: Sequence[int] = ()) -> tuple[int, ...]:
+        """Where leaves are from: a number that is the same call after call in a loop that repeats itself.
 
         Args:
-          by: the program; before it ran it was asked whether its state does `follow`, or `unknown` was.
+          numbers: of the leaves.
+          before: those of the call before. What is older than the latest result of its step may be what it was then.
+        """
+        given, calls = np.array(numbers, np.int64), np.array([step.calls for step in self._steps])
+        ago = (calls[given >> _STEP] - (given >> _CALL)) & _CALLS
+        found = given & ~(_CALLS << _CALL) | ago << _CALL
+        if len(before) == len(numbers):
+            found[(ago > 0) & (given == np.array(before))] = _AGAIN
+        found[given < 0] = _OUTSIDE
+        return tuple(found.tolist())
+
+    def in_words(self, origin: int) -> str:
+        """Where a leaf is from, for a message."""
+        if origin < 0:
+            return "no recent call of a decorated step" if origin == _OUTSIDE else "what it was in the call before"
+        step, ago, place = origin >> _STEP, origin >> _CALL & _CALLS, origin & _PLACES
+        if step == 0:
+            return "what was restored or compared"
+        when = f" {ago} calls before" if ago else ""
+        return f"leaf {place} of what step {self._steps[step].name!r} returned{when}"
+
+
+class Results:
+    """What one step returns.
+
+    Args:
+      copies: the job's.
+      name: of the step.
+
+    Attributes:
+      calls: that have returned.
+    """
+
+    def __init__(self, copies: Copies, name: str):
+        self.name, self.calls = name, 0
+        self._copies, self._number, self._first = copies, -1, 0
+        self._given: Sequence[int] = ()  # numbers of the state of the call before
+
+    def count(self) -> int:
+        """Count a call that has returned; the number of the first leaf of its result."""
+        if self._number < 0:  # in the order of their first calls, which is the same on all ranks
+            self._number = len(self._copies._steps)
+            self._copies._steps.append(self)
+        self.calls += 1
+        self._first = self._number << _STEP | (self.calls & _CALLS) << _CALL
+        return self._first
+
+    def returned(self, by: object, arrays: Sequence[Any], small: bool) -> None:
+        """A program of the step has returned these.
+
+        Args:
+          by: the program.
           arrays: the leaves of the result.
           small: whether they have no more than `SMALL` bytes.
         """
+        first, copies = self.count(), self._copies
         if not small:
-            mark(arrays)
-        self._by, self._latest = (by, arrays) if small else (None, ())
+            mark(arrays, first)
+        copies._by, copies._newest, copies._first = (by, arrays, first) if small else (None, (), 0)
 
     def forget(self, leaves: Iterable[Any]) -> None:
-        """The step that returned last may have returned what is not the same on all ranks."""
-        self.returned(None, (), True)
+        """What the step returned last may not be the same on all ranks."""
+        self._copies._by, self._copies._newest = None, ()
         unmark(leaves)
 
-    def follow(self, by: object, leaves: Sequence[Any], pick: Callable[[Sequence[Any]], Sequence[Any]]) -> bool:
-        """Whether this program has returned last, and these are the ones that `pick` takes of its result."""
-        return self._by is by and all(map(operator.is_, leaves, pick(self._latest)))
+    def origins(
+        self, leaves: Sequence[Any], by: object = None, following: Sequence[int] | None = None
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """Where the state of a call is from: (), if it is what the call before returned; and what is `Copies.unknown`.
 
-    def unknown(self, leaves: Sequence[Any]) -> list[int]:
-        """Positions of those that lie on all ranks, whole on each device, and are not known to be the same."""
-        mark(self._latest)
-        return [i for i in unmarked(leaves) if _is_of_all(leaves[i])]
-
-
-def add(arrays: Iterable[Any]) -> None:
-    """These are the same on all ranks, as far as they lie there."""
-    mark(filter(_is_of_all, arrays))
+        Args:
+          leaves: of the state.
+          by: the program that is probably to run.
+          following: places in its result of the next call's state; None: not all of it is there.
+        """
+        copies, before, self._given = self._copies, self._given, ()
+        newest = copies._newest.__getitem__
+        if following is not None and copies._by is by and all(map(operator.is_, leaves, map(newest, following))):
+            return (), []
+        self._given = numbers = copies.numbers(leaves)
+        if following is not None and numbers == list(map(self._first.__add__, following)):
+            return (), []
+        return copies.origins(numbers, before), copies.unknown(leaves, numbers)
 
 
 def checksum(x: Any) -> int:

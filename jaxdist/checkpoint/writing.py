@@ -45,7 +45,8 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 from jaxdist.zero import unshard
 
-_WHERE, _BY_ITSELF, _A_COPY = "the checkpoint", ", which each rank has by itself,", ", an array of all ranks,"
+_WHERE, _BY_ITSELF = "the checkpoint", ", which each rank has by itself,"
+_A_COPY, _A_PART = ", an array of all ranks,", ", of which each rank has a part,"
 _SHOWN = 60  # characters of a string in a message
 
 
@@ -101,6 +102,7 @@ def save(
       them.
     """
     ctx = get_context()
+    known = ctx.only(Copies)
     await_pending()
     final = absolute(path) / str(step)
 
@@ -110,15 +112,20 @@ def save(
         if ctx.is_root:
             _make_ready(ctx, final, overwrite)
         about = Description("save", _about(names, leaves) if ctx.size > 1 else ())
-        told = secrets.token_hex(8), about.fingerprint, ctx.only(Copies).unknown(leaves)
+        numbers = known.numbers(leaves)
+        told = secrets.token_hex(8), about.fingerprint, known.unknown(leaves, numbers), known.origins(numbers)
         return Part((names, leaves, about), ((_WHERE, str(final)),), told)
 
     errors = CheckpointError, FileExistsError, ValueError, TypeError
     (names, leaves, about), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
     if any(own[1] != told[0][1] for own in told):  # leaf by leaf only then: a state may have thousands
         on_every_rank(ctx, "save", lambda: Part(None, about.entries), raises=errors, advice=_advice)
-    if unknown := sorted({i for *_, own in told for i in own}):
-        on_every_rank(ctx, "save", lambda: Part(None, _copies(names, leaves, unknown)), raises=errors, advice=_advice)
+    origins = [each for *_, each in told]
+    unsure = {i for _, _, own, _ in told for i in own}
+    unsure |= {i for i, of in enumerate(zip(*origins, strict=True)) if len(set(of)) > 1}
+    if unsure:
+        own = _copies(names, leaves, sorted(unsure), list(map(known.in_words, origins[ctx.rank])))
+        on_every_rank(ctx, "save", lambda: Part(None, own), raises=errors, advice=_advice)
     parts = _parts(ctx, names, leaves, copy=not wait)
     token = told[0][0]
     name = f"save/{token}"
@@ -148,6 +155,8 @@ def _advice(entry: str) -> str:
         return "Save the same step into the same directory on every rank"
     if entry.endswith(_A_COPY):
         return f"The copy of rank 0 alone would be saved. {copies.CHANGED}"
+    if entry.endswith(_A_PART):
+        return "Each rank would save a part of another array: pass what the same call returned on every rank"
     if not entry.endswith(_BY_ITSELF):
         return "Save a state of the same names, shapes and dtypes on every rank"
     return (
@@ -190,10 +199,18 @@ def _about(names: list[tuple[str, ...]], leaves: list[Any]) -> tuple[tuple[str, 
     return (*kinds, *own)
 
 
-def _copies(names: list[tuple[str, ...]], leaves: list[Any], at: Sequence[int]) -> tuple[tuple[str, str], ...]:
-    """This rank's copies of arrays of all ranks."""
-    sums = (f"an array with checksum {copies.checksum(leaves[i]):x}" for i in at)
-    return tuple((f"leaf {'.'.join(names[i])}{_A_COPY}", text) for i, text in zip(at, sums, strict=True))
+def _copies(
+    names: list[tuple[str, ...]], leaves: list[Any], at: Sequence[int], origins: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    """This rank's copies of arrays of all ranks; where it has a part alone, where that is from."""
+    found = list[tuple[str, str]]()
+    for i in at:
+        label, x = f"leaf {'.'.join(names[i])}", leaves[i]
+        if isinstance(x, Padded) or (isinstance(x, jax.Array) and not x.is_fully_replicated):
+            found.append((f"{label}{_A_PART}", origins[i]))
+        elif isinstance(x, jax.Array) and not x.is_fully_addressable:
+            found.append((f"{label}{_A_COPY}", f"an array with checksum {copies.checksum(x):x}"))
+    return tuple(found)
 
 
 def _is_own(x: Any) -> bool:

@@ -11,7 +11,7 @@
 
 # ruff: noqa: F401
 
-from jaxdist.compat.arrays import adopt, mark, release_dropped, sharding_of, unmark, unmarked
+from jaxdist.compat.arrays import adopt, mark, marks, release_dropped, sharding_of, unmark
 from jaxdist.compat.compilation import (
     compiler_knows,
     for_any_device,

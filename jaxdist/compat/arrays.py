@@ -50,26 +50,25 @@ _MARK = "_of_jaxdist"
 _mark_of = operator.attrgetter(_MARK)
 
 
-def mark(arrays: Iterable[Any]) -> None:
-    """Mark arrays; what is made of them is not marked.
+def mark(arrays: Iterable[Any], first: int) -> None:
+    """Number arrays, from `first` on; what is made of them has no number.
 
     JAX's arrays take attributes, though nobody says so. A weak reference to each costs as much, and to look for an
     array among these costs more.
     """
-    collections.deque(map(setattr, arrays, itertools.repeat(_MARK), itertools.repeat(True)), maxlen=0)
+    collections.deque(map(setattr, arrays, itertools.repeat(_MARK), itertools.count(first)), maxlen=0)
 
 
 def unmark(leaves: Iterable[Any]) -> None:
-    """Take the mark from arrays."""
+    """Take the numbers from arrays."""
     for x in leaves:
         if isinstance(x, jax.Array):
             vars(x).pop(_MARK, None)
 
 
-def unmarked(leaves: Sequence[Any]) -> list[int]:
-    """Positions of the leaves that are not marked."""
+def marks(leaves: Sequence[Any]) -> list[int]:
+    """The number of each leaf; -1: it has none."""
     try:
-        all(map(_mark_of, leaves))
+        return list(map(_mark_of, leaves))
     except AttributeError:
-        return [i for i, x in enumerate(leaves) if not hasattr(x, _MARK)]
-    return []
+        return [getattr(x, _MARK, -1) for x in leaves]

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
 from jaxdist.agreement.calls import Agreement, StepCall
-from jaxdist.agreement.copies import Copies
+from jaxdist.agreement.copies import Copies, Results
 from jaxdist.agreement.meshes import Meshes
 from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
@@ -48,6 +48,7 @@ R = TypeVar("R")
 
 _names: dict[str, itertools.count[int]] = {}
 _is_deleted = operator.methodcaller("is_deleted")
+_ORIGINS = 64  # places that the state of a kind of call came from, which the ranks remember
 
 
 class DataParallel(Generic[R]):
@@ -64,7 +65,7 @@ class DataParallel(Generic[R]):
         self._signatures: dict[Any, Signature] = {}
         self._latest: dict[Any, Latest] = {}
         self._varied: set[Any] = set()  # structures of arguments that come with states of several types
-        self._agreed: dict[Any, StepCall] = {}  # what the ranks have compared
+        self._agreed: dict[Any, dict[Sequence[int], StepCall]] = {}  # what the ranks have compared
         self._numbers: dict[Any, frozenset[int]] = {}  # positions of Python numbers that are constants
         self._has_modules = False  # among the arguments of some call
         self._warned = False  # of what is gathered
@@ -151,7 +152,7 @@ class DataParallel(Generic[R]):
             self._agreement.failed(self._name, call, error)
             self._agreed.clear()  # the next call finds out whether it failed on every rank
             for latest in self._latest.values():
-                latest.what = None
+                latest.agreed.clear()
             name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
         self._entering.returned(result)
@@ -276,11 +277,11 @@ class DataParallel(Generic[R]):
             self._context, self._mesh = context, mesh
             self._placer = Placer(context, mesh)
             rules = context.rules or context.communicator
-            copies = context.only(Copies) if context.size > 1 else None
-            self._cache = ProgramCache(self._settings, mesh, self._placer, rules, self._traced, copies)
+            results = Results(context.only(Copies), self._name) if context.size > 1 else None
+            self._cache = ProgramCache(self._settings, mesh, self._placer, rules, self._traced, results)
             self._signer = Signer(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
-            self._entering = Entering(self._name, context, self._placer, self._settings)
+            self._entering = Entering(self._name, context, self._placer, self._settings, results)
             if context.is_root and commlog.asked("comm"):
                 on_cpu = mesh.devices.flat[0].platform == "cpu"
                 self._log = commlog.StepLog(self._name, on_cpu)
@@ -344,7 +345,8 @@ class DataParallel(Generic[R]):
         if fresh:
             assert self._context is not None
             if self._context.size > 1:
-                self._entering.agree(signature, leaves, [leaves[i] for i in signature.batch])
+                own = [leaves[i] for i in signature.batch]
+                self._entering.agree(signature, leaves, own, failed=self._signer.failed)
                 signature, differs = self._signer.settle(signature, args, call, self._context)
             self._signatures[tree, values] = signature
         batch = [leaves[i] for i in signature.batch]
@@ -358,7 +360,8 @@ class DataParallel(Generic[R]):
         outside = () if other_types else self._entering.outside(program, signature, leaves)
         # State that is kept in another way has another program.
         kept = [self._placer.layout(leaves[i]) for i in signature.state] if changed else []
-        what = latest.what if latest is not None and not changed else self._agreed.get((known, *kept))
+        agreed = self._agreed.setdefault((known, *kept), {}) if latest is None or changed else latest.agreed
+        what = agreed.get(self._entering.origins)
         if other_types:  # the others find the same, or that this rank traces a program which they don't
             what = what or self._entering.kind_of_call(signature, batch)
             self._agreement.corrected(what)
@@ -366,15 +369,15 @@ class DataParallel(Generic[R]):
             compared = self._entering.agree(signature, leaves, batch, outside)
             what = what or compared
             self._agreement.compared(call, what)
-        if latest is not None:
-            latest.what = what
+        if len(agreed) >= _ORIGINS:
+            agreed.clear()
+        agreed[self._entering.origins] = what
         if changed:
-            self._agreed[known, *kept] = what
             self._agreement.may_trace(self._name, True)
             program = self._cache.program(signature, leaves)
             self._agreement.may_trace(self._name, not program.known)
             self._entering.place(program, leaves, call, differs)
-            self._latest[key] = Latest(expected(program, constants), program, signature, values, known, what)
+            self._latest[key] = Latest(expected(program, constants), program, signature, values, known, agreed)
         assert program is not None
         state = list(signature.pick_state(leaves))
         for i in program.padded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,8 @@ import jax
 import numpy as np
 
 from jaxdist.agreement import copies
-from jaxdist.agreement.calls import ORIGIN, Agreement, StepCall
-from jaxdist.agreement.copies import Copies
+from jaxdist.agreement.calls import ORIGIN, TRACE, Agreement, StepCall
+from jaxdist.agreement.copies import CHANGED, Copies, Results
 from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
@@ -38,15 +39,18 @@ class Entering:
       context: the job.
       placer: onto the step's devices.
       settings: of the step.
+      results: of the step; None: there is one process.
 
     Attributes:
       unsure: the call in progress has state that may differ between the ranks, and so may what it returns.
+      origins: of the state of the call in progress.
     """
 
-    def __init__(self, name: str, context: Context, placer: Placer, settings: Settings):
+    def __init__(self, name: str, context: Context, placer: Placer, settings: Settings, results: Results | None):
         self._name, self._context, self._placer = name, context, placer
         self._options = settings.said()
-        self._agreement, self._copies = context.only(Agreement), context.only(Copies)
+        self._agreement, self._results = context.only(Agreement), results
+        self.origins: Sequence[int] = ()
         self.unsure, self._in_a_row = False, 0  # calls with state from outside
 
     def outside(self, program: Program | None, signature: Signature, leaves: Sequence[Any]) -> Sequence[int]:
@@ -60,19 +64,19 @@ class Entering:
           signature: of the call.
           leaves: of its arguments.
         """
-        if self._context.size == 1:
+        if self._results is None:
             return ()
-        given, found = signature.pick_state(leaves), list[int]()
-        if program is None or program.pick_next is None or not self._copies.follow(program, given, program.pick_next):
-            found = [signature.state[k] for k in self._copies.unknown(given)]
+        state = signature.pick_state(leaves)
+        self.origins, unknown = self._results.origins(state, program, program and program.following)
+        found = [signature.state[k] for k in unknown]
         self._in_a_row = n = self._in_a_row + 1 if found else 0
         self.unsure = n & (n - 1) > 0 and n % _OFTEN > 0
         return () if self.unsure else found
 
     def returned(self, result: Any) -> None:
         """The call has returned this."""
-        if self.unsure:
-            self._copies.forget(jax.tree.leaves(result))
+        if self.unsure and self._results is not None:
+            self._results.forget(jax.tree.leaves(result))
 
     def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
         """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""
@@ -132,12 +136,26 @@ class Entering:
         return StepCall(self._name, tuple(zip(names, map(_type_of, batch), strict=True)), signature.constants)
 
     def agree(
-        self, signature: Signature, leaves: Sequence[Any], batch: Sequence[Any], outside: Sequence[int] = ()
+        self,
+        signature: Signature,
+        leaves: Sequence[Any],
+        batch: Sequence[Any],
+        outside: Sequence[int] | None = None,
+        failed: Exception | None = None,
     ) -> StepCall:
-        """Compare what this rank comes with and what the others do; `outside`: as of the method."""
+        """Compare what this rank comes with and what the others do.
+
+        Args:
+          signature: of the call.
+          leaves: of its arguments.
+          batch: those that are split.
+          outside: what `outside` returned; None: it was not asked yet.
+          failed: why the step could not be traced on this rank.
+        """
         names = [signature.names[i] for i in signature.batch]
         problem = self._placer.batch_problem(names, batch)
-        entries = [*self._options, *((f"constant {name}", value) for name, value in signature.constants)]
+        entries = [(TRACE, in_words(failed) if failed else "complete"), *self._options]
+        entries += [*((f"constant {name}", value) for name, value in signature.constants)]
         entries += [(f"setting {name}", value) for name, value in of_jax().items()]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             if is_batch:
@@ -149,14 +167,18 @@ class Entering:
             entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
             if not problem and (found := self._placer.state_problem(x)):
                 problem = f"state leaf {name} {found}"
-        what, changed = self.kind_of_call(signature, batch), [signature.names[i] for i in outside]
-        named = f"{', '.join(changed[:4])}{', ...' if len(changed) > 4 else ''}"
-        entries.append((ORIGIN, f"not a decorated step, of {named}" if named else "decorated steps"))
-        more = f" and with {named} changed outside of decorated steps" if named else ""
+        what, more, known = self.kind_of_call(signature, batch), "", self._context.only(Copies)
+        if outside is not None:  # () are the origins of what the call before returned
+            follows = itertools.repeat("what the call before returned")
+            words = map(known.in_words, self.origins) if self.origins else follows
+            named = [(signature.names[i], text) for i, text in zip(signature.state, words, strict=False)]
+            entries += [(f"{ORIGIN}{name}", text) for name, text in named]
+            shown = ", ".join(f"{name} ({text})" for name, text in named[:2])
+            more = f" and with state of another origin: {shown}" if self.origins else ""
         self._agreement.check(what, tuple(entries), problem, more)
         if outside:
             self._compare_copies({signature.names[i]: copies.checksum(leaves[i]) for i in outside})
-            copies.add(leaves[i] for i in outside)
+            known.add(leaves[i] for i in outside)
         return what
 
     def _compare_copies(self, mine: dict[str, int]) -> None:
@@ -166,7 +188,7 @@ class Entering:
                 self._in_a_row = 0
                 raise ValueError(
                     f"step {self._name!r}: state leaf {name} is an array of all ranks, and rank 0 and rank "
-                    f"{list_ranks(others)} do not hold the same. {copies.CHANGED}"
+                    f"{list_ranks(others)} do not hold the same. {CHANGED}"
                 )
 
     def report(self, error: Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxdist.agreement.calls import StepCall
@@ -26,7 +26,7 @@ class Latest:
       expected: for each leaf how it is kept on the mesh; `NEITHER` for those of the batch and constants.
       constants: the leaves that are no arrays.
       known: structure and types of what the ranks have agreed on.
-      what: the kind of call that they agreed on; None: none, or one has failed since.
+      agreed: by the origins of its state, the kinds of call that they agreed on; none if one has failed since.
     """
 
     expected: Sequence[Any]
@@ -34,7 +34,7 @@ class Latest:
     signature: Any = None
     constants: tuple[Any, ...] = ()
     known: Any = None
-    what: StepCall | None = None
+    agreed: dict[Sequence[int], StepCall] = field(default_factory=dict)
     _shardings: Sequence[Any] | None = None
     _misplaced: Sequence[int] = ()
 

@@ -62,22 +62,24 @@ def cut_by_model(
 
 def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
     """The arguments that the user's expressions name, and the dimension."""
-    found, used = dict[int, int](), set[str]()
+    found, used, lacking = dict[int, int](), set[str](), dict[str, str]()
     for i in signature.state:
         name, shape = signature.names[i], avals[i].shape
         for expression, dim in layouts.items():
             if not re.search(expression, name):
                 continue
+            if dim is not None and shape and not -len(shape) <= dim < len(shape):
+                lacking.setdefault(expression, f"leaf {name} has shape {shape}, and no dimension {dim}")
+                break  # an optimizer's statistics of a parameter may have fewer dimensions
             used.add(expression)
-            if dim is None or not shape or jnp.issubdtype(avals[i].dtype, jax.dtypes.extended):
-                break
-            if not -len(shape) <= dim < len(shape):
-                raise ValueError(
-                    f"layouts={{{expression!r}: {dim}}}: leaf {name} has shape {shape}, and no dimension {dim} for the "
-                    f"{parts} devices of the axis {MODEL!r} to cut"
-                )
-            found[i] = dim % len(shape)
+            if dim is not None and shape and not jnp.issubdtype(avals[i].dtype, jax.dtypes.extended):
+                found[i] = dim % len(shape)
             break
+    if none := [expression for expression in lacking if expression not in used]:
+        raise ValueError(
+            f"layouts={{{none[0]!r}: {layouts[none[0]]}}}: {lacking[none[0]]} for the {parts} devices of the axis "
+            f"{MODEL!r} to cut"
+        )
     if unused := [expression for expression in layouts if expression not in used]:
         names = ", ".join(signature.names[i] for i in signature.state[:8])
         raise ValueError(f"layouts: {unused[0]!r} is found in no leaf of the state; its leaves are {names}")

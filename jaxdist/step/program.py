@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
-from jaxdist.agreement.copies import SMALL, Copies
+from jaxdist.agreement.copies import SMALL, Results
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
@@ -66,14 +66,14 @@ class Program:
       compress: the dtype in which gradients travel; None: their own.
       on_traced: told of what one device runs, before it is lowered, and of how it is placed over each axis (none: on
         one device).
-      copies: told of what a run returned; None: there is one process.
+      results: told of what a run returned; None: there is one process.
 
     Attributes:
       checked: what the findings are about; nothing: there are none.
       padded: where the state's leaves are arrays with padding.
       batch: how the leaves of the batch are split.
       kind: equal for programs that are for the same arguments, kept alike, under the same settings of JAX.
-      pick_next: takes the state of the next call from the leaves of the result; None: not all of it is there.
+      following: places of the next call's state among the leaves of the result; None: not all of it is there.
       taken: the arrays whose memory the latest call took; they are gone.
     """
 
@@ -90,7 +90,7 @@ class Program:
         compress: str | None,
         on_traced: Callable[[Program, ClosedJaxpr, Sequence[Placed]], None] | None = None,
         name: str = "step",
-        copies: Copies | None = None,
+        results: Results | None = None,
     ):
         self._step, self.signature, self.layouts, self._mesh = step, signature, tuple(layouts), mesh
         self.checked = step.checked
@@ -101,11 +101,11 @@ class Program:
         self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._on_cpu = step.infer.on_cpu
-        self._copies = copies
+        self._results = results
         sizes = (math.prod(a.shape) * a.dtype.itemsize for a in step.jaxpr.out_avals)
         self._small = sum(sizes) <= SMALL
         following = [step.sources.index(i) for i in signature.state if i in step.sources]
-        self.pick_next = picker(following) if len(following) == len(signature.state) else None
+        self.following = following if len(following) == len(signature.state) else None
         self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
         self._calls = 0
         self.taken: Sequence[Any] = ()
@@ -255,8 +255,8 @@ class Program:
             jax.block_until_ready(outs)
         if self.checked:
             *outs, found = outs
-        if self._copies is not None:
-            self._copies.returned(self, outs, self._small and not self._padded_outputs)
+        if self._results is not None:
+            self._results.returned(self, outs, self._small and not self._padded_outputs)
         for i, how in self._padded_outputs:
             outs[i] = Padded(outs[i], how)
         result = jax.tree.unflatten(self._step.tree, outs)

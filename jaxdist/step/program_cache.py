@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxdist.agreement.copies import Copies
+from jaxdist.agreement.copies import Results
 from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import trace_settings
 from jaxdist.mesh import AXIS, MODEL, data_size
@@ -31,7 +31,7 @@ class ProgramCache:
       placer: onto them.
       communicator: a name or a table of rules.
       on_traced: called with each program that is about to be compiled (see `Program`).
-      copies: see `Program`.
+      results: see `Program`.
 
     Attributes:
       traces: {(signature, ...): how the step was traced}.
@@ -46,10 +46,10 @@ class ProgramCache:
         placer: Placer,
         communicator: str | Rules,
         on_traced: Callable[..., None],
-        copies: Copies | None,
+        results: Results | None,
     ):
         self._settings, self._mesh, self._placer = settings, mesh, placer
-        self._communicator, self._on_traced, self._copies = communicator, on_traced, copies
+        self._communicator, self._on_traced, self._results = communicator, on_traced, results
         self._jaxprs: dict[Any, StepJaxpr] = {}
         self.traces: dict[Any, TracedStep] = {}
         self.programs: dict[Any, Program] = {}
@@ -158,5 +158,5 @@ class ProgramCache:
         name = getattr(self._settings.step, "__name__", "step")
         return Program(
             trace, signature, avals, layouts, mesh, communicator, donate, bucket_bytes, compress, on_traced, name,
-            self._copies,
+            self._results,
         )  # fmt: skip

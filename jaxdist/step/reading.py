@@ -26,10 +26,14 @@ class Reader:
       leaves: of its arguments, without constants.
       placer: onto the devices of the step.
       cache: traces the step.
+
+    Attributes:
+      failed: why it could not be traced for these leaves.
     """
 
     def __init__(self, signature: Signature, leaves: Sequence[Any], placer: Placer, cache: ProgramCache):
         self._signature, self._leaves, self._placer, self._cache = signature, leaves, placer, cache
+        self.failed: Exception | None = None
         self._at = [at for _, at, _ in signature.arguments]
         self._types = [abstract(x) for x in leaves]
         self._sizes: dict[int, int | None] = {}  # of each leaf: how many entries may be cut
@@ -121,7 +125,8 @@ class Reader:
         """Arguments of which the step returns the next value."""
         try:
             found = carried(self._cache.jaxpr(self._signature, self._types), self._types)
-        except Exception:  # it will come again when the step is traced as it is called
+        except Exception as error:  # it will come again when the step is traced as it is called
+            self.failed = error
             return []
         return [k for k, at in enumerate(self._at) if at and found.issuperset(at)]
 

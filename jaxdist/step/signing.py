@@ -32,6 +32,9 @@ class Signer:
       settings: of the step.
       placer: onto the devices of the step.
       cache: traces the step for a signature and the types of its leaves.
+
+    Attributes:
+      failed: why the step could not be traced for the latest call; None: it could, or did not have to be.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Signer:
         self._name, self._calling, self._declared = name, settings.calling, settings.batch
         self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
+        self.failed: Exception | None = None
         self._several = True  # devices that a batch would be split over
         self._warned = False  # that all ranks come with the same batch
 
@@ -161,10 +165,13 @@ class Signer:
         return None
 
     def _read(self, signature: Signature, leaves: Sequence[Any], differs: Collection[int] | None = None) -> Signature:
+        reader = Reader(signature, leaves, self._placer, self._cache)
         try:
-            return Reader(signature, leaves, self._placer, self._cache).read(differs, self._several)
+            return reader.read(differs, self._several)
         except batch.AmbiguousError as error:
             raise ValueError(f"step {self._name!r}: {error}") from None
+        finally:
+            self.failed = reader.failed
 
     def _check_alike(self, signature: Signature, leaves: Sequence[Any], differs: Collection[int]) -> None:
         """Refuse an array in the batch that is the same on all ranks, where it may be one for all examples as well."""

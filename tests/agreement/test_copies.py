@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.agreement import copies
-from jaxdist.agreement.copies import Copies
-from jaxdist.compat import mark, unmark, unmarked
+from jaxdist.agreement.copies import Copies, Results
+from jaxdist.compat import mark, marks, unmark
+from jaxdist.placements.layouts import Cut, Padded, layout
 
 
 @pytest.fixture(autouse=True)
@@ -21,36 +23,101 @@ def _of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_is_of_all", lambda x: isinstance(x, jax.Array))
 
 
+OUTSIDE = "no recent call of a decorated step"
+
+
+def unknown(known: Copies, leaves: list[Any]) -> list[int]:
+    return known.unknown(leaves, known.numbers(leaves))
+
+
 def test_what_was_compared_is_known_and_what_is_made_of_it_is_not() -> None:
     known = Copies()
     arrays: list[Any] = [jnp.ones(2), jax.random.key(0), jnp.float32(3)]
     leaves = [*arrays, 1.0, np.ones(2), "text", None]
-    assert known.unknown(leaves) == [0, 1, 2]
-    copies.add(leaves)
-    assert known.unknown(leaves) == []
+    assert unknown(known, leaves) == [0, 1, 2]
+    known.add(leaves)
+    assert unknown(known, leaves) == []
     made = [arrays[0] * 1, jnp.copy(arrays[0]), jax.jit(lambda x: x)(arrays[0]), jax.random.fold_in(arrays[1], 0)]
-    assert known.unknown([*leaves, *made]) == [7, 8, 9, 10]
+    assert unknown(known, [*leaves, *made]) == [7, 8, 9, 10]
     unmark([*leaves, *made])
-    assert known.unknown(leaves) == [0, 1, 2]
+    assert unknown(known, leaves) == [0, 1, 2]
 
 
-def test_what_a_step_returned_follows_or_is_known() -> None:
-    known, by, other = Copies(), object(), object()
-    params, loss = [jnp.ones(2), jnp.zeros(2)], jnp.ones(())
-    pick: Any = lambda outs: outs[:2]
-    for small in (True, False):
-        known.returned(by, [*params, loss], small)
-        assert known.follow(by, params, pick) == small
-        assert not known.follow(by, [params[0] * 1, params[1]], pick)
-        assert known.unknown([*params, loss, params[0] * 1]) == [3]
-        known.returned(other, [jnp.ones(3)], small)
-        assert known.unknown([*params, loss]) == []
-        assert not known.follow(by, params, pick)
-        known.returned(by, params, small)
-        known.forget(params)
-        assert not known.follow(by, params, pick)
-        assert known.unknown([*params, loss]) == [0, 1]
-        params, loss = [x * 1 for x in params], loss * 1
+@pytest.mark.parametrize("small", [True, False])
+def test_what_a_step_returned_follows(small: bool) -> None:
+    known = Copies()
+    step, by = Results(known, "step"), object()
+    params: list[Any] = [jnp.ones(2), jnp.zeros(2)]
+    for _ in range(3):
+        step.returned(by, [*params, jnp.ones(())], small)
+        assert step.origins(params, by, [0, 1]) == ((), [])
+        changed = [params[0] * 1, params[1]]
+        origins, outside = step.origins(changed, by, [0, 1])
+        assert outside == [0]
+        assert list(map(known.in_words, origins)) == [
+            OUTSIDE,
+            "leaf 1 of what step 'step' returned",
+        ]
+        params = [x * 1 for x in params]
+    step.returned(by, params, small)
+    step.forget(params)
+    assert step.origins(params, by, [0, 1]) == ((-1, -1), [0, 1])
+
+
+def words(known: Copies, step: Results, leaves: list[Any], by: object = None, following: Any = None) -> list[str]:
+    return list(map(known.in_words, step.origins(leaves, by, following)[0]))
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_origins_tell_states_of_one_type_apart(small: bool) -> None:
+    known = Copies()
+    train, evaluate, other = (Results(known, name) for name in ("train", "evaluate", "other"))
+    by = object()
+    first: list[Any] = [jnp.ones(2), jnp.zeros(2)]
+    train.returned(by, first, small)
+    own = ["leaf 0 of what step 'train' returned", "leaf 1 of what step 'train' returned"]
+    assert words(known, train, first[::-1], by, [0, 1]) == own[::-1]
+    assert words(known, evaluate, first) == own
+    second: list[Any] = [jnp.ones(2), jnp.zeros(2)]
+    known.numbers(first)
+    train.returned(by, second, small)
+    assert words(known, other, [first[0], second[1]]) == [f"{own[0]} 1 calls before", own[1]]
+    assert words(known, other, [first[0], second[1]]) == ["what it was in the call before", own[1]]
+    assert words(known, train, second, by, [0, 1]) == []
+    assert words(known, train, first, by, [0, 1]) == [f"{one} 1 calls before" for one in own]
+    known.add(first)
+    assert words(known, evaluate, [*first, 1.0]) == ["what was restored or compared"] * 2 + [OUTSIDE]
+
+
+def test_origins_repeat_themselves_in_a_loop() -> None:
+    """However many calls there were."""
+    known = Copies()
+    train, evaluate, by, seen = Results(known, "train"), Results(known, "evaluate"), object(), list[Any]()
+    state: list[Any] = []
+    for _ in range(4):
+        turn = []
+        for _ in range(3):
+            state = [jnp.ones(2), jnp.zeros(2)]
+            train.returned(by, state, True)
+            turn.append(train.origins(state, by, [0, 1])[0])
+        for _ in range(2):
+            turn.append(evaluate.origins(state)[0])
+            evaluate.returned(None, [jnp.ones(())], True)
+        turn.append(train.origins(state, by, [0, 1])[0])
+        seen.append(turn)
+    assert all(turn == seen[0] for turn in seen)
+    assert seen[0][-1] == ()
+
+
+def test_of_arrays_with_padding_the_array_counts() -> None:
+    known = Copies()
+    step, array = Results(known, "step"), jnp.ones(4)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    array = jax.device_put(array, NamedSharding(mesh, PartitionSpec("data")))
+    padded: Any = Padded(array, layout(Cut("data", 2, 0, 1)))
+    step.returned(None, [array], False)
+    assert step.origins([padded]) == step.origins([array])
+    assert step.origins([padded], object(), [0]) == ((), [])
 
 
 def test_a_mark_goes_with_its_array() -> None:
@@ -58,8 +125,8 @@ def test_a_mark_goes_with_its_array() -> None:
     gone = []
     for _ in range(100):
         x = jnp.full(2, 3.0)
-        assert unmarked([x]) == [0]
-        mark([x])
+        assert marks([x]) == [-1]
+        mark([x], 5)
         gone.append(weakref.ref(x))
         del x
     gc.collect()
@@ -69,9 +136,9 @@ def test_a_mark_goes_with_its_array() -> None:
 def test_a_donated_array_is_still_marked() -> None:
     """A call that gets one says whose memory it was; that comes first."""
     x = jnp.ones(4)
-    mark([x])
+    mark([x], 5)
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    assert unmarked([x]) == []
+    assert marks([x]) == [5]
 
 
 @pytest.mark.parametrize("key", [False, True])

@@ -42,7 +42,7 @@ OTHERS = {
     # Where the one that asks comes first, an error on every rank; else the end of the job.
     "settings": "setting jax_default_matmul_precision is|came with step 'scaled'",
     "kept": "leaf w is|came with step 'scaled'",
-    "types": "leaf w is float32.* on rank 0; bfloat16.* on rank 1|and with w changed outside of decorated steps",
+    "types": "leaf w is float32.* on rank 0; bfloat16.* on rank 1|state of another origin: w \\(no recent call of",
     "types on both": "leaf w is float16.* on rank 0; bfloat16.* on rank 1",
     "eager": "the ranks make different calls: allreduce",
 }

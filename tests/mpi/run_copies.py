@@ -2,7 +2,8 @@
 
 mpirun -np N python run_copies.py COMMUNICATOR FOLDER [LEAF]
 
-With the name of a leaf, w or key, rank 1 alone changes it between two calls, which ends the job.
+With the name of a leaf, w or key, rank 1 alone changes it between two calls, which ends the job. With "exchange" it
+passes two results of one type in the other order.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def changed_on_one_rank() -> None:
     w, m, _ = step(w, m, MINE)
     fresh = jaxdist.data_parallel(lambda w, x: w - jax.grad(loss_of)(w, x), donate=False)
     changed = w * 3.0 if ctx.rank == 1 else w
-    refused("in a first call", lambda: fresh(changed, MINE), "the origin of the state is decorated steps on rank 0")
+    refused("in a first call", lambda: fresh(changed, MINE), "the origin of w is leaf 0 of what step")
 
 
 def keys_and_shards() -> None:
@@ -128,6 +129,13 @@ def keys_and_shards() -> None:
 
 
 def train(leaf: str) -> None:
+    if leaf == "exchange":
+        step, p, q = jaxdist.data_parallel(exchange), W, W + 1
+        for i in range(6):
+            p, q = step(*((q, p) if i == 3 and ctx.rank == 1 else (p, q)), MINE)
+        print("TRAINED", np.asarray(p), flush=True)
+        return
+
     @jaxdist.data_parallel
     def step(w: Any, key: Any, x: Any) -> Any:
         key, now = jax.random.split(key)
@@ -141,6 +149,33 @@ def train(leaf: str) -> None:
     print("TRAINED", np.asarray(w), flush=True)
 
 
+def exchange(p: Any, q: Any, x: Any) -> Any:
+    return tuple(w - 0.1 * jax.grad(loss_of)(w, x) for w in (p, q))
+
+
+def states_of_one_type() -> None:
+    """Saved under the other's name on one rank; and a loop over them costs nothing once it is known."""
+    step = jaxdist.data_parallel(exchange, donate=False)
+    pairs = [(W, W + 1), (W + 2, W + 3)]
+
+    def loop() -> None:
+        for _ in range(3):
+            for k, pair in enumerate(pairs):
+                pairs[k] = step(*pair, MINE)
+
+    for _ in range(2):
+        during("states in turn", loop, 99)
+    during("states in turn", loop, 0)
+    saved = dict(zip("pq", pairs[0][:: -1 if ctx.rank == 1 else 1], strict=True))
+    words = "leaf p, an array of all ranks, is an array with checksum"
+    refused("another's name", lambda: jaxdist.save(f"{FOLDER}/pairs", saved, 1), words)
+    scaled = jaxdist.data_parallel(lambda p, q, x: (p * 2, q + 1, x.sum()), batch_argnums="x", donate=False)
+    p, q, _ = scaled(*jaxdist.shard((jnp.ones((64, 5)), jnp.zeros((64, 5)))), MINE)
+    saved = {"p": q if ctx.rank == 1 else p}
+    words = "of which each rank has a part, is leaf 0 of what step"
+    refused("a part of another", lambda: jaxdist.save(f"{FOLDER}/parts", saved, 1), words)
+
+
 if __name__ == "__main__":
     if sys.argv[3:]:
         sys.exit(train(sys.argv[3]))
@@ -150,5 +185,6 @@ if __name__ == "__main__":
     updated_outside()
     changed_on_one_rank()
     keys_and_shards()
+    states_of_one_type()
     assert np.isfinite(W).all()
     print("END", flush=True)

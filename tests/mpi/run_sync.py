@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
-from jaxdist.agreement import copies
+from jaxdist.agreement.copies import Copies
 
 ctx = jaxdist.init(communicator=sys.argv[1])
 ODD = ctx.rank == 1
@@ -90,7 +90,7 @@ def main() -> None:
     def state(frozen: Any) -> Any:
         """As a step has returned it, and a broken memory may have changed it since."""
         made = {"w": replicated(ones), "frozen": replicated(frozen)}
-        copies.add(made.values())
+        ctx.only(Copies).add(made.values())
         return made
 
     for i in range(1, 4):
