@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist.agreement.description import first_problem
+from jaxdist.checkpoint.plain import as_called
 from jaxdist.errors import CheckpointError, message_of
 from jaxdist.runtime.context import Context
 
@@ -78,5 +79,5 @@ def _await(ctx: Context, name: str, what: str, rank: int) -> Any:
 
 def brief(error: BaseException) -> str:
     """What a library said, without the middle of it where that is long: tensorstore says the cause last."""
-    text = " ".join(message_of(error).split())
+    text = as_called(" ".join(message_of(error).split()))
     return text if len(text) < 1_000 else f"{text[:400]} … {text[-600:]}"

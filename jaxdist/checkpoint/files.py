@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ ITEM = "default"  # what orbax's CheckpointManager calls the only item of a step
 UNFINISHED = ".orbax-checkpoint-tmp"  # of a directory that orbax too takes for an unfinished one
 _ASIDE = f".replaced{UNFINISHED}"
 _LOOKS = 100  # at a directory in which something moves
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # pathlib has made one slash of two
 _RECORD = re.compile(r"saved-(\d+)-after-(\d+)\.json")
 
 
@@ -31,8 +33,35 @@ class Saved(NamedTuple):
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The directory of a run's checkpoints, or of one."""
+    """The directory of a run's checkpoints, or of one.
+
+    Raises:
+      ValueError: the path names none.
+    """
+    if not os.fspath(path):
+        raise ValueError("the path of the checkpoints is empty: give a directory ('.' is the current one)")
+    if _URL.match(str(path)):
+        raise ValueError(
+            f"{path} looks like a URL, and checkpoints are in directories of a file system only: mount it, or save "
+            "into a directory that all processes share, and copy (of a local directory give the absolute path)"
+        )
     return Path(path).expanduser().absolute()
+
+
+def obstacle(path: Path) -> str:
+    """What is in the place of a directory, or of one above it; "": nothing."""
+    place = next((p for p in (*reversed(path.parents), path) if not p.is_dir()), None)
+    if place is None:
+        return ""
+    if not place.is_symlink():
+        return f"{place} is not a directory" if place.exists() else ""
+    try:
+        place.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return f"{place} is a symbolic link that leads in a circle"
+        return f"{place} is a symbolic link to {place.readlink()}, which does not exist"
+    return f"{place} is a symbolic link to {place.readlink()}, which is not a directory"
 
 
 def aside(final: Path) -> Path:

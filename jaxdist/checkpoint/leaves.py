@@ -14,12 +14,22 @@ from jaxdist.placements.layouts import Padded
 
 PYTHON = (bool, int, float, complex)
 TEXT = (str, np.str_)
+_DIMENSIONS = 31  # of an array on disk: tensorstore has 32, of which the index of its chunks takes one
 _PLAIN = (np.ndarray, np.memmap)  # others are more than their values: a mask, another meaning of `*`, names of fields
 
 
 def named(state: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
-    """The leaves, each with the keys that lead to it."""
-    found, _ = jax.tree_util.tree_flatten_with_path(state)
+    """The leaves, each with the keys that lead to it.
+
+    Raises:
+      ValueError: there is no end of them.
+    """
+    try:
+        found, _ = jax.tree_util.tree_flatten_with_path(state)
+    except (RecursionError, SystemError) as error:  # as jaxlib hands on the first
+        if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
+            raise
+        raise ValueError("the state contains itself, or is nested more deeply than JAX can follow") from None
     return [tuple(_key(k) for k in path) or ("state",) for path, _ in found], [x for _, x in found]
 
 
@@ -60,6 +70,9 @@ def refusal(x: Any) -> str:
         return f"{kind.__name__} is not an array of JAX or NumPy, number or string"
     if not is_key(x) and not _storable(x.dtype):
         return f"the format on disk has no arrays of {x.dtype}: save it as another dtype, or as its bits (x.view)"
+    shape = np.shape(x)
+    if len(shape) + is_key(x) > _DIMENSIONS and 0 not in shape:
+        return f"the format on disk has no arrays of {len(shape)} dimensions: save x.reshape(-1)"
     return ""
 
 

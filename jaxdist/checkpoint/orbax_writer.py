@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+from jaxdist.checkpoint import plain
+from jaxdist.errors import CheckpointError
+
 
 def write(tree: dict[str, Any], directory: Path, rank: int) -> None:
-    """Write this process's part of a checkpoint."""
+    """Write this process's part of a checkpoint into a folder that exists."""
     import orbax.checkpoint as ocp
 
     _show_one_error()
     # Orbax has the other processes wait ten minutes for the root to make this folder, which it never does if its own
     # part has failed.
-    (directory / "array_metadatas").mkdir(parents=True, exist_ok=True)
-    _handler(rank).save(_epath(directory), args=ocp.args.PyTreeSave(tree))
+    (directory / "array_metadatas").mkdir(exist_ok=True)
+    descriptor, folder = plain.opened(directory)
+    _handler(rank).save(_epath(folder), args=ocp.args.PyTreeSave(tree))
+    os.close(descriptor)  # not after an error: writes may still be under way, and would go to what has the number next
 
 
 def finalize(directory: Path) -> None:
-    """Make one database of what the processes have written."""
-    _handler(0).finalize(_epath(directory))
+    """Make one database of the arrays that the processes have written."""
+    descriptor, folder = plain.opened(directory)
+    _handler(0).finalize(_epath(folder))
+    os.close(descriptor)
+    if not (directory / "manifest.ocdbt").exists():  # orbax has found nothing, which is no error to it
+        raise CheckpointError(f"the arrays of all ranks are not in {directory}: do all ranks see the same directory?")
 
 
 def _handler(rank: int) -> Any:

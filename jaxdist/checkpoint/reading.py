@@ -17,7 +17,7 @@ from jaxdist.agreement.copies import Copies
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief
-from jaxdist.checkpoint.arrays import ArrayReader
+from jaxdist.checkpoint.arrays import ArrayReader, damaged
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, identity, saved
@@ -30,7 +30,8 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
-_ERRORS = CheckpointError, TypeError, FileNotFoundError, DamagedError  # a damaged one may be passed over: it is last
+# A damaged one may be passed over: it is last.
+_ERRORS = CheckpointError, TypeError, ValueError, FileNotFoundError, DamagedError
 _SAME = "Restore the same step on every rank"
 _AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what has moved away is looked for again
 
@@ -61,7 +62,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
       CheckpointError: on every rank: it is of another model (names the first leaf that differs), or damaged (names
         the leaf and the file), or the system can't read it (too many open files, say), which is never passed over.
       TypeError: a leaf of `like` that no checkpoint has.
-      ValueError: both `step` and `fallback`.
+      ValueError: both `step` and `fallback`; a path that is empty or a URL; a `like` that contains itself.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile
@@ -280,22 +281,22 @@ def _arrays(
     Raises:
       DamagedError: an array is not what was saved.
     """
-    reader = ArrayReader(directory, ITEM)
-    opened = {name: reader.open(name) for name in leaves}
+    values: dict[tuple[str, ...], list[np.ndarray]] = {}
     reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
-    for name, leaf in leaves.items():
-        reads[name] = reader.read(name, leaf, opened.pop(name), list(cut(places[name], leaf.shape)[0]))
-    values = {}
-    for name, leaf in leaves.items():
-        bounds, counts, alone = cut(places[name], leaf.shape)
-        values[name] = blocks = reads.pop(name)()
-        each = zip(bounds, counts, blocks, strict=True)
-        sums = (checksum(x.astype(leaf.dtype, copy=False), [a for a, _ in b]) for b, own, x in each if own)
-        share = sum(sums) % MODULUS
-        if not alone:
-            shares[name] = share
-        elif share != leaf.value:
-            raise reader.damaged(name, _OTHER_BITS)
+    with ArrayReader(directory, ITEM) as reader:
+        opened = {name: reader.open(name) for name in leaves}
+        for name, leaf in leaves.items():
+            reads[name] = reader.read(name, leaf, opened.pop(name), list(cut(places[name], leaf.shape)[0]))
+        for name, leaf in leaves.items():
+            bounds, counts, alone = cut(places[name], leaf.shape)
+            values[name] = blocks = reads.pop(name)()
+            each = zip(bounds, counts, blocks, strict=True)
+            sums = (checksum(x.astype(leaf.dtype, copy=False), [a for a, _ in b]) for b, own, x in each if own)
+            share = sum(sums) % MODULUS
+            if not alone:
+                shares[name] = share
+            elif share != leaf.value:
+                raise damaged(directory, ITEM, name, _OTHER_BITS)
     return values
 
 
@@ -303,4 +304,4 @@ def _check_shares(directory: Path, leaves: Leaves, shares: list[dict[tuple[str, 
     """Compare the checksums of arrays of which each rank has read a part."""
     for name in shares[0]:
         if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
-            raise ArrayReader(directory, ITEM).damaged(name, _OTHER_BITS)
+            raise damaged(directory, ITEM, name, _OTHER_BITS)

@@ -31,6 +31,7 @@ from jaxdist.checkpoint.files import (
     absolute,
     aside,
     checkpoint_of,
+    obstacle,
     remove,
     saved,
     sync_to_disk,
@@ -87,6 +88,7 @@ def save(
         that was written in the background; or another job saves into the directory; or the ranks' states differ.
       FileExistsError: there is a checkpoint of this step.
       TypeError: a leaf that can't be saved, of a dtype that the format has not, or a masked array.
+      ValueError: an argument that can't be: a path that is empty or a URL, a state that contains itself, …
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile
@@ -104,9 +106,9 @@ def save(
     ctx = get_context()
     known = ctx.only(Copies)
     await_pending()
-    final = absolute(path) / str(step)
 
-    def prepare() -> Part[tuple[list[tuple[str, ...]], list[Any], Description]]:
+    def prepare() -> Part[tuple[Path, list[tuple[str, ...]], list[Any], Description]]:
+        final = absolute(path) / str(step)
         names, leaves = named(state)
         _check_call(names, leaves, step, keep)
         if ctx.is_root:
@@ -114,10 +116,11 @@ def save(
         about = Description("save", _about(names, leaves) if ctx.size > 1 else ())
         numbers = known.numbers(leaves)
         told = secrets.token_hex(8), about.fingerprint, known.unknown(leaves, numbers), known.origins(numbers)
-        return Part((names, leaves, about), ((_WHERE, str(final)),), told)
+        asked = (_WHERE, str(final)), ("keep", str(keep)), ("overwrite", str(overwrite))
+        return Part((final, names, leaves, about), asked, told)
 
     errors = CheckpointError, FileExistsError, ValueError, TypeError
-    (names, leaves, about), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
+    (final, names, leaves, about), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
     if any(own[1] != told[0][1] for own in told):  # leaf by leaf only then: a state may have thousands
         on_every_rank(ctx, "save", lambda: Part(None, about.entries), raises=errors, advice=_advice)
     origins = [each for *_, each in told]
@@ -153,6 +156,8 @@ def save(
 def _advice(entry: str) -> str:
     if entry == _WHERE:
         return "Save the same step into the same directory on every rank"
+    if entry in ("keep", "overwrite"):
+        return f"Give {entry}= alike on every rank: rank 0 alone would act on it"
     if entry.endswith(_A_COPY):
         return f"The copy of rank 0 alone would be saved. {copies.CHANGED}"
     if entry.endswith(_A_PART):
@@ -313,7 +318,7 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> None:
                 whole.rename(path / str(found.step))
         history.set_aside(path, saved(path))
     except OSError as error:
-        raise CheckpointError(f"can't write into {path}: {error.strerror or error}") from error
+        raise CheckpointError(f"can't write into {path}: {obstacle(path) or error.strerror or error}") from error
     if final.exists() and not overwrite:
         raise FileExistsError(
             f"there is a checkpoint of this step, {final}: restore it, save into another directory, or replace it "
@@ -324,7 +329,8 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> None:
 def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], LeafRecord], keep: int | None) -> None:
     """The root's: all parts are there; give them the name that readers look for."""
     path = final.parent
-    orbax_writer.finalize(temporary / ITEM)
+    if any(leaf.dtype != "str" and 0 not in leaf.shape for leaf in leaves.values()):
+        orbax_writer.finalize(temporary / ITEM)
     complete = saved(path)
     new = Saved(int(final.name), max((s.number or 0 for s in complete), default=0) + 1, history.position(path))
     record.write(temporary, new, leaves)

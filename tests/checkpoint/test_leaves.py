@@ -140,6 +140,9 @@ REFUSED: list[tuple[Any, str]] = [
     (Fraction(1, 3), "Fraction is not an array"),
     (Duck(), "Duck is not an array"),
     (len, "builtin_function_or_method is not an array"),
+    (np.zeros((1,) * 64), r"the format on disk has no arrays of 64 dimensions: save x\.reshape\(-1\)"),
+    (jnp.zeros((1,) * 32), "the format on disk has no arrays of 32 dimensions"),
+    (jax.random.split(jax.random.key(0), (1,) * 31), "the format on disk has no arrays of 31 dimensions"),
 ]
 
 
@@ -168,6 +171,32 @@ def test_half_a_character(state: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't be saved: its name or text is not UTF-8"):
         jaxdist.save(tmp_path / "run", state, 1)
     assert there(tmp_path) == []
+
+
+@pytest.mark.parametrize("shape", [(1,) * 31, (0,) * 64, (2, *(1,) * 30)])
+def test_many_dimensions(shape: tuple[int, ...], tmp_path: Path) -> None:
+    x = np.ones(shape)
+    jaxdist.save(tmp_path, {"x": x}, 1)
+    same(x, jaxdist.restore(tmp_path, {"x": x})["x"])
+
+
+def test_a_state_that_contains_itself(tmp_path: Path) -> None:
+    state: list[Any] = [1]
+    state.append({"again": state})
+    with pytest.raises(ValueError, match=r"^the state contains itself"):
+        jaxdist.save(tmp_path / "run", state, 1)
+    assert there(tmp_path) == []
+    jaxdist.save(tmp_path, [1], 1)
+    with pytest.raises(ValueError, match=r"^the state contains itself"):
+        jaxdist.restore(tmp_path, state)
+
+
+@pytest.mark.parametrize("state", [{"x": "text"}, {"x": np.zeros((0, 2))}])
+def test_a_state_without_numbers_is_no_news(state: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Orbax warns that it found no arrays to put together."""
+    jaxdist.save(tmp_path, state, 1)
+    jax.tree.map(same, state, jaxdist.restore(tmp_path, state))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("state", [{"/": 1}, {"a/": 1}, {"~": "text"}])

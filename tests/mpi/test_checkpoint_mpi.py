@@ -296,6 +296,11 @@ try:
 except jaxdist.CheckpointError as error:
     print("TOLD structure", error, flush=True)
 same = np.full(3, np.nan), np.full(3, np.nan, ">f4" if root else "<f4"), float("nan"), long, jnp.ones(2), 2**60
+for asked in ({"keep": 1 + ctx.rank}, {"overwrite": root}):
+    try:
+        jaxdist.save(sys.argv[1], [1], 1, **asked)
+    except jaxdist.CheckpointError as error:
+        print("ASKED", error, flush=True)
 print("LATEST", jaxdist.latest_step(sys.argv[1]), flush=True)
 jaxdist.save(sys.argv[1], same, 1)
 got = jaxdist.restore(sys.argv[1], same)
@@ -323,4 +328,8 @@ def test_a_leaf_that_differs_on_one_rank(communicator: str, ranks: int, tmp_path
         assert re.match(rf"the ranks call save with different arguments: leaf {leaf}{other}", error), (name, error)
         assert len(error) < 700
     assert done.stdout.count("LATEST None") == ranks
+    for name in ("keep", "overwrite"):
+        assert done.stdout.count(f"ASKED the ranks call save with different arguments: {name} is ") == ranks, (
+            done.output
+        )
     assert all(f"SAME {order}f4 True True" in done.stdout for order in "<>"), done.output
