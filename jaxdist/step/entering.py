@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.agreement import copies
@@ -117,7 +118,8 @@ class Entering:
             )
             if not program.types[i][0]:
                 advice = "It has no entry an example, so it is one for all: pass the same on every rank"
-            if jax.numpy.issubdtype(program.types[i][1], jax.dtypes.prng_key):
+            shape, dtype, *_ = program.types[i]
+            if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(
                 f"step {self._name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
