@@ -30,6 +30,7 @@ RAISES = MODE in (
     "kept",
     "option",
     "donation",
+    "raises",
 )  # on all ranks, or it ends: nothing is wrong with a state that is saved
 SCALE = 1.0
 tx = optax.adam(0.1)
@@ -128,6 +129,13 @@ def order(w: Any, opt: Any, batch: Any) -> Any:
 def both(x: Any, y: Any) -> Any:
     pairs = [("x", x), ("y", y)]
     return pairs[::-1] if ODD else pairs
+
+
+@jaxdist.data_parallel
+def raises(w: Any, opt: Any, batch: Any) -> Any:
+    if ODD:
+        raise ValueError("of one rank")
+    return plain(w, opt, batch)
 
 
 @functools.partial(jaxdist.data_parallel, donate=False)

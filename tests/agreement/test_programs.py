@@ -45,6 +45,7 @@ OTHERS = {
     "types": "leaf w is float32.* on rank 0; bfloat16.* on rank 1|state of another origin: w \\(no recent call of",
     "types on both": "leaf w is float16.* on rank 0; bfloat16.* on rank 1",
     "eager": "the ranks make different calls: allreduce",
+    "raises": "its trace is complete on rank 0; ValueError: of one rank on rank 1",
 }
 LAST = {  # calls that return on each rank: those before the difference
     "later": 2, "several": 2, "retraced": 4, "retraced alone": 4, "types": 2, "types on both": 2, "settings": 4,

@@ -94,6 +94,15 @@ def test_one_example(sizes: dict[str, int]) -> None:
     same(training(loss_fn, ADAM), (params, ADAM.init(params)), TOKENS[:, :1], mesh(**sizes), layouts)
 
 
+def test_statistics_with_fewer_dimensions_than_their_parameter() -> None:
+    """An expression finds them too; a dimension that they lack, they are not cut along."""
+    params = {"in": array(6, 8), "b": array(8), "out": array(8, 4)}
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    got = same(training(mlp, tx), (params, tx.init(params)), X, mesh(data=2, model=2), {"in": 1, "out": -2, "b": 0})
+    assert got[0]["in"].sharding.spec[1] == "model"
+    assert {x.ndim for x in jax.tree.leaves(got[1]) if x.size > 1} == {1}
+
+
 def test_keys_integers_and_numbers() -> None:
     def step(state: Any, x: Any) -> Any:
         key, sub = jax.random.split(state["key"])
