@@ -287,6 +287,13 @@ def test_the_notice_of_an_abort_is_left_out_once_the_cause_is_there():
     notice = AbortNotice()
     assert [line for line in block if notice.is_in(line)] == []  # the script's own MPI_Abort: nothing else says it
     assert [line for line in [*cause, *block, killed] if not notice.is_in(line)] == [*cause, killed]
+    ended = [
+        b"prterun detected that one or more processes exited with non-zero status,\n",
+        b"thus causing the job to be terminated. The first process to do so was:\n", b"\n",
+        b"   Process name: [prterun-vm-17271@1,1]\n", b"   Exit code:    3\n",
+    ]  # fmt: skip
+    assert [line for line in ended if notice.is_in(line)] == ended  # often not the one that failed
+    assert not any(AbortNotice().is_in(line) for line in ended if line.strip())
 
 
 @pytest.mark.mpi
