@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from jaxdist.control import guard
-from jaxdist.launch.output import LineFilter, Pump, say
+from jaxdist.launch.output import LineFilter, Pump, report_lost, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
 # stuck in a collective. After the user's own signal they have longer, to write a checkpoint.
@@ -124,7 +124,7 @@ def run_job(
     on_start: Callable[[], None] | None = None,
     on_failure: Callable[[Failed], None] | None = None,
 ) -> int:
-    """Runs the commands together; returns 0, or the exit code of the first that failed.
+    """Runs the commands together; returns 0, or the exit code of the first that failed, or that of lost output.
 
     When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on,
     unless they were ignored; a second one ends the job at once. Call it from the main thread.
@@ -167,7 +167,6 @@ def run_job(
             threading.Thread(target=_await, args=(process, index, events, its, said), daemon=True).start()
         threading.Thread(target=_relieve, args=(pumps, leaders, asked, over), daemon=True).start()
         verdict = _supervise(commands, running, events, on_failure)
-        return verdict
     finally:
         over.set()
         _end_sessions(leaders)
@@ -176,6 +175,8 @@ def run_job(
         _drain(pumps, events, patient=verdict == 0)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
+    lost = report_lost(pumps)
+    return verdict or lost
 
 
 def _supervise(
