@@ -316,6 +316,17 @@ def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist, script, tmp
     assert not Path(folder).parent.exists()
 
 
+def test_ctrl_c_while_the_command_is_imported_is_one_line(tmp_path):
+    (tmp_path / "typer.py").write_text("import time\nprint('READY', flush=True)\ntime.sleep(60)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "jaxdist", "run", "train.py"]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, env=environment, text=True) as process:
+        assert process.stdout.readline() == "READY\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "jaxdist: interrupted\n")
+    assert process.returncode == 130
+
+
 def test_failure_is_told_by_name(jaxdist, script):
     path = script("sys.exit(3) if rank == 1 else time.sleep(60)")
     done = jaxdist("run", "-n", 3, "--launcher", "env", path)
