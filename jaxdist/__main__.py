@@ -1,6 +1,28 @@
-"""Makes `python -m jaxdist` the same as the `jaxdist` command."""
+"""The `jaxdist` command, also as `python -m jaxdist`."""
 
-from jaxdist.cli import app
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """Runs the command. Ctrl-C before it has begun is one line: imports may take a second.
+
+    Not by a KeyboardInterrupt: what Python does beside an import may swallow it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    from jaxdist.cli import app
+
+    app(prog_name="jaxdist", obj=lambda: signal.signal(signal.SIGINT, before))
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    os.write(2, b"jaxdist: interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
-    app(prog_name="jaxdist")
+    main()

@@ -32,11 +32,14 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version, and end.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    # `run` goes on without a KeyboardInterrupt: it has nothing to clean up until it catches signals itself.
+    if context.obj is not None and context.invoked_subcommand != "run":
+        context.obj()
 
 
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)

@@ -1,4 +1,4 @@
-"""Every private or version-dependent touch of JAX, mpi4jax and Python, each with its reason; nothing else has any.
+"""Every private or version-dependent touch of JAX, mpi4jax, grain and Python, with its reason; nothing else has any.
 
 | where | what |
 |---|---|
@@ -7,6 +7,7 @@
 | `compilation`, `devices` | the compiler and its cache; backends, and devices that are not here |
 | `config`, `distributed` | `jax.config`; `jax.distributed` |
 | `ending` | how Python ends a process |
+| `workers` | what grain's workers share with their rank |
 """
 
 # ruff: noqa: F401
@@ -65,3 +66,4 @@ from jaxdist.compat.tracing import (
     varying_axes,
     with_weak_type,
 )
+from jaxdist.compat.workers import forget_name, start_quiet_tracker

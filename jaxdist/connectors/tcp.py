@@ -77,7 +77,7 @@ class TcpConnector:
 
     def abort(self, code: int = 1, message: str = "") -> None:
         """End the job: the others hear `message` and end too."""
-        self.control.alarm(message or f"rank {self.rank} aborted the job (code {code})")
+        self.control.alarm(message or f"rank {self.rank} aborted the job (code {code})", code=code)
         leave(code, message)
 
 

@@ -264,17 +264,18 @@ class Control:
                 send_cast(self._root, flat)
         return flat
 
-    def alarm(self, message: str, *, stacks: bool = False, brief: bool = False) -> None:
-        """Make every other rank print `message` and end at once with a non-zero code; the caller goes on.
+    def alarm(self, message: str, *, code: int = 1, stacks: bool = False, brief: bool = False) -> None:
+        """Make every other rank print `message` and end at once; the caller goes on.
 
         Args:
           message: says why.
+          code: exit code of this rank, and so of theirs.
           stacks: whether they print where their main threads are, too.
           brief: whether one rank of each other host prints it.
         """
         self.process.alarmed = True
         if self.size > 1 and self.process.is_owner():
-            self._send(("alarm", message, stacks, brief))
+            self._send(("alarm", message, code, stacks, brief))
 
     def fail(self, message: str, *, brief: bool = False) -> None:
         """End the job with a non-zero code, whatever its main threads do.

@@ -24,6 +24,7 @@ from jaxdist.errors import in_words, leaves, message_of, printed
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
 _CAUSE_SECONDS = 1.0
+_INTERRUPTED = 130  # what shells report for Ctrl-C
 _STUCK_SECONDS = 3.0  # that Ctrl-C waits for the main thread to come back from native code
 _PRINT_SECONDS = 2.0  # for a traceback to be read
 _EVERYONE_SECONDS = 0.3  # within which Ctrl-C comes to all ranks, by their launcher or their terminal
@@ -158,13 +159,14 @@ def may_be_aftermath(error: BaseException | None) -> bool:
 
 def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> NoReturn:
     if may_be_aftermath(error) and control.process.told_to_end(_CAUSE_SECONDS):
-        control.process.depart(1)
+        control.process.depart(control.process.code)
     words = kind.__name__ if error is None else in_words(error)
     # The first line of a message says most.
     text = f"{control.who(control.rank)} failed: {words.splitlines()[0]}"
     # A rank that did not come (to an exchange) shows where it was.
-    control.alarm(text, stacks=issubclass(kind, ControlError))
-    control.process.depart(130 if issubclass(kind, KeyboardInterrupt) else 1, abort=True)
+    code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+    control.alarm(text, code=code, stacks=issubclass(kind, ControlError))
+    control.process.depart(code, abort=True)
 
 
 def _end_interrupted(control: Control, place: str) -> NoReturn:
@@ -173,11 +175,11 @@ def _end_interrupted(control: Control, place: str) -> NoReturn:
     if control.rank == 0:
         time.sleep(_EVERYONE_SECONDS)
     elif control.process.told_to_end(_CAUSE_SECONDS):
-        control.process.depart(130)
+        control.process.depart(_INTERRUPTED)
     if not (control.rank == 0 and _run_has_said_it()):
         _print_marked(control.rank, f"interrupted{place}")
-    control.alarm(f"{control.who(control.rank)} was interrupted")
-    control.process.depart(130, abort=True)  # 130 is what shells report for Ctrl-C
+    control.alarm(f"{control.who(control.rank)} was interrupted", code=_INTERRUPTED)
+    control.process.depart(_INTERRUPTED, abort=True)
 
 
 def _last_uncaught() -> BaseException | None:
@@ -199,8 +201,9 @@ def end_if_failed(control: Control, script: ScriptExit) -> None:
     number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it
     if number == 0 or control.ending:
         return
-    control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}")
-    control.process.depart(number & 0xFF or 1, abort=True)
+    ending = number & 0xFF or 1
+    control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
+    control.process.depart(ending, abort=True)
 
 
 def fail_at_exit(control: Control, message: str) -> None:

@@ -125,8 +125,8 @@ class Hub:
                     for r in self.others(-1):
                         self.send(r, ("all left",))
             elif kind == "alarm":
-                _, text, stacks, brief = message
-                self.end_all(text, rank, 2 * PRINT_SECONDS, stacks, brief)
+                _, text, code, stacks, brief = message
+                self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks, brief)
 
     def enter(self, rank: int, tag: str, value: Any, entry: Entry) -> None:
         if self.failure is None:
@@ -197,11 +197,13 @@ class Hub:
         self.timer, self.failure = None, None
         self.entered, self.told = {}, set()
 
-    def end_all(self, message: str, spare: int, pause: float = 0.0, stacks: bool = False, brief: bool = False) -> None:
+    def end_all(
+        self, message: str, spare: int, code: int = 1, pause: float = 0.0, stacks: bool = False, brief: bool = False
+    ) -> None:
         hosts = {self.root.members[spare].host} if brief else set()  # where it is printed already
         for r in self.others(spare):
             host = self.root.members[r].host
-            self.send(r, ("end", "" if host in hosts else message, pause, stacks))
+            self.send(r, ("end", "" if host in hosts else message, pause, stacks, code))
             if brief:
                 hosts.add(host)
 

@@ -27,6 +27,7 @@ class Process:
 
     Attributes:
       alarmed: whether this rank told the others to end.
+      code: exit code of a rank that ends because of another one: that one's. Some launchers take it for the job's.
       over: set when every rank has said goodbye, or the job is known to have failed.
       wait_gone: hook, on rank 0: whether, within so many seconds, every other rank has closed its connection.
 
@@ -37,6 +38,7 @@ class Process:
 
     def __init__(self, rank: int, abort: Callable[[int, str], None] | None = None):
         self.alarmed = False
+        self.code = 1
         self.over = threading.Event()
         self.wait_gone: Callable[[float], bool] | None = None
         self._rank, self._abort = rank, abort
@@ -76,7 +78,7 @@ class Process:
         """Whether, within this time, the others say that the job failed."""
         return self._reason.wait(seconds)
 
-    def end_because_of(self, message: str, pause: float, stacks: bool = False) -> None:
+    def end_because_of(self, message: str, pause: float, stacks: bool = False, code: int = 1) -> None:
         """Print why, and end this process soon; unless its main thread already sees to that.
 
         Args:
@@ -84,9 +86,11 @@ class Process:
           pause: seconds to leave to the rank that failed: launchers report the code of the rank
             that ends first.
           stacks: whether to print where the main thread is.
+          code: exit code of the rank that failed.
         """
         if self.ending or not self.is_owner():
             return
+        self.code = code
         if message and not self._quiet:
             self.say(message)
         self._reason.set()
@@ -101,7 +105,7 @@ class Process:
                 printer.start()
                 printer.join(_STACK_SECONDS)
             time.sleep(max(pause, _OTHERS_SECONDS) if stacks else pause)
-            self.depart(1)
+            self.depart(code)
 
         threading.Thread(target=end, daemon=True).start()
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxdist import compat
 from jaxdist.control import guard
 from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements.layouts import Padded, of_batch
@@ -141,7 +142,9 @@ def stream(
 
         if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
             flags.FLAGS.mark_as_parsed()
+        compat.start_quiet_tracker()
         batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(workers, max(1, prefetch)))
+        batches = batches.map(lambda read: jax.tree.map(compat.forget_name, read))
     if place:
         batches = grain.experimental.ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=prefetch)
     return iter(batches)

@@ -212,12 +212,17 @@ _ABORT = re.compile(
     rb"(-{74}|MPI_ABORT was invoked on rank .*|  Proc: \[\[.*|  Errorcode: .*|with errorcode .*"
     rb"|NOTE: invoking MPI_ABORT causes .*|You may or may not see output .*|exactly when Open MPI kills them\."
     rb"|(prterun|mpirun) has exited due to process rank .* calling"
-    rb"|\"abort\"\. This may have caused .*|terminated by signals sent by (prterun|mpirun) .*|)[\s\0]*"
+    rb"|\"abort\"\. This may have caused .*|terminated by signals sent by (prterun|mpirun) .*"
+    # The first to end may be one that ends because of another's failure.
+    rb"|(prterun|mpirun) (has )?detected that one or more processes exited with non-zero status,.*"
+    rb"|(thus causing )?the job to be terminated\. The first process to do so was:"
+    rb"|\s*Process name: \[.*\]|\s*Exit code: +\d+"
+    rb"|\[[^\]]*\] PMIX ERROR: PMIX_ERR_UNREACH .*|)[\s\0]*"
 )
 
 
 class AbortNotice:
-    """Open MPI's eighteen lines about MPI_Abort, which is how a rank of ours ends a job that has failed."""
+    """Open MPI's lines about MPI_Abort and exit codes, by which ranks of ours end a job that has failed."""
 
     def __init__(self) -> None:
         self._failed = False

@@ -8,9 +8,10 @@ import collections
 import contextlib
 import io
 import os
+import select
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, TextIO
 
 from jaxdist.control.process import within
@@ -20,6 +21,7 @@ LineFilter = Callable[[bytes], bytes | None]
 
 _WHOLE = 1 << 20  # bytes up to which a line comes in one piece
 _CHUNK = 1 << 16
+NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
 _SAY_S = 1.0  # that a word of our own may take before we go on without it
 
 
@@ -34,12 +36,14 @@ class Pump(threading.Thread):
     Attributes:
         writing: it waits for whoever reads our own output, not for the process.
         written: how many times it has not had to.
+        problem: why lines were lost, unless whoever reads them has gone: a full disk; "": none was.
     """
 
     def __init__(self, source: IO[bytes], target: TextIO, shown: LineFilter) -> None:
         super().__init__(daemon=True)
         self.writing = False
         self.written = 0
+        self.problem = ""
         self._source, self._target, self._shown = source, target, shown
         self._helper: threading.Thread | None = None
         self._reading = threading.Lock()
@@ -105,6 +109,10 @@ class Pump(threading.Thread):
         try:
             if lines:
                 write(self._target, lines)
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.problem = error.strerror or str(error)
+            raise
         finally:
             self.written += 1
             self.writing = False
@@ -118,6 +126,14 @@ def say(text: str) -> None:
             write(sys.stderr, f"jaxdist: {text}\n".encode())
 
     within(_SAY_S, speak)
+
+
+def report_lost(pumps: Sequence[Pump]) -> int:
+    """Says why lines of a job were lost; returns the exit code for it, 0 if none was."""
+    if problem := next((pump.problem for pump in pumps if pump.problem), ""):
+        say(f"output could not be written: {problem}")
+        return NOT_WRITTEN
+    return 0
 
 
 def write(target: TextIO | None, lines: bytes) -> None:
@@ -140,7 +156,10 @@ def write(target: TextIO | None, lines: bytes) -> None:
     with _lock(number):
         view = memoryview(lines)
         while view:
-            view = view[os.write(number, view) :]
+            try:
+                view = view[os.write(number, view) :]
+            except BlockingIOError:  # a terminal that a program beside this one has set so
+                select.select([], [number], [])
 
 
 def _lock(number: int) -> threading.Lock:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from jaxdist.control import guard
-from jaxdist.launch.output import LineFilter, Pump, say
+from jaxdist.launch.output import LineFilter, Pump, report_lost, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
 # stuck in a collective. After the user's own signal they have longer, to write a checkpoint.
@@ -27,6 +27,7 @@ FAILURE_GRACE_S = 2.0
 SIGNAL_GRACE_S = 10.0
 # What a rank started and left behind may hold its pipe open; for so long its silence is waited for.
 _SILENCE_S = 1.0
+_HEARD_S = 0.2  # in which the last words of a command that failed are read, before it is taken for the first that did
 # So long the last lines of a job that failed wait for somebody to read them; those of others as long as it takes.
 _UNREAD_S = 3.0
 _LOOK_S = 1.0  # so often we look whether somebody reads
@@ -68,7 +69,9 @@ class Command:
         failure_mark: a line on its standard error that begins so goes on with an exit code: a part
             of the command failed and the rest of it is about to end.
         last_words: a line that matches says that the job failed; the command has as long to end as
-            after a signal. These two need a `line_filter`.
+            after a signal.
+        cause: a line on its standard error that matches says that this command is about to end because another one
+            failed, whose name is the first group. These three need a `line_filter`.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Command:
     orders: bytes | None = None
     failure_mark: bytes | None = None
     last_words: re.Pattern[bytes] | None = None
+    cause: re.Pattern[bytes] | None = None
 
 
 class Failed(NamedTuple):
@@ -92,6 +96,7 @@ class Failed(NamedTuple):
 class _Exited:
     index: int
     code: int  # as of a shell: 128 + n for signal n
+    because_of: str = ""  # another one's failure, as it has said
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def run_job(
     on_start: Callable[[], None] | None = None,
     on_failure: Callable[[Failed], None] | None = None,
 ) -> int:
-    """Runs the commands together; returns 0, or the exit code of the first that failed.
+    """Runs the commands together; returns 0, or the exit code of the first that failed, or that of lost output.
 
     When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on,
     unless they were ignored; a second one ends the job at once. Call it from the main thread.
@@ -156,13 +161,12 @@ def run_job(
             started.append(process)
             leaders += [seen.name] if (seen := guard.look(process.pid)) else []
             running[index] = process
-            pumps += _pump_output(process, command, index, events)
-            threading.Thread(
-                target=lambda i, p: events.put(_Exited(i, _ended(p))), args=(index, process), daemon=True
-            ).start()
+            said: list[bytes] = []
+            its = _pump_output(process, command, index, events, said)
+            pumps += its
+            threading.Thread(target=_await, args=(process, index, events, its, said), daemon=True).start()
         threading.Thread(target=_relieve, args=(pumps, leaders, asked, over), daemon=True).start()
         verdict = _supervise(commands, running, events, on_failure)
-        return verdict
     finally:
         over.set()
         _end_sessions(leaders)
@@ -171,6 +175,8 @@ def run_job(
         _drain(pumps, events, patient=verdict == 0)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
+    lost = report_lost(pumps)
+    return verdict or lost
 
 
 def _supervise(
@@ -207,16 +213,31 @@ def _supervise(
         if isinstance(event, _Exited):  # what others fail of may be seen before what has ended it
             event = next((_Exited(i, code) for i, p in running.items() if (code := _crashed(p))), event)
         verdict = event.code
+        who = (isinstance(event, _Exited) and event.because_of) or commands[event.index].name
         # Not the part's own command: it sees to its other parts, and a second signal would end them at once.
         others = {index: process for index, process in running.items() if index != event.index}
         _signal_all(commands, others, signal.SIGTERM)
         if on_failure is not None:
-            on_failure(Failed(commands[event.index].name, verdict))
+            on_failure(Failed(who, verdict))
         if running:
             rest = f"; ending the other {len(others)}" if others else ""
-            say(f"{commands[event.index].name} failed with exit code {verdict}{rest}")
+            say(f"{who} failed with exit code {verdict}{rest}")
             kill_at = time.monotonic() + FAILURE_GRACE_S
     return verdict
+
+
+def _await(
+    process: "subprocess.Popen[bytes]",
+    index: int,
+    events: "queue.SimpleQueue[_Event]",
+    pumps: Sequence[Pump],
+    said: Sequence[bytes],
+) -> None:
+    code = _ended(process)
+    give_up_at = time.monotonic() + _HEARD_S
+    for pump in pumps if code else ():  # its last words may say whose failure it is
+        pump.join(max(0.0, give_up_at - time.monotonic()))
+    events.put(_Exited(index, code, b"".join(said[-1:]).decode()))
 
 
 def _ended(process: "subprocess.Popen[bytes]", options: int = 0) -> int:
@@ -301,8 +322,13 @@ def _drain(pumps: Sequence[Pump], events: "queue.SimpleQueue[_Event]", *, patien
 
 
 def _pump_output(
-    process: "subprocess.Popen[bytes]", command: Command, index: int, events: "queue.SimpleQueue[_Event]"
+    process: "subprocess.Popen[bytes]",
+    command: Command,
+    index: int,
+    events: "queue.SimpleQueue[_Event]",
+    said: list[bytes],
 ) -> list[Pump]:
+    """Passes its output on; `said` gets the name of the command because of which it ends."""
     line_filter, mark, last_words = command.line_filter, command.failure_mark, command.last_words
     if line_filter is None:
         return []
@@ -316,6 +342,8 @@ def _pump_output(
         if mark is not None and line.startswith(mark):
             events.put(_PartFailed(index, int(line.removeprefix(mark))))
             return None
+        if command.cause is not None and (match := command.cause.match(line)):
+            said.append(match.group(1))
         return shown(line)
 
     assert process.stdout is not None

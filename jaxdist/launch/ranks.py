@@ -1,12 +1,19 @@
 """This machine's ranks as processes of our own, told who they are as torchrun tells its own."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
 
 from jaxdist.launch.output import LineFilter
 from jaxdist.launch.processes import Command
+
+# What a rank says before it ends because of another one (`jaxdist.control`).
+_CAUSE = re.compile(
+    rb"\[jaxdist rank \d+\] (rank \d+) \([^)]*, pid \d+\)"
+    rb"(: | failed: | ended its script | was interrupted| died without | can't be reached )"
+)
 
 
 def own_processes(
@@ -39,6 +46,7 @@ def own_processes(
             argv=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
             line_filter=_lines_of(rank, prefix, only_rank, alone),
+            cause=_CAUSE,
         )
         for local_rank, rank in enumerate(ranks)
     ]

@@ -86,7 +86,7 @@ def spawn(
     from jaxdist.launch import spawned
     from jaxdist.launch.advice import crowded
     from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
-    from jaxdist.launch.output import say
+    from jaxdist.launch.output import NOT_WRITTEN, say
     from jaxdist.launch.processes import Failed
 
     _check(n, only_rank)
@@ -106,7 +106,7 @@ def spawn(
             command, n, mpirun, environment,
             prefix=prefix, only_rank=only_rank, whole_lines=True, on_failure=failed.append,
         )  # fmt: skip
-        if code == 0:
+        if code == 0 or (code == NOT_WRITTEN and not failed):
             return [spawned.read_result(Path(folder), rank) for rank in range(n)]
         if not failed:  # a signal that came to this process, and went on to the ranks
             signal.raise_signal(code - 128)

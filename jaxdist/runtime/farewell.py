@@ -56,7 +56,7 @@ def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, t
         _wait_for_all(control, watchdog, timeout)
         if control.ending:
             time.sleep(_OTHERS_SECONDS)  # they may be in a collective with this one, and say more than that it broke
-            control.process.depart(1)
+            control.process.depart(control.process.code)
         over.set()
 
     atexit.register(end)

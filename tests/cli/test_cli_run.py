@@ -287,6 +287,13 @@ def test_the_notice_of_an_abort_is_left_out_once_the_cause_is_there():
     notice = AbortNotice()
     assert [line for line in block if notice.is_in(line)] == []  # the script's own MPI_Abort: nothing else says it
     assert [line for line in [*cause, *block, killed] if not notice.is_in(line)] == [*cause, killed]
+    ended = [
+        b"prterun detected that one or more processes exited with non-zero status,\n",
+        b"thus causing the job to be terminated. The first process to do so was:\n", b"\n",
+        b"   Process name: [prterun-vm-17271@1,1]\n", b"   Exit code:    3\n",
+    ]  # fmt: skip
+    assert [line for line in ended if notice.is_in(line)] == ended  # often not the one that failed
+    assert not any(AbortNotice().is_in(line) for line in ended if line.strip())
 
 
 @pytest.mark.mpi
@@ -307,6 +314,17 @@ def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist, script, tmp
     assert existed
     assert Path(folder).parent.name.startswith("jaxdist-")
     assert not Path(folder).parent.exists()
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line(tmp_path):
+    (tmp_path / "typer.py").write_text("import time\nprint('READY', flush=True)\ntime.sleep(60)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "jaxdist", "run", "train.py"]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, env=environment, text=True) as process:
+        assert process.stdout.readline() == "READY\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "jaxdist: interrupted\n")
+    assert process.returncode == 130
 
 
 def test_failure_is_told_by_name(jaxdist, script):

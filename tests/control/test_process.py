@@ -38,7 +38,7 @@ from jaxdist.control import failfast
 class Control:
     rank, size, process = 1, 2, Process(1)
     who = staticmethod(str)
-    def alarm(self, message, stacks=False): pass
+    def alarm(self, message, **how): pass
 failfast.install(Control(), failfast.ScriptExit())
 raise ValueError('boom')
 """

@@ -502,3 +502,34 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=jobs.environment(), check=False)
     assert done.returncode != 0
     assert 'called under `if __name__ == "__main__":`' in done.stderr
+
+
+_WITH_WORKERS = """
+import sys
+import jax, jaxdist
+class Source:
+    def __len__(self): return 12
+    def __getitem__(self, i):
+        if i == 9 and "fails" in sys.argv: raise ValueError("a bad example")
+        return {"x": float(i)}
+if __name__ == "__main__":
+    jaxdist.init()
+    kept = [jax.numpy.asarray(batch["x"]) for batch in jaxdist.loader(Source(), 2, shuffle=False, workers=1)]
+    print(sum(float(x.sum()) for x in kept))
+"""
+
+
+@pytest.mark.slow
+def test_batches_that_are_in_use_at_the_end_are_not_said_to_be_leaked(tmp_path: Path) -> None:
+    """And after a failure nothing stands behind the cause."""
+    script = tmp_path / "script.py"
+    script.write_text(_WITH_WORKERS)
+    command = [sys.executable, str(script)]
+    environment = jobs.environment()
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+    assert (ended.stdout, ended.stderr) == ("66.0\n", "")
+    launched = [sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", "env", str(script), "fails"]
+    failed = subprocess.run(launched, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert failed.returncode == 1
+    assert "resource_tracker" not in failed.stderr
+    assert "ValueError: a bad example" in failed.stderr

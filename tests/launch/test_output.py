@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
@@ -96,6 +97,30 @@ def test_a_reader_that_has_gone_is_seen_by_the_process_as_its_own() -> None:
         assert process.stderr is not None
         Pump(process.stdout, target, lambda line: line).start()
         assert b"BrokenPipeError" in process.stderr.read()
+
+
+def test_output_that_can_not_be_written_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """`jaxdist run train.py > log` on a full disk; a job that succeeds does not, then."""
+    program = "from jaxdist.launch.processes import Command, run_job\n"
+    program += "raise SystemExit(run_job([Command('rank 0', ['sh', '-c', COMMAND], {}, lambda line: line)]))"
+    for command, code in [("echo hello", output.NOT_WRITTEN), ("echo hello; exit 3", 3)]:
+        with Path("/dev/full").open("w") as target:
+            argv = [sys.executable, "-c", program.replace("COMMAND", repr(command))]
+            done = subprocess.run(argv, stdout=target, timeout=60, check=False)
+        assert done.returncode == code
+        assert capfd.readouterr().err == "jaxdist: output could not be written: No space left on device\n"
+
+
+def test_a_pipe_that_does_not_block_loses_nothing() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    lines = b"x" * 99 + b"\n"
+    with os.fdopen(writing, "w") as target, os.fdopen(reading, "rb") as source:
+        writer = threading.Thread(target=output.write, args=(target, lines * 5000), daemon=True)
+        writer.start()
+        assert source.read(len(lines) * 5000) == lines * 5000
+        writer.join(60)
+        assert not writer.is_alive()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Processes of a job, without a rank in them."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxdist.launch import processes
+from jaxdist.launch import processes, ranks
 
 
 def test_what_killed_a_job_is_named_though_its_peer_was_seen_first() -> None:
@@ -33,6 +34,18 @@ def test_a_program_that_has_ended_is_still_there_to_be_asked() -> None:
     running.kill()
     assert processes._ended(running) == 128 + signal.SIGKILL
     running.wait()
+
+
+def test_one_that_ends_because_of_another_is_not_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 ends last: JAX would abort the others."""
+    says = "echo '[jaxdist rank 1] rank 0 (host, pid 7) ended its script with exit code 3' >&2; exit 3"
+    bodies = ("trap 'exit 3' TERM; sleep 30 & wait", f"sleep 0.3; {says}")
+    commands = ranks.own_processes(["sh"], range(2), {}, False, None)
+    commands = [dataclasses.replace(c, argv=["sh", "-c", body]) for c, body in zip(commands, bodies, strict=True)]
+    failed: list[processes.Failed] = []
+    assert processes.run_job(commands, on_failure=failed.append) == 3
+    assert failed == [("rank 0", 3)]
+    assert "rank 0 failed with exit code 3; ending the other 1" in capfd.readouterr().err
 
 
 _IGNORING = """

@@ -1,0 +1,36 @@
+"""What grain's worker processes share with the process that started them."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing import resource_tracker
+from typing import Any
+
+
+def forget_name(array: Any) -> Any:
+    """The array; if a worker sent it in shared memory, this loses its name, and is freed whatever ends the process.
+
+    Grain removes the name when the array is deleted, and nothing deletes one that is still in use at exit (JAX keeps an
+    argument of a step as its own without a copy): Python then says that it was leaked. Grain has no public way to do it
+    earlier; a version that keeps its arrays otherwise needs nothing.
+
+    Args:
+      array: as it comes out of grain's iterator.
+    """
+    if getattr(array, "_unlink_on_del", False):
+        array.shm.unlink()
+        array._unlink_on_del = False
+    return array
+
+
+def start_quiet_tracker() -> None:
+    """Have what removes the semaphores and shared memory of a process that is killed do so without a word.
+
+    It is a process of Python's, started with the first semaphore. After a rank that has failed it would list what it
+    removes on standard error, behind the cause. Filters are given to it by `sys.warnoptions` alone.
+    """
+    sys.warnoptions.append("ignore:resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
