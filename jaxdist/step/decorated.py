@@ -369,8 +369,8 @@ class DataParallel(Generic[R]):
             compared = self._entering.agree(signature, leaves, batch, outside)
             what = what or compared
             self._agreement.compared(call, what)
-        if len(agreed) >= _ORIGINS:
-            agreed.clear()
+            if len(agreed) >= _ORIGINS:
+                agreed.clear()
         agreed[self._entering.origins] = what
         if changed:
             self._agreement.may_trace(self._name, True)
