@@ -18,6 +18,7 @@ from jax import lax
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.rules import FACTORS
+from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy, nbytes
 from jaxdist.placements.values import (
     PARTIAL,
@@ -47,8 +48,8 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     if column is None or not is_wide(out.dtype) or params["mode"] not in _MODES:
         return None
     assert isinstance(rows, Split)
-    if 2 * nbytes(out) >= nbytes(walk.block.avals[node.ins[0]]):
-        return None  # to gather it is less
+    if 2 * nbytes(out) >= nbytes(walk.block.avals[node.ins[0]]):  # to gather it is less
+        return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.stored else None
     shape = walk.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest, whatever was promised
