@@ -38,10 +38,25 @@ FIRST = (
 """The longest, each of which one worker runs: as the last one it would keep the others waiting."""
 
 
+QUICK = 6
+"""Cases of one function that the quick tests run, spread over all that there are."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order of `FIRST`, then those with slow tests, then the others."""
+    """Files in the order of `FIRST`, then those with slow tests, then the others; further cases are marked."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for of_one in cases.values():
+        kept = {k * len(of_one) // QUICK for k in range(QUICK)}
+        for i, item in enumerate(of_one):
+            if len(of_one) > QUICK and i not in kept:
+                item.add_marker("slow")
+                item.add_marker("many")
     files = {item.path: item.path.relative_to(Path(__file__).parent).as_posix() for item in items}
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {m.path for m in items if m.get_closest_marker("slow") and not m.get_closest_marker("many")}
     order = {
         path: FIRST.index(name) if name in FIRST else len(FIRST) + (path not in slow) for path, name in files.items()
     }
