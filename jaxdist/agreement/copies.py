@@ -105,6 +105,8 @@ class Results:
         self.name, self.calls = name, 0
         self._copies, self._number, self._first = copies, -1, 0
         self._given: Sequence[int] = ()  # numbers of the state of the call before
+        # The origins of a state that came twice in a row, and of how many calls their steps had returned.
+        self._repeated: tuple[tuple[int, ...], list[tuple[Results, int]]] | None = None
 
     def count(self) -> int:
         """Count a call that has returned; the number of the first leaf of its result."""
@@ -150,7 +152,15 @@ class Results:
         self._given = numbers = copies.numbers(leaves)
         if following is not None and numbers == list(map(self._first.__add__, following)):
             return (), []
-        return copies.origins(numbers, before), copies.unknown(leaves, numbers)
+        repeated = numbers == before
+        if repeated and self._repeated and all(step.calls == calls for step, calls in self._repeated[1]):
+            return self._repeated[0], []
+        found, unknown = copies.origins(numbers, before), copies.unknown(leaves, numbers)
+        self._repeated = None
+        if repeated and -1 not in numbers:
+            of = (copies._steps[k] for k in {n >> _STEP for n in numbers})
+            self._repeated = found, [(step, step.calls) for step in of]
+        return found, unknown
 
 
 def checksum(x: Any) -> int:
