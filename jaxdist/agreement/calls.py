@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from jaxdist.agreement.copies import CHANGED
 from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.programs import Programs, Traced
+from jaxdist.agreement.turns import Turns
 from jaxdist.control.progress import Progress
 from jaxdist.runtime.context import Context
 
@@ -63,6 +64,7 @@ class Agreement:
         self.control = context.control
         self.steps = context.watchdog.steps
         self.sequence = context.sequence
+        self.turns = context.only(Turns)
         if context.size > 1:
             self.programs = Programs(self.control, self.steps, context.timeout)
 
@@ -72,6 +74,7 @@ class Agreement:
         Raises:
           RuntimeError: another rank has already left the job.
         """
+        self.turns.begin()
         if "bye" in self.control.notices:
             self.sequence.check_all_here(f"step {step!r}")
         return self.steps.setdefault(step, Progress()).committed + 1
@@ -113,6 +116,7 @@ class Agreement:
             call = self.steps[step].current
             assert call is not None
             call.finish(result)
+            self.turns.dispatched(call.output)
             self.programs.compare()
 
     def failed(self, step: str, call: int, error: BaseException) -> None:

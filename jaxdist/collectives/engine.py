@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist.agreement.description import Description, difference
+from jaxdist.agreement.turns import Turns
 from jaxdist.collectives.call import Call
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import in_words
@@ -56,6 +57,7 @@ class Eager:
         else:
             from jaxdist.collectives.xla import XlaWire as Wire
         self.wire = Wire(ctx, self.timeout)
+        self._turns = ctx.only(Turns)
 
     @under_no_mesh
     def collective(self, kind: str, prepare: Callable[[Any], Prepared]) -> tuple[Call, list[Any] | None]:
@@ -79,6 +81,7 @@ class Eager:
 
     def _collective(self, kind: str, prepare: Callable[[Any], Prepared]) -> tuple[Call, list[Any] | None]:
         self._sequence += 1
+        self._turns.begin()
         problem, ready = None, None
         try:
             ready = prepare(self.wire)
@@ -102,7 +105,9 @@ class Eager:
             commlog.eager(self._sequence, mine, kind, sum(x.nbytes for x in ready.leaves), group.n)
         if group.n == 1:
             return call, None
-        return call, self.wire.run(call, ready.leaves, group)
+        found = self.wire.run(call, ready.leaves, group)
+        self._turns.dispatched(next((x for x in found if isinstance(x, jax.Array)), None))
+        return call, found
 
     def _compare_aloud(self, mine: Description, problem: Exception | None, ready: Prepared | None) -> None:
         nbytes = sum(x.nbytes for x in ready.leaves) if ready else 0

@@ -31,7 +31,7 @@ from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step import debugging, effects, finite, modules, stages
 from jaxdist.step.donation import Taken, name_deleted, without_aliases
-from jaxdist.step.entering import Entering
+from jaxdist.step.entering import ORIGINS, Entering
 from jaxdist.step.forecast import Forecast
 from jaxdist.step.latest import Latest, expected, types
 from jaxdist.step.method import Method
@@ -48,7 +48,6 @@ R = TypeVar("R")
 
 _names: dict[str, itertools.count[int]] = {}
 _is_deleted = operator.methodcaller("is_deleted")
-_ORIGINS = 64  # places that the state of a kind of call came from, which the ranks remember
 
 
 class DataParallel(Generic[R]):
@@ -369,7 +368,7 @@ class DataParallel(Generic[R]):
             compared = self._entering.agree(signature, leaves, batch, outside)
             what = what or compared
             self._agreement.compared(call, what)
-            if len(agreed) >= _ORIGINS:
+            if len(agreed) >= ORIGINS:
                 agreed.clear()
         agreed[self._entering.origins] = what
         if changed:

@@ -28,6 +28,9 @@ from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature
 
 _log = logging.getLogger("jaxdist")
+ORIGINS = 64
+"""Places that the state of a kind of call came from, which a rank remembers."""
+
 _OFTEN = 32
 """Where each call comes with state from outside of steps, it is compared in one of so many, at least."""
 
@@ -52,13 +55,14 @@ class Entering:
         self._options = settings.said()
         self._agreement, self._results = context.only(Agreement), results
         self.origins: Sequence[int] = ()
-        self.unsure, self._in_a_row = False, 0  # calls with state from outside
+        self.unsure = False
+        self._thinned: dict[Sequence[int], tuple[int, int]] = {}  # by origins: times, the call compared last
 
     def outside(self, program: Program | None, signature: Signature, leaves: Sequence[Any]) -> Sequence[int]:
         """State of all ranks that comes from no decorated step, and is to be compared in this call.
 
-        Where each call brings such state (an update outside of the step) that is in the first, second, fourth, eighth
-        and sixteenth, and in every 32nd: copies that differ go on to differ.
+        Where calls bring such state again and again (an update outside of the step) that is in the first, second,
+        fourth, eighth and sixteenth of them, and then once in 32 calls: copies that differ go on to differ.
 
         Args:
           program: that these leaves are probably for.
@@ -70,8 +74,14 @@ class Entering:
         state = signature.pick_state(leaves)
         self.origins, unknown = self._results.origins(state, program, program and program.following)
         found = [signature.state[k] for k in unknown]
-        self._in_a_row = n = self._in_a_row + 1 if found else 0
-        self.unsure = n & (n - 1) > 0 and n % _OFTEN > 0
+        self.unsure = False
+        if found:
+            n, latest = self._thinned.get(self.origins, (0, 0))
+            n, now = n + 1, self._results.calls
+            self.unsure = n & (n - 1) > 0 and now - latest < _OFTEN
+            if len(self._thinned) >= ORIGINS:
+                self._thinned.clear()
+            self._thinned[self.origins] = n, latest if self.unsure else now
         return () if self.unsure else found
 
     def returned(self, result: Any) -> None:
@@ -187,7 +197,7 @@ class Entering:
         everyone = self._context.control.exchange(f"copies for step {self._name}", mine, self._context.timeout)
         for name in dict.fromkeys(name for own in everyone for name in own):
             if others := unlike_the_root([own.get(name) for own in everyone]):
-                self._in_a_row = 0
+                self._thinned.clear()
                 raise ValueError(
                     f"step {self._name!r}: state leaf {name} is an array of all ranks, and rank 0 and rank "
                     f"{list_ranks(others)} do not hold the same. {CHANGED}"

@@ -80,6 +80,14 @@ class Reader:
                 return self._signature.with_batch(of(cut))
         return self._signature.with_batch(self._with_keys(self._of(found)) if alone else self._of(found))
 
+    def carried(self) -> set[int]:
+        """Leaves of which the step returns the next value."""
+        try:
+            return carried(self._cache.jaxpr(self._signature, self._types), self._types)
+        except Exception as error:  # it will come again when the step is traced as it is called
+            self.failed = error
+            return set()
+
     def alike(self, differs: Collection[int], named: Collection[str]) -> int | None:
         """A leaf of the batch that is the same on all ranks, while others of its argument are not, and that the step
         takes as well if it is one for all examples; None: there is none.
@@ -123,11 +131,7 @@ class Reader:
 
     def _returned(self) -> list[int]:
         """Arguments of which the step returns the next value."""
-        try:
-            found = carried(self._cache.jaxpr(self._signature, self._types), self._types)
-        except Exception as error:  # it will come again when the step is traced as it is called
-            self.failed = error
-            return []
+        found = self.carried()
         return [k for k, at in enumerate(self._at) if at and found.issuperset(at)]
 
     def _is_returned(self, k: int) -> bool:

@@ -114,6 +114,9 @@ class Signer:
             # What lies on all processes may be of a loader, or the first argument's shards.
             first = signature.arguments[0][1]
             own = {i for i in differs if mine[i] is not None or i not in first}
+            if any(mine[i] is None for i in own):  # nor is it the batch if the step returns its next value
+                kept = Reader(signature, leaves, self._placer, self._cache).carried()
+                own = {i for i in own if mine[i] is not None or i not in kept}
             signature = self._one(self._read(signature, leaves, own))
         self._check_shared(signature, everyone)
         self._check_alike(signature, leaves, differs)

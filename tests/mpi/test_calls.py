@@ -45,6 +45,69 @@ def test_state_that_one_rank_changes_between_calls_ends_the_job(communicator: st
     assert met or f"({origin})" in result.output, result.output
 
 
+THREADS = """
+import threading
+import jax, jax.numpy as jnp, numpy as np
+import jaxdist
+ctx = jaxdist.init()
+descend = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - 1) ** 2))(w)
+step = jaxdist.data_parallel(descend)
+X = np.random.default_rng(0).normal(size=(30, 12, 300))
+own = lambda i: X[i][ctx.rank :: ctx.size]
+ws = [jnp.full(300, 0.01), jnp.full(300, -0.01)]
+want, turns = list(ws), [threading.Semaphore(1), threading.Semaphore(0)]
+for i in range(30):
+    want = [descend(w, X[i]) for w in want]
+def train(k):
+    for i in range(30):
+        turns[k].acquire()
+        ws[k] = step(ws[k], own(i))
+        if i % 7 == 3:
+            jaxdist.allreduce(np.ones(3))
+        turns[1 - k].release()
+threads = [threading.Thread(target=train, args=(k,)) for k in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+jaxdist.check_sync(ws)
+print("GAP", max(float(jnp.max(jnp.abs(np.asarray(a) - b))) for a, b in zip(ws, want)) < 1e-10, flush=True)
+"""
+
+AVERAGE = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxdist
+ctx = jaxdist.init()
+@jaxdist.data_parallel
+def step(p, e, x):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p) ** 2))(p)
+    p = p - 0.1 * grads
+    return p, 0.9 * e + 0.1 * p, loss
+p = jnp.ones((5, 7))
+e = jaxdist.shard(jnp.zeros((5, 7)))
+for i in range(3):
+    p, e, _ = step(p, e, np.random.default_rng([i, ctx.rank]).normal(size=(7, 5)))
+p = np.ones((5, 7))
+want = np.zeros((5, 7))
+for i in range(3):
+    x = np.concatenate([np.random.default_rng([i, r]).normal(size=(7, 5)) for r in range(ctx.size)])
+    p = p - 0.1 * np.asarray(jax.grad(lambda p: jnp.mean((x @ p) ** 2))(p))
+    want = 0.9 * want + 0.1 * p
+print("GAP", np.abs(np.asarray(jaxdist.unshard(e)) - want).max() < 1e-10, flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("communicator", ["mpi", "xla"])
+@pytest.mark.parametrize("script", [THREADS, AVERAGE], ids=["threads that take turns", "an average in shards"])
+def test_as_on_one_device(script: str, communicator: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    result = jobs.mpirun(2, [str(path)], {"JAXDIST_COMMUNICATOR": communicator, "JAX_ENABLE_X64": "1"}, timeout=120)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count("GAP True") == 2, result.output
+
+
 WEAK = """
 import jax.numpy as jnp, numpy as np
 import jaxdist
