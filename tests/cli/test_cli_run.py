@@ -321,6 +321,7 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "jaxdist", "run", "train.py"]
     with subprocess.Popen(command, stdout=-1, stderr=-1, env=environment, text=True) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == "READY\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=30) == ("", "jaxdist: interrupted\n")

@@ -106,6 +106,7 @@ def test_of_logits_nothing_travels() -> None:
         4 * examples * tokens
     )
     alone = jax.jit(step).lower(*args).compile()
-    used = [made.memory_analysis().temp_size_in_bytes for made in (compiled, alone)]
+    analyses: list[Any] = [made.memory_analysis() for made in (compiled, alone)]
+    used = [found.temp_size_in_bytes for found in analyses]
     assert used[0] <= 1.1 / 4 * used[1] + 10_000
     assert oracle.difference(jax.jit(step)(*args), jaxdist.unshard(decorated(*args))) < 1e-10
