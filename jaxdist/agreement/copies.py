@@ -44,8 +44,9 @@ class Copies:
     """
 
     def __init__(self, context: object = None):
-        self._by: object = None
-        self._newest: Sequence[Any] = ()  # if it is small, not numbered yet: most of it never has to be
+        # What was returned last, if it is small, and by which step: not numbered yet, as most of it never has to be.
+        self._newest: Sequence[Any] = ()
+        self._by: Results | None = None
         self._first = 0  # number of that
         self._steps: list[Results] = []
         self._compared = Results(self, "")
@@ -104,6 +105,7 @@ class Results:
     def __init__(self, copies: Copies, name: str):
         self.name, self.calls = name, 0
         self._copies, self._number, self._first = copies, -1, 0
+        self._following: Sequence[int] | None = None
         self._given: Sequence[int] = ()  # numbers of the state of the call before
         # The origins of a state that came twice in a row, and of how many calls their steps had returned.
         self._repeated: tuple[tuple[int, ...], list[tuple[Results, int]]] | None = None
@@ -117,37 +119,35 @@ class Results:
         self._first = self._number << _STEP | (self.calls & _CALLS) << _CALL
         return self._first
 
-    def returned(self, by: object, arrays: Sequence[Any], small: bool) -> None:
-        """A program of the step has returned these.
+    def returned(self, arrays: Sequence[Any], following: Sequence[int] | None, small: bool) -> None:
+        """The step has returned these.
 
         Args:
-          by: the program.
           arrays: the leaves of the result.
+          following: the places of the next call's state among them; None: not all of it is there.
           small: whether they have no more than `SMALL` bytes.
         """
-        first, copies = self.count(), self._copies
+        first, copies, self._following = self.count(), self._copies, following
         if not small:
             mark(arrays, first)
-        copies._by, copies._newest, copies._first = (by, arrays, first) if small else (None, (), 0)
+        copies._by, copies._newest, copies._first = (self, arrays, first) if small else (None, (), 0)
 
     def forget(self, leaves: Iterable[Any]) -> None:
         """What the step returned last may not be the same on all ranks."""
         self._copies._by, self._copies._newest = None, ()
         unmark(leaves)
 
-    def origins(
-        self, leaves: Sequence[Any], by: object = None, following: Sequence[int] | None = None
-    ) -> tuple[tuple[int, ...], list[int]]:
+    def origins(self, leaves: Sequence[Any]) -> tuple[tuple[int, ...], list[int]]:
         """Where the state of a call is from: (), if it is what the call before returned; and what is `Copies.unknown`.
 
         Args:
           leaves: of the state.
-          by: the program that is probably to run.
-          following: places in its result of the next call's state; None: not all of it is there.
         """
-        copies, before, self._given = self._copies, self._given, ()
+        copies, before, following, self._given = self._copies, self._given, self._following, ()
+        if following is not None and len(following) != len(leaves):
+            following = None
         newest = copies._newest.__getitem__
-        if following is not None and copies._by is by and all(map(operator.is_, leaves, map(newest, following))):
+        if following is not None and copies._by is self and all(map(operator.is_, leaves, map(newest, following))):
             return (), []
         self._given = numbers = copies.numbers(leaves)
         if following is not None and numbers == list(map(self._first.__add__, following)):

@@ -356,7 +356,7 @@ class DataParallel(Generic[R]):
             latest = None
         program = latest and latest.program
         changed = program is None or any(not signature.is_batch[i] for i in misplaced)
-        outside = () if other_types else self._entering.outside(program, signature, leaves)
+        outside = () if other_types else self._entering.outside(signature, leaves)
         # State that is kept in another way has another program.
         kept = [self._placer.layout(leaves[i]) for i in signature.state] if changed else []
         agreed = self._agreed.setdefault((known, *kept), {}) if latest is None or changed else latest.agreed

@@ -58,21 +58,20 @@ class Entering:
         self.unsure = False
         self._thinned: dict[Sequence[int], tuple[int, int]] = {}  # by origins: times, the call compared last
 
-    def outside(self, program: Program | None, signature: Signature, leaves: Sequence[Any]) -> Sequence[int]:
+    def outside(self, signature: Signature, leaves: Sequence[Any]) -> Sequence[int]:
         """State of all ranks that comes from no decorated step, and is to be compared in this call.
 
         Where calls bring such state again and again (an update outside of the step) that is in the first, second,
         fourth, eighth and sixteenth of them, and then once in 32 calls: copies that differ go on to differ.
 
         Args:
-          program: that these leaves are probably for.
           signature: of the call.
           leaves: of its arguments.
         """
         if self._results is None:
             return ()
         state = signature.pick_state(leaves)
-        self.origins, unknown = self._results.origins(state, program, program and program.following)
+        self.origins, unknown = self._results.origins(state)
         found = [signature.state[k] for k in unknown]
         self.unsure = False
         if found:

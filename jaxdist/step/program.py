@@ -256,7 +256,7 @@ class Program:
         if self.checked:
             *outs, found = outs
         if self._results is not None:
-            self._results.returned(self, outs, self._small and not self._padded_outputs)
+            self._results.returned(outs, self.following, self._small and not self._padded_outputs)
         for i, how in self._padded_outputs:
             outs[i] = Padded(outs[i], how)
         result = jax.tree.unflatten(self._step.tree, outs)

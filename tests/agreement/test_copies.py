@@ -46,45 +46,44 @@ def test_what_was_compared_is_known_and_what_is_made_of_it_is_not() -> None:
 @pytest.mark.parametrize("small", [True, False])
 def test_what_a_step_returned_follows(small: bool) -> None:
     known = Copies()
-    step, by = Results(known, "step"), object()
+    step = Results(known, "step")
     params: list[Any] = [jnp.ones(2), jnp.zeros(2)]
     for _ in range(3):
-        step.returned(by, [*params, jnp.ones(())], small)
-        assert step.origins(params, by, [0, 1]) == ((), [])
+        step.returned([*params, jnp.ones(())], [0, 1], small)
+        assert step.origins(params) == ((), [])
         changed = [params[0] * 1, params[1]]
-        origins, outside = step.origins(changed, by, [0, 1])
+        origins, outside = step.origins(changed)
         assert outside == [0]
         assert list(map(known.in_words, origins)) == [
             OUTSIDE,
             "leaf 1 of what step 'step' returned",
         ]
         params = [x * 1 for x in params]
-    step.returned(by, params, small)
+    step.returned(params, [0, 1], small)
     step.forget(params)
-    assert step.origins(params, by, [0, 1]) == ((-1, -1), [0, 1])
+    assert step.origins(params) == ((-1, -1), [0, 1])
 
 
-def words(known: Copies, step: Results, leaves: list[Any], by: object = None, following: Any = None) -> list[str]:
-    return list(map(known.in_words, step.origins(leaves, by, following)[0]))
+def words(known: Copies, step: Results, leaves: list[Any]) -> list[str]:
+    return list(map(known.in_words, step.origins(leaves)[0]))
 
 
 @pytest.mark.parametrize("small", [True, False])
 def test_origins_tell_states_of_one_type_apart(small: bool) -> None:
     known = Copies()
     train, evaluate, other = (Results(known, name) for name in ("train", "evaluate", "other"))
-    by = object()
     first: list[Any] = [jnp.ones(2), jnp.zeros(2)]
-    train.returned(by, first, small)
+    train.returned(first, [0, 1], small)
     own = ["leaf 0 of what step 'train' returned", "leaf 1 of what step 'train' returned"]
-    assert words(known, train, first[::-1], by, [0, 1]) == own[::-1]
+    assert words(known, train, first[::-1]) == own[::-1]
     assert words(known, evaluate, first) == own
     second: list[Any] = [jnp.ones(2), jnp.zeros(2)]
     known.numbers(first)
-    train.returned(by, second, small)
+    train.returned(second, [0, 1], small)
     assert words(known, other, [first[0], second[1]]) == [f"{own[0]} 1 calls before", own[1]]
     assert words(known, other, [first[0], second[1]]) == ["what it was in the call before", own[1]]
-    assert words(known, train, second, by, [0, 1]) == []
-    assert words(known, train, first, by, [0, 1]) == [f"{one} 1 calls before" for one in own]
+    assert words(known, train, second) == []
+    assert words(known, train, first) == [f"{one} 1 calls before" for one in own]
     known.add(first)
     assert words(known, evaluate, [*first, 1.0]) == ["what was restored or compared"] * 2 + [OUTSIDE]
 
@@ -92,18 +91,18 @@ def test_origins_tell_states_of_one_type_apart(small: bool) -> None:
 def test_origins_repeat_themselves_in_a_loop() -> None:
     """However many calls there were."""
     known = Copies()
-    train, evaluate, by, seen = Results(known, "train"), Results(known, "evaluate"), object(), list[Any]()
+    train, evaluate, seen = Results(known, "train"), Results(known, "evaluate"), list[Any]()
     state: list[Any] = []
     for _ in range(4):
         turn = []
         for _ in range(3):
             state = [jnp.ones(2), jnp.zeros(2)]
-            train.returned(by, state, True)
-            turn.append(train.origins(state, by, [0, 1])[0])
+            train.returned(state, [0, 1], True)
+            turn.append(train.origins(state)[0])
         for _ in range(2):
             turn.append(evaluate.origins(state)[0])
-            evaluate.returned(None, [jnp.ones(())], True)
-        turn.append(train.origins(state, by, [0, 1])[0])
+            evaluate.returned([jnp.ones(())], None, True)
+        turn.append(train.origins(state)[0])
         seen.append(turn)
     assert all(turn == seen[0] for turn in seen)
     assert seen[0][-1] == ()
@@ -115,9 +114,10 @@ def test_of_arrays_with_padding_the_array_counts() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     array = jax.device_put(array, NamedSharding(mesh, PartitionSpec("data")))
     padded: Any = Padded(array, layout(Cut("data", 2, 0, 1)))
-    step.returned(None, [array], False)
+    step.returned([array], None, False)
     assert step.origins([padded]) == step.origins([array])
-    assert step.origins([padded], object(), [0]) == ((), [])
+    step.returned([array], [0], False)
+    assert step.origins([padded]) == ((), [])
 
 
 def test_a_mark_goes_with_its_array() -> None:
