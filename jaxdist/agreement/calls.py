@@ -92,6 +92,11 @@ class Agreement:
             self.sequence.commit(what)
         self._committed(call, what)
 
+    def expect(self, what: StepCall) -> None:
+        """This one is likely to follow the call entered last, on every rank."""
+        if self.context.size > 1:
+            self.sequence.expect(what)
+
     def corrected(self, what: StepCall) -> None:
         """The call entered last is of another kind."""
         if self.context.size > 1:

@@ -105,6 +105,12 @@ class CallSequence:
             self.count -= 1
             self._add(what)
 
+    def expect(self, what: Hashable) -> None:
+        """After the call entered last this one is to be expected, unless another has followed before."""
+        with self._lock:
+            if (self._last, self._run) not in self._turns:
+                self._follow(what)
+
     def _add(self, what: Hashable) -> None:
         turn = self._last, self._run
         self._before = turn, self._turns.get(turn)

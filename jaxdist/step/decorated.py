@@ -378,6 +378,9 @@ class DataParallel(Generic[R]):
             self._entering.place(program, leaves, call, differs)
             self._latest[key] = Latest(expected(program, constants), program, signature, values, known, agreed)
         assert program is not None
+        if self._entering.origins and program.following is not None and () not in agreed:
+            agreed[()] = self._entering.kind_of_call(signature, batch)  # what follows: no rank has to wait for it
+            self._agreement.expect(agreed[()])
         state = list(signature.pick_state(leaves))
         for i in program.padded:
             state[i] = state[i].array
