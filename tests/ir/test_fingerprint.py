@@ -72,8 +72,8 @@ def test_a_step_that_is_called_or_lowered_is_told_of_once_traced(monkeypatch: py
     original: Any = Program.__init__
 
     def init(self: Any, *args: Any) -> None:
-        *before, _, name = args
-        original(self, *before, lambda _, closed, __: told.append(sent(closed)), name)
+        *before, _, name, results = args
+        original(self, *before, lambda _, closed, __: told.append(sent(closed)), name, results)
 
     monkeypatch.setattr(Program, "__init__", init)
 
