@@ -27,7 +27,9 @@ FAILURE_GRACE_S = 2.0
 SIGNAL_GRACE_S = 10.0
 # What a rank started and left behind may hold its pipe open; for so long its silence is waited for.
 _SILENCE_S = 1.0
-_HEARD_S = 1.0  # in which the last words of a command that failed are read, before it is taken for the first that did
+_HEARD_S = (
+    1.0  # that a command which failed has to say why, and the one it names to end, before it is taken for the first
+)
 # So long the last lines of a job that failed wait for somebody to read them; those of others as long as it takes.
 _UNREAD_S = 3.0
 _LOOK_S = 1.0  # so often we look whether somebody reads
@@ -211,7 +213,7 @@ def _supervise(
         if event.code == 0 or verdict != 0:
             continue
         if isinstance(event, _Exited):  # what others fail of may be seen before what has ended it
-            event = next((_Exited(i, code) for i, p in running.items() if (code := _crashed(p))), event)
+            event = _origin(commands, running, event)
         verdict = event.code
         who = (isinstance(event, _Exited) and event.because_of) or commands[event.index].name
         # Not the part's own command: it sees to its other parts, and a second signal would end them at once.
@@ -224,6 +226,19 @@ def _supervise(
             say(f"{who} failed with exit code {verdict}{rest}")
             kill_at = time.monotonic() + FAILURE_GRACE_S
     return verdict
+
+
+def _origin(commands: Sequence[Command], running: Mapping[int, subprocess.Popen[bytes]], seen: _Exited) -> _Exited:
+    """The end of the command because of which another one was seen to end, if it has ended or does so now."""
+    give_up_at = time.monotonic() + _HEARD_S
+    named = [i for i in running if commands[i].name == seen.because_of]
+    while True:
+        for i, process in running.items():
+            if (code := _crashed(process)) or (i in named and (code := _ended(process, os.WNOHANG))):
+                return _Exited(i, code)
+        if not named or time.monotonic() > give_up_at:
+            return seen
+        time.sleep(0.01)
 
 
 def _await(
