@@ -27,9 +27,8 @@ FAILURE_GRACE_S = 2.0
 SIGNAL_GRACE_S = 10.0
 # What a rank started and left behind may hold its pipe open; for so long its silence is waited for.
 _SILENCE_S = 1.0
-_HEARD_S = (
-    1.0  # that a command which failed has to say why, and the one it names to end, before it is taken for the first
-)
+# So long a command that failed has to say because of which one, and that one to end, before it is taken for the first.
+_HEARD_S = 1.0
 # So long the last lines of a job that failed wait for somebody to read them; those of others as long as it takes.
 _UNREAD_S = 3.0
 _LOOK_S = 1.0  # so often we look whether somebody reads
