@@ -47,7 +47,6 @@ class Copies:
         # What was returned last, if it is small, and by which step: not numbered yet, as most of it never has to be.
         self._newest: Sequence[Any] = ()
         self._by: Results | None = None
-        self._first = 0  # number of that
         self._steps: list[Results] = []
         self._compared = Results(self, "")
         self._compared.count()
@@ -58,7 +57,8 @@ class Copies:
 
     def numbers(self, leaves: Sequence[Any]) -> list[int]:
         """The number of each leaf; -1: no step has returned it lately."""
-        mark(self._newest, self._first)
+        if self._by is not None:
+            mark(self._newest, self._by.first)
         return marks(leaves)
 
     def unknown(self, leaves: Sequence[Any], numbers: Sequence[int]) -> list[int]:
@@ -100,24 +100,25 @@ class Results:
 
     Attributes:
       calls: that have returned.
+      first: the number of the first leaf of the latest result.
     """
 
     def __init__(self, copies: Copies, name: str):
-        self.name, self.calls = name, 0
-        self._copies, self._number, self._first = copies, -1, 0
+        self.name, self.calls, self.first = name, 0, 0
+        self._copies, self._number = copies, -1
         self._following: Sequence[int] | None = None
         self._given: Sequence[int] = ()  # numbers of the state of the call before
         # The origins of a state that came twice in a row, and of how many calls their steps had returned.
         self._repeated: tuple[tuple[int, ...], list[tuple[Results, int]]] | None = None
 
     def count(self) -> int:
-        """Count a call that has returned; the number of the first leaf of its result."""
+        """Count a call that has returned; returns `first`."""
         if self._number < 0:  # in the order of their first calls, which is the same on all ranks
             self._number = len(self._copies._steps)
             self._copies._steps.append(self)
         self.calls += 1
-        self._first = self._number << _STEP | (self.calls & _CALLS) << _CALL
-        return self._first
+        self.first = self._number << _STEP | (self.calls & _CALLS) << _CALL
+        return self.first
 
     def returned(self, arrays: Sequence[Any], following: Sequence[int] | None, small: bool) -> None:
         """The step has returned these.
@@ -130,7 +131,7 @@ class Results:
         first, copies, self._following = self.count(), self._copies, following
         if not small:
             mark(arrays, first)
-        copies._by, copies._newest, copies._first = (self, arrays, first) if small else (None, (), 0)
+        copies._by, copies._newest = (self, arrays) if small else (None, ())
 
     def forget(self, leaves: Iterable[Any]) -> None:
         """What the step returned last may not be the same on all ranks."""
@@ -150,7 +151,7 @@ class Results:
         if following is not None and copies._by is self and all(map(operator.is_, leaves, map(newest, following))):
             return (), []
         self._given = numbers = copies.numbers(leaves)
-        if following is not None and numbers == list(map(self._first.__add__, following)):
+        if following is not None and numbers == list(map(self.first.__add__, following)):
             return (), []
         repeated = numbers == before
         if repeated and self._repeated and all(step.calls == calls for step, calls in self._repeated[1]):

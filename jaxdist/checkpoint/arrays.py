@@ -24,7 +24,7 @@ _NODES_IN_MEMORY = 100_000_000  # bytes of the database's index; nothing is kept
 
 
 class ArrayReader:
-    """Of one checkpoint; a context, in which all reads are waited for.
+    """Reads the arrays of one checkpoint; a context, in which all reads are waited for.
 
     Args:
       directory: of the checkpoint.

@@ -81,7 +81,7 @@ def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None
     last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
 
     def change(emitter: Any, node: Node, xs: Sequence[Any], rows: Split, column: int) -> Any:
-        """Of no row here: dropped."""
+        """The slice, changed by what is for its rows; the rest is dropped."""
         at, own, _ = _own(emitter, _signed(xs[1], last if clips else None), column, rows, shape[rows.dim])
         at = jnp.where(_is(at, column) & ~own[..., None], rows.rows, at)
         new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
