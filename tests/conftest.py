@@ -7,6 +7,8 @@ import os
 if "OMPI_COMM_WORLD_SIZE" not in os.environ and "PMI_SIZE" not in os.environ:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_ENABLE_X64", "1")
+# Where tests look at what travels, this may not depend on how busy the machine was.
+os.environ["JAXDIST_MACHINE"] = "cpu"
 # Unbuffered, a print() is one write for its text and one for the end of its line, and lines of ranks that share a pipe
 # mix. Tests that want it so say so.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -23,7 +25,7 @@ from started import jaxdist, launcher, mpirun_there, wait_gone  # noqa: F401 (fi
 from jaxdist.placements import small
 
 # Arrays are small here, and yet the tests are about what moves between devices; placements/test_small.py is not.
-small.limits = small.Limits(fewer=10**9)
+small.fewer = 10**9
 
 # JAX makes objects by the million and keeps many: to look through them over and over took a tenth of the time.
 gc.set_threshold(100_000)

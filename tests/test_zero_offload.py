@@ -22,7 +22,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdist
-from jaxdist.placements.layouts import HOST, memory_apart, physical
+from jaxdist.machine import Machine
+from jaxdist.placements.layouts import HOST, check_host_memory, physical
 
 WAYS = [(1, None, 1), (4, None, 1), (4, None, 2), (8, None, 3), (4, 2, 3)]
 """Devices, groups of them, level."""
@@ -30,7 +31,8 @@ WAYS = [(1, None, 1), (4, None, 1), (4, None, 2), (8, None, 3), (4, 2, 3)]
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxdist.step.tracing.memory_apart", lambda mesh: True)
+    monkeypatch.setattr(Machine, "has_own_memory", True)
+    monkeypatch.setattr("jaxdist.step.program_cache.check_host_memory", lambda mesh: None)
 
 
 def mesh(devices: int) -> Mesh:
@@ -304,10 +306,9 @@ def test_devices_that_can_not_use_it() -> None:
             )])
         )  # fmt: skip
 
-    assert memory_apart(devices("gpu", "device", HOST))
-    assert not memory_apart(devices("cpu", "device", HOST))
+    check_host_memory(devices("gpu", "device", HOST))
     with pytest.raises(ValueError, match=r"which metal devices \(X1\) can't use: they have device, other"):
-        memory_apart(devices("metal", "device", "other"))
+        check_host_memory(devices("metal", "device", "other"))
 
 
 def test_what_is_refused() -> None:

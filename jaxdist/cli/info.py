@@ -38,6 +38,7 @@ def info(
             "devices": ctx.num_devices,
             "connector": ctx.connector.name,
             "communicator": str(ctx.communicator),
+            "kind": {k: v for k, v in asdict(ctx.kind).items() if k != "target"},
         }
         _write(_report(ranks, job, ""), as_json)
     ctx.barrier()
@@ -86,6 +87,7 @@ def _print_ranks(out: Console, job: dict[str, Any], ranks: list[dict[str, Any]])
         f"{job['processes']} process(es), {job['devices']} device(s), "
         f"connector [b]{job['connector']}[/b], communicator [b]{job['communicator']}[/b]"
     )
+    out.print(_seconds(job["kind"], len({one["host"] for one in ranks}) > 1))
     table = Table()
     for column in ("rank", "local rank", "host", "pid", "cores", "platform", "devices"):
         table.add_column(column)
@@ -94,6 +96,14 @@ def _print_ranks(out: Console, job: dict[str, Any], ranks: list[dict[str, Any]])
         devices = escape(", ".join(one["devices"]))
         table.add_row(*map(str, cells), one["platform"], devices)
     out.print(table)
+
+
+def _seconds(kind: dict[str, Any], several: bool) -> str:
+    """What placements take for granted of a device: `jaxdist.machine.Kind`, as a line."""
+    links = [("within a host", kind["link"], kind["latency"])]
+    links += [("between hosts", kind["network"], kind["network_latency"])] if several else []
+    sent = "; ".join(f"{where} {rate / 1e9:.3g} GB/s and {wait * 1e6:.3g} us a message" for where, rate, wait in links)
+    return f"a device ({kind['name']}): {kind['flops'] / 1e9:.4g} GFLOP/s, {sent}"
 
 
 def _print_versions(out: Console, found: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from jax.sharding import Mesh
 
 from jaxdist import compat
+from jaxdist.machine import Machine
 from jaxdist.mesh import axes_of_mesh, ranks_of
 
 Rule = Callable[..., Any]
@@ -52,13 +53,13 @@ class Lowering(Protocol):
     def run(self, closed: Any, *args: Any) -> list[Any]: ...
 
 
-def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowering:
+def lowering(communicator: str | Rules, mesh: Mesh, hosts: tuple[int, int] = (0, 0)) -> Lowering:
     """The lowering rules of a communicator.
 
     Args:
       communicator: ``"xla"``, ``"mpi"``, or a table of rules.
       mesh: the devices.
-      in_host: how many in a row are on one host, if there are several hosts; 0: that is no matter.
+      hosts: how many in a row are on one host, if there are several, 0: that is no matter; bytes from which it matters.
 
     Raises:
       ValueError: for any other name.
@@ -66,16 +67,16 @@ def lowering(communicator: str | Rules, mesh: Mesh, in_host: int = 0) -> Lowerin
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
-        own = GlooLowering(len(mesh.axis_names), in_host) if _over_gloo(mesh) else XlaLowering()
+        own = GlooLowering(len(mesh.axis_names), hosts) if _over_gloo(mesh) else XlaLowering()
         return own if isinstance(communicator, str) else own.with_rules(communicator)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
-        return MpiLowering(axes_of_mesh(mesh), ranks_of(mesh), in_host)
+        return MpiLowering(axes_of_mesh(mesh), ranks_of(mesh), hosts)
     raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
 
 
-def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, on_cpu: bool) -> int:
+def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine) -> int:
     """How many bytes of gradients travel together if the user does not say.
 
     Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo about 0.1 ms and MPI 0.01 ms, and from
@@ -85,9 +86,9 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, on_cpu: bool) ->
     Args:
       communicator: ``"xla"`` or ``"mpi"``.
       mesh: the devices.
-      on_cpu: whether these stand for CPUs.
+      machine: what they stand for.
     """
-    if not on_cpu:
+    if not machine.kind.is_cpu:
         return 0
     return 1 << 20 if communicator == "mpi" or _over_gloo(mesh) else 1 << 18
 

@@ -10,16 +10,33 @@ Reference: Jia et al., *Highly Scalable Deep Learning Training System with Mixed
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
+from jaxdist.machine import Machine
 from jaxdist.mesh import in_hosts_and_across
 
-LARGE = 1 << 16
-"""Bytes from which less between hosts is worth two more messages within them."""
+
+def large(machine: Machine, devices: int, in_host: int) -> int:
+    """Bytes from which less between hosts is worth two more messages within them.
+
+    At once each device sends a part of what it has to each other one, and all of a host share its network; by hosts
+    that is a part as large for each of the other hosts.
+
+    Args:
+      machine: the devices.
+      devices: number of them.
+      in_host: how many in a row are on one host, if there are several hosts.
+    """
+    hosts = devices // in_host
+    kind = machine.kind
+    saved = 2 * (hosts - 1) / hosts * (in_host - 1) / (in_host * kind.network)
+    more = 2 * (in_host - 1) / in_host / kind.link
+    return round(2 * kind.latency / (saved - more)) if saved > more else sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -31,12 +48,14 @@ class ByHosts:
       all_gather: ``(part, groups) -> parts``.
       sum: ``(x, wire, groups) -> x``, `wire` as of `exchange.all_reduce`; None: the dtype of `x`.
       in_host: how many devices in a row are on one host; 0: that is no matter.
+      large: bytes from which it matters.
     """
 
     all_to_all: Callable[..., Any]
     all_gather: Callable[..., Any]
     sum: Callable[..., Any]
     in_host: int
+    large: int
 
     def all_reduce(self, x: Any, wire: str | None, devices: int) -> Any:
         """The sum of `x` over the devices."""
@@ -69,4 +88,4 @@ class ByHosts:
         return joined(parts.swapaxes(0, 1).reshape(devices, *x.shape), dim, size)
 
     def _at_once(self, nbytes: int) -> bool:
-        return not self.in_host or nbytes < LARGE
+        return not self.in_host or nbytes < self.large

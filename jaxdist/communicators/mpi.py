@@ -131,11 +131,13 @@ class MpiLowering(Interpreter):
     Args:
       axes: of the mesh, the outermost first.
       ranks: of its devices, in order.
-      in_host: how many of these in a row are on one host; 0: that is no matter.
+      hosts: as of `jaxdist.communicators.lowering`.
       order: where the calls continue from; default: the start of the program.
     """
 
-    def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], in_host: int = 0, order: Any = None):
+    def __init__(
+        self, axes: Sequence[Axis], ranks: tuple[int, ...], hosts: tuple[int, int] = (0, 0), order: Any = None
+    ):
         super().__init__(
             {
                 all_reduce_p: self._gradient,
@@ -153,7 +155,7 @@ class MpiLowering(Interpreter):
                 **FETCHED,
             }
         )
-        self.axes, self.ranks, self.in_host = axes, ranks, in_host
+        self.axes, self.ranks, self.hosts = axes, ranks, hosts
         self._token = lax.create_token() if order is None else self._fork(order)
 
     # --- the calls
@@ -172,9 +174,9 @@ class MpiLowering(Interpreter):
     def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
         """The collectives among the devices that an equation's collective is between."""
         if (ours := self._groups(eqn)) is None:
-            return ByHosts(self._to_all, self._from_all, self._sum, self.in_host)
+            return ByHosts(self._to_all, self._from_all, self._sum, *self.hosts)
         to_all, from_all = (lambda x, groups, move=move: move(x, ours) for move in (self._to_all, self._from_all))
-        return ByHosts(to_all, from_all, lambda x, wire, groups: self._sum(x, wire, ours), 0)
+        return ByHosts(to_all, from_all, lambda x, wire, groups: self._sum(x, wire, ours), 0, 0)
 
     def _to_all(self, parts: Any, groups: Groups | None) -> Any:
         return self._exchange("alltoall", self._of(groups), parts, parts.shape)
@@ -336,7 +338,7 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
-        rules = MpiLowering(self.axes, self.ranks, self.in_host, order)
+        rules = MpiLowering(self.axes, self.ranks, self.hosts, order)
         outs = rules.run(closed, *args)
         return rules._join(), outs
 

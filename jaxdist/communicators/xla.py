@@ -93,12 +93,12 @@ class GlooLowering(XlaLowering):
 
     Args:
       axes: number of axes of the mesh.
-      in_host: how many devices in a row are on one host; 0: that is no matter.
+      hosts: as of `jaxdist.communicators.lowering`.
     """
 
-    def __init__(self, axes: int = 1, in_host: int = 0) -> None:
+    def __init__(self, axes: int = 1, hosts: tuple[int, int] = (0, 0)) -> None:
         super().__init__()
-        self._axes, self._in_host = axes, in_host
+        self._axes, self._hosts = axes, hosts
         self.rules = {
             **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
             **self.rules,
@@ -129,7 +129,7 @@ class GlooLowering(XlaLowering):
     def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
         axes = eqn.params["axes"]
         to_all, from_all, total = (functools.partial(move, axes) for move in (_all_to_all, _all_gather, _all_reduce))
-        return ByHosts(to_all, from_all, total, self._in_host if len(axes) == self._axes else 0)
+        return ByHosts(to_all, from_all, total, *(self._hosts if len(axes) == self._axes else (0, 0)))
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxdist import compat
 from jaxdist.ir.fingerprint import moves, place
 from jaxdist.ir.interpreter import axes_of, groups_of, live, subjaxprs
+from jaxdist.machine import VIRTUAL, Machine, ring_factor
 from jaxdist.mesh import Axis, Groups, along
 
 _KINDS = {
@@ -65,33 +66,13 @@ class Transfer:
         return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
 
 
-def ring_factor(kind: str, devices: int) -> float:
-    """Bytes that each device of a ring sends, over those of the whole array.
-
-    Args:
-      kind: of `Transfer`.
-      devices: in the ring.
-
-    Example:
-      >>> ring_factor("all-reduce", 4), ring_factor("all-gather", 4), ring_factor("permute", 4)
-      (1.5, 0.75, 1.0)
-
-    Source: Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
-    """
-    if kind == "all-reduce":
-        return 2 * (devices - 1) / devices
-    if kind in ("reduce-scatter", "all-gather", "all-to-all"):
-        return (devices - 1) / devices
-    return 1.0
-
-
-def transfers(program: ClosedJaxpr, axes: Sequence[Axis], on_cpu: bool) -> Counter[Transfer]:
+def transfers(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine = VIRTUAL) -> Counter[Transfer]:
     """The collectives of a program, and how many there are of each; in the order in which it names them.
 
     Args:
       program: a step after all passes, as one device runs it.
       axes: of the mesh, the outermost first.
-      on_cpu: there reductions of 16-bit floats that nobody compressed travel as float32.
+      machine: what the devices are.
 
     Example:
       >>> import jax
@@ -101,11 +82,11 @@ def transfers(program: ClosedJaxpr, axes: Sequence[Axis], on_cpu: bool) -> Count
       >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh,
       ...                       in_specs=P("data"), out_specs=P())
       >>> program = jax.make_jaxpr(total)(jax.numpy.ones(40, "float32"))
-      >>> [(one, n)] = transfers(program, [Axis("data", 4)], on_cpu=True).items()
+      >>> [(one, n)] = transfers(program, [Axis("data", 4)]).items()
       >>> one.kind, one.elements, one.bytes, one.sent, n
       ('all-reduce', 10, 40, 60, 1)
     """
-    return Counter(_walk(program.jaxpr, axes, on_cpu, "", 1))
+    return Counter(_walk(program.jaxpr, axes, machine.kind.is_cpu, "", 1))
 
 
 def _walk(jaxpr: Jaxpr, axes: Sequence[Axis], on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:

@@ -21,9 +21,6 @@ from jaxdist.ir.interpreter import contains, has_effect, subjaxprs, with_bodies
 from jaxdist.ir.operations import ADDITION
 from jaxdist.mesh import Axis, bound
 
-_LARGE = 1 << 16
-"""Bytes from which a stack is worth it."""
-
 
 class _Sum(NamedTuple):
     """An addition of what a loop stacks up.
@@ -95,7 +92,7 @@ def _sums(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> dict[int, list[_Sum]]:
         for k in range(Scan.of(eqn.params).carries, len(eqn.outvars)):
             stack: Any = eqn.outvars[k]
             aval = stack.aval
-            if uses[stack] != 1 or stack not in reader or aval.size * aval.dtype.itemsize <= _LARGE:
+            if uses[stack] != 1 or stack not in reader:
                 continue
             addition = eqns[reader[stack]]
             if addition.primitive.name not in ADDITION or addition.outvars[0].aval != aval:

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, is_deferrable
+from jaxdist.machine import VIRTUAL, Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL, Axis
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, flatten, number
@@ -51,7 +52,7 @@ class Infer:
       axis: the devices that share the values of a program.
       choose: ``choose(shape) -> dimension or None``: along which marked values of a shape are split.
       level: of ZeRO, in place of that which the marks say.
-      on_cpu: whether they are CPUs.
+      machine: what they are, and their links.
       split: ``"slices"`` or ``"owners"`` for what works on whole matrices; None: the cheaper one.
       before: the axes over which the program is placed already: it is what one device along them runs.
       after: the axes over which it will be placed next.
@@ -62,7 +63,7 @@ class Infer:
         axis: Axis,
         choose: Callable[[tuple[int, ...]], int | None],
         level: int | None = None,
-        on_cpu: bool = True,
+        machine: Machine = VIRTUAL,
         split: str | None = None,
         before: Sequence[Axis] = (),
         after: Sequence[Axis] = (),
@@ -72,7 +73,7 @@ class Infer:
         self._may_own = axis.name != MODEL or split == "owners"
         self.axes, self.mesh = (*before, axis), (*before, axis, *after)
         self.choose = choose if not after else lambda shape: None
-        self._choose, self._level, self.on_cpu = choose, level, on_cpu
+        self._choose, self._level, self.machine, self.link = choose, level, machine, machine.link(axis)
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._kept: list[Block] = []  # so that their ids stay their own
         self._placed: dict[Any, Placed] = {}
@@ -80,7 +81,7 @@ class Infer:
 
     def over(self, mesh: Sequence[Axis], k: int) -> Infer:
         """The same over the `k`-th axis of a mesh; what `jaxdist.zero` marks is in slices along the last one."""
-        return Infer(mesh[k], self._choose, self._level, self.on_cpu, self.split, mesh[:k], mesh[k + 1 :])
+        return Infer(mesh[k], self._choose, self._level, self.machine, self.split, mesh[:k], mesh[k + 1 :])
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
         """The block of a jaxpr; one for each."""
@@ -139,9 +140,9 @@ class Infer:
                 return again
         return walk.placed
 
-    def _sent(self, placed: Placed) -> int:
-        """The bytes of a block's moves."""
-        return sum(2 * move.bytes if move.kind == "all-reduce" else move.bytes for move in placed.moves)
+    def _sent(self, placed: Placed) -> float:
+        """The bytes that a device sends for a block's moves."""
+        return sum(self.link.sent(move.kind, move.bytes) for move in placed.moves)
 
     def marked(self, block: Block) -> dict[int, int]:
         """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""
@@ -165,19 +166,23 @@ class Infer:
 
     # --- what it costs to change a form
 
-    def move(self, placement: Placement, to: Form, aval: Any) -> tuple[str, int]:
-        """The collective that brings a value into a form, and the bytes that a device sends for it."""
-        size = nbytes(aval)
+    def move(self, placement: Placement, to: Form, aval: Any) -> str:
+        """The collective that brings a value into a form; "": none does."""
         if isinstance(placement, Partial):
             if isinstance(to, Partial):
-                return ("", 0) if to.owed == placement.owed else ("all-reduce", 2 * size)
+                return "" if to.owed == placement.owed else "all-reduce"
             scattered = isinstance(to, Split) and self.slices(placement, to, aval)
-            return ("reduce-scatter", size) if scattered else ("all-reduce", 2 * size)
+            return "reduce-scatter" if scattered else "all-reduce"
         if isinstance(placement, Split) and not placement.whole and form(placement) != to:
             if isinstance(to, Split) and self.slices(placement, to, aval):
-                return "all-to-all", size // self.devices
-            return "all-gather", size
-        return "", 0
+                return "all-to-all"
+            return "all-gather"
+        return ""
+
+    def sent(self, placement: Placement, to: Form, aval: Any) -> float:
+        """The bytes that a device sends to bring a value into a form."""
+        kind = self.move(placement, to, aval)
+        return self.link.sent(kind, nbytes(aval)) if kind else 0
 
     def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
         """Whether a value can be brought into slices without being gathered: by a reduce-scatter of summands, or an
@@ -241,7 +246,7 @@ class Walk:
 
     def note(self, node: Node, i: int, to: Form, why: str) -> None:
         """Write down that a value has to move, once for each form."""
-        kind, _ = self.infer.move(self.at[i], to, self.block.avals[i])
+        kind = self.infer.move(self.at[i], to, self.block.avals[i])
         if kind:
             stored = isinstance(self.at[i], Split) and self.at[i].stored
             self.placed.own.append(Move(node, kind, self.block.avals[i], stored, why))
@@ -368,7 +373,7 @@ class Walk:
     ) -> tuple[Strategy | None, Any]:
         """The operation with one factor cut, and what moves for it."""
         takes: list[Form] = []
-        cost = 0
+        cost = 0.0
         stored = split.stored
         kind = described.reduced.get(factor)
         for k, (p, dims, i) in enumerate(zip(ins, described.operands, node.ins, strict=True)):
@@ -380,7 +385,7 @@ class Walk:
                     stored = False
             elif kind == "sum" and described.onto == k:
                 to = PARTIAL
-            moved = self.infer.move(p, to, aval)[1]
+            moved = self.infer.sent(p, to, aval)
             if isinstance(p, Split) and not p.stored and moved:
                 stored = False
             cost += moved
@@ -402,10 +407,9 @@ class Walk:
         else:
             gives = [REPLICATED] * len(outs)
         run = Cut(described, factor, split, kind)
-        sent = 2 * sum(map(nbytes, outs))
-        if split.stored and sent > cost + 2 * sum(
-            nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
-        ):
+        sent = self.infer.link.sent("all-reduce", sum(map(nbytes, outs)))
+        whole = sum(nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
+        if split.stored and sent > cost + 2 * self.infer.link.sent("all-gather", whole):
             return None, None  # to gather what is stored is less than to reduce what is made of it
         return Strategy(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
 

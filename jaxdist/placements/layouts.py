@@ -229,22 +229,19 @@ def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | 
     return layout(host=True) if devices == 1 and math.prod(shape) > 1 and shape else None
 
 
-def memory_apart(mesh: Mesh) -> bool:
-    """Whether the devices have a memory of their own, beside the host's. CPU devices have none.
+def check_host_memory(mesh: Mesh) -> None:
+    """Refuse devices that can't use their host's memory.
 
     Raises:
-      ValueError: they have, and can't use the host's.
+      ValueError: they are such.
     """
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     device = own[0] if own else mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return False
     if HOST not in (kinds := [memory.kind for memory in device.addressable_memories()]):
         raise ValueError(
             f"zero(offload=True) keeps state in the host's memory ({HOST}), which {device.platform} devices "
             f"({device.device_kind}) can't use: they have {', '.join(kinds)}"
         )
-    return True
 
 
 class Padded:

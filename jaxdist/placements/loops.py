@@ -16,7 +16,7 @@ from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer, Walk, settled, special
-from jaxdist.placements.report import work
+from jaxdist.placements.report import seconds
 from jaxdist.placements.strategy import Placed, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
@@ -33,11 +33,6 @@ from jaxdist.placements.values import (
     tile,
 )
 
-_SMALL = 1 << 16
-"""Bytes up to which what a loop stacks up stays a summand until after it, for the sake of fewer messages. More is
-reduced turn by turn: beside what the next turn computes, and straight into slices where these are wanted."""
-_LITTLE = 1 << 20
-"""FLOPs that take less than a message."""
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
 
@@ -151,10 +146,11 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         return xs, carries, carries.settle(functools.partial(place, consts, xs))
 
     xs, carries, placed = settle(xs)
-    if over_batch and placed.communicates and sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:]) <= _SMALL:
+    examples = sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:])
+    if over_batch and placed.communicates and _is_little(infer, examples):
         # Little work, a turn after the other: to gather the batch once may be less than a message in each turn.
         whole = settle([p if isinstance(p, Split) and p.stored else REPLICATED for p in xs])
-        if not whole[-1].communicates and work(whole[-1]) <= _LITTLE:
+        if not whole[-1].communicates and seconds(whole[-1], infer.machine) <= infer.link.latency:
             xs, carries, placed = whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, xs, carries.at, carries.loose)])
     wants: list[Form | None] = [form(p) for p in carries.at]
@@ -162,7 +158,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     marked = infer.marked(walk.block)
     for k in stacked:
         p, o = placed.returned(k), node.outs[k]
-        if isinstance(p, Partial) and k not in later and nbytes(walk.block.avals[o]) > _SMALL:
+        if isinstance(p, Partial) and k not in later and not _is_little(infer, nbytes(walk.block.avals[o])):
             dim, shape = marked.get(o), walk.block.avals[o].shape
             p = infer.shard(dim - 1, shape[dim]) if dim else REPLICATED
         p = settled(p)
@@ -176,6 +172,13 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
     takes = [form(p) for p in (*consts, *carries.at, *xs)]
     return Strategy(takes, gives, run, bodies=[placed])
+
+
+def _is_little(infer: Infer, size: int) -> bool:
+    """Whether so many bytes that a loop takes slices of, or stacks up, travel in less time than a message takes: then
+    they do so at once, before or after the loop. More is reduced turn by turn: beside what the next turn computes, and
+    straight into slices where these are wanted."""
+    return infer.link.seconds("all-gather", size) <= infer.link.latency
 
 
 def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
@@ -306,4 +309,4 @@ def _batched_while(
 def _is_local(infer: Infer, placed: Placed) -> bool:
     """Whether a device runs a block without the others."""
     outs = zip(placed.block.outputs, placed.given, placed.outs, strict=True)
-    return not placed.communicates and not any(infer.move(p, to, placed.block.avals[i])[0] for i, p, to in outs)
+    return not placed.communicates and not any(infer.move(p, to, placed.block.avals[i]) for i, p, to in outs)

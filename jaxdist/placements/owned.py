@@ -50,7 +50,7 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     by_owner: dict[int, list[Work]] = {}
     for one in node.works:
         by_owner.setdefault(one.owner or 0, []).append(one)
-    busiest = max(by_owner.values(), key=lambda works: sum(one.flops for one in works))
+    busiest = max(by_owner.values(), key=lambda works: sum(one.seconds for one in works))
     owners = _Run(by_owner, takes, gives, walk.n)
     return Strategy(takes, gives, owners, bodies=[one.placed for one in busiest], exchanges=True)
 

@@ -1,8 +1,8 @@
 """Owners: whole matrices travel to one device each, are worked on once, and travel back as slices.
 
-What works on whole matrices (`jaxdist.placements.matrices`) is given to devices by its FLOPs, the largest first to the
-device that has least. A stack of matrices, as of layers that a loop runs over, is split along its leading dimension
-instead. Where slices do it for less they keep it.
+What works on whole matrices (`jaxdist.placements.matrices`) is given to devices by the time it takes, the longest first
+to the device that has least. A stack of matrices, as of layers that a loop runs over, is split along its leading
+dimension instead. Where slices do it for less they keep it.
 
 References:
   Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer
@@ -21,17 +21,13 @@ from typing import Any, Literal
 from jax.extend.core import ClosedJaxpr, Primitive
 
 from jaxdist.ir.operations import CONTRACTION
+from jaxdist.machine import Link
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.groups import asked
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
-from jaxdist.placements.report import flops, work
+from jaxdist.placements.report import seconds, seconds_of
 from jaxdist.placements.strategy import Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
-
-_BYTE = {True: 32, False: 1024}
-"""FLOPs that take as long as a byte between devices: of CPUs, of others."""
-_MESSAGES = 1 << 18
-"""FLOPs that take as long as the two messages, there and back."""
 
 Way = Literal["slices", "owners"] | None
 """How what works on whole matrices is done; None: the cheaper way."""
@@ -47,14 +43,14 @@ class Work:
     Attributes:
       component: its operations.
       placed: they, on whole matrices, or on a device's part of a stack.
-      flops: of a device.
+      seconds: that a device computes.
       sent: bytes that travel to an owner and back.
       owner: of the devices that share a matrix the one that does it; None: each does its part of the stack.
     """
 
     component: Component
     placed: Placed
-    flops: int
+    seconds: float
     sent: int
     owner: int | None = None
 
@@ -111,7 +107,7 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
     placed.matrices = max(len(found), inner)
     if not found or infer.split == "slices":
         return None
-    costs = _costs(placed, moved, _BYTE[infer.on_cpu])
+    costs = _costs(infer, placed, moved)
     works: list[list[Work]] = []
     for stage in sorted({c.stage for c in found}):
         works += _chosen(infer, placed, costs, [c for c in found if c.stage == stage])
@@ -120,35 +116,33 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
 
 def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component]) -> list[list[Work]]:
     """Who works on components of one stage: groups of which each is one operation."""
-    n = infer.devices
-    byte = _BYTE[infer.on_cpu]
+    n, link = infer.devices, infer.link
     on_slices, always = costs
     whole = [_on_one(infer, placed, component) for component in found]
-    total = sum(one.flops for one in whole)
+    total = sum(one.seconds for one in whole)
     stacks: list[list[Work]] = []
     musts: list[Work] = []
-    others: list[tuple[Work, int]] = []
+    others: list[tuple[Work, float]] = []
     for one in whole:
-        cost, travel = one.flops, byte * one.sent
         must = infer.split == "owners" or any(id(node) in always for node in one.component.nodes)
         slices = sum(on_slices[id(node)] for node in one.component.nodes)
-        if not must and cost // n + travel // n + _MESSAGES >= slices:
+        if not must and (one.seconds + one.sent / link.bandwidth) / n + 2 * link.latency >= slices:
             continue
         stack = _stack(infer, placed, one.component)
-        if stack is not None and (stack.flops * n <= 1.25 * cost or cost * n > total):
+        if stack is not None and (stack.seconds * n <= 1.25 * one.seconds or one.seconds * n > total):
             stacks.append([stack])
         elif must:
             musts.append(one)
         else:
             others.append((one, slices))
-    chosen = _cheapest(musts, others, n, byte)
+    chosen = _cheapest(musts, others, link)
     if not chosen:
         return stacks
     _assign(chosen, n)
     return [*stacks, [one for one in whole if one in chosen]]
 
 
-def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, int]], n: int, byte: int) -> list[Work]:
+def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], link: Link) -> list[Work]:
     """Of which work owners take less time than slices do.
 
     Those of most bytes are the first to stay on slices: the owner of a giant works long after all others are done.
@@ -156,51 +150,54 @@ def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, int]], n: int,
     Args:
       musts: what slices can't do.
       others: what they can, each with what it takes on them.
-      n: devices that share a matrix.
-      byte: FLOPs that take as long as one.
+      link: between the devices that share a matrix.
     """
     others = sorted(others, key=lambda other: other[0].sent)
     ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]
-    costs = [_time(way, n, byte) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
+    costs = [_time(way, link) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
     return ways[costs.index(min(costs))]
 
 
-def _time(works: Sequence[Work], n: int, byte: int) -> int:
-    """FLOPs of the busiest device, with what travels to it."""
+def _time(works: Sequence[Work], link: Link) -> float:
+    """Seconds of the busiest device, with what travels to it and back."""
     if not works:
         return 0
+    n = link.devices
     _assign(works, n)
-    load, sent = [0] * n, [0] * n
+    load, sent = [0.0] * n, [0] * n
     for one in works:
-        load[one.owner or 0] += one.flops
+        load[one.owner or 0] += one.seconds
         sent[one.owner or 0] += one.sent
-    return max(load) + byte * max(sent) + _MESSAGES
+    return max(load) + max(sent) / link.bandwidth + 2 * link.latency
 
 
 def _assign(works: Sequence[Work], n: int) -> None:
     """The largest first, each to the device that has least."""
-    devices = [(0, i) for i in range(n)]
-    for one in sorted(works, key=lambda one: -one.flops):
+    devices = [(0.0, i) for i in range(n)]
+    for one in sorted(works, key=lambda one: -one.seconds):
         load, i = heapq.heappop(devices)
         one.owner = i
-        heapq.heappush(devices, (load + one.flops, i))
+        heapq.heappush(devices, (load + one.seconds, i))
 
 
-_Costs = tuple[dict[int, int], set[int]]
+_Costs = tuple[dict[int, float], set[int]]
 
 
-def _costs(placed: Placed, moved: Counter[int], byte: int) -> _Costs:
-    """By id of an operation: what it takes on slices, in FLOPs; and those that slices can't do at all."""
-    costs: dict[int, int] = {}
+def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
+    """By id of an operation: what it takes on slices, in seconds; and those that slices can't do at all."""
+    machine, link = infer.machine, infer.link
+    costs: dict[int, float] = {}
     always = set()
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         times = node.eqn.params["length"] if node.name == "scan" else 1
-        inner = [_costs(body, bytes_moved(body), byte) for body in strategy.bodies]
-        own = 0 if strategy.bodies or strategy.make else flops(placed.block, node, strategy)
+        inner = [_costs(infer, body, bytes_moved(body)) for body in strategy.bodies]
+        alone = strategy.bodies or strategy.make
+        own = 0 if alone else seconds_of(placed.block, node, strategy, machine)
         reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.gives, strict=True)
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
         travel = max(moved[id(node)], reduced)
-        costs[id(node)] = own + byte * travel + times * sum(sum(c.values()) for c, _ in inner)
+        own += travel / link.bandwidth + (link.latency if travel else 0)
+        costs[id(node)] = own + times * sum(sum(c.values()) for c, _ in inner)
         alone = not strategy.bodies and node.name not in CONTRACTION and is_whole_work(node, strategy, placed.at, moved)
         if alone or any(found for _, found in inner):
             always.add(id(node))
@@ -211,7 +208,7 @@ def _on_one(infer: Any, placed: Placed, component: Component) -> Work:
     """A component as one device does it."""
     block = component.block(placed.block)
     on_one = infer.place(block, [REPLICATED] * len(block.inputs))
-    return Work(component, on_one, work(on_one), bytes_sent(placed, component))
+    return Work(component, on_one, seconds(on_one, infer.machine), bytes_sent(placed, component))
 
 
 def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
@@ -229,7 +226,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
     apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
     if not apart or found.communicates:
         return None
-    return Work(component, found, work(found), bytes_sent(placed, component))
+    return Work(component, found, seconds(found, infer.machine), bytes_sent(placed, component))
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:

@@ -32,13 +32,6 @@ from jaxdist.placements.run import Cut, run_as_is
 from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
 
-_BYTE = {True: 1 << 8, False: 1 << 13}
-"""FLOPs that take as long as a byte between groups, which have slower links than the devices of one: of CPUs, of
-others."""
-_MESSAGE = {True: 1 << 18, False: 1 << 25}
-"""Bytes that travel in the time that a message more takes, and the compute that it keeps from overlapping: of CPUs, of
-others."""
-
 
 @special("dot_general", "gather", "scatter-add", "scatter_add")
 def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
@@ -86,7 +79,7 @@ def _with_slices(
     moves = [(p, takes[k], aval) for k, p, aval in _of_batch(walk, node, ins)] + [(made, back, out)]
     if not _pays(walk, moves, weight, walk.block.avals[node.ins[kept]], lambda: _users(walk, node, node.ins[kept])):
         return None
-    walk.placed.own.append(Move(node, walk.infer.move(made, back, out)[0], out, stored=False, why=IN_PLACE))
+    walk.placed.own.append(Move(node, walk.infer.move(made, back, out), out, stored=False, why=IN_PLACE))
     run = _ThenBack(Cut(described, cut, weight, kind), made, back)
     return Strategy(takes, [back], run, exchanges=True, instead=IN_PLACE)
 
@@ -130,8 +123,9 @@ def _from_all_groups(
         return None
     rows = [(p, REPLICATED, aval) for _, p, aval in _of_batch(walk, node, ins)]
     size = sum(nbytes(aval) for *_, aval in rows)
-    between = size + flops(walk.block, node) // _BYTE[walk.infer.on_cpu] + len(rows) * _MESSAGE[walk.infer.on_cpu]
-    if size > nbytes(out) // parts or between > 2 * nbytes(out) // _terms(walk, node):
+    machine, link = walk.infer.machine, walk.infer.link
+    instead = machine.seconds(flops(walk.block, node), 0, out.dtype) + _seconds(walk, rows)
+    if size > nbytes(out) // parts or instead > link.seconds("all-reduce", nbytes(out)) / _terms(walk, node):
         return None
     return Strategy([REPLICATED] * len(ins), [REPLICATED], run_as_is, instead=IN_PLACE)
 
@@ -201,12 +195,17 @@ def _pays(
       most: that may be so many; None: if it is worth it for each.
     """
     whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
-    sent = sum(walk.infer.move(p, to, aval)[1] for p, to, aval in moves) + len(moves) * _MESSAGE[walk.infer.on_cpu]
-    weight = nbytes(aval)
-    if whole > weight // walk.n or sent > weight:
+    taken, weight = _seconds(walk, moves), walk.infer.link.seconds("all-gather", nbytes(aval))
+    if whole > nbytes(aval) // walk.n or taken > weight:
         return False
     count = sharing()
-    return count <= most if most else sent <= weight // count
+    return count <= most if most else taken <= weight / count
+
+
+def _seconds(walk: Walk, moves: Sequence[_Moved]) -> float:
+    """How long messages take that the operation waits for."""
+    link = walk.infer.link
+    return sum(walk.infer.sent(p, to, aval) / link.bandwidth + link.stall for p, to, aval in moves)
 
 
 @dataclass(frozen=True)

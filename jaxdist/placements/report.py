@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
-from jaxdist.ir.operations import FACTORISATION
+from jaxdist.ir.operations import CONTRACTION, FACTORISATION
+from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed, Strategy, nbytes
-from jaxdist.placements.values import Replicated, Split, reshaped
+from jaxdist.placements.values import REPLICATED, Replicated, Split, local_shape, reshaped
 from jaxdist.text import text_of
 
 _WORTH_SAYING = 0.01
@@ -264,6 +266,28 @@ def worth_splitting(placed: Placed) -> bool:
 def work(placed: Placed) -> int:
     """FLOPs of a device in all of it."""
     return sum(cost for _, cost, _ in _work(placed, 1))
+
+
+def seconds(placed: Placed, machine: Machine) -> float:
+    """How long a device computes in all of it; what it sends is not counted."""
+    own = 0.0
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        own += _times(node) * sum(seconds(body, machine) for body in strategy.bodies)
+        if not strategy.bodies and strategy.make is None:
+            own += seconds_of(placed.block, node, strategy, machine)
+    return own
+
+
+def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine) -> float:
+    """How long a device takes for an operation: for its products, and to read and write what it works on. What is
+    neither a product nor a factorisation counts as written once, for XLA makes one loop of many."""
+    cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
+    itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
+    if node.name not in CONTRACTION and node.name not in FACTORISATION:
+        return machine.seconds(0, cost * itemsize)
+    touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
+    entries = sum(math.prod(local_shape(block.avals[i].shape, p or REPLICATED)) for i, p in touched)
+    return machine.seconds(cost, entries * itemsize, dtype)
 
 
 def moves(placed: Placed) -> int:

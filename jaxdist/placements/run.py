@@ -76,7 +76,7 @@ class Cut:
                     xs = [x.astype(wide(x.dtype)) if k != 1 else x for k, x in enumerate(xs)]
                     return [compat.scatter_add(xs, params)]
                 # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
-                if "preferred_element_type" in params and not emitter.infer.on_cpu:
+                if "preferred_element_type" in params and not emitter.infer.machine.kind.is_cpu:
                     params = {**params, "preferred_element_type": wide(dtype)}
                 else:
                     xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]

@@ -22,7 +22,6 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
 from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpointed
-from jaxdist.ir.wire import ring_factor
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
@@ -206,7 +205,7 @@ class _Cost:
             self._infer.forget(self._block)
         sent = messages = 0.0
         for kind, size, stored, times in traffic(placed):
-            size *= ring_factor(kind, n) / (n if kind == "all-to-all" else 1)
+            size = self._infer.link.sent(kind, size)
             sent += times * (size if stored else size / self._examples)
             messages += times
         held = sum(self.bytes[k] / (n if k in cuts else 1) for k in self._state)

@@ -6,31 +6,16 @@ The examples are gathered first, in one message. What is kept in shards stays so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxdist.placements.block import Block
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.report import moves, work
+from jaxdist.placements.report import moves, seconds
 from jaxdist.placements.strategy import Move, Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Placement, Split
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What is small.
-
-    Attributes:
-      batch: bytes of a batch.
-      message: FLOPs that take less than a message: 50 us of a core.
-      fewer: messages that must be saved. A step without coupling has two at most.
-    """
-
-    batch: int = 1 << 16
-    message: int = 1 << 17
-    fewer: int = 2
-
-
-limits = Limits()
+fewer = 2
+"""Messages that must be saved. A step without coupling has two at most."""
 
 
 def at_once(
@@ -52,19 +37,22 @@ def at_once(
     if not examples:
         return placed
     avals = [block.avals[block.inputs[k]] for k in examples]
+    machine, link = infer.machine, infer.link
     moved = moves(placed)  # some of these travel together, but to know it the step has to be traced
-    if sum(map(nbytes, avals)) > limits.batch or moved < limits.fewer or work(placed) > limits.message * moved:
+    gathered = link.seconds("all-gather", sum(map(nbytes, avals)))
+    computed = seconds(placed, machine)
+    if moved < fewer or max(gathered, computed) > moved * link.latency:
         return placed
     whole = infer.place(block, [REPLICATED if k in examples else p for k, p in enumerate(ins)], placed.outs)
     before = messages(placed)
-    more = work(whole) - work(placed)
-    if more > limits.message * before:
+    more = gathered + seconds(whole, machine) - computed
+    if more > before * link.latency:
         return placed
     user = {i: node for node in reversed(block.nodes) for i in node.ins}
-    gathered = [
+    rows = [
         Move(user[i], "all-gather", a, False, "")
         for i, a in zip((block.inputs[k] for k in examples), avals, strict=True) if i in user
     ]  # fmt: skip
-    whole = replace(whole, ins=placed.ins, own=[*gathered, *whole.own], whole=True)
+    whole = replace(whole, ins=placed.ins, own=[*rows, *whole.own], whole=True)
     saved = before - messages(whole)
-    return whole if saved >= limits.fewer and more <= limits.message * saved else placed
+    return whole if saved >= fewer and more <= saved * link.latency else placed

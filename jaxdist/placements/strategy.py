@@ -121,7 +121,7 @@ class Placed:
         moves = [
             Move(makers[i], kind, self.block.avals[i], isinstance(p, Split) and p.stored, "")
             for i, p, to in zip(self.block.outputs, self.given, outs, strict=True)
-            if i in makers and (kind := infer.move(p, to, self.block.avals[i])[0])
+            if i in makers and (kind := infer.move(p, to, self.block.avals[i]))
         ]
         return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
 

@@ -14,7 +14,6 @@ from typing import Any
 from jaxdist.ir.liveness import held_at_once
 from jaxdist.planning.elsewhere import Elsewhere, Needs, traffic_of
 from jaxdist.planning.report import STATE, LevelPlan
-from jaxdist.planning.topology import REACHED
 from jaxdist.step.forecast import Ahead
 
 MOST = 10
@@ -123,7 +122,7 @@ class Option:
 def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
     """With the times of what it computes, reads and sends."""
     kind, scheduled = there.topology.kind, there.compiled_for == "cuda"
-    compute = row.flops / (kind.flops * REACHED)
+    compute = row.flops / kind.rate("bfloat16")
     state = 2 * sum(row.bytes.get(name, 0) for name in STATE) / kind.bandwidth
     state += 2 * row.host / (kind.host or kind.bandwidth)
     in_hosts = between = hidden = 0.0

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxdist import compat
 from jaxdist.errors import in_words
 from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.machine import VIRTUAL, Machine
 from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, data_size, in_host, mesh_of
 from jaxdist.placements.groups import HOST
 from jaxdist.planning import schedule
@@ -36,7 +37,6 @@ class Elsewhere:
     Attributes:
       topology: the devices.
       compiled_for: ``"cuda"`` or ``"cpu"``.
-      hosts: of each device.
       memory: bytes of a device that JAX takes.
       notes: what there is to say.
     """
@@ -54,9 +54,8 @@ class Elsewhere:
             raise ValueError(f"levels: there is no ZeRO level {unknown[0]!r}; valid: 0, 1, 2, 3")
         self._levels = levels
         self._programs: dict[Any, Needs] = {}
-        self.hosts = [i // self.topology.per_host for i in range(self.topology.devices)]
         kind = self.topology.kind
-        self.memory = int(kind.memory * (1 if kind.name == "cpu" else fraction()))
+        self.memory = int(kind.memory * (1 if kind.is_cpu else fraction()))
         step, args = _decorated(step, args)
         devices, self.compiled_for, self.notes = _devices(self.topology)
         given = step.mesh if mesh is None else mesh
@@ -72,12 +71,12 @@ class Elsewhere:
         return other
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
-        return step.forecast(self._mesh, args, self.hosts, self.topology.kind.name == "cpu")
+        return step.forecast(self._mesh, self.topology.machine, args)
 
     @property
     def in_host(self) -> int:
         """How many devices along the axis of data are of one host; 0: all, one, or not as many of each."""
-        return in_host(along_data(self._mesh, self.hosts))
+        return in_host(along_data(self._mesh, self.topology.on))
 
     @property
     def compilations(self) -> int:
@@ -105,7 +104,7 @@ class Elsewhere:
 
     def bound(self, ahead: Ahead) -> Needs:
         """What it needs at least, before it is compiled."""
-        return Needs.bound(ahead, self._mesh.size, self.compiled_for == "cpu")
+        return Needs.bound(ahead, self._mesh.size, VIRTUAL if self.compiled_for == "cpu" else self.topology.machine)
 
     def level_of(self, written: Ahead) -> int | None:
         """Of the step as it is written; None: there is not just one."""
@@ -212,7 +211,7 @@ def _decorated(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[DataPar
 def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
     """Devices to compile for, of which platform, and what there is to say about it."""
     notes = []
-    if topology.kind.name != "cpu":
+    if not topology.kind.is_cpu:
         try:
             return compat.gpus_elsewhere(topology.kind.target, topology.hosts, topology.per_host), "cuda", notes
         except ImportError as error:
@@ -264,10 +263,10 @@ class Needs:
         return cls(ahead, found, results, peak, time.monotonic() - began)
 
     @classmethod
-    def bound(cls, ahead: Ahead, devices: int, on_cpu: bool) -> Needs:
+    def bound(cls, ahead: Ahead, devices: int, machine: Machine) -> Needs:
         """At least: arguments and results without temporaries; collectives as they are handed to XLA, as if it merged
         all that it can, and where it has a schedule hid them all."""
-        found = tuple(_sent_at_least(transfers(ahead.program, ahead.axes, on_cpu), devices, on_cpu))
+        found = tuple(_sent_at_least(transfers(ahead.program, ahead.axes, machine), devices, machine.kind.is_cpu))
         arguments = sum(x.bytes for x in ahead.arguments if not x.host)
         return cls(ahead, found, ahead.results, arguments + ahead.results, 0.0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxdist.machine import REACHED
 from jaxdist.planning.candidates import (
     MOST,
     Candidate,
@@ -23,7 +24,7 @@ from jaxdist.planning.candidates import (
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.memory import readable
 from jaxdist.planning.report import FRACTION, STATE, Plan, duration
-from jaxdist.planning.topology import REACHED, Topology
+from jaxdist.planning.topology import Topology
 from jaxdist.text import text_of
 
 _NOT_VARIED = (
@@ -272,7 +273,7 @@ def _nothing(plan: Plan, candidates: Sequence[Candidate], activations: int | Non
         f"{more}microbatches by jaxdist.value_and_grad(..., microbatches=k), or jax.checkpoint around the layers "
         f"({share})"
     )
-    if best.compiled and plan.topology.kind.name != "cpu" and (needed := plan.fits(nearest)) != "no":
+    if best.compiled and not plan.topology.kind.is_cpu and (needed := plan.fits(nearest)) != "no":
         helps.append(f"a larger {FRACTION} (it fits {needed})")
     least = "" if best.compiled else "at least "
     return (

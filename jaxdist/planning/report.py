@@ -213,7 +213,7 @@ class Plan:
 
     def fits(self, one: LevelPlan) -> str:
         """Whether a level fits, for a person."""
-        if one.fits or self.topology.kind.name == "cpu":
+        if one.fits or self.topology.kind.is_cpu:
             return "yes" if one.fits else "no"
         needed = one.peak / self.topology.kind.memory
         return f"with {needed:.2f} of the memory" if needed <= _MOST else "no"

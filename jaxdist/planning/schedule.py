@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxdist.ir.compiled import Computations, Instruction, computations
-from jaxdist.ir.wire import ring_factor
+from jaxdist.machine import ring_factor
 
 # They start no kernel, or only move what is there.
 _FREE = {

@@ -2,100 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-REACHED = 0.4
-"""Of a device's FLOPs: what a step of large matrix products takes for granted, its other operations included."""
-
-_ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of device.
-
-    Attributes:
-      name: as in a topology.
-      model: the vendor's name.
-      memory: bytes.
-      link: bytes a second that a device sends to another one of its host.
-      network: bytes a second that a device sends to another host, if all devices of its host do.
-      latency: seconds that a collective takes at least, within a host.
-      network_latency: seconds that it takes at least between hosts.
-      flops: that it does in a second, by its data sheet: in bfloat16, without sparsity.
-      bandwidth: bytes a second that it reads or writes of its memory.
-      host: bytes a second between it and its host's memory, each way.
-      target: what XLA's compiler has to know of a GPU, as its text proto; "": a CPU.
-    """
-
-    name: str
-    model: str
-    memory: int
-    link: float
-    network: float
-    latency: float = 10e-6
-    network_latency: float = 30e-6
-    flops: float = 0
-    bandwidth: float = 0
-    host: float = 0
-    target: str = ""
-
-
-def _gpu(
-    name: str, model: str, memory: int, link: float, network: float, *,
-    capability: int, cores: int, fpus: int, shared: int, l2: int, clock: float, bandwidth: float, flops: float,
-    host: float,
-) -> Kind:  # fmt: skip
-    extension = _ACCELERATED if capability >= 9 else ""
-    target = f"""
-      gpu_device_info {{
-        cuda_compute_capability {{ major: {capability} {extension} }}
-        core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
-        memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
-        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024} shared_memory_per_core: {shared}
-        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        registers_per_core_limit: 65536 registers_per_block_limit: 65536
-      }}
-      platform_name: "CUDA"
-      dnn_version_info {{ major: 9 minor: 10 }}
-      device_description_str: "{model}"
-    """
-    return Kind(name, model, memory, link, network, flops=flops, bandwidth=bandwidth, host=host, target=target)
-
-
-_AMPERE = {
-    "flops": 312e12, "capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41,
-    "host": 32e9,
-}  # fmt: skip
-_HOPPER = {
-    "flops": 989e12, "capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98,
-    "host": 64e9,
-}  # fmt: skip
-_BLACKWELL = {
-    "flops": 2250e12, "capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965,
-    "host": 64e9,
-}  # fmt: skip
-
-# Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
-# NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
-# To the host: 16 lanes of PCIe 4 or 5.
-KINDS = {
-    kind.name.lower(): kind
-    for kind in (
-        _gpu("A100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 300e9, 25e9, bandwidth=1.5552e12, **_AMPERE),
-        _gpu("A100-80", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 300e9, 25e9, bandwidth=2.03904e12, **_AMPERE),
-        _gpu("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
-        _gpu("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
-        _gpu("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
-        # Through memory as between two processes over MPI (benchmarks), and ten Gb/s for each host, whose devices share
-        # what eight cores and two channels of memory do.
-        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 1e-4, 3e-4, flops=1e12, bandwidth=40e9),
-    )
-}
+from jaxdist.machine import KINDS, Kind, Machine, speed
 
 
 @dataclass(frozen=True)
@@ -145,10 +58,7 @@ class Topology:
         kind = KINDS[name]
         if name == "cpu":
             own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            kind = Kind(
-                "cpu", kind.model, own // per_host, kind.link, kind.network / per_host,
-                kind.latency, kind.network_latency, kind.flops / per_host, kind.bandwidth / per_host,
-            )  # fmt: skip
+            kind = dataclasses.replace(kind, memory=own).of_host(per_host)
         return cls(hosts, per_host, kind)
 
     @property
@@ -156,11 +66,18 @@ class Topology:
         """Of all hosts."""
         return self.hosts * self.per_host
 
+    @property
+    def on(self) -> tuple[int, ...]:
+        """The number of the host of each device."""
+        return tuple(i // self.per_host for i in range(self.devices))
+
+    @property
+    def machine(self) -> Machine:
+        """As placements are priced for it."""
+        return Machine(self.kind, self.on)
+
     def speed(self, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
         """Of the slowest link of a ring through each group of devices.
-
-        Between hosts there are as many rings as a host has devices of the group, each through a network adapter of
-        its own.
 
         Args:
           groups: positions of devices, those of one host one after another.
@@ -173,15 +90,7 @@ class Topology:
           >>> two_hosts.speed([range(8)])[0] / 1e9, two_hosts.speed([range(16)])[0] / 1e9
           (450.0, 400.0)
         """
-        slowest, latency = self.kind.link, self.kind.latency
-        for group in groups:
-            on_host: dict[int, int] = {}
-            for device in group:
-                on_host[device // self.per_host] = on_host.get(device // self.per_host, 0) + 1
-            if len(on_host) > 1:
-                slowest = min(slowest, self.kind.network * min(on_host.values()))
-                latency = self.kind.network_latency
-        return slowest, latency
+        return speed(self.kind, self.on, groups)
 
     def crossings(self, groups: Sequence[Sequence[int]]) -> int:
         """How many rings leave the first host, if there is one through each group of devices.
@@ -191,7 +100,7 @@ class Topology:
           >>> two_hosts.crossings([(0, 1), (2, 3)]), two_hosts.crossings([(0, 2), (1, 3)])
           (0, 2)
         """
-        hosts = [{device // self.per_host for device in group} for group in groups]
+        hosts = [{self.on[device] for device in group} for group in groups]
         return sum(0 in on and len(on) > 1 for on in hosts)
 
     @property

@@ -14,7 +14,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from rich.table import Table
 
-from jaxdist.ir.wire import Transfer, ring_factor, transfers
+from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.machine import Machine, ring_factor
 from jaxdist.mesh import Axis
 from jaxdist.text import text_of
 
@@ -42,18 +43,18 @@ class StepLog:
 
     Args:
       step: its name.
-      on_cpu: whether they are CPUs.
+      machine: the devices.
     """
 
-    def __init__(self, step: str, on_cpu: bool):
-        self._step, self._on_cpu = step, on_cpu
+    def __init__(self, step: str, machine: Machine):
+        self._step, self._machine = step, machine
         self._traced: Counter[Transfer] | None = None
         self._known: dict[Any, str] = {}  # by program and types of its arguments
         self._before: float | None = None
 
     def traced(self, program: ClosedJaxpr, axes: Sequence[Axis]) -> None:
         """A program is about to be compiled for a mesh of these axes."""
-        self._traced = transfers(program, axes, self._on_cpu)
+        self._traced = transfers(program, axes, self._machine)
         devices = math.prod(axis.size for axis in axes)
         say(f"step {self._step!r} on {devices} devices:\n{table(self._traced)}")
 

@@ -24,6 +24,7 @@ from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.keys import Key
 from jaxdist.control.sequence import CallSequence
 from jaxdist.control.watchdog import Watchdog
+from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
 from jaxdist.runtime import commlog, farewell, start, transfer
 
@@ -52,6 +53,7 @@ class Context:
       hosts: of each rank, the name of its host.
       mesh: over them, with the one axis "data".
       communicator: "xla" or "mpi".
+      kind: of its devices: what they compute and send in a second (`jaxdist.machine`).
       rules: a communicator of the user's own, for steps; None: there is none.
       timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
       connector: how the processes found each other.
@@ -84,6 +86,7 @@ class Context:
         self.hosts: tuple[str, ...] = ()
         self.num_devices = 0
         self.mesh: Mesh
+        self.kind: Kind
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: Callable[[Context], T]) -> T:
@@ -274,7 +277,7 @@ def init(
         if ctx.size > 1 and (problem := streams.taken()):
             raise RuntimeError(f"rank {ctx.rank}: {problem}")
         jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout)
-        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator = jax_
+        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, ctx.exit, timeout)
@@ -371,10 +374,20 @@ def _control(connector: Connector, timeout: float) -> Control:
     )  # fmt: skip
 
 
+def machine_of(mesh: Mesh) -> Machine:
+    """The devices of a mesh as placements are priced for them."""
+    job = _job_of(mesh)
+    return Machine(job.kind if job else kind_of(mesh.devices.flat[0]), tuple(hosts_of(mesh)))
+
+
 def hosts_of(mesh: Mesh) -> list[Any]:
     """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process."""
-    own = _context.hosts if _context is not None and set(mesh.devices.flat) <= set(_context.devices) else None
-    return [own[d.process_index] if own else d.process_index for d in mesh.devices.flat]
+    job = _job_of(mesh)
+    return [job.hosts[d.process_index] if job else d.process_index for d in mesh.devices.flat]
+
+
+def _job_of(mesh: Mesh) -> Context | None:
+    return _context if _context is not None and set(mesh.devices.flat) <= set(_context.devices) else None
 
 
 __all__ = ["Context", "ControlError", "get_context", "init"]

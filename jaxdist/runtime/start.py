@@ -16,8 +16,9 @@ from jaxdist.connectors import Connector
 from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.control.watchdog import Watchdog
+from jaxdist.machine import Kind, kind_of
 from jaxdist.mesh import AXIS, in_host
-from jaxdist.runtime import communicator_of, compiler, coordinator, devices, executables, gloo, order
+from jaxdist.runtime import communicator_of, compiler, coordinator, devices, executables, gloo, measured, order
 
 _log = logging.getLogger("jaxdist")
 _PATIENCE = 60  # seconds that JAX gets longer, for our own message
@@ -31,12 +32,14 @@ class Started(NamedTuple):
       hosts: of each process, the name of its host.
       mesh: over them.
       communicator: "xla" or "mpi".
+      kind: of the devices, as the root knows it.
     """
 
     devices: list[Any]
     hosts: tuple[str, ...]
     mesh: Mesh
     communicator: str
+    kind: Kind
 
 
 class _Told(NamedTuple):
@@ -47,6 +50,9 @@ class _Told(NamedTuple):
     communicator: str
     problem: str  # why it is not "mpi"
     offer: executables.Offer
+    host: str
+    named: Kind | None
+    remembered: dict[str, Kind]  # of the root
 
 
 def jax_started(connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float) -> Started:
@@ -68,7 +74,8 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     rank, size = control.rank, control.size
     if size == 1:
         found = list(jax.local_devices())
-        return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)))
+        kind = measured.named() or kind_of(found[0])
+        return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)), kind)
     if compat.backend_started() and not jax.distributed.is_initialized():
         raise RuntimeError(
             f"rank {rank}: a JAX backend was already in use when jaxdist.init was called, so "
@@ -89,6 +96,9 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         compiler.compiler_of(os.environ.get("XLA_FLAGS", "")),
         *communicator_of.several(size, connector.name, wanted, mine.platform),
         executables.offer(connector.local_rank),
+        measured.this_host(),
+        measured.named(),
+        measured.remembered() if rank == 0 else {},
     )
     told: list[_Told] = control.exchange("init", own, timeout)
     resources = [each.resources for each in told]
@@ -129,7 +139,23 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
 
         # Made by all ranks together: now, not when one of them first compiles a step.
         with_hosts(rank, size, in_host([each.host for each in resources]))
-    return Started(found, tuple(each.host for each in resources), mesh, communicator)
+    hosts = tuple(each.host for each in resources)
+    kind = told[0].named or (None if over_gloo else kind_of(found[0]))
+    if kind is None:
+        key = measured.key_of(told[0].host, hosts, communicator)
+        kind = told[0].remembered.get(key) or _measured(control, watchdog, mesh, hosts, communicator, key)
+    return Started(found, hosts, mesh, communicator, kind)
+
+
+def _measured(
+    control: Control, watchdog: Watchdog, mesh: Mesh, hosts: tuple[str, ...], communicator: str, key: str
+) -> Kind:
+    with watchdog.over("measuring what the ranks compute and send in a second"):
+        own = measured.measure(mesh, hosts, communicator)
+        kind = control.exchange("what a second is", own)[0]
+    if control.rank == 0:
+        measured.remember(key, kind)
+    return kind
 
 
 def _mesh(found: list[Any]) -> Mesh:

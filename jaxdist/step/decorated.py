@@ -24,11 +24,12 @@ from jaxdist.agreement.programs import Traced
 from jaxdist.compat import trace_settings, under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
+from jaxdist.machine import Machine
 from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
-from jaxdist.runtime.context import Context, get_context
+from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import debugging, effects, finite, modules, stages
 from jaxdist.step.donation import Taken, name_deleted, without_aliases
 from jaxdist.step.entering import ORIGINS, Entering
@@ -277,13 +278,13 @@ class DataParallel(Generic[R]):
             self._placer = Placer(context, mesh)
             rules = context.rules or context.communicator
             results = Results(context.only(Copies), self._name) if context.size > 1 else None
-            self._cache = ProgramCache(self._settings, mesh, self._placer, rules, self._traced, results)
+            machine = machine_of(mesh)
+            self._cache = ProgramCache(self._settings, mesh, machine, self._placer, rules, self._traced, results)
             self._signer = Signer(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
             self._entering = Entering(self._name, context, self._placer, self._settings, results)
             if context.is_root and commlog.asked("comm"):
-                on_cpu = mesh.devices.flat[0].platform == "cpu"
-                self._log = commlog.StepLog(self._name, on_cpu)
+                self._log = commlog.StepLog(self._name, machine)
 
     def _prepare(
         self, args: tuple[Any, ...], keywords: tuple[str, ...], call: int, other_types: bool = False
@@ -391,15 +392,15 @@ class DataParallel(Generic[R]):
         return program, state, self._placer.batch_argument(batch, program.batch)
 
     @under_no_mesh
-    def forecast(self, mesh: Mesh, args: tuple[Any, ...], hosts: Any = None, on_cpu: bool | None = None) -> Forecast:
+    def forecast(self, mesh: Mesh, machine: Machine, args: tuple[Any, ...]) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
         if self._settings.mesh is not None:  # nor those of the mesh that it is for
             there = copy.copy(self)
             there._context, there._settings = None, dataclasses.replace(self._settings, mesh=None)
-            return there.forecast(mesh, args, hosts, on_cpu)
+            return there.forecast(mesh, machine, args)
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
-        return Forecast(self._settings, self._cache, signature, leaves, mesh, hosts, on_cpu)
+        return Forecast(self._settings, self._cache, signature, leaves, mesh, machine)
 
     def _traced(self, made: Program, program: ClosedJaxpr, placed: Sequence[Placed]) -> None:
         """A program is about to be compiled."""

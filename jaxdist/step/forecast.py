@@ -12,6 +12,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh
 
+from jaxdist.machine import Machine
 from jaxdist.mesh import MODEL, Axis, data_size
 from jaxdist.placements.layouts import Layout, choose, layout, sharding
 from jaxdist.placements.report import work
@@ -82,8 +83,7 @@ class Forecast:
       leaves: of its arguments, arrays or `jax.ShapeDtypeStruct`s; those of the batch with the examples of all devices
         together.
       mesh: of them.
-      hosts: of each device.
-      on_cpu: whether the devices stand for CPUs, or for GPUs, whatever they are; None: as they say.
+      machine: what they stand for.
     """
 
     def __init__(
@@ -93,11 +93,10 @@ class Forecast:
         signature: Signature,
         leaves: Sequence[Any],
         mesh: Mesh,
-        hosts: Sequence[Any] | None = None,
-        on_cpu: bool | None = None,
+        machine: Machine,
     ):
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
-        self._mesh, self._hosts, self._on_cpu = mesh, hosts, on_cpu
+        self._mesh, self._machine = mesh, machine
         self._jaxprs: dict[float, StepJaxpr] = {}
         self._cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
 
@@ -120,7 +119,7 @@ class Forecast:
         signature, mesh = self._signature, self._mesh
         avals = self._types(scale)
         trace = traced(
-            self._jaxpr(scale, avals), signature, avals, mesh, level, self._hosts, shared, self._on_cpu,
+            self._jaxpr(scale, avals), signature, avals, mesh, self._machine, level, shared,
             self._settings.layouts, self._cut,
         )  # fmt: skip
         layouts = list(trace.layouts)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.agreement.copies import SMALL, Results
 from jaxdist.communicators import Rules, compiler_options, lowering
+from jaxdist.communicators.by_hosts import large
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
@@ -31,7 +32,6 @@ from jaxdist.placements.report import worth_splitting
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED
 from jaxdist.placements.wires import compressible
-from jaxdist.runtime.context import hosts_of
 from jaxdist.step.batch import carried_over, is_keys, unsplit
 from jaxdist.step.passes import Pass, place, spec_of
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
@@ -100,7 +100,7 @@ class Program:
         self.padded = [i for i, how in enumerate(held) if how and not how.is_plain]
         self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
-        self._on_cpu = step.infer.on_cpu
+        self._machine = step.infer.machine
         self._results = results
         sizes = (math.prod(a.shape) * a.dtype.itemsize for a in step.jaxpr.out_avals)
         self._small = sum(sizes) <= SMALL
@@ -299,7 +299,7 @@ class Program:
             return self._emitter(infer, placed, True).program(local_types(placed))
 
         def messages(infer: Infer, placed: Placed) -> int:
-            sent = transfers(fused(infer, placed), self.axes, self._on_cpu)
+            sent = transfers(fused(infer, placed), self.axes, self._machine)
             return sum(one.times * count for one, count in sent.items())
 
         found = place(self._step, axes, given, kept, emit, messages)
@@ -333,7 +333,7 @@ class Program:
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
         closed = in_place(closed, axes)
         ahead = in_shards // _GATHERED_AT_ONCE
-        return Fuse(self._bucket_bytes, axes, ahead, barriers=not self._on_cpu)(closed)
+        return Fuse(self._bucket_bytes, axes, ahead, barriers=not self._machine.kind.is_cpu)(closed)
 
     def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
         step, signature, mesh = self._step, self.signature, self._mesh
@@ -368,7 +368,9 @@ class Program:
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
                 xs = lax.optimization_barrier((zero, *xs))[1:]
-            return lowering(self._communicator, over, in_host(hosts_of(mesh))).run(closed, *xs)
+            each = in_host(self._machine.hosts)
+            hosts = each, large(self._machine, mesh.size, each) if each else 0
+            return lowering(self._communicator, over, hosts).run(closed, *xs)
 
         made = jax.shard_map(
             local, mesh=over, in_specs=(P(), *specs), out_specs=out_specs, check_vma=False,

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jaxdist.agreement.copies import Results
 from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import trace_settings
+from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
-from jaxdist.placements.layouts import Layout, on_host
+from jaxdist.placements.layouts import Layout, check_host_memory, on_host
 from jaxdist.step import debugging
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
@@ -28,6 +29,7 @@ class ProgramCache:
     Args:
       settings: of the step.
       mesh: its devices.
+      machine: what they are.
       placer: onto them.
       communicator: a name or a table of rules.
       on_traced: called with each program that is about to be compiled (see `Program`).
@@ -43,12 +45,13 @@ class ProgramCache:
         self,
         settings: Settings,
         mesh: Mesh,
+        machine: Machine,
         placer: Placer,
         communicator: str | Rules,
         on_traced: Callable[..., None],
         results: Results | None,
     ):
-        self._settings, self._mesh, self._placer = settings, mesh, placer
+        self._settings, self._mesh, self._placer, self._machine = settings, mesh, placer, machine
         self._communicator, self._on_traced, self._results = communicator, on_traced, results
         self._jaxprs: dict[Any, StepJaxpr] = {}
         self.traces: dict[Any, TracedStep] = {}
@@ -115,7 +118,10 @@ class ProgramCache:
         if given and key not in self.traces:  # which are searched for, where nothing comes cut
             key = (signature, (id(step), True))
         if key not in self.traces:
-            self.traces[key] = traced(step, signature, types, self._mesh, layouts=layouts, given=given)
+            found = traced(step, signature, types, self._mesh, self._machine, layouts=layouts, given=given)
+            if found.marks.offloaded and self._machine.has_own_memory:
+                check_host_memory(self._mesh)
+            self.traces[key] = found
         return self.traces[key]
 
     def _cut_by_model(self, signature: Signature, leaves: Sequence[Any]) -> dict[int, int]:
@@ -153,7 +159,7 @@ class ProgramCache:
         ]  # fmt: skip
         bucket_bytes = self._settings.bucket_bytes
         if bucket_bytes is None:
-            bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.on_cpu)
+            bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
         compress = COMPRESSIONS[self._settings.compress] if self._settings.compress else None
         name = getattr(self._settings.step, "__name__", "step")
         return Program(

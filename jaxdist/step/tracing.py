@@ -16,13 +16,14 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import counts_asked, trace_state_clean
 from jaxdist.ir.trace import inside_step, stepping, trace
+from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, Axis, along_data, data_size, in_groups, passes
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, choose, memory_apart, on_host
+from jaxdist.placements.layouts import Layout, choose, on_host
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
-from jaxdist.runtime.context import get_context, hosts_of
+from jaxdist.runtime.context import get_context
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.calling import apply
 from jaxdist.step.matching import flows, match
@@ -80,10 +81,9 @@ def traced(
     signature: Signature,
     avals: Sequence[Any],
     mesh: Mesh,
+    machine: Machine,
     level: int | None = None,
-    hosts: Sequence[Any] | None = None,
     shared: int | None = None,
-    on_cpu: bool | None = None,
     layouts: Mapping[str, int | None] | None = None,
     given: Mapping[int, int] | None = None,
 ) -> TracedStep:
@@ -94,11 +94,9 @@ def traced(
       signature: structure of its arguments.
       avals: their types; the batch's with all examples.
       mesh: one axis, ``"data"``.
+      machine: of the mesh.
       level: of ZeRO, in place of those that the step says.
-      hosts: of each device; None: as the job knows them.
       shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
-      on_cpu: whether the devices stand for CPUs, which have no memory beside the host's, or for GPUs, whose prices
-        are others; None: as they say.
       layouts: of the model axis, as of `jaxdist.parallel`.
       given: arguments that come cut by the model axis, and the dimension.
     """
@@ -113,12 +111,12 @@ def traced(
         return dims[shape]
 
     if shared is None:
-        shared = group(closed, along_data(mesh, hosts or hosts_of(mesh)))
+        shared = group(closed, along_data(mesh, machine.hosts))
     parts = shared or data_size(mesh)
     groups = data_size(mesh) // parts if parts > 1 else 1
-    priced = mesh.devices.flat[0].platform == "cpu" if on_cpu is None else on_cpu
-    *before, axis = passes(in_groups(mesh, groups))
-    infer = Infer(axis, chosen if axis.name == AXIS else lambda shape: None, level, priced, way(closed), before)
+    over = in_groups(mesh, groups)
+    machine, (*before, axis) = machine.over(over), passes(over)
+    infer = Infer(axis, chosen if axis.name == AXIS else lambda shape: None, level, machine, way(closed), before)
     block = infer.block(closed)
     block.outermost = True
     follows = flows(infer, block)
@@ -133,7 +131,7 @@ def traced(
     dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
     every = [how.with_cut(cut) for how, cut in zip(outer, cuts, strict=True)]
     kept = [how if how.cuts else None for how in every]
-    if found.offloaded and (memory_apart(mesh) if on_cpu is None else not on_cpu):
+    if found.offloaded and machine.has_own_memory:
         kept = [
             on_host(how, shape, mesh.size) if i in found.offloaded else how
             for i, (how, shape) in enumerate(zip(kept, shapes, strict=True))
@@ -218,7 +216,7 @@ def say_once(text: str) -> None:
 def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
     """Positions of the arguments' leaves of which a leaf of the result is the next value, as far as types and what
     follows from what tell."""
-    infer = Infer(Axis(AXIS, 1), lambda shape: None, None, True)
+    infer = Infer(Axis(AXIS, 1), lambda shape: None)
     follows = flows(infer, infer.block(step.jaxpr))[: step.tree.num_leaves]
     outs = list(zip(step.jaxpr.out_avals, follows, strict=False))
     return {i for i, a in enumerate(avals) if any(out.shape == a.shape and flow.carries(i) for out, flow in outs)}

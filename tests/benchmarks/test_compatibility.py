@@ -54,7 +54,7 @@ def test_all_steps_with_a_batch_are_split() -> None:
 
 def test_small_steps_are_split_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that would be computed whole is not, its numbers are those of one device, and that it would be is known."""
-    monkeypatch.setattr(small, "limits", small.Limits())
+    monkeypatch.setattr(small, "fewer", 2)
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         def loss(w: jax.Array) -> jax.Array:

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdist
 from jaxdist.communicators import xla
-from jaxdist.communicators.by_hosts import LARGE
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import in_groups
 from jaxdist.planning.schedule import collectives
 
 MESH = Mesh(jax.devices(), ("data",))
+LARGE = 1 << 16
+"""Bytes that are so here."""
 HOST, BETWEEN, ALL = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7)), (tuple(range(8)),)
 
 
@@ -30,7 +31,7 @@ def summed(x: Any, in_host: int, wire: str | None = None) -> Any:
 
     def local(x: Any) -> Any:
         closed = jax.make_jaxpr(reduce, axis_env=[("data", 8)])(x)
-        return xla.GlooLowering(in_host=in_host).run(closed, x)[0]
+        return xla.GlooLowering(hosts=(in_host, LARGE)).run(closed, x)[0]
 
     return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False))
 
@@ -69,7 +70,7 @@ def test_large_gathers_between_hosts_first(shape: tuple[int, ...], dim: int, dty
             return gather_shards_p.bind(x, axes=("data",), dim=dim, size=shape[dim], devices=8)
 
         closed = jax.make_jaxpr(gather, axis_env=[("data", 8)])(x)
-        return xla.GlooLowering(in_host=2).run(closed, x)[0]
+        return xla.GlooLowering(hosts=(2, LARGE)).run(closed, x)[0]
 
     spec = P(*[None] * dim, "data")
     program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=spec, out_specs=P(), check_vma=False))
@@ -89,7 +90,7 @@ def test_large_sums_in_slices_within_each_host_first(shape: tuple[int, ...], dim
             return reduce_shard_p.bind(x[0], axes=("data",), wire=wire, dim=dim, devices=8)
 
         closed = jax.make_jaxpr(reduce, axis_env=[("data", 8)])(x)
-        return xla.GlooLowering(in_host=2).run(closed, x)[0]
+        return xla.GlooLowering(hosts=(2, LARGE)).run(closed, x)[0]
 
     out = P(*[None] * dim, "data")
     program = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=out, check_vma=False))
@@ -113,7 +114,7 @@ def test_over_one_of_two_axes_at_once(primitive: Any) -> None:
     def local(x: Any) -> Any:
         call = lambda x: primitive.bind(x[0], axes=("group",), **params[primitive])
         closed = jax.make_jaxpr(call, axis_env=list(mesh.shape.items()))(x)
-        return xla.GlooLowering(axes=2, in_host=2).run(closed, x)[0]
+        return xla.GlooLowering(axes=2, hosts=(2, LARGE)).run(closed, x)[0]
 
     spec = P(("group", "data"))
     program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
@@ -130,7 +131,7 @@ def test_over_one_of_two_axes_at_once(primitive: Any) -> None:
 
 
 def test_a_step_on_several_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxdist.step.program.hosts_of", lambda mesh: ["a", "a", "b", "b", "c", "c", "d", "d"])
+    monkeypatch.setattr("jaxdist.runtime.context.hosts_of", lambda mesh: ["a", "a", "b", "b", "c", "c", "d", "d"])
     monkeypatch.setattr("jaxdist.communicators._over_gloo", lambda mesh: True)
     step = jaxdist.data_parallel(lambda w, x: jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), donate=False)
     found = moved(step, jnp.ones((128, 128)), np.ones((8, 128)))

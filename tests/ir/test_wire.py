@@ -79,7 +79,7 @@ def test_groups() -> None:
         lambda x: lax.psum(lax.all_to_all(x, "data", 0, 0, tiled=True, axis_index_groups=pairs), "data"),
         mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
     )  # fmt: skip
-    found = list(transfers(jax.make_jaxpr(total)(jnp.ones(8)), [Axis("data", 4)], on_cpu=True))
+    found = list(transfers(jax.make_jaxpr(total)(jnp.ones(8)), [Axis("data", 4)]))
     assert [(one.kind, one.devices, one.groups) for one in found] == [("all-to-all", 2, pairs), ("all-reduce", 4, None)]
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 
 import jaxdist
-from jaxdist.step import tracing
+from jaxdist.machine import Machine
+from jaxdist.step import program_cache
 
 
 def step_of(tx: Any) -> Any:
@@ -33,7 +34,8 @@ def step_of(tx: Any) -> Any:
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
     ctx = jaxdist.init(communicator=sys.argv[1])
-    tracing.memory_apart = lambda mesh: True
+    Machine.has_own_memory = True  # type: ignore[method-assign]
+    program_cache.check_host_memory = lambda mesh: None
     rng = np.random.default_rng(0)
     params = {"a": rng.normal(size=(16, 24)), "b": rng.normal(size=(24, 9)), "c": rng.normal(size=9)}
     x = rng.normal(size=(12, 16))

@@ -292,8 +292,8 @@ MODELS: dict[str, Callable[[Any, Any], Any]] = {
     "penalised": lambda ws, x: in_scan(ws, x) + 0.1 * jnp.sum(ws**2),
     "in a branch": lambda ws, x: lax.cond(x.sum() > -1e9, in_scan, lambda ws, x: jnp.zeros(()), ws, x),
 }
-STACK = jnp.asarray(RNG.normal(size=(4, 48, 48)) / 7)
-ROWS = RNG.normal(size=(32, 48))
+STACK = jnp.asarray(RNG.normal(size=(4, 96, 96)) / 10)
+ROWS = RNG.normal(size=(32, 96))
 
 
 def parts_of(x: Any) -> Any:
@@ -330,13 +330,13 @@ def test_at_each_level_of_zero(name: str, level: Any) -> None:
     args = STACK, tx.init(STACK), ROWS
     found = [one for one in parity.collectives(parity.program(step, *args, bucket_bytes=0)) if one[1]]
     assert [one for one in found if one[0] != "all-gather"] == [
-        ("reduce-scatter", (4, 6, 48), "") if level else ("all-reduce", STACK.shape, "")
+        ("reduce-scatter", (4, 12, 96), "") if level else ("all-reduce", STACK.shape, "")
     ]
     gathers = {one[1:] for one in found if one[0] == "all-gather"}
     if level < 3:
         assert gathers == ({(STACK.shape, "")} if level else set())
     else:
-        assert {shape for shape, _ in gathers} == {(48, 48)}
+        assert {shape for shape, _ in gathers} == {(96, 96)}
     parity.check(step, *args, devices=8)
 
 
@@ -346,14 +346,14 @@ def test_a_stack_that_each_turn_uses_is_reduced_layer_by_layer() -> None:
         return ws - accumulate("scan", add, jnp.zeros_like(ws), parts_of(x))
 
     found = [one for one in parity.collectives(parity.program(step, STACK, ROWS, bucket_bytes=0)) if one[1]]
-    assert found == [("all-reduce", (48, 48), "scan 4/scan 4/")]
+    assert found == [("all-reduce", (96, 96), "scan 4/scan 4/")]
     parity.check(step, STACK, ROWS, devices=8)
 
 
 def test_without_microbatches_layers_are_reduced_one_by_one() -> None:
     """While the next one's gradient is computed."""
     found = parity.collectives(parity.program(lambda ws, x: ws - jax.grad(in_scan)(ws, x), STACK, ROWS))
-    assert found == [("all-reduce", (48, 48), "scan 4/")]
+    assert found == [("all-reduce", (96, 96), "scan 4/")]
 
 
 def test_16_bit_stacks_wait_in_32_bits() -> None:

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxdist.machine import VIRTUAL
 from jaxdist.mesh import AXIS, Axis
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components
 from jaxdist.placements.owners import Owned, owners_p
-from jaxdist.placements.report import work
+from jaxdist.placements.report import seconds, work
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, tile
 
@@ -189,7 +190,9 @@ def test_the_largest_come_first() -> None:
     owners: dict[int, int | None] = {one.placed.block.avals[0].shape[0]: one.owner for one in owned.works}
     assert owners == {128: 0, 96: 1, 64: 1, 48: 1, 32: 1}
     (strategy,) = [s for s in whole.strategies if s.bodies]
-    assert sum(map(work, strategy.bodies)) == max(one.flops for one in owned.works)  # of the device that has most to do
+    assert sum(seconds(one, VIRTUAL) for one in strategy.bodies) == max(
+        one.seconds for one in owned.works
+    )  # of the device that has most to do
 
 
 @pytest.mark.parametrize("split", [None, "owners"])
@@ -200,7 +203,7 @@ def test_each_device_has_layers_of_a_stack(split: Any) -> None:
     assert layers.owner is None
     block = layers.component.block(whole.block)
     on_one = infer.place(block, [REPLICATED] * len(block.inputs))
-    assert layers.flops == work(on_one) // 4
+    assert layers.seconds == pytest.approx(seconds(on_one, VIRTUAL) / 4)
 
 
 def test_what_follows_waits_for_it() -> None:

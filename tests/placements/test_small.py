@@ -18,7 +18,8 @@ import jaxdist
 from jaxdist.placements import small
 from jaxdist.step.decorated import DataParallel
 
-SHIPPED = small.Limits()
+SHIPPED = 2
+"""Messages that must be saved; not so in the other tests."""
 WAYS = [(2, 0, 24), (3, 3, 20), (4, 1, 20), (8, 2, 24)]
 """Devices, level of ZeRO, examples."""
 CHATTY = [
@@ -32,7 +33,7 @@ CHATTY = [
 @pytest.fixture(autouse=True)
 def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests are about steps that are not small, with arrays that are."""
-    monkeypatch.setattr(small, "limits", SHIPPED)
+    monkeypatch.setattr(small, "fewer", SHIPPED)
 
 
 def is_whole(step: Any, *args: Any) -> bool:
@@ -79,7 +80,7 @@ def test_what_comes_back_is_kept_as_ever(rows: int) -> None:
     got = whole(*args)
     assert is_whole(whole, *args)
     parity.compare(got, jax.jit(ranked)(*args))
-    small.limits = small.Limits(fewer=1000)
+    small.fewer = 1000
     apart = parity.decorated(ranked, 4)(*args)
     assert [x.sharding for x in got] == [x.sharding for x in apart]
 
@@ -133,7 +134,7 @@ def test_work_on_whole_matrices_that_has_owners() -> None:
     ("why", "step", "args"),
     [
         ("nothing couples the examples", lambda w, x: w - jnp.mean(jnp.tanh(x @ w)), (jnp.ones(3), jnp.ones((16, 3)))),
-        ("the batch is large", ranked, (jnp.ones(3), jnp.ones((4096, 3)))),
+        ("the batch is large", ranked, (jnp.ones(3), jnp.ones((1 << 16, 3)))),
         ("there is much to compute", lambda w, x: ranked(w, jnp.tanh(jnp.tile(x, 512) @ jnp.ones((1536, 3)))),
          (jnp.ones(3), jnp.ones((1024, 3)))),
     ],

@@ -14,11 +14,12 @@ import pytest
 from jax import lax
 
 import jaxdist
+from jaxdist.machine import KINDS, REACHED
 from jaxdist.planning import candidates
 from jaxdist.planning import elsewhere as planning
 from jaxdist.planning.report import LevelPlan
 from jaxdist.planning.schedule import Collective
-from jaxdist.planning.topology import KINDS, REACHED, Topology
+from jaxdist.planning.topology import Topology
 
 ADAM = optax.adam(1e-3)
 WIDTH, LAYERS, ROWS = 32, 3, 64

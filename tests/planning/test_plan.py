@@ -21,12 +21,13 @@ import jaxdist
 from jaxdist import compat
 from jaxdist.communicators import compiler_options
 from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.machine import KINDS, Machine
 from jaxdist.mesh import Axis
 from jaxdist.placements import search
 from jaxdist.placements.infer import Infer
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.report import Plan
-from jaxdist.planning.topology import KINDS, Topology
+from jaxdist.planning.topology import Topology
 from jaxdist.runtime import commlog
 from jaxdist.step import tracing
 
@@ -235,13 +236,14 @@ def test_without_their_compiler_gpus_send_what_a_job_on_gpus_sends(level: Any, m
     args = params, tx.init(params), jnp.ones((2 * N, WIDE))
     planned = {name: Elsewhere(wide_step(tx), args, f"{N}x{name}", ()) for name in ("cpu", "H100")}
     forecast = {
-        name: transfers(there.emitted().program, [Axis("data", N)], name == "cpu") for name, there in planned.items()
+        name: transfers(there.emitted().program, [Axis("data", N)], Machine(KINDS[name.lower()]))
+        for name, there in planned.items()
     }
     seen: list[Counter[Transfer]] = []
     monkeypatch.setenv("JAXDIST_LOG", "comm")
     monkeypatch.setattr(commlog, "table", lambda found: (seen.append(found), "")[1])
     wide_step(tx).lower(*args)
-    gpus = lambda axis, choose, level, on_cpu, *rest: Infer(axis, choose, level, False, *rest)
+    gpus = lambda axis, choose, level, machine, *rest: Infer(axis, choose, level, Machine(KINDS["h100"]), *rest)
     monkeypatch.setattr(tracing, "Infer", gpus)  # what it is for a job whose devices are GPUs
     wide_step(tx).lower(*args)
     assert [forecast["cpu"], forecast["H100"]] == seen

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.planning.topology import KINDS, Topology
+from jaxdist.machine import KINDS
+from jaxdist.planning.topology import Topology
 
 
 @given(st.integers(1, 512), st.integers(1, 16), st.sampled_from(sorted(KINDS)))

@@ -23,7 +23,7 @@ from jaxdist.planning.topology import KINDS, Topology
 from jaxdist.step.forecast import Forecast
 
 ADAM = optax.adam(1e-3)
-SMALL_GPU = dataclasses.replace(KINDS["h100"], name="cpu")  # compiled without JAX's compiler for GPUs
+SMALL_GPU = dataclasses.replace(KINDS["h100"], name="cpu", target="")  # compiled without JAX's compiler for GPUs
 ONE_HOST, TWO_HOSTS = Topology(1, 8, SMALL_GPU), Topology.parse("2x4xcpu")
 
 

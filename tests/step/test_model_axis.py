@@ -107,7 +107,7 @@ def sent(decorated: Any, *args: Any) -> dict[Transfer, int]:
     """What a device sends along the model axis."""
     program = decorated.program(*args)
     axes = axes_of_mesh(decorated._mesh)
-    found = transfers(program.emitted()[0], axes, on_cpu=True)
+    found = transfers(program.emitted()[0], axes)
     return {one: count for one, count in found.items() if one.groups == along(axes, ["model"])}
 
 

@@ -82,7 +82,7 @@ def made(sizes: tuple[tuple[str, int], ...], rows: int, context: int, vocabulary
     alone = jax.jit(step, donate_argnums=(0, 1)).lower(*state, *batch)
     closed, plain = found[-1], jax.make_jaxpr(step)(*state, *batch)
     return Made(
-        dict(transfers(closed, axes_of_mesh(mesh), on_cpu=True)),
+        dict(transfers(closed, axes_of_mesh(mesh))),
         devices * parity.flops(closed.jaxpr) / parity.flops(plain.jaxpr),
         (lowered, alone),
     )

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,15 @@ def launcher(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def jaxdist(tmp_path: Path) -> Jaxdist:
-    """Runs `jaxdist` in an empty folder; more than `timeout` seconds is a failure."""
+    """Runs `jaxdist` in an empty folder; more than `timeout` seconds is a failure. `env` is set in addition, or, where a
+    value is None, taken out."""
 
-    def call(*args: object, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
+    def call(
+        *args: object, timeout: float = 60, env: Mapping[str, str | None] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        # Without what tests/conftest.py sets for the tests' own process; compiling is most of what a rank does.
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+        given: dict[str, str | None] = {**own, "XLA_FLAGS": quick.XLA_FLAGS, **(env or {})}
         return subprocess.run(
             [*CLI, *map(str, args)],
             capture_output=True,
@@ -43,9 +49,7 @@ def jaxdist(tmp_path: Path) -> Jaxdist:
             check=False,
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
-            # Without what tests/conftest.py sets for the tests' own process; compiling is most of what a rank does.
-            env={k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-            | {"XLA_FLAGS": quick.XLA_FLAGS},
+            env={k: v for k, v in given.items() if v is not None},
         )
 
     return call

@@ -1,0 +1,292 @@
+"""The devices that a step is placed for: how fast they compute, and the links between them.
+
+What a device does in a second is its `Kind`'s, of the table of GPUs or measured (`jaxdist.runtime.measured`); which of
+its links an axis of a mesh takes follows from the hosts of its devices. Everything that weighs computing again against
+sending, or a few messages against many bytes, asks a `Machine` for seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxdist.mesh import GROUP, Axis, along, axes_of_mesh
+
+REACHED = 0.4
+"""Of a device's FLOPs: what a step of large matrix products takes for granted, its other operations included."""
+
+_ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
+_FOLD = 8  # devices of a host of CPUs that nobody measured
+
+
+def ring_factor(kind: str, devices: int) -> float:
+    """Bytes that each device of a ring sends, over those of the whole array (of an all-to-all: of its own part).
+
+    Args:
+      kind: all-reduce, reduce-scatter, all-gather, all-to-all or permute.
+      devices: in the ring.
+
+    Example:
+      >>> ring_factor("all-reduce", 4), ring_factor("all-gather", 4), ring_factor("permute", 4)
+      (1.5, 0.75, 1.0)
+
+    Source: Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
+    """
+    if kind == "all-reduce":
+        return 2 * (devices - 1) / devices
+    if kind in ("reduce-scatter", "all-gather", "all-to-all"):
+        return (devices - 1) / devices
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is between the devices of a ring.
+
+    Attributes:
+      devices: how many.
+      bandwidth: bytes a second that a device sends and receives.
+      latency: seconds that a collective takes at least.
+      stall: seconds that one takes beside its bytes which the computation waits for: its latency, and what it keeps
+        from running beside other messages.
+    """
+
+    devices: int
+    bandwidth: float
+    latency: float
+    stall: float
+
+    def sent(self, kind: str, nbytes: float) -> float:
+        """The bytes that a device sends.
+
+        Args:
+          kind: of collective.
+          nbytes: of the whole value, on all devices together.
+        """
+        return nbytes * ring_factor(kind, self.devices) / (self.devices if kind == "all-to-all" else 1)
+
+    def seconds(self, kind: str, nbytes: float) -> float:
+        """How long the bytes of a collective travel, without its latency; see `sent`."""
+        return self.sent(kind, nbytes) / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of device.
+
+    Attributes:
+      name: as in a topology.
+      model: the vendor's name.
+      memory: bytes.
+      link: bytes a second that a device sends to another one of its host.
+      network: bytes a second that a device sends to another host, if all devices of its host do.
+      latency: seconds that a collective takes at least, within a host.
+      network_latency: seconds that it takes at least between hosts.
+      stall: as of `Link`; at least the latency.
+      flops: that it does in a second, by its data sheet: of GPUs in bfloat16, without sparsity; of CPUs in float32.
+      bandwidth: bytes a second that it reads or writes of its memory.
+      host: bytes a second between it and its host's memory, each way.
+      target: what XLA's compiler has to know of a GPU, as its text proto; "": a CPU.
+    """
+
+    name: str
+    model: str
+    memory: int
+    link: float
+    network: float
+    latency: float = 10e-6
+    network_latency: float = 30e-6
+    stall: float = 0
+    flops: float = 0
+    bandwidth: float = 0
+    host: float = 0
+    target: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is one, with no memory beside its host's; sums of 16-bit floats travel there in 32 bits."""
+        return not self.target
+
+    def of_host(self, devices: int) -> Kind:
+        """One of so many devices that share a host's cores, memory and network, given the kind of the host."""
+        return dataclasses.replace(
+            self, memory=self.memory // devices, network=self.network / devices,
+            flops=self.flops / devices, bandwidth=self.bandwidth / devices,
+        )  # fmt: skip
+
+    def rate(self, dtype: Any) -> float:
+        """FLOPs of products that it does in a second.
+
+        Args:
+          dtype: of the operands.
+        """
+        bits = 8 * np.dtype(dtype).itemsize if np.dtype(dtype).kind in "fcV" else 32
+        return REACHED * self.flops * (_OF_FLOAT32 if self.is_cpu else _OF_BFLOAT16).get(bits, 1.0)
+
+
+# By bits. Of NVIDIA's data sheets: products of float32 run as TF32; CPUs make float32 of 16 bits.
+_OF_BFLOAT16 = {32: 1 / 2, 64: 1 / 15, 128: 1 / 15}
+_OF_FLOAT32 = {64: 1 / 2, 128: 1 / 2}
+
+
+def _gpu(
+    name: str, model: str, memory: int, link: float, network: float, *,
+    capability: int, cores: int, fpus: int, shared: int, l2: int, clock: float, bandwidth: float, flops: float,
+    host: float,
+) -> Kind:  # fmt: skip
+    extension = _ACCELERATED if capability >= 9 else ""
+    target = f"""
+      gpu_device_info {{
+        cuda_compute_capability {{ major: {capability} {extension} }}
+        core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
+        memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
+        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024} shared_memory_per_core: {shared}
+        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      }}
+      platform_name: "CUDA"
+      dnn_version_info {{ major: 9 minor: 10 }}
+      device_description_str: "{model}"
+    """
+    return Kind(
+        name, model, memory, link, network, stall=75e-6, flops=flops, bandwidth=bandwidth, host=host, target=target
+    )
+
+
+_AMPERE = {
+    "flops": 312e12, "capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41,
+    "host": 32e9,
+}  # fmt: skip
+_HOPPER = {
+    "flops": 989e12, "capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98,
+    "host": 64e9,
+}  # fmt: skip
+_BLACKWELL = {
+    "flops": 2250e12, "capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965,
+    "host": 64e9,
+}  # fmt: skip
+
+# Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
+# NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
+# To the host: 16 lanes of PCIe 4 or 5.
+KINDS = {
+    kind.name.lower(): kind
+    for kind in (
+        _gpu("A100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 300e9, 25e9, bandwidth=1.5552e12, **_AMPERE),
+        _gpu("A100-80", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 300e9, 25e9, bandwidth=2.03904e12, **_AMPERE),
+        _gpu("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
+        _gpu("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
+        _gpu("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
+        # A host: eight cores and two channels of memory; between processes through memory as over MPI (benchmarks), and
+        # ten Gb/s between hosts.
+        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 4e-5, 3e-4, flops=1e12, bandwidth=40e9),
+    )
+}
+
+
+def speed(kind: Kind, hosts: Sequence[Any], groups: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Of the slowest link of a ring through each group of devices.
+
+    Between hosts there are as many rings as a host has devices of the group, each through a network adapter of its own.
+
+    Args:
+      kind: of the devices.
+      hosts: of each device.
+      groups: positions of devices, those of one host one after another.
+
+    Returns:
+      Bytes a second that each device sends and receives; seconds that a collective takes at least.
+    """
+    slowest, latency = kind.link, kind.latency
+    for group in groups:
+        on_host: dict[Any, int] = {}
+        for device in group:
+            on_host[hosts[device]] = on_host.get(hosts[device], 0) + 1
+        if len(on_host) > 1:
+            slowest = min(slowest, kind.network * min(on_host.values()))
+            latency = kind.network_latency
+    return slowest, latency
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind on hosts.
+
+    Attributes:
+      kind: of the devices.
+      hosts: of each device of a mesh, in order; (): all are on one.
+      links: by the name of an axis (see `over`).
+
+    Example:
+      >>> h100s = Machine(KINDS["h100"])
+      >>> h100s.link(Axis("data", 8)).seconds("all-reduce", 1e9)
+      0.0038888888888888888
+    """
+
+    kind: Kind
+    hosts: tuple[Any, ...] = ()
+    links: tuple[tuple[str, Link], ...] = ()
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether the devices have a memory beside that of their host, which CPUs have not."""
+        return not self.kind.is_cpu
+
+    def over(self, mesh: Mesh) -> Machine:
+        """The same, with the link of each axis of a mesh.
+
+        Where devices are in groups the user said so, because it is far from one to the other: these links are those
+        between hosts.
+
+        Args:
+          mesh: the devices.
+        """
+        axes = axes_of_mesh(mesh)
+        hosts = self.hosts or (0,) * mesh.size
+        everyone = (tuple(range(mesh.size)),)
+        links = []
+        for axis in axes:
+            found = self.link(axis)
+            if axis.name != GROUP:
+                bandwidth, latency = speed(self.kind, hosts, along(axes, [axis.name]) or everyone)
+                found = Link(axis.size, bandwidth, latency, max(latency, self.kind.stall))
+            links.append((axis.name, found))
+        return dataclasses.replace(self, links=tuple(links))
+
+    def link(self, axis: Axis) -> Link:
+        """Of an axis; unless `over` says another one, that within a host, or between groups that between hosts."""
+        kind = self.kind
+        bandwidth, latency = (kind.network, kind.network_latency) if axis.name == GROUP else (kind.link, kind.latency)
+        return dict(self.links).get(axis.name) or Link(axis.size, bandwidth, latency, max(latency, kind.stall))
+
+    def seconds(self, flops: float, touched: float, dtype: Any = "float32") -> float:
+        """How long a device takes for an operation.
+
+        Args:
+          flops: of products.
+          touched: bytes that it reads and writes.
+          dtype: of the operands.
+        """
+        return flops / self.kind.rate(dtype) + touched / self.kind.bandwidth
+
+
+VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))
+"""CPUs that nobody measured, as several devices of one process that stand for others."""
+
+
+@functools.cache
+def kind_of(device: Any) -> Kind:
+    """The row of the table that a device is of; of a GPU that is not in it, that of the H100."""
+    if device.platform == "cpu":
+        return VIRTUAL.kind
+    for kind in KINDS.values():
+        if kind.model == device.device_kind:
+            return kind
+    return dataclasses.replace(KINDS["h100"], name=device.device_kind, model=device.device_kind)

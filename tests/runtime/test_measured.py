@@ -1,0 +1,60 @@
+"""`jaxdist.runtime.measured`: jobs that measure what their ranks compute and send, and those that need not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.machine import KINDS, VIRTUAL
+from jaxdist.runtime import measured
+
+
+def kinds(jaxdist: Any, launcher: str, tmp_path: Path, name: str | None = None) -> dict[str, Any]:
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAXDIST_MACHINE": name}
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json", timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["job"]["kind"]
+
+
+def test_measured_once_and_remembered(jaxdist: Any, launcher: str, tmp_path: Path) -> None:
+    first = kinds(jaxdist, launcher, tmp_path)
+    path = tmp_path / "jaxdist" / "machines.json"
+    ((key, kept),) = json.loads(path.read_text()).items()
+    assert "2 ranks" in key
+    assert first["flops"] == kept["flops"]
+    for name in ("flops", "bandwidth", "link", "latency"):
+        assert math.log2(first[name]).is_integer(), f"{name} is rounded, or programs would differ from run to run"
+    path.write_text(json.dumps({key: {**kept, "link": 12345.0}}))
+    assert kinds(jaxdist, launcher, tmp_path)["link"] == 12345.0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"color": 1}}'])
+def test_a_file_that_is_damaged_is_measured_again(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "jaxdist").mkdir()
+    (tmp_path / "jaxdist" / "machines.json").write_text(text)
+    assert measured.remembered() == {}
+    measured.remember("b", VIRTUAL.kind)
+    assert measured.remembered()["b"].link == VIRTUAL.kind.link
+
+
+def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    measured.remember("a", VIRTUAL.kind)
+    assert measured.remembered() == {}
+
+
+def test_a_named_one_is_taken_on_all_ranks(jaxdist: Any, launcher: str, tmp_path: Path) -> None:
+    assert kinds(jaxdist, launcher, tmp_path, "h100")["flops"] == KINDS["h100"].flops
+    assert not (tmp_path / "jaxdist").exists()
+
+
+def test_no_such_kind(jaxdist: Any) -> None:
+    done = jaxdist("info", timeout=120, env={"JAXDIST_MACHINE": "h1000"})
+    assert done.returncode == 1
+    assert "JAXDIST_MACHINE='h1000': there is no such kind of device; valid: A100-40" in done.stdout + done.stderr
