@@ -14,6 +14,7 @@ ROOT = Path(jaxdist.__file__).parent
 LAYERS = (
     ("sources",),
     ("compat", "errors", "mesh", "streams", "text", "tracebacks"),
+    ("machine",),
     ("control",),
     ("connectors",),
     ("ir",),

@@ -37,8 +37,8 @@ def plan(
         str,
         typer.Option(
             metavar="AXIS=SIZE,...",
-            help="The axes of the mesh, such as data=8,model=8 (-1 for one at most), those of a host last. Default: "
-            "those that the step was decorated with.",
+            help="The axes of the mesh, such as data=8,model=8 (-1 for one at most), those of a host last; auto, with "
+            "--fit: whichever takes the least time. Default: those that the step was decorated with.",
         ),
     ] = "",
     fitted: Annotated[
@@ -81,18 +81,19 @@ def plan(
         chosen = _levels(levels)
         if picture is not None:
             check_plot(picture, "--plot")
-        sizes = _sizes(mesh)
-        if sizes and fitted:
-            raise ValueError("--mesh is not for --fit, which takes the mesh that the step was decorated with")
+        sizes = None if mesh == "auto" else _sizes(mesh)
+        if mesh == "auto" and not fitted:
+            raise ValueError("--mesh auto is for --fit, which chooses between meshes")
         make, fixed, varied = _function(what), _arguments(options or []), _varied(vary or [])
         if varied and not fitted:
             raise ValueError("--vary is for --fit, which chooses between the values")
         if both := varied.keys() & fixed.keys():
             raise ValueError(f"{min(both)!r} is given as an argument and to --vary: it is one or the other")
         if varied:
-            found = fit(functools.partial(make, **fixed), topology=wanted, levels=chosen, vary=varied)
+            made = functools.partial(make, **fixed)
+            found = fit(made, topology=wanted, levels=chosen, vary=varied, mesh="auto" if mesh == "auto" else sizes)
         elif fitted:
-            found = fit(*built(make, fixed), topology=wanted, levels=chosen)
+            found = fit(*built(make, fixed), topology=wanted, levels=chosen, mesh="auto" if mesh == "auto" else sizes)
         else:
             found = make_plan(*built(make, fixed), topology=wanted, levels=chosen, mesh=sizes)
     except (ValueError, TypeError, OSError) as problem:

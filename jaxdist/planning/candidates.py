@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxdist.ir.liveness import held_at_once
+from jaxdist.mesh import AXIS
 from jaxdist.planning.elsewhere import Elsewhere, Needs, traffic_of
 from jaxdist.planning.report import STATE, LevelPlan
 from jaxdist.step.forecast import Ahead
@@ -34,6 +35,7 @@ class Candidate:
       compiled: otherwise peak and times are at least these.
       made_by: the name of the function that builds it.
       share: of the data of the largest batch among the candidates.
+      mesh: its axes and their sizes, where several are considered.
     """
 
     row: LevelPlan
@@ -45,6 +47,7 @@ class Candidate:
     compiled: bool = True
     made_by: str = ""
     share: float = 1.0
+    mesh: str = ""
 
     @property
     def choice(self) -> Mapping[str, Any]:
@@ -69,7 +72,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """For a person."""
-        return f"{written(self.made_by, self.choice)} at {self.row.name}" if self.made_by else self.row.name
+        name = f"{written(self.made_by, self.choice)} at {self.row.name}" if self.made_by else self.row.name
+        return f"{name}, {self.mesh}" if self.mesh else name
 
     @property
     def code(self) -> str:
@@ -79,6 +83,9 @@ class Candidate:
             within = "" if self.row.within is None else f", within={json.dumps(self.row.within)}"
             offload = ", offload=True" if self.row.host else ""
             lines.append(f"tx = jaxdist.zero(tx, level={self.row.level}{within}{offload})")
+        if self.mesh:
+            sizes = {name: int(size) for name, size in (axis.split("=") for axis in self.mesh.split(", "))}
+            lines.append(f"step = jaxdist.parallel(step, mesh={json.dumps(sizes)})")
         return "; ".join(lines)
 
 
@@ -116,7 +123,8 @@ class Option:
         """What it takes, and its program."""
         needs = self.there.compile(self.ahead, began)
         row = replace(self.there.row(needs, self.level, self.own, None), choice=self.bound.choice)
-        return replace(candidate(row, self.there), made_by=self.bound.made_by, share=self.bound.share), needs
+        of = self.bound
+        return replace(candidate(row, self.there), made_by=of.made_by, share=of.share, mesh=of.mesh), needs
 
 
 def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
@@ -137,23 +145,27 @@ def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
     return Candidate(row, compute, state, in_hosts, between, min(hidden, compute))
 
 
-def options(there: Elsewhere, choice: Mapping[str, Any] | None = None, made_by: str = "") -> list[Option]:
+def options(
+    there: Elsewhere, choice: Mapping[str, Any] | None = None, made_by: str = "", mesh: str = ""
+) -> list[Option]:
     """A step as it is written, and at each other level and for each kind of groups; emitted, and not compiled.
 
     Args:
       there: the step on the devices.
       choice: what it was built with.
       made_by: the name of the function that built it.
+      mesh: what the devices' mesh is called; "": there is one alone.
     """
     as_written = there.emitted()
     own = there.level_of(as_written), as_written.shared
     groups = {0, there.in_host}
-    wanted = {(level, shared) for level in there.others(as_written) for shared in (groups if level else {0})}
+    levels = there.others(as_written) if there.mesh.get(AXIS, 1) > 1 else []
+    wanted = {(level, shared) for level in levels for shared in (groups if level else {0})}
     found = []
     for level, shared in sorted({own, *wanted}, key=lambda one: (-1 if one[0] is None else one[0], one[1])):
         ahead = as_written if (level, shared) == own else there.emitted(level, shared)
         row = replace(there.row(there.bound(ahead), level, (level, shared) == own, None), choice=choice or {})
-        bound = replace(candidate(row, there), compiled=False, made_by=made_by)
+        bound = replace(candidate(row, there), compiled=False, made_by=made_by, mesh=mesh)
         held = held_at_once(ahead.program.jaxpr)
         found.append(Option(there, ahead, level, (level, shared) == own, bound, held))
     return found
@@ -236,8 +248,11 @@ def search(among: Sequence[Option]) -> Search:
       among: the candidates, on the same devices.
     """
     there = among[0].there
-    largest = max(one.bound.row.bytes["batch"] for one in among)
-    among = [replace(one, bound=_shared(one.bound, largest)) for one in among]
+    largest = max(one.there.batch_bytes for one in among)
+    among = [
+        replace(one, bound=replace(one.bound, share=one.there.batch_bytes / largest if largest else 1.0))
+        for one in among
+    ]
     compiled: dict[int, Candidate] = {}
     ratios: dict[int, float] = {}
     waiting = [i for i, one in enumerate(among) if one.bound.row.fits]
@@ -260,11 +275,6 @@ def search(among: Sequence[Option]) -> Search:
     found = tuple(compiled.get(i, one.bound) for i, one in enumerate(among))
     expected = sum(not order(i)[0] for i in waiting)
     return Search(found, chosen, tuple(among[i].bound for i in waiting), expected)
-
-
-def _shared(bound: Candidate, largest: int) -> Candidate:
-    size = bound.row.bytes["batch"]
-    return replace(bound, share=size / largest if size else 1.0)
 
 
 def _expected(one: Option, compiled: Sequence[tuple[Option, float]]) -> float:

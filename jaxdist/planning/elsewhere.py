@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from jaxdist import compat
 from jaxdist.errors import in_words
 from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.machine import VIRTUAL, Machine
-from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, data_size, in_host, mesh_of
+from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, Sizes, along, along_data, data_size, in_host, mesh_of
 from jaxdist.placements.groups import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
@@ -61,14 +62,52 @@ class Elsewhere:
         given = step.mesh if mesh is None else mesh
         sizes = dict(given.shape) if isinstance(given, Mesh) else given or {AXIS: -1}
         self._mesh = mesh_of({AXIS: -1} if tuple(sizes) == (AXIS,) and mesh is None else sizes, devices, topology)
-        self._step, self._forecast = step, self._forecast_of(step, args)
+        self._step, self._args, self._forecast = step, args, self._forecast_of(step, args)
 
     def beside(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Elsewhere:
         """Another step on the same devices; what has been compiled and what there is to say they have in common."""
         other = copy.copy(self)
         step, args = _decorated(step, args)
-        other._step, other._forecast = step, self._forecast_of(step, args)
+        other._step, other._args, other._forecast = step, args, self._forecast_of(step, args)
         return other
+
+    def on(self, mesh: Sizes) -> Elsewhere:
+        """The same step on the same devices in another mesh; what has been compiled they have in common."""
+        other = copy.copy(self)
+        other._mesh = mesh_of(mesh, list(self._mesh.devices.flat), self.topology)
+        other._forecast = other._forecast_of(self._step, self._args)
+        return other
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes and their sizes."""
+        return dict(self._mesh.shape)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the batch of all devices."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self._forecast.batch)
+
+    def meshes(self) -> list[dict[str, int]]:
+        """The meshes that divide the batch: its examples by the axis of data, their second dimension by that of
+        sequences, and the state by that of the model.
+
+        Sequences and the model are cut within a host, unless there are too few examples for the hosts.
+        """
+        devices, per_host = self.topology.devices, self.topology.per_host
+        shapes = [a.shape for a in self._forecast.batch]
+        found: list[dict[str, int]] = []
+        for inner in (n for n in range(1, devices + 1) if devices % n == 0):
+            if any(shape[0] % (devices // inner) for shape in shapes):
+                continue
+            if inner > per_host and found:
+                break
+            for model in (n for n in range(1, inner + 1) if inner % n == 0):
+                sequence = inner // model
+                if sequence == 1 or any(len(s) > 1 and s[1] >= sequence for s in shapes):
+                    sizes = {AXIS: devices // inner, SEQUENCE: sequence, MODEL: model}
+                    found.append({name: n for name, n in sizes.items() if n > 1} or {AXIS: 1})
+        return found
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
         return step.forecast(self._mesh, self.topology.machine, args)
@@ -265,7 +304,8 @@ class Needs:
     @classmethod
     def bound(cls, ahead: Ahead, devices: int, machine: Machine) -> Needs:
         """At least: arguments and results without temporaries; collectives as they are handed to XLA, as if it merged
-        all that it can, and where it has a schedule hid them all."""
+        all that it can, and where it has a schedule hid those along the axes of data. (For activations that another
+        axis sends the next operation waits.)"""
         found = tuple(_sent_at_least(transfers(ahead.program, ahead.axes, machine), devices, machine.kind.is_cpu))
         arguments = sum(x.bytes for x in ahead.arguments if not x.host)
         return cls(ahead, found, ahead.results, arguments + ahead.results, 0.0)
@@ -288,15 +328,17 @@ def _sent_at_least(found: Mapping[Transfer, int], devices: int, on_cpu: bool) ->
     for i, (one, count) in enumerate(found.items()):
         place = one.place, one.times, i if on_cpu and one.kind != "all-reduce" else None
         moves = not on_cpu and one.kind in ("all-reduce", "reduce-scatter")
-        merged.setdefault((one.kind, one.groups, None if moves else place), []).append((one, count))
-    for (kind, groups, place), several in merged.items():
+        hidden = not on_cpu and not {MODEL, SEQUENCE}.intersection(one.axes.split())
+        key = one.kind, one.groups, hidden, None if moves else place
+        merged.setdefault(key, []).append((one, count))
+    for (kind, groups, hidden, place), several in merged.items():
         where, times, alone = place or ("", 1, None)
         size = sum(one.bytes * one.times * count for one, count in several) // times
         if alone is not None:
             [(one, count)] = several
             size, times = one.bytes, times * count
         dtype = "+".join(dict.fromkeys(one.dtype for one, _ in several))
-        yield schedule.Collective(kind, dtype, size, groups or (tuple(range(devices)),), times, not on_cpu, where)
+        yield schedule.Collective(kind, dtype, size, groups or (tuple(range(devices)),), times, hidden, where)
 
 
 def _kind(x: Held) -> str:

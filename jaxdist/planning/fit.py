@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
 from jaxdist.machine import REACHED
+from jaxdist.mesh import AXIS, Sizes
 from jaxdist.planning.candidates import (
     MOST,
     Candidate,
+    Option,
     Search,
     built,
     choices,
@@ -62,7 +64,7 @@ class Fit:
                 "choice": {name: _plain(value) for name, value in one.choice.items()}, **one.row.figures(),
                 "compiled": one.compiled, "fits": one.fits, "missing": self._missing(one), "compute": one.compute,
                 "state": one.state, "in_host": one.in_host, "between": one.between, "hidden": one.hidden,
-                "seconds": one.seconds, "code": one.code,
+                "mesh": one.mesh or None, "seconds": one.seconds, "code": one.code,
             }
             for one in self.candidates
         ]  # fmt: skip
@@ -81,7 +83,7 @@ class Fit:
             f"{wires}; "
             "hidden: those that run beside what is computed" + "; >: at least, not compiled" * (not self._all_compiled)
         )
-        width = 120 + 16 * len(self._names)
+        width = 120 + 16 * len(self._names) + 24 * any(one.mesh for one in self.candidates)
         lines = [text_of(self.plan.headline, self._table(), width=width)]
         if self.chosen is not None:  # code is to be copied: in one line
             lines.append(f"chosen: {self.chosen.code or 'the step as it is written'}")
@@ -96,33 +98,44 @@ class Fit:
         return list(self.candidates[0].choice)
 
     @property
+    def _shown(self) -> list[Candidate]:
+        """All that were compiled, and the fastest of each mesh: there are many."""
+        fastest: dict[str, Candidate] = {}
+        for one in self.candidates:
+            if one.mesh not in fastest or one.cost < fastest[one.mesh].cost:
+                fastest[one.mesh] = one
+        return [one for one in self.candidates if not one.mesh or one.compiled or one is fastest[one.mesh]]
+
+    @property
     def _all_compiled(self) -> bool:
         return all(one.compiled for one in self.candidates)
 
     def _table(self) -> Table:
-        several = self.plan.topology.hosts > 1
+        several, shown = self.plan.topology.hosts > 1, self._shown
         seconds = sum(one.row.compile_seconds for one in self.candidates)
         count = sum(one.compiled for one in self.candidates)
         which = "" if self._all_compiled else f"{count} of them "
         table = Table(
             title=f"one step on one device, in ms ({len(self.candidates)} candidates, {which}compiled in {seconds:.0f} "
-            "s)"
+            f"s{'; the others: the fastest of each mesh' * (len(shown) < len(self.candidates))})"
         )
-        for name in (*self._names, "level", *(["within"] if several else [])):
-            table.add_column(name)
+        meshes = any(one.mesh for one in self.candidates)
+        for name in (*self._names, *(["mesh"] if meshes else []), "level", *(["within"] if several else [])):
+            table.add_column(name, no_wrap=name == "mesh")
         wires = ("in host", "between") if several else ("wire",)
         for name in ("peak", "fits", "compute", "state", *wires, "hidden", "step"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("")
-        for one in self.candidates:
+        for one in shown:
             row, least = one.row, "" if one.compiled else "> "
             level = "as written" if row.level is None else str(row.level)
             within = [] if not several else ["all" if row.within is None else str(row.within)] if row.level else [""]
             fits = {True: "yes", False: f"lacks {least}{readable(self._missing(one))}", None: ""}[one.fits]
             times = (one.compute, one.state, one.in_host, *((one.between,) if several else ()), one.hidden)
-            said = ["chosen"] * (one is self.chosen) + ["this step"] * (row.own and not one.made_by)
+            said = ["chosen"] * (one is self.chosen) + ["this step"] * (row.own and not one.made_by and not meshes)
             table.add_row(
-                *map(str, one.choice.values()), level, *within, least + readable(row.peak), fits,
+                *map(str, one.choice.values()), *([one.mesh] if meshes else []), level, *within,
+                least + readable(row.peak), fits,
                 *(f"{1e3 * x:.2f}" for x in times), f"{least}{1e3 * one.seconds:.2f}", ", ".join(said),
             )  # fmt: skip
         return table
@@ -134,6 +147,7 @@ def fit(
     topology: str | Topology,
     levels: Sequence[int] = LEVELS,
     vary: Mapping[str, Sequence[Any]] | None = None,
+    mesh: Sizes | Literal["auto"] | None = None,
 ) -> Fit:
     """Find the ZeRO level and the groups of devices with which a step fits the devices' memory, in the least time.
 
@@ -141,12 +155,13 @@ def fit(
     and for ``within="host"``: at most seven programs, and the step as it is written if it is none of them. The
     rest is as for `plan`, by which each candidate's bytes and collectives are read.
 
-    With `vary` also what the step is built with: the number of microbatches, what `jax.checkpoint` recomputes, or
-    whatever else a function takes that makes the step. Each choice is traced once, and for each level and groups its
-    program is emitted. From that follow the least memory that it needs (arguments and results) and the least time that
-    it takes (messages hidden as far as it computes, if there is a schedule to hide them). What may be the fastest is
-    compiled first, until one that fits takes no longer than any other may: at most ten compilations. If that many are
-    not enough, `why` says what is left.
+    With ``mesh="auto"`` also the mesh: each that divides the batch, with sequences and the model cut within a host, and
+    the layouts that `jaxdist.parallel` finds. With `vary` also what the step is built with: the number of microbatches,
+    what `jax.checkpoint` recomputes, or whatever else a function takes that makes the step. Each choice is traced once
+    for each mesh, and for each level and groups its program is emitted. From that follow the least memory that it needs
+    (arguments and results) and the least time that it takes (messages along the axis of data hidden as far as it
+    computes, if there is a schedule to hide them). What may be the fastest is compiled first, until one that fits takes
+    no longer than any other may: at most ten compilations. If that many are not enough, `why` says what is left.
 
     The time of a step is that of its FLOPs at a part of what the data sheet says, of its state, read and written once
     at the full speed of the memory, and of its messages at the full speed of the links, without those that the schedule
@@ -161,6 +176,8 @@ def fit(
       topology: the devices, as for `plan`.
       levels: of ZeRO, to be tried.
       vary: arguments of the function, by name, with the values to be tried.
+      mesh: the axes of the devices, as for `jaxdist.parallel`; "auto": which is found as well; None: those that the
+        step was decorated with.
 
     Returns:
       The candidates: ``print`` them, or take `chosen` (None: nothing fits), its ``code``, and ``to_json()``.
@@ -188,8 +205,9 @@ def fit(
       >>> len(found.candidates), found.chosen.choice
       (6, {'microbatches': 1})
     """
-    if vary is None:
-        there = Elsewhere(step, args, topology, levels)
+    sizes = None if mesh == "auto" else mesh
+    if vary is None and mesh != "auto":
+        there = Elsewhere(step, args, topology, levels, sizes)
         among = options(there)
         rows = [one.compile() for one in among]
         candidates = tuple(one for one, _ in rows)
@@ -200,30 +218,49 @@ def fit(
         activations = there.activations(own) if chosen is None else None
         there.note(_NOT_VARIED)
     else:
-        if args:
+        if vary is not None and args:
             raise TypeError("vary: the function that makes the step is called with these names, and with nothing else")
-        there, among = _varied(step, vary, topology, levels)
+        there, among = _varied(step, args, vary, topology, levels, mesh)
         found, activations = search(among), None
         if any(one.share != 1 for one in found.candidates):
             there.note(_SIZES)
     if there.compiled_for != "cuda":
         there.note("no schedule is known: no message is taken to be hidden")
     plan = there.plan([one.row for one in found.candidates if one.compiled])
-    return Fit(plan, found.candidates, found.chosen, _why(plan, found, activations, vary is not None))
+    return Fit(plan, found.candidates, found.chosen, _why(plan, found, activations, vary is not None or mesh == "auto"))
 
 
-def _varied(make: Callable[..., Any], vary: Mapping[str, Sequence[Any]], topology: Any, levels: Sequence[int]) -> Any:
-    """The devices, and the options of all choices."""
-    there, among, name = None, [], named_of(make)
-    for choice in choices(make, vary):
+def _varied(
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    vary: Mapping[str, Sequence[Any]] | None,
+    topology: Any,
+    levels: Sequence[int],
+    mesh: Sizes | Literal["auto"] | None,
+) -> tuple[Elsewhere, list[Option]]:
+    """The devices, and the options of all choices and meshes."""
+    there: Elsewhere | None = None
+    among: list[Option] = []
+    name = "" if vary is None else named_of(make)
+    for choice in [{}] if vary is None else choices(make, vary):
         try:
-            step, *args = built(make, choice)
-            here = Elsewhere(step, tuple(args), topology, levels) if there is None else there.beside(step, tuple(args))
+            step, *given = (make, *args) if vary is None else built(make, choice)
+            sizes = {AXIS: -1} if mesh == "auto" else mesh
+            here = there.beside(step, tuple(given)) if there else Elsewhere(step, tuple(given), topology, levels, sizes)
             there = there or here
-            among += options(here, choice, name)
+            if mesh == "auto":
+                for one in (here.on(sizes) for sizes in here.meshes()):
+                    said = ", ".join(f"{axis}={size}" for axis, size in one.mesh.items())
+                    among += options(one, choice, name, said)
+            else:
+                among += options(here, choice, name)
         except Exception as error:
-            error.add_note(f"in {written(name, choice)}, as vary asks for")
+            if vary is not None:
+                error.add_note(f"in {written(name, choice)}, as vary asks for")
             raise
+    assert there is not None
+    if not among:
+        raise ValueError(f"no mesh of {there.topology} divides the batch")
     return there, among
 
 

@@ -105,6 +105,11 @@ class Forecast:
         """Of the batch of all devices."""
         return self._leaves[self._signature.batch[0]].shape[0]
 
+    @property
+    def batch(self) -> list[Any]:
+        """The leaves of the batch, with the examples of all devices."""
+        return [self._leaves[i] for i in self._signature.batch]
+
     def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for.
 

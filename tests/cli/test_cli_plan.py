@@ -56,6 +56,16 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "64 B" in text
 
 
+def test_the_best_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT)
+    code, text = plan("script.py:make", "--topology=4xcpu", "--mesh=auto", "--fit", "--json")
+    assert code == 0, text
+    found = json.loads(text)
+    assert {one["mesh"] for one in found["candidates"]} >= {"data=4", "data=2, model=2", "model=4"}
+    assert "jaxdist.parallel(step, mesh=" in found["code"]
+
+
 def test_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
@@ -78,7 +88,7 @@ def test_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["script.py:make", "--mesh=data"], "expected AXIS=SIZE,..., such as data=8,model=8"),
         (["script.py:make", "--mesh=data=a"], "expected AXIS=SIZE,..., such as data=8,model=8"),
         (["script.py:make", "--topology=4xcpu", "--mesh=data=3,model=2"], "4xcpu has 4 devices, which these sizes"),
-        (["script.py:make", "--mesh=data=8", "--fit"], "--mesh is not for --fit"),
+        (["script.py:make", "--mesh=auto"], "--mesh auto is for --fit"),
         (["script.py:make", "--levels=a"], "expected numbers from 0 to 3"),
         (["script.py:make", "--topology=2xcpu", "--fit", "--levels=7"], "there is no ZeRO level 7"),
         (["script.py:make", "--topology=2xTPU", "--fit"], "there is no kind"),

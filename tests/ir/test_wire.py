@@ -21,7 +21,7 @@ from jaxdist.mesh import Axis
 from jaxdist.runtime import commlog
 
 N = 8  # virtual devices
-WIDTH = 80  # the layers' gradients are too large to be kept for one message after the loop
+WIDTH = 128  # the layers' gradients are too large to be kept for one message after the loop
 
 
 @pytest.fixture

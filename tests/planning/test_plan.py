@@ -243,7 +243,9 @@ def test_without_their_compiler_gpus_send_what_a_job_on_gpus_sends(level: Any, m
     monkeypatch.setenv("JAXDIST_LOG", "comm")
     monkeypatch.setattr(commlog, "table", lambda found: (seen.append(found), "")[1])
     wide_step(tx).lower(*args)
-    gpus = lambda axis, choose, level, machine, *rest: Infer(axis, choose, level, Machine(KINDS["h100"]), *rest)
+    gpus = lambda axis, choose, level, machine, *rest: Infer(
+        axis, choose, level, Machine(KINDS["h100"], machine.hosts), *rest
+    )
     monkeypatch.setattr(tracing, "Infer", gpus)  # what it is for a job whose devices are GPUs
     wide_step(tx).lower(*args)
     assert [forecast["cpu"], forecast["H100"]] == seen

@@ -32,8 +32,7 @@ def launcher(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def jaxdist(tmp_path: Path) -> Jaxdist:
-    """Runs `jaxdist` in an empty folder; more than `timeout` seconds is a failure. `env` is set in addition, or, where a
-    value is None, taken out."""
+    """Runs `jaxdist` in an empty folder; more than `timeout` seconds is a failure. `env` is set, or taken out: None."""
 
     def call(
         *args: object, timeout: float = 60, env: Mapping[str, str | None] | None = None
