@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
-from jaxdist.ir.operations import CONTRACTION, FACTORISATION
+from jaxdist.ir.operations import CONTRACTION, FACTORISATION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules
@@ -279,15 +279,23 @@ def seconds(placed: Placed, machine: Machine) -> float:
 
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine) -> float:
-    """How long a device takes for an operation: for its products, and to read and write what it works on. What is
-    neither a product nor a factorisation counts as written once, for XLA makes one loop of many."""
+    """How long a device takes for an operation: for its products, and to read and write what it works on. Of what is
+    neither a product nor a factorisation results count alone, once for all that XLA makes one loop of."""
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
     itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
     if node.name not in CONTRACTION and node.name not in FACTORISATION:
-        return machine.seconds(0, cost * itemsize)
+        return 0.0 if _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
     touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
     entries = sum(math.prod(local_shape(block.avals[i].shape, p or REPLICATED)) for i, p in touched)
     return machine.seconds(cost, entries * itemsize, dtype)
+
+
+def _is_in_a_loop(block: Block, node: Node) -> bool:
+    """Whether XLA makes an operation's results in the loop of the only one that takes them."""
+    if not is_elementwise(node.eqn.primitive) or block.uses[node.outs[0]] != 1:
+        return False
+    users = [block.nodes[k] for k in block.users.get(node.outs[0], ())]
+    return any(is_elementwise(user.eqn.primitive) or user.name.startswith("reduce_") for user in users)
 
 
 def moves(placed: Placed) -> int:

@@ -25,14 +25,10 @@ from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpo
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.report import traffic, work
+from jaxdist.placements.report import seconds, traffic
 from jaxdist.placements.strategy import nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 
-_FLOPS = 50
-"""FLOPs that take as long as to send a byte. (A byte of the state that a device holds counts as one that it sends.)"""
-_MESSAGE = 2000
-"""Bytes that take as long as to begin a message."""
 _PADDED = 1 / 16
 """What a dimension may grow by where the devices don't divide it."""
 _PLACINGS, _FEWEST, _OPERATIONS = 200, 32, 200_000
@@ -179,7 +175,8 @@ class _Classes:
 
 
 class _Cost:
-    """What a layout costs, in bytes that a device sends: these, its work, and the state that it holds.
+    """What a layout costs, in seconds: of what a device computes and sends, and as many as it would take to send the
+    state that it holds, for an axis of the model is there to divide that.
 
     What is computed of the batch is divided by the axes of the batch as well; what is made of the state alone is not.
     """
@@ -203,13 +200,12 @@ class _Cost:
             return math.inf
         finally:
             self._infer.forget(self._block)
-        sent = messages = 0.0
+        link = self._infer.link
+        taken = seconds(placed, self._infer.machine) / self._examples
         for kind, size, stored, times in traffic(placed):
-            size = self._infer.link.sent(kind, size)
-            sent += times * (size if stored else size / self._examples)
-            messages += times
+            taken += times * (link.latency + link.seconds(kind, size) / (1 if stored else self._examples))
         held = sum(self.bytes[k] / (n if k in cuts else 1) for k in self._state)
-        return sent + _MESSAGE * messages + work(placed) / self._examples / _FLOPS + held
+        return taken + held / link.bandwidth
 
 
 class _Descent:

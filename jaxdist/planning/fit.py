@@ -83,7 +83,7 @@ class Fit:
             f"{wires}; "
             "hidden: those that run beside what is computed" + "; >: at least, not compiled" * (not self._all_compiled)
         )
-        width = 120 + 16 * len(self._names) + 24 * any(one.mesh for one in self.candidates)
+        width = 120 + 16 * len(self._names) + 32 * any(one.mesh for one in self.candidates)
         lines = [text_of(self.plan.headline, self._table(), width=width)]
         if self.chosen is not None:  # code is to be copied: in one line
             lines.append(f"chosen: {self.chosen.code or 'the step as it is written'}")
