@@ -1,50 +1,77 @@
-"""The catalogue of ordinary train steps: each, unchanged, on several devices is what it is on one.
+"""The catalogue of ordinary train steps: each, unchanged, on several devices is what it is on one, whatever they cost.
 
-Each idiom once, with a number of devices, a level of ZeRO and a batch that these divide or not, by turns, so that all
-pairs of these occur; with JAXDIST_FULL set, each in every way.
+Each idiom once, with a mesh, a level of ZeRO and a batch that these divide or not, by turns, so that all pairs of these
+occur; two of three are placed for a machine at random, on which a message, a byte or a FLOP may be next to nothing or
+a second, so that every way to run an operation is taken sooner or later. With JAXDIST_FULL set, each idiom so for
+JAXDIST_SEEDS machines (40).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import random
+from typing import Any
 
 import idioms
+import jax
+import numpy as np
 import oracle
-import parity
 import pytest
+from jax.sharding import Mesh
 
-pytestmark = pytest.mark.slow  # together
+import jaxdist
+from jaxdist.machine import VIRTUAL, Kind
+from jaxdist.placements import small
 
 STEPS = 2
 NAMES = list(idioms.IDIOMS)
+MESHES: list[dict[str, int]] = [
+    {"data": 2}, {"data": 3}, {"data": 4}, {"data": 8}, {"data": 2, "model": 2}, {"model": 4},
+    {"data": 2, "sequence": 2}, {"data": 2, "sequence": 2, "model": 2}, {"data": 4, "model": 2},
+]  # fmt: skip
 SIZES = {True: 24, False: 20}
 """Examples: 2, 3, 4 and 8 devices divide the first, and 3 and 8 do not divide the second (both are multiples of 4)."""
 ODD = 21
 """For those that take any number."""
-WAYS = list(itertools.product((2, 3, 4, 8), (0, 1, 2, 3), (True, False)))
-"""Devices, level of ZeRO, whether the devices divide the batch."""
+WAYS = list(itertools.product(range(len(MESHES)), (0, 1, 2, 3), (True, False)))
+"""Mesh, level of ZeRO, whether the devices divide the batch."""
+SEEDS = int(os.environ.get("JAXDIST_SEEDS", "40")) if "JAXDIST_FULL" in os.environ else 1
 
-# In this order neighbours differ in everything, and 32 of them are all ways.
+# In this order neighbours differ in everything.
 TURNS = [WAYS[(i * 13) % len(WAYS)] for i in range(len(WAYS))]
-CASES = (
-    list(itertools.product(NAMES, WAYS))
-    if "JAXDIST_FULL" in os.environ
-    else [(name, TURNS[i % len(TURNS)]) for i, name in enumerate(NAMES)]
-)
+CASES = [(name, seed, TURNS[(i + 31 * seed) % len(TURNS)]) for seed in range(SEEDS) for i, name in enumerate(NAMES)]
 
 
 def examples(name: str, even: bool) -> int:
     return SIZES[even] if even or name in idioms.DIVISIBLE else ODD
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_as_on_one_device(name: str, way: tuple[int, int, bool]) -> None:
-    devices, level, even = way
-    size = examples(name, even)
-    case = oracle.idiom(name, size, level)
-    got = oracle.run_decorated(case, steps=STEPS, rows=size, mesh=parity.mesh(devices))
-    assert oracle.difference(oracle.run_plain(oracle.idiom(name, size), STEPS, size), got) <= case.tolerance
+def machine(rng: random.Random) -> Kind:
+    """Devices as in the other tests, or such as do anything between next to nothing and all in a second."""
+    if not rng.randrange(3):
+        return VIRTUAL.kind
+    scale = lambda low, high: 10 ** rng.uniform(low, high)
+    return dataclasses.replace(
+        VIRTUAL.kind, link=scale(5, 13), network=scale(5, 13), latency=scale(-9, 0), network_latency=scale(-9, 0),
+        flops=scale(7, 17), bandwidth=scale(7, 14),
+    )  # fmt: skip
+
+
+@pytest.mark.slow  # together
+@pytest.mark.parametrize(("name", "seed", "way"), CASES)
+def test_as_on_one_device(name: str, seed: int, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(f"{name}{seed}")
+    sizes, level, rows = MESHES[way[0]], way[1], examples(name, way[2])
+    within = rng.choice([None, 2]) if level and sizes.get("data", 1) % 4 == 0 else None
+    monkeypatch.setattr(jaxdist.get_context(), "kind", machine(rng))
+    monkeypatch.setattr(small, "fewer", rng.choice([0, 2, 10**9]))
+    case = oracle.idiom(name, rows, level, within)
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(list(sizes.values())))]).reshape(*sizes.values()), tuple(sizes))
+    run: Any = jaxdist.data_parallel if tuple(sizes) == ("data",) else jaxdist.parallel
+    got = oracle.run_decorated(case, steps=STEPS, rows=rows, with_=run, mesh=mesh)
+    assert oracle.difference(oracle.run_plain(oracle.idiom(name, rows), STEPS, rows), got) <= case.tolerance
 
 
 SOUGHT = (
@@ -61,4 +88,4 @@ def test_the_catalogue_is_large_and_couples_examples() -> None:
     assert set(SOUGHT) <= set(NAMES)
     assert len(idioms.COUPLED) >= 18
     assert not (idioms.COUPLED | idioms.DIVISIBLE) - set(NAMES)
-    assert len({(d, level) for _, (d, level, _) in CASES}) == 16
+    assert len({(mesh, level) for _, _, (mesh, level, _) in CASES}) == 4 * len(MESHES)
