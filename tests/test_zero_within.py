@@ -45,18 +45,6 @@ def test_optimizers_as_on_one_device(way: tuple[int, int, int]) -> None:
     assert optimizers.gap(want, got) < 1e-10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["infonce", "moco_queue", "moe_expert_choice", "gradient_accumulation", "transformer_scanned", "aux_in_order"],
-)
-def test_idioms_as_on_one_device(name: str) -> None:
-    want = oracle.leaves(oracle.run_plain(oracle.idiom(name, 24), 2, 24))
-    for devices, within, level in ((4, 2, 3), (8, 4, 2)):
-        got = oracle.run_decorated(oracle.idiom(name, 24, level, within), steps=2, rows=24, mesh=mesh(devices))
-        assert oracle.difference(want, got) < 1e-10
-
-
 # --- what is sent, and what is kept
 
 
