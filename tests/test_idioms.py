@@ -71,7 +71,8 @@ def test_as_on_one_device(name: str, seed: int, way: Any, monkeypatch: pytest.Mo
     if "model" in sizes and rng.randrange(2):
         given["layouts"] = layouts(case.step, (*case.state, case.batch(0)), f"{name}{seed}", sizes["model"])
     got = oracle.run_decorated(case, steps=STEPS, rows=rows, with_=run, **given)
-    assert oracle.difference(oracle.run_plain(oracle.idiom(name, rows), STEPS, rows), got) <= case.tolerance
+    want = oracle.run_plain(oracle.idiom(name, rows), STEPS, rows)
+    assert oracle.difference(want, got, narrow=1e4) <= case.tolerance  # float32: metrics
 
 
 SOUGHT = (

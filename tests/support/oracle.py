@@ -111,8 +111,14 @@ def leaves(result: Any) -> list[Any]:
     return [_host(x) if hasattr(x, "dtype") else "constant" for x in jax.tree.leaves(result)]
 
 
-def difference(a: Any, b: Any) -> float:
-    """The largest difference of two results, relative to 1 + the largest value of the leaf."""
+def difference(a: Any, b: Any, narrow: float = 1) -> float:
+    """The largest difference of two results, relative to 1 + the largest value of the leaf.
+
+    Args:
+      a: a result.
+      b: the other one.
+      narrow: by what differences of narrower floats than float64 are divided, where sums of them are made in any order.
+    """
     leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
     assert len(leaves_a) == len(leaves_b)
     worst = 0.0
@@ -124,10 +130,11 @@ def difference(a: Any, b: Any) -> float:
         assert x.shape == y.shape, (x.shape, y.shape)
         if x.size:
             wide = np.complex128 if np.iscomplexobj(x) else np.float64
+            scale = narrow if x.dtype in ("float32", "complex64") else 1
             x, y = x.astype(wide), y.astype(wide)
             assert np.isfinite(x).all()
             assert np.isfinite(y).all()
-            worst = max(worst, float(np.abs(x - y).max() / (1 + np.abs(x).max())))
+            worst = max(worst, float(np.abs(x - y).max() / (1 + np.abs(x).max()) / scale))
     return worst
 
 
