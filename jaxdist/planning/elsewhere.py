@@ -84,21 +84,26 @@ class Elsewhere:
         return dict(self._mesh.shape)
 
     @property
+    def repeats(self) -> bool:
+        """Whether the model axis cuts nothing: each device along it does the same."""
+        return self.mesh.get(MODEL, 1) > 1 and not self._forecast.cut
+
+    @property
     def batch_bytes(self) -> int:
         """Of the batch of all devices."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self._forecast.batch)
 
     def meshes(self) -> list[dict[str, int]]:
-        """The meshes that divide the batch: its examples by the axis of data, their second dimension by that of
-        sequences, and the state by that of the model.
+        """The meshes with an example for each device along the axis of data at least, entries of their second dimension
+        for those along that of sequences, and any size of that of the model.
 
-        Sequences and the model are cut within a host, unless there are too few examples for the hosts.
+        Sequences and the model are cut within a host, unless there are fewer examples than hosts.
         """
         devices, per_host = self.topology.devices, self.topology.per_host
         shapes = [a.shape for a in self._forecast.batch]
         found: list[dict[str, int]] = []
         for inner in (n for n in range(1, devices + 1) if devices % n == 0):
-            if any(shape[0] % (devices // inner) for shape in shapes):
+            if any(shape[0] < devices // inner for shape in shapes):
                 continue
             if inner > per_host and found:
                 break

@@ -208,7 +208,7 @@ def fit(
     sizes = None if mesh == "auto" else mesh
     if vary is None and mesh != "auto":
         there = Elsewhere(step, args, topology, levels, sizes)
-        among = options(there)
+        among = options(there, mesh=_said(there.mesh) if mesh else "")
         rows = [one.compile() for one in among]
         candidates = tuple(one for one, _ in rows)
         fitting = [one for one in candidates if one.row.fits]
@@ -250,10 +250,9 @@ def _varied(
             there = there or here
             if mesh == "auto":
                 for one in (here.on(sizes) for sizes in here.meshes()):
-                    said = ", ".join(f"{axis}={size}" for axis, size in one.mesh.items())
-                    among += options(one, choice, name, said)
+                    among += options(one, choice, name, _said(one.mesh))
             else:
-                among += options(here, choice, name)
+                among += options(here, choice, name, _said(here.mesh) if mesh else "")
         except Exception as error:
             if vary is not None:
                 error.add_note(f"in {written(name, choice)}, as vary asks for")
@@ -261,7 +260,11 @@ def _varied(
     assert there is not None
     if not among:
         raise ValueError(f"no mesh of {there.topology} divides the batch")
-    return there, among
+    return there, [one for one in among if not one.there.repeats] or among
+
+
+def _said(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def _plain(value: Any) -> Any:

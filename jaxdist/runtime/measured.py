@@ -33,6 +33,8 @@ _SIDE = 512  # of matrices that are multiplied
 _LARGE, _CHAIN = 1 << 20, 8  # entries of a large message; small ones in a row
 _TIMES = 5
 _NAME = "machines.json"
+_KEPT = ("link", "network", "latency", "network_latency", "flops", "bandwidth")
+_LEAST, _MOST = 1e-12, 1e18  # what may be measured of them
 
 
 def named() -> Kind | None:
@@ -52,17 +54,17 @@ def named() -> Kind | None:
 
 def remembered() -> dict[str, Kind]:
     """What jobs of this user have measured, by `key_of`."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError, TypeError, AttributeError):
-        found = json.loads(_file().read_text())
-        return {key: dataclasses.replace(KINDS["cpu"], **numbers) for key, numbers in found.items()}
+    with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError, RecursionError):
+        if (path := _file()).is_file():
+            found = json.loads(path.read_text())
+            return {key: dataclasses.replace(KINDS["cpu"], **one) for key, one in found.items() if _is_whole(one)}
     return {}
 
 
 def remember(key: str, kind: Kind) -> None:
     """Keep what was measured, where that is possible."""
     found = {**remembered(), key: kind}
-    names = ("link", "network", "latency", "network_latency", "flops", "bandwidth")
-    text = json.dumps({k: {name: getattr(one, name) for name in names} for k, one in found.items()}, indent=1)
+    text = json.dumps({k: {name: getattr(one, name) for name in _KEPT} for k, one in found.items()}, indent=1)
     with contextlib.suppress(OSError, RuntimeError):
         path = _file()
         own = path.with_name(f"{path.name}.{os.getpid()}")
@@ -152,6 +154,13 @@ def _best(run: Callable[[], Any]) -> float:
         jax.block_until_ready(run())
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def _is_whole(entry: Any) -> bool:
+    """Whether a file's entry is one that `remember` has written."""
+    if not isinstance(entry, dict) or entry.keys() != set(_KEPT):
+        return False
+    return all(type(n) in (int, float) and _LEAST < n < _MOST for n in entry.values())
 
 
 def _rounded(number: float) -> float:

@@ -84,6 +84,9 @@ class Forecast:
         together.
       mesh: of them.
       machine: what they stand for.
+
+    Attributes:
+      cut: the leaves that the model axis cuts, and the dimension.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Forecast:
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
         self._mesh, self._machine = mesh, machine
         self._jaxprs: dict[float, StepJaxpr] = {}
-        self._cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
+        self.cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
 
     @property
     def examples(self) -> int:
@@ -125,10 +128,10 @@ class Forecast:
         avals = self._types(scale)
         trace = traced(
             self._jaxpr(scale, avals), signature, avals, mesh, self._machine, level, shared,
-            self._settings.layouts, self._cut,
+            self._settings.layouts, self.cut,
         )  # fmt: skip
         layouts = list(trace.layouts)
-        self._cut = {i: cut.dim for i, how in enumerate(layouts) if how and (cut := how.by(MODEL))}
+        self.cut = {i: cut.dim for i, how in enumerate(layouts) if how and (cut := how.by(MODEL))}
         for i in signature.state:
             if in_shards(self._leaves[i]):
                 cut = choose(avals[i].shape, data_size(mesh))

@@ -101,8 +101,30 @@ def test_with_what_the_step_is_built_with() -> None:
     assert {one.share for one in found.candidates} == {0.5, 1.0}, "the same data on every mesh"
 
 
+def test_a_batch_that_no_mesh_divides() -> None:
+    """The step's own mesh is one of the candidates, and no axis crosses hosts that need not."""
+    args = case(jaxdist.zero(optax.adam(1e-3), 1), rows=1001)
+    alone = jaxdist.fit(*args, topology="2x2xcpu").chosen
+    found = jaxdist.fit(*args, topology="2x2xcpu", mesh="auto")
+    assert alone is not None
+    assert found.chosen is not None
+    assert found.chosen.seconds <= alone.seconds
+    assert {"data=4", "data=2, model=2"} <= {one.mesh for one in found.candidates} - {"model=4"}
+
+
+def test_a_model_axis_that_cuts_nothing_is_no_candidate() -> None:
+    def make() -> Any:
+        step = jaxdist.data_parallel(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+        return step, jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((64, 3), jnp.float32)
+
+    found = jaxdist.fit(*make(), topology=FOUR, mesh="auto")
+    assert not any("model" in one.mesh for one in found.candidates)
+
+
 def test_a_mesh_that_is_given() -> None:
     found = jaxdist.fit(*case(optax.sgd(0.1)), topology=FOUR, mesh={"data": 2, "model": -1})
     assert found.plan.mesh == {"data": 2, "model": 2}
+    assert found.chosen is not None
+    assert 'mesh={"data": 2, "model": 2}' in found.chosen.code
     with pytest.raises(ValueError, match="which these sizes don't make"):
         jaxdist.fit(*case(optax.sgd(0.1)), topology=FOUR, mesh={"data": 3})

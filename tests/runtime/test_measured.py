@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,37 @@ def test_measured_once_and_remembered(jaxdist: Any, launcher: str, tmp_path: Pat
     assert kinds(jaxdist, launcher, tmp_path)["link"] == 12345.0
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"color": 1}}'])
+WRONG = [0, -1, True, "1", None, float("nan"), float("inf"), 10**400]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "[" * 100_000, '{"a": 1}', '{"a": {"color": 1}}', '{"a": {"link": 1.0}}']
+    + [json.dumps({"a": dict.fromkeys(measured._KEPT, n)}) for n in WRONG],
+)  # fmt: skip
 def test_a_file_that_is_damaged_is_measured_again(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "jaxdist").mkdir()
     (tmp_path / "jaxdist" / "machines.json").write_text(text)
     assert measured.remembered() == {}
     measured.remember("b", VIRTUAL.kind)
-    assert measured.remembered()["b"].link == VIRTUAL.kind.link
+    assert {key: one.link for key, one in measured.remembered().items()} == {"b": VIRTUAL.kind.link}
+
+
+def test_one_entry_that_is_damaged_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured.remember("a", VIRTUAL.kind)
+    path = tmp_path / "jaxdist" / "machines.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "b": {"link": 0}}))
+    measured.remember("c", VIRTUAL.kind)
+    assert measured.remembered().keys() == {"a", "c"}
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "jaxdist").mkdir()
+    os.mkfifo(tmp_path / "jaxdist" / "machines.json")
+    assert measured.remembered() == {}
 
 
 def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
