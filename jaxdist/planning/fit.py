@@ -184,7 +184,7 @@ def fit(
 
     Raises:
       TypeError: `step` is not a decorated step; with `vary`, not a function that takes these names and returns one.
-      ValueError: no such topology or level, a batch that the devices don't divide, or a name without values.
+      ValueError: no such topology or level, a mesh that the devices don't make, or a name without values.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax

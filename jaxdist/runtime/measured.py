@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable
@@ -37,8 +36,11 @@ _KEPT = ("link", "network", "latency", "network_latency", "flops", "bandwidth")
 _LEAST, _MOST = 1e-12, 1e18  # what may be measured of them
 
 
-def named() -> Kind | None:
+def named(platform: str) -> Kind | None:
     """The kind that `JAXDIST_MACHINE` names; None: it names none.
+
+    Args:
+      platform: of the devices, which is not another one for that.
 
     Raises:
       ValueError: there is no such kind.
@@ -47,9 +49,10 @@ def named() -> Kind | None:
     if name and name.lower() not in KINDS:
         names = ", ".join(kind.name for kind in KINDS.values())
         raise ValueError(f"JAXDIST_MACHINE={name!r}: there is no such kind of device; valid: {names}")
-    if name.lower() == "cpu":
-        return VIRTUAL.kind
-    return KINDS[name.lower()] if name else None
+    if not name:
+        return None
+    target = "" if platform == "cpu" else KINDS["h100"].target
+    return dataclasses.replace(VIRTUAL.kind if name.lower() == "cpu" else KINDS[name.lower()], target=target)
 
 
 def remembered() -> dict[str, Kind]:
@@ -76,7 +79,7 @@ def remember(key: str, kind: Kind) -> None:
 def this_host() -> str:
     """What a rank's numbers depend on, of its host."""
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    return f"{socket.gethostname()}, {platform.machine()}, {cores}, jax {jax.__version__}"
+    return f"{socket.gethostname()}, {os.uname().machine}, {cores}, jax {jax.__version__}"
 
 
 def key_of(root: str, hosts: tuple[str, ...], communicator: str) -> str:

@@ -50,6 +50,7 @@ class _Told(NamedTuple):
     communicator: str
     problem: str  # why it is not "mpi"
     offer: executables.Offer
+    over_gloo: bool  # and nothing has begun that would not know of it
     host: str
     named: Kind | None
     remembered: dict[str, Kind]  # of the root
@@ -74,7 +75,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     rank, size = control.rank, control.size
     if size == 1:
         found = list(jax.local_devices())
-        kind = measured.named() or kind_of(found[0])
+        kind = measured.named(found[0].platform) or kind_of(found[0])
         return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)), kind)
     if compat.backend_started() and not jax.distributed.is_initialized():
         raise RuntimeError(
@@ -91,13 +92,15 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         gpus,
         devices.wanted_platform(platforms, gpus),
     )
+    over_gloo = mine.platform == "cpu" and not compat.backend_started()
     own = _Told(
         mine,
         compiler.compiler_of(os.environ.get("XLA_FLAGS", "")),
         *communicator_of.several(size, connector.name, wanted, mine.platform),
         executables.offer(connector.local_rank),
+        over_gloo,
         measured.this_host(),
-        measured.named(),
+        measured.named(mine.platform),
         measured.remembered() if rank == 0 else {},
     )
     told: list[_Told] = control.exchange("init", own, timeout)
@@ -112,7 +115,6 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     if errors and rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
     local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
-    over_gloo = mine.platform == "cpu" and not compat.backend_started()
     if over_gloo:
         jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
         compat.cpu_threads(devices.fair_threads(resources, rank))
@@ -140,7 +142,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         # Made by all ranks together: now, not when one of them first compiles a step.
         with_hosts(rank, size, in_host([each.host for each in resources]))
     hosts = tuple(each.host for each in resources)
-    kind = told[0].named or (None if over_gloo else kind_of(found[0]))
+    kind = told[0].named or (None if all(each.over_gloo for each in told) else kind_of(found[0]))
     if kind is None:
         key = measured.key_of(told[0].host, hosts, communicator)
         kind = told[0].remembered.get(key) or _measured(control, watchdog, mesh, hosts, communicator, key)

@@ -78,6 +78,16 @@ def test_a_named_one_is_taken_on_all_ranks(jaxdist: Any, launcher: str, tmp_path
     assert not (tmp_path / "jaxdist").exists()
 
 
+@pytest.mark.parametrize("name", ["cpu", "H100"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_its_platform_stays_what_it_is(name: str, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CPUs can't do is not asked of them because they are priced as GPUs."""
+    monkeypatch.setenv("JAXDIST_MACHINE", name)
+    kind = measured.named(platform)
+    assert kind is not None
+    assert kind.is_cpu == (platform == "cpu")
+
+
 def test_no_such_kind(jaxdist: Any) -> None:
     done = jaxdist("info", timeout=120, env={"JAXDIST_MACHINE": "h1000"})
     assert done.returncode == 1
