@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxdist.mesh import GROUP, Axis, along, axes_of_mesh
 
 REACHED = 0.4
-"""Of a device's FLOPs: what a step of large matrix products takes for granted, its other operations included."""
+"""The part of a device's FLOPs that a step of large products is taken to reach, its other operations included."""
 
 _ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 _FOLD = 8  # devices of a host of CPUs that nobody measured
@@ -192,7 +192,7 @@ KINDS = {
 
 
 def speed(kind: Kind, hosts: Sequence[Any], groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Of the slowest link of a ring through each group of devices.
+    """The slowest link of a ring through each group of devices.
 
     Between hosts there are as many rings as a host has devices of the group, each through a network adapter of its own.
 
@@ -251,20 +251,20 @@ class Machine:
         axes = axes_of_mesh(mesh)
         hosts = self.hosts or (0,) * mesh.size
         everyone = (tuple(range(mesh.size)),)
-        links = []
-        for axis in axes:
-            found = self.link(axis)
-            if axis.name != GROUP:
-                bandwidth, latency = speed(self.kind, hosts, along(axes, [axis.name]) or everyone)
-                found = Link(axis.size, bandwidth, latency, max(latency, self.kind.stall))
-            links.append((axis.name, found))
-        return dataclasses.replace(self, links=tuple(links))
+        links = tuple(
+            (axis.name, self._link(axis, *speed(self.kind, hosts, along(axes, [axis.name]) or everyone)))
+            for axis in axes if axis.name != GROUP
+        )  # fmt: skip
+        return dataclasses.replace(self, links=links)
 
     def link(self, axis: Axis) -> Link:
-        """Of an axis; unless `over` says another one, that within a host, or between groups that between hosts."""
+        """The link of an axis: as `over` found it, else that within a host, or between groups that between hosts."""
         kind = self.kind
         bandwidth, latency = (kind.network, kind.network_latency) if axis.name == GROUP else (kind.link, kind.latency)
-        return dict(self.links).get(axis.name) or Link(axis.size, bandwidth, latency, max(latency, kind.stall))
+        return dict(self.links).get(axis.name) or self._link(axis, bandwidth, latency)
+
+    def _link(self, axis: Axis, bandwidth: float, latency: float) -> Link:
+        return Link(axis.size, bandwidth, latency, max(latency, self.kind.stall))
 
     def seconds(self, flops: float, touched: float, dtype: Any = "float32") -> float:
         """How long a device takes for an operation.

@@ -81,8 +81,8 @@ def plan(
         chosen = _levels(levels)
         if picture is not None:
             check_plot(picture, "--plot")
-        sizes = None if mesh == "auto" else _sizes(mesh)
-        if mesh == "auto" and not fitted:
+        sizes = "auto" if mesh == "auto" else _sizes(mesh)
+        if isinstance(sizes, str) and not fitted:
             raise ValueError("--mesh auto is for --fit, which chooses between meshes")
         make, fixed, varied = _function(what), _arguments(options or []), _varied(vary or [])
         if varied and not fitted:
@@ -91,10 +91,11 @@ def plan(
             raise ValueError(f"{min(both)!r} is given as an argument and to --vary: it is one or the other")
         if varied:
             made = functools.partial(make, **fixed)
-            found = fit(made, topology=wanted, levels=chosen, vary=varied, mesh="auto" if mesh == "auto" else sizes)
+            found = fit(made, topology=wanted, levels=chosen, vary=varied, mesh=sizes)
         elif fitted:
-            found = fit(*built(make, fixed), topology=wanted, levels=chosen, mesh="auto" if mesh == "auto" else sizes)
+            found = fit(*built(make, fixed), topology=wanted, levels=chosen, mesh=sizes)
         else:
+            assert not isinstance(sizes, str)
             found = make_plan(*built(make, fixed), topology=wanted, levels=chosen, mesh=sizes)
     except (ValueError, TypeError, OSError) as problem:
         line = users_line(problem.__traceback__)

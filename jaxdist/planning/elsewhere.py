@@ -90,7 +90,7 @@ class Elsewhere:
 
     @property
     def batch_bytes(self) -> int:
-        """Of the batch of all devices."""
+        """The bytes of the batch of all devices."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self._forecast.batch)
 
     def meshes(self) -> list[dict[str, int]]:

@@ -73,7 +73,7 @@ class Topology:
 
     @property
     def machine(self) -> Machine:
-        """As placements are priced for it."""
+        """The devices as placements are priced for them."""
         return Machine(self.kind, self.on)
 
     def speed(self, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
