@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from jaxdist.checkpoint.plain import as_called
 from jaxdist.errors import CheckpointError, message_of
 from jaxdist.runtime.context import Context
 
+_ANNOTATION = re.compile(r" ?\[\w[\w ]*='(?:[^'\\]|\\.)*'\]")  # tensorstore's: [tensorstore_spec='{"driver": ...}']
 _SLICE = 5.0  # seconds of waiting, after which a rank looks whether the job still lives
 
 
@@ -78,6 +80,8 @@ def _await(ctx: Context, name: str, what: str, rank: int) -> Any:
 
 
 def brief(error: BaseException) -> str:
-    """What a library said, without the middle of it where that is long: tensorstore says the cause last."""
+    """What a library said, without the middle where it is long: tensorstore says the cause last, and then at times
+    the whole specification of an array, which is left out."""
     text = as_called(" ".join(message_of(error).split()))
+    text = text if len(text) < 1_000 else _ANNOTATION.sub("", text)
     return text if len(text) < 1_000 else f"{text[:400]} … {text[-600:]}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxdist import CheckpointError
-from jaxdist.checkpoint.agreement import together
+from jaxdist.checkpoint.agreement import brief, together
 from jaxdist.control.mailbox import Mailbox
 
 
@@ -116,3 +116,12 @@ def test_the_end_of_the_job_is_not() -> None:
     ranks.ending = True
     with pytest.raises(CheckpointError, match="rank 1: it was left, for the job ends"):
         together(ranks.context(1), "it", "name", lambda: None, lambda values: None, "failed")
+
+
+def test_the_cause_stays_where_what_a_library_said_is_shortened() -> None:
+    spec = r"""{"codecs":[{\"name\":\"it\'s\"}],"shape":[128,256]}""" * 40
+    said = f"""Error opening "zarr3" driver: local file "{"/long" * 300}": No space left on device [os_error_code='28']"""
+    shown = brief(ValueError(f"RESOURCE_EXHAUSTED: {said} [tensorstore_spec='{spec}'] [transaction='1']"))
+    assert shown.startswith("RESOURCE_EXHAUSTED: Error opening") and shown.endswith("No space left on device")
+    assert len(shown) < 1_010
+    assert brief(ValueError("no leaf [name='w'] in it")) == "no leaf [name='w'] in it"
