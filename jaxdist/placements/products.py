@@ -25,12 +25,12 @@ import numpy as np
 from jaxdist.ir.operations import ADDITION, SHAPE_ONLY
 from jaxdist.mesh import GROUP
 from jaxdist.placements.block import Node
+from jaxdist.placements.cost import flops
 from jaxdist.placements.describe import Factors
-from jaxdist.placements.infer import Walk, special
-from jaxdist.placements.report import flops
 from jaxdist.placements.run import Cut, run_as_is
 from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
+from jaxdist.placements.walk import Walk, special
 
 
 @special("dot_general", "gather", "scatter-add", "scatter_add")

@@ -24,8 +24,8 @@ from jaxdist.errors import StepError
 from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpointed
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
+from jaxdist.placements.cost import seconds, traffic
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.report import seconds, traffic
 from jaxdist.placements.strategy import nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxdist.placements.block import Block
+from jaxdist.placements.cost import moves, seconds
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.report import moves, seconds
 from jaxdist.placements.strategy import Move, Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Placement, Split
 

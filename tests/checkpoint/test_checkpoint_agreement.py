@@ -120,7 +120,9 @@ def test_the_end_of_the_job_is_not() -> None:
 
 def test_the_cause_stays_where_what_a_library_said_is_shortened() -> None:
     spec = r"""{"codecs":[{\"name\":\"it\'s\"}],"shape":[128,256]}""" * 40
-    said = f"""Error opening "zarr3" driver: local file "{"/long" * 300}": No space left on device [os_error_code='28']"""
+    said = (
+        f"""Error opening "zarr3" driver: local file "{"/long" * 300}": No space left on device [os_error_code='28']"""
+    )
     shown = brief(ValueError(f"RESOURCE_EXHAUSTED: {said} [tensorstore_spec='{spec}'] [transaction='1']"))
     assert shown.startswith("RESOURCE_EXHAUSTED: Error opening") and shown.endswith("No space left on device")
     assert len(shown) < 1_010
