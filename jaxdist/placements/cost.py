@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,41 +30,55 @@ def moves_of(placed: Placed, times: int = 1) -> Iterator[tuple[Move, int]]:
             yield from moves_of(body, times * turns(node))
 
 
-def traffic(placed: Placed) -> Iterator[tuple[str, int, bool, int]]:
-    """What a step moves: the kind of collective, the bytes of the whole value, whether it is of what is stored alone,
-    and how often; what an operation exchanges by itself counts as an all-reduce of its results."""
-    yield from ((move.kind, move.bytes, move.stored, times) for move, times in moves_of(placed))
-    yield from _exchanges(placed, 1)
+def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
+    """How long a device takes for a placed step: seconds of what it computes, of the bytes that it sends, and of what
+    each message that it waits for holds up.
+
+    Args:
+      placed: the step.
+      infer: which placed it (`jaxdist.placements.infer.Infer`).
+      examples: into how many parts other axes divide what is not of the state alone.
+      memory: whether what products read and write, and all that is no product, counts.
+    """
+    link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
+    for move, times in moves_of(placed):
+        if not move.again:
+            taken += times * link.seconds(move.kind, move.bytes) / (1 if move.stored else examples)
+            taken += times * link.stall if move.waited_for else 0
+    for size, times in _exchanged(placed):
+        taken += times * (link.seconds("all-reduce", size) / examples + link.stall)
+    return taken
 
 
-def _exchanges(placed: Placed, times: int) -> Iterator[tuple[str, int, bool, int]]:
+def _exchanged(placed: Placed, times: int = 1) -> Iterator[tuple[int, int]]:
+    """The bytes of what operations exchange by themselves, which counts as a sum of their results, and how often."""
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         if strategy.exchanges:
-            yield "all-reduce", sum(nbytes(placed.block.avals[o]) for o in node.outs), False, times
+            yield sum(nbytes(placed.block.avals[o]) for o in node.outs), times
         for body in strategy.bodies:
-            yield from _exchanges(body, times * turns(node))
+            yield from _exchanged(body, times * turns(node))
 
 
-def seconds(placed: Placed, machine: Machine) -> float:
-    """How long a device computes in all of it; what it sends is not counted."""
+def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
+    """How long a device computes in all of it; what it sends is not counted. `memory`: as of `cost`."""
     own = 0.0
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        own += turns(node) * sum(seconds(body, machine) for body in strategy.bodies)
+        own += turns(node) * sum(seconds(body, machine, memory) for body in strategy.bodies)
         if not strategy.bodies and strategy.make is None:
-            own += seconds_of(placed.block, node, strategy, machine)
+            own += seconds_of(placed.block, node, strategy, machine, memory)
     return own
 
 
-def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine) -> float:
+def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
     """How long a device takes for an operation: for its products, and to read and write what it works on. Of what is
     neither a product nor a factorisation results count alone, once for all that XLA makes one loop of."""
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
     itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
     if node.name not in CONTRACTION and node.name not in FACTORISATION:
-        return 0.0 if _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
+        return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
     touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
     entries = sum(math.prod(local_shape(block.avals[i].shape, p or REPLICATED)) for i, p in touched)
-    return machine.seconds(cost, entries * itemsize, dtype)
+    return machine.seconds(cost, entries * itemsize if memory else 0, dtype)
 
 
 def _is_in_a_loop(block: Block, node: Node) -> bool:

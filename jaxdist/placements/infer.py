@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.machine import VIRTUAL, Machine
-from jaxdist.mesh import AXIS, GROUP, MODEL, Axis
+from jaxdist.mesh import MODEL, Axis
 from jaxdist.placements.block import Block, Node, flatten
-from jaxdist.placements.marked import marked, used_in_slices
+from jaxdist.placements.marked import marked
+from jaxdist.placements.options import best
 from jaxdist.placements.owners import with_owners
 from jaxdist.placements.strategy import Placed, nbytes
 from jaxdist.placements.values import (
@@ -30,7 +31,6 @@ from jaxdist.placements.values import (
     form,
     tile,
 )
-from jaxdist.placements.walk import Walk
 
 
 class Infer:
@@ -84,6 +84,7 @@ class Infer:
         ins: Sequence[Placement],
         wants: Sequence[Form | None] | None = None,
         loose: frozenset[int] = frozenset(),
+        whole: frozenset[int] = frozenset(),
     ) -> Placed:
         """Settle the placements of a block.
 
@@ -92,16 +93,17 @@ class Infer:
           ins: how its inputs come.
           wants: the form of each output; None: as it comes.
           loose: outputs that a loop adds up: what is added to them may stay a summand.
+          whole: inputs that are gathered at once.
         """
         ins = tuple(ins)
         wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
-        key = (id(block), ins, wants, loose)
+        key = (id(block), ins, wants, loose, whole)
         if key not in self._placed:
-            natural = (id(block), ins, (None,) * len(wants), loose)
+            natural = (id(block), ins, (None,) * len(wants), loose, whole)
             if natural not in self._placed:
-                placed = self.in_slices(block, ins, loose)
+                placed = self.in_slices(block, ins, loose, whole)
                 if self._may_own and (owned := with_owners(self, placed)) is not None:
-                    placed = replace(self._settled(owned, ins, loose), matrices=placed.matrices)
+                    placed = replace(best(self, owned, ins, loose, whole), matrices=placed.matrices)
                 self._placed[natural] = placed
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)
@@ -111,26 +113,16 @@ class Infer:
         """Let go of the placings of a block, other than those of its bodies."""
         self._placed = {key: placed for key, placed in self._placed.items() if key[0] != id(block)}
 
-    def in_slices(self, block: Block, ins: Sequence[Placement], loose: frozenset[int] = frozenset()) -> Placed:
+    def in_slices(
+        self,
+        block: Block,
+        ins: Sequence[Placement],
+        loose: frozenset[int] = frozenset(),
+        whole: frozenset[int] = frozenset(),
+    ) -> Placed:
         """Settle the placements of a block without owners in it, other than in its bodies."""
         self._kept.append(block)
-        return self._settled(block, tuple(ins), loose)
-
-    def _settled(self, block: Block, ins: Sequence[Placement], loose: frozenset[int]) -> Placed:
-        """Once, and again if some of what was added up is used in slices alone: these are less to send.
-
-        Not along the axis of data, where a parameter in slices would make more messages of a few more bytes.
-        """
-        walk = Walk(self, block, ins, loose)
-        if self.axis.name not in (GROUP, AXIS) and (slices := used_in_slices(walk)):
-            again = Walk(self, block, ins, loose, slices).placed
-            if self._sent(again) < self._sent(walk.placed):
-                return again
-        return walk.placed
-
-    def _sent(self, placed: Placed) -> float:
-        """The bytes that a device sends for a block's moves."""
-        return sum(self.link.sent(move.kind, move.bytes) for move in placed.moves)
+        return best(self, block, tuple(ins), loose, whole)
 
     def marked(self, block: Block) -> dict[int, int]:
         """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""

@@ -5,12 +5,13 @@ What is known of an operation beside its factors is in `SPECIAL`, which the modu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxdist.errors import StepError
-from jaxdist.ir.operations import SAME_RANK, is_deferrable
+from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, number
 from jaxdist.placements.describe import Factors
@@ -34,19 +35,48 @@ from jaxdist.placements.values import (
 )
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a walk takes, where it is not what it takes by itself.
+
+    Attributes:
+      names: by the id of an operation, the option.
+      slices: of summands, in which they are added up.
+      whole: inputs that are gathered at once.
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    slices: Mapping[int, Split] = field(default_factory=dict)
+    whole: frozenset[int] = frozenset()
+
+
 class Walk:
-    """Settles one block; `slices` says of summands in which ones they are added up."""
+    """Settles one block.
+
+    Args:
+      infer: which places it (`jaxdist.placements.infer.Infer`).
+      block: its operations.
+      ins: how its inputs come.
+      loose: outputs that a loop adds up.
+      choice: what it takes that it would not by itself.
+
+    Attributes:
+      placed: the block, settled.
+      offers: the operations that have other options, and their names.
+    """
 
     def __init__(
         self,
         infer: Any,
         block: Block,
         ins: Sequence[Placement],
-        loose: frozenset[int],
-        slices: Mapping[int, Split] | None = None,
+        loose: frozenset[int] = frozenset(),
+        choice: Choice = Choice(),
     ):
         marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
-        self.slices: dict[int, Split] = {**(slices or {}), **marked}
+        self.slices: dict[int, Split] = {**choice.slices, **marked}
+        self.choice, self.offers = choice, list[tuple[Node, list[str]]]()
+        self._moved: set[tuple[int, Form, bool]] = set()
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
         self.at: list[Any] = [None] * len(block.avals)
@@ -56,8 +86,11 @@ class Walk:
         summed: set[int] = set()
         for i, value in block.known.items():
             self.at[i] = Replicated(number(value))
-        for i, placement in zip(block.inputs, ins, strict=True):
+        for k, (i, placement) in enumerate(zip(block.inputs, ins, strict=True)):
             self.at[i] = self._settled(i, placement)
+            if k in choice.whole and i in self.next:
+                self.note(self.next[i], i, REPLICATED, "")
+                self.at[i] = REPLICATED
             if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
                 summed.add(self.inputs[i])
         for node in block.nodes:
@@ -69,22 +102,31 @@ class Walk:
                 if isinstance(self.at[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
                     summed.add(self.inputs[i])
                 self.note(node, i, to, strategy.why or strategy.instead)
-            for i, placement in zip(node.outs, strategy.gives, strict=True):
+            for i, placement, then in zip(node.outs, strategy.gives, strategy.then or strategy.gives, strict=True):
                 self.at[i] = placement
-                settled = self._settled(i, placement)
+                settled = then if strategy.then else self._settled(i, placement)
                 if not isinstance(settled, Partial):
-                    self.note(node, i, form(settled), "")
+                    self.note(node, i, form(settled), strategy.instead if strategy.then else "")
                 self.at[i] = settled
         self.placed.at, self.placed.outs = self.at, tuple(form(self.at[i]) for i in block.outputs)
         self.placed.given = tuple(self.at[i] for i in block.outputs)
         self.placed.summed = frozenset(summed)
 
     def note(self, node: Node, i: int, to: Form, why: str) -> None:
-        """Write down that a value has to move, once for each form."""
-        kind = self.infer.move(self.at[i], to, self.block.avals[i])
-        if kind:
-            stored = isinstance(self.at[i], Split) and self.at[i].stored
-            self.placed.own.append(Move(node, kind, self.block.avals[i], stored, why))
+        """Write down that a value has to move, and whether it did so before."""
+        p, aval = self.at[i], self.block.avals[i]
+        if not (kind := self.infer.move(p, to, aval)):
+            return
+        stored = isinstance(p, Split) and p.stored
+        ahead = stored and self.block.source(i) in self.inputs
+        waited_for = i in self.block.before_products and not ahead
+        fetched = node.backward and stored  # anew in the backward pass
+        key = i, form(to), fetched
+        made = self.block.makers.get(i)
+        formed = made is not None and made.name in SHAPE_ONLY and (made.ins[0], REPLICATED, fetched) in self._moved
+        again = key in self._moved or (i, REPLICATED, fetched) in self._moved or (stored and formed)
+        self._moved.add(key)
+        self.placed.own.append(Move(node, kind, aval, stored, why, waited_for, again))
 
     def _settled(self, i: int, placement: Placement) -> Placement:
         """A summand with several uses is added up once, before them."""
@@ -100,20 +142,29 @@ class Walk:
 
     def strategy(self, node: Node) -> Strategy:
         """How an operation runs, given how its operands come."""
+        first, *others = self.options(node)
+        if others:
+            self.offers.append((node, [one.name for one in others]))
+        name = self.choice.names.get(id(node))
+        return next((one for one in others if one.name == name), first)
+
+    def options(self, node: Node) -> list[Strategy]:
+        """How an operation may run; the first is what moves least for it alone."""
         ins = [self.at[i] for i in node.ins]
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
-            return strategy
+            return [strategy]
         for k, i in enumerate(node.ins):
             if isinstance(ins[k], Partial):
                 ins[k] = self.slices.get(i, ins[k])
+        offered = [strategy for rule in OFFERS.get(node.name, ()) if (strategy := rule(self, node, ins))]
         for rule in SPECIAL.get(node.name, ()):
             if strategy := rule(self, node, ins):
-                return strategy
+                return [strategy, *offered]
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
-            return self.alike(node, ins)
-        return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
+            return [self.alike(node, ins)]
+        return [self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins), *offered]
 
     def factors(self, node: Node) -> Factors | None:
         """The loops of an operation."""
@@ -258,15 +309,24 @@ SPECIAL: dict[str, list[Special]] = {}
 """Operations that need more than their factors, and what knows of them; None from all of these: as any other."""
 
 
+OFFERS: dict[str, list[Special]] = {}
+"""Other options of operations; which of them are taken is decided in `jaxdist.placements.options`."""
+
+
 def special(*names: str) -> Callable[[Special], Special]:
     """Enter a rule into the table."""
+    return functools.partial(_enter, SPECIAL, names)
 
-    def enter(rule: Special) -> Special:
-        for name in names:
-            SPECIAL.setdefault(name, []).append(rule)
-        return rule
 
-    return enter
+def offer(*names: str) -> Callable[[Special], Special]:
+    """Enter a rule for an option beside the usual one; it names it."""
+    return functools.partial(_enter, OFFERS, names)
+
+
+def _enter(table: dict[str, list[Special]], names: Sequence[str], rule: Special) -> Special:
+    for name in names:
+        table.setdefault(name, []).append(rule)
+    return rule
 
 
 def refuse(node: Node, why: str) -> StepError:
