@@ -44,7 +44,7 @@ def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> 
     for move, times in moves_of(placed):
         if not move.again:
             taken += times * link.seconds(move.kind, move.bytes) / (1 if move.stored else examples)
-            taken += times * link.stall if move.waited_for else 0
+            taken += times * (link.stall if move.waited_for else link.latency)
     for size, times in _exchanged(placed):
         taken += times * (link.seconds("all-reduce", size) / examples + link.stall)
     return taken
