@@ -8,7 +8,8 @@
 | `infer`, `walk`, `strategy` | the walk that settles the placement of each value, and what it settles |
 | `summands`, `shapes`, `lookups`, `own_rows`, `random_bits` | what it knows of such operations |
 | `loops`, `control_flow` | and of those with bodies |
-| `products` | of the batch with weights in slices: which of the two travels |
+| `options` | which options of the operations are taken: what costs least together |
+| `products`, `heads` | options: few examples in place of large weights, heads in place of keys and values |
 | `marks`, `marked`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
 | `matrices`, `owners`, `owned` | work on whole matrices: found, given to devices, and run by them |
 | `emit`, `run` | the program of one device, once |
@@ -21,6 +22,7 @@
 
 from jaxdist.placements import (  # noqa: F401  (they enter their rules)
     control_flow,
+    heads,
     lookups,
     loops,
     own_rows,

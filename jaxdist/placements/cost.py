@@ -50,6 +50,12 @@ def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> 
     return taken
 
 
+def sent_by(placed: Placed, infer: Any) -> float:
+    """The bytes that a device sends in a placed step."""
+    moved = sum(times * infer.link.sent(move.kind, move.bytes) for move, times in moves_of(placed) if not move.again)
+    return moved + sum(times * infer.link.sent("all-reduce", size) for size, times in _exchanged(placed))
+
+
 def _exchanged(placed: Placed, times: int = 1) -> Iterator[tuple[int, int]]:
     """The bytes of what operations exchange by themselves, which counts as a sum of their results, and how often."""
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):

@@ -13,19 +13,23 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxdist.mesh import AXIS, GROUP
 from jaxdist.placements.block import TO_A_SUM, Block, Node
-from jaxdist.placements.cost import cost
+from jaxdist.placements.cost import cost, sent_by
 from jaxdist.placements.marked import used_in_slices
-from jaxdist.placements.strategy import Placed
+from jaxdist.placements.strategy import Placed, Weighed
 from jaxdist.placements.values import REPLICATED, Partial, Placement
 from jaxdist.placements.walk import Choice, Walk
 
 _OPERATIONS, _FEWEST = 30_000, 8
 """How often a block is walked at most: less often the more operations it has, but not less than so often."""
+
+IN_SLICES = "sums that are used in slices are made so"
+"""The name of an option."""
 
 On = frozenset[int]
 """The groups of operations that are switched."""
@@ -58,7 +62,7 @@ class _Descent:
         groups: Sequence[Choice],
     ):
         self._infer, self._block, self._ins, self._loose, self._groups = infer, walk.block, ins, loose, groups
-        self._whole = walk.choice.whole
+        self._whole, self._offers = walk.choice.whole, walk.offers
         self._left = max(_FEWEST, _OPERATIONS // max(len(walk.block.nodes), 1))
         self._known: dict[On, tuple[float, Placed]] = {On(): (self._cost(walk.placed), walk.placed)}
 
@@ -72,7 +76,23 @@ class _Descent:
             better = min(on, on ^ {k}, key=self._value)
             since = since + 1 if better == on else 0
             on, k = better, (k + 1) % count
-        return self._known[on][1]
+        placed = self._known[on][1]
+        return replace(placed, weighed=[one for k in range(count) for one in self._weighed(on, k)])
+
+    def _weighed(self, on: On, k: int) -> Iterator[Weighed]:
+        """What it would cost to switch a group once more."""
+        if self._value(on ^ {k}) < float("inf"):
+            sent = [sent_by(self._known[way][1], self._infer) for way in (on ^ {k}, on)]
+            seconds, (name, nodes) = self._value(on ^ {k}) - self._value(on), self._what(self._groups[k])
+            yield Weighed(nodes, name, k in on, seconds, sent[0] - sent[1])
+
+    def _what(self, group: Choice) -> tuple[str, list[Node]]:
+        """The option that a group takes, and its operations."""
+        names = {*group.names.values(), *group.everywhere}
+        nodes = [node for node, one in self._offers if one.name in names and (one.together or id(node) in group.names)]
+        if names:
+            return names.pop(), nodes
+        return IN_SLICES, [self._block.makers[i] for i in group.slices if i in self._block.makers]
 
     def _value(self, on: On) -> float:
         if on not in self._known:
@@ -82,6 +102,7 @@ class _Descent:
             chosen = [self._groups[k] for k in sorted(on)]
             choice = Choice(
                 {node: name for one in chosen for node, name in one.names.items()},
+                frozenset().union(*(one.everywhere for one in chosen)),
                 {i: to for one in chosen for i, to in one.slices.items()},
                 self._whole,
             )
@@ -107,13 +128,16 @@ def _groups(walk: Walk) -> list[Choice]:
             a = above
         return a
 
-    for node, names in walk.offers:
-        for tie in (*_ties(walk, node), (*names, node.name, node.line, *walk.shapes(node.ins))):
-            up[find(id(node))] = find(tie)
+    apart = [(node, one.name) for node, one in walk.offers if not one.together]
+    for node, name in apart:
+        for tie in (*_ties(walk, node), (node.name, node.line, *walk.shapes(node.ins))):
+            up[find((id(node), name))] = find((name, tie))
     groups: dict[Hashable, dict[int, str]] = {}
-    for node, names in walk.offers:
-        groups.setdefault(find(id(node)), {})[id(node)] = names[0]
+    for node, name in apart:
+        groups.setdefault(find((id(node), name)), {})[id(node)] = name
     found = [Choice(names) for names in groups.values()]
+    together = dict.fromkeys(one.name for _, one in walk.offers if one.together)
+    found += [Choice(everywhere=frozenset({name})) for name in together]
     # Not along the axis of data, where a parameter in slices would make more messages of a few more bytes.
     if walk.infer.axis.name not in (GROUP, AXIS) and (slices := used_in_slices(walk)):
         found.append(Choice(slices=slices))

@@ -22,6 +22,7 @@ _WORTH_SAYING = 0.01
 _WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results
 _MOST_LINES = 5
 _MOST_LEAVES = 2
+_MOST_CHOICES = 10
 _ACTIVATIONS = ("all-gather", "all-to-all")
 
 
@@ -65,7 +66,7 @@ def rows(over: Sequence[Placed]) -> list[Row]:
     moved: dict[tuple[str, str, str, str, str], int] = {}
     leaves: dict[tuple[str, str, str, str, str], dict[str, None]] = {}
     for placed, move, times in ((one, *move) for one in over for move in moves_of(one)):
-        if move.node.name == "jaxdist_all_reduce":  # over several axes in one: that over the first is in the table
+        if move.again or move.node.name == "jaxdist_all_reduce":  # over several axes: that over the first is here
             continue
         key = (placed.axis, _kind(move), move.node.name, move.node.line, move.why)
         leaves.setdefault(key, {}).update(dict.fromkeys(_leaf(placed, move)))
@@ -109,6 +110,31 @@ def rows(over: Sequence[Placed]) -> list[Row]:
             why = "every device has all of its operands"
             table.append(Row(one.axis, "repeated", name, line, flops=cost, share=cost / max(total, 1), why=why))
     return table
+
+
+def choices(over: Sequence[Placed]) -> list[str]:
+    """The options that a step takes or not, with what the other way would take more: those of most seconds.
+
+    Args:
+      over: the step, placed over each axis.
+    """
+    found = sorted((one for placed in over for one in _weighed(placed)), key=lambda one: -one[0])
+    return [text for _, text in found[:_MOST_CHOICES]]
+
+
+def _weighed(placed: Placed, times: int = 1) -> Iterator[tuple[float, str]]:
+    for one in placed.weighed:
+        lines = dict.fromkeys(f"{node.name} at {_short(node.line)}" if node.line else node.name for node in one.nodes)
+        what = ", ".join([*lines][:_MOST_LEAVES]) + f" and {len(lines) - _MOST_LEAVES} more" * (
+            len(lines) > _MOST_LEAVES
+        )
+        sign, seconds = "-" if one.bytes < 0 else "+", times * one.seconds
+        more = f"+{1e3 * seconds:.3g} ms, {sign}{in_words(round(abs(times * one.bytes)))}"
+        way = f"{one.name}; otherwise: {more}" if one.taken else f"as usual; if {one.name}: {more}"
+        yield seconds, f"{what}: {way}"
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        for body in strategy.bodies:
+            yield from _weighed(body, times * turns(node))
 
 
 def table(found: Sequence[Row]) -> str:

@@ -39,6 +39,7 @@ class Strategy:
       instead: its operands move for this reason, where something else could.
       then: the form into which each result is brought at once; (): it stays as it is made.
       name: of the option, where the operation has others; "": what is taken unless another one costs less.
+      together: all operations take the option of this name, or none.
     """
 
     takes: Sequence[Form | None]
@@ -52,6 +53,7 @@ class Strategy:
     instead: str = ""
     then: Sequence[Form] = ()
     name: str = ""
+    together: bool = False
 
 
 @dataclass(eq=False)
@@ -82,6 +84,25 @@ class Move:
         return nbytes(self.aval)
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """An option of some operations, beside the other way.
+
+    Attributes:
+      nodes: the operations.
+      name: of the option.
+      taken: whether it is.
+      seconds: that the other way would take more.
+      bytes: that a device would send more.
+    """
+
+    nodes: Sequence[Node]
+    name: str
+    taken: bool
+    seconds: float
+    bytes: float
+
+
 @dataclass(eq=False)
 class Placed:
     """A block whose placements are settled.
@@ -100,6 +121,7 @@ class Placed:
       names: of its inputs, if it is a step.
       sources: for each output the input whose next value it is, or None.
       matrices: how many components work on whole matrices in it (`jaxdist.placements.matrices`).
+      weighed: options that were taken or not, for what the whole block costs (`jaxdist.placements.options`).
     """
 
     block: Block
@@ -113,6 +135,7 @@ class Placed:
     summed: frozenset[int] = frozenset()
     whole: bool = False
     matrices: int = 0
+    weighed: Sequence[Weighed] = ()
     names: Sequence[str] = ()
     sources: Sequence[int | None] = ()
 

@@ -41,11 +41,13 @@ class Choice:
 
     Attributes:
       names: by the id of an operation, the option.
+      everywhere: options of all operations that have them.
       slices: of summands, in which they are added up.
       whole: inputs that are gathered at once.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
+    everywhere: frozenset[str] = frozenset()
     slices: Mapping[int, Split] = field(default_factory=dict)
     whole: frozenset[int] = frozenset()
 
@@ -62,7 +64,7 @@ class Walk:
 
     Attributes:
       placed: the block, settled.
-      offers: the operations that have other options, and their names.
+      offers: the operations that have other options, and these.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Walk:
     ):
         marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
         self.slices: dict[int, Split] = {**choice.slices, **marked}
-        self.choice, self.offers = choice, list[tuple[Node, list[str]]]()
+        self.choice, self.offers = choice, list[tuple[Node, Strategy]]()
         self._moved: set[tuple[int, Form, bool]] = set()
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
@@ -143,10 +145,9 @@ class Walk:
     def strategy(self, node: Node) -> Strategy:
         """How an operation runs, given how its operands come."""
         first, *others = self.options(node)
-        if others:
-            self.offers.append((node, [one.name for one in others]))
-        name = self.choice.names.get(id(node))
-        return next((one for one in others if one.name == name), first)
+        self.offers += [(node, one) for one in others]
+        wanted = {self.choice.names.get(id(node)), *self.choice.everywhere}
+        return next((one for one in others if one.name in wanted), first)
 
     def options(self, node: Node) -> list[Strategy]:
         """How an operation may run; the first is what moves least for it alone."""
