@@ -17,7 +17,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxdist.mesh import AXIS, GROUP
 from jaxdist.placements.block import TO_A_SUM, Block, Node
 from jaxdist.placements.cost import cost, sent_by
 from jaxdist.placements.marked import used_in_slices
@@ -138,8 +137,7 @@ def _groups(walk: Walk) -> list[Choice]:
     found = [Choice(names) for names in groups.values()]
     together = dict.fromkeys(one.name for _, one in walk.offers if one.together)
     found += [Choice(everywhere=frozenset({name})) for name in together]
-    # Not along the axis of data, where a parameter in slices would make more messages of a few more bytes.
-    if walk.infer.axis.name not in (GROUP, AXIS) and (slices := used_in_slices(walk)):
+    if slices := used_in_slices(walk):
         found.append(Choice(slices=slices))
     return found
 
