@@ -18,14 +18,19 @@ class Explanation:
     Attributes:
       rows: most bytes first, then what is repeated.
       cut: the leaves of the state that the model axis cuts, by name, and the dimension.
+      mesh: which was chosen, and why; "": it was given.
     """
 
     rows: tuple[Row, ...]
     cut: Mapping[str, int] = field(default_factory=dict)
+    mesh: str = ""
 
     def __str__(self) -> str:
         lines = [f"{name} is cut along dimension {dim}" for name, dim in self.cut.items()]
-        return "\n".join([table(self.rows), *["the axis 'model':"] * bool(lines), *(f"  {line}" for line in lines)])
+        mesh = [f"mesh: {self.mesh}"] * bool(self.mesh)
+        return "\n".join(
+            [*mesh, table(self.rows), *["the axis 'model':"] * bool(lines), *(f"  {line}" for line in lines)]
+        )
 
     __repr__ = __str__
 
@@ -36,7 +41,8 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Reductions of gradients and losses are what data parallelism is. What couples examples otherwise (a similarity
     matrix, a sort, a shuffle) moves activations, or is computed by every device: the table names the operation, the
     line of your code, the bytes and what would avoid it. ``JAXDIST_LOG=placements`` prints it for each step that is
-    compiled. On a mesh with a model axis it lists the leaves of the state that this one cuts.
+    compiled. On a mesh with a model axis it lists the leaves of the state that this one cuts; with ``mesh="auto"`` it
+    says which mesh was chosen.
 
     Args:
       step: decorated, or a plain step, which is decorated with the defaults.
@@ -54,4 +60,4 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
     placed = decorated.placed(*args, **kwargs)
-    return Explanation(tuple(rows(placed)), decorated.program(*args, **kwargs).cut_by_model())
+    return Explanation(tuple(rows(placed)), decorated.program(*args, **kwargs).cut_by_model(), decorated.why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jax.sharding import Mesh
 
@@ -12,7 +12,7 @@ from jaxdist.compat import is_pmapped
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.step.calling import Calling
 from jaxdist.step.decorated import DataParallel, decorated_with
-from jaxdist.step.settings import COMPRESSIONS, Batch, Compression, Settings
+from jaxdist.step.settings import AUTO, COMPRESSIONS, Batch, Compression, Settings
 
 R = TypeVar("R")
 
@@ -171,7 +171,7 @@ class Options(TypedDict, total=False):
 def parallel(
     step: Callable[..., Any] | None = None,
     *,
-    mesh: Mesh | Sizes,
+    mesh: Mesh | Sizes | Literal["auto"],
     layouts: Mapping[str, int | None] | None = None,
     **options: Unpack[Options],
 ) -> Any:
@@ -213,8 +213,10 @@ def parallel(
     References:
       Shoeybi et al., *Megatron-LM*, arXiv 1909.08053; Xu et al., *GSPMD*, arXiv 2105.04663.
     """
-    if not isinstance(mesh, (Mesh, Mapping)):
-        raise TypeError(f"mesh={mesh!r}: the sizes of its axes, as {{'data': 2, 'model': 4}}, or a jax.sharding.Mesh")
+    if not isinstance(mesh, (Mesh, Mapping)) and mesh != AUTO:
+        raise (ValueError if isinstance(mesh, str) else TypeError)(
+            f"mesh={mesh!r}: the sizes of its axes, as {{'data': 2, 'model': 4}}, a jax.sharding.Mesh, or 'auto'"
+        )
     if layouts is not None:
         _check_layouts(layouts)
     return decorator(step, mesh, layouts, options)
@@ -222,7 +224,7 @@ def parallel(
 
 def decorator(
     step: Callable[..., Any] | None,
-    mesh: Mesh | Sizes | None,
+    mesh: Mesh | Sizes | Literal["auto"] | None,
     layouts: Mapping[str, int | None] | None,
     options: Options,
 ) -> Any:
