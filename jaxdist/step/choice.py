@@ -80,23 +80,20 @@ def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, fl
     return too_large, peak if too_large else cost, least
 
 
-def meshes(devices: int, in_host: int, in_process: int, shapes: Sequence[Sequence[int]]) -> Iterator[dict[str, int]]:
+def meshes(devices: int, in_host: int, shapes: Sequence[Sequence[int]]) -> Iterator[dict[str, int]]:
     """The meshes with an example for each device along the axis of data at least, entries of their second dimension
     for those along that of sequences, and any size of that of the model.
 
-    Sequences and the model are cut within a host, unless there are fewer examples than hosts; and within a process, so
-    that each passes examples of its own: as many of these for each of its places on the axis of data.
+    Sequences and the model are cut within a host, unless there are fewer examples than hosts.
 
     Args:
       devices: of the mesh.
       in_host: of these, neighbours on one host.
-      in_process: of these, neighbours of one process.
       shapes: of the batch, with the examples of all processes.
     """
     found = False
-    for inner in (n for n in range(1, in_process + 1) if in_process % n == 0):
-        rows = devices // inner
-        if any(s[0] % rows if in_process < devices else s[0] < rows for s in shapes):
+    for inner in (n for n in range(1, devices + 1) if devices % n == 0):
+        if any(shape[0] < devices // inner for shape in shapes):
             continue
         if inner > in_host and found:
             return
@@ -104,7 +101,7 @@ def meshes(devices: int, in_host: int, in_process: int, shapes: Sequence[Sequenc
             sequence = inner // model
             if sequence == 1 or any(len(s) > 1 and s[1] >= sequence for s in shapes):
                 found = True
-                sizes = {AXIS: rows, SEQUENCE: sequence, MODEL: model}
+                sizes = {AXIS: devices // inner, SEQUENCE: sequence, MODEL: model}
                 yield {name: n for name, n in sizes.items() if n > 1} or {AXIS: 1}
 
 
@@ -161,6 +158,9 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
       among: the meshes; of those that take the same time the first one is taken.
       machine: the devices.
     """
+    if len(among) == 1:
+        mesh = on(among[0]).mesh
+        return Choice(mesh, f"{said(mesh.shape)}: there is no other one for this batch")
     memory = machine.kind.usable or float("inf")
     cuts = dict[int, dict[int, int]]()
     found, failed = list[Estimate](), list[Exception]()
@@ -191,8 +191,7 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
 
 
 def choose(first: Forecast, context: Context) -> Choice:
-    """The mesh for a step's first call: that of its state, if some of it lies in slices on one; else the fastest on
-    which each process has a place of its own on the axis of data.
+    """The mesh for a step's first call: that of its state, if some of it lies in slices on one; else the fastest.
 
     Args:
       first: the call, on the job's mesh of one axis.
@@ -205,12 +204,10 @@ def choose(first: Forecast, context: Context) -> Choice:
             mesh = in_a_row(own.mesh)
             if set(mesh.axis_names) <= set(NAMES):
                 return Choice(mesh, f"{said(mesh.shape)}: {name} lies in slices on it")
-    alike = lambda where: on_each_host([where(d.process_index) for d in devices]) or 1
-    in_process, in_host = alike(lambda rank: rank), alike(lambda rank: context.hosts[rank])
-    among = list(meshes(len(devices), in_host, in_process, [a.shape for a in first.batch])) or [{AXIS: len(devices)}]
-    if len(among) == 1:
-        each = "on which each process has rows of its own" if context.size > 1 else "that divides the batch"
-        return Choice(mesh_of(among[0], devices), f"{said(among[0])}: the only mesh {each}")
+    in_host = on_each_host([context.hosts[d.process_index] for d in devices]) or 1
+    if context.communicator == "mpi":  # which brings no batch from one mesh to another
+        return Choice(context.mesh, f"{said(context.mesh.shape)}: over MPI a batch stays where it was passed")
+    among = list(meshes(len(devices), in_host, [a.shape for a in first.batch])) or [{AXIS: len(devices)}]
     return chosen(lambda sizes: first.on(mesh_of(sizes, devices)), among, machine_of(context.mesh))
 
 

@@ -186,7 +186,11 @@ def parallel(
     Args:
       step: as for `data_parallel`.
       mesh: sizes of the axes; as in JAX neighbouring devices differ in the last one. One may be -1. Or a mesh with
-        these names.
+        these names. Or "auto": the first call (or `lower`, `explain` and the like before it, which every rank then
+        makes) takes the mesh that `jaxdist.fit` ranks first for these arguments on the devices that there are; later
+        calls keep it. If a leaf of the state lies in slices on a mesh, it is that one. Each process passes its own
+        part of the batch whatever the mesh, as for `data_parallel`. Nothing is compiled to find it: where devices have
+        a memory of their own it must hold all that the program may make at once, which is more than it will need.
       layouts: by a regular expression, which is searched for in the name of a leaf of the state (``"params['w']"``):
         the dimension that the model axis cuts, or None. The first that is found counts; all other leaves are whole.
         Default: dimensions that the step ties together are cut together where a descent over these finds that bytes
@@ -197,8 +201,8 @@ def parallel(
 
     Raises:
       TypeError: an unknown option, or a mesh or layouts of another type.
-      ValueError: an expression that is not valid; (when first called) an unknown axis, sizes that the devices don't
-        make, an expression that is found in no leaf, or a dimension that a leaf does not have.
+      ValueError: another word than "auto", an expression that is not valid; (when first called) an unknown axis, sizes
+        that the devices don't make, an expression that is found in no leaf, or a dimension that a leaf does not have.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist

@@ -288,7 +288,7 @@ class DataParallel(Generic[R]):
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
-            self._placer = Placer(context, mesh)
+            self._placer = Placer(context, mesh, context.mesh if self.why else None)
             rules = context.rules or context.communicator
             results = Results(context.only(Copies), self._name) if context.size > 1 else None
             machine = machine_of(mesh)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxdist import compat
 from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row, parts_of_batch
-from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, on_host, physical, sharding
+from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step.batch import is_keys
 from jaxdist.step.signature import NUMBERS
@@ -29,6 +29,8 @@ class Placer:
     Args:
       context: the job; its root's values are those of state that is not on the mesh yet.
       mesh: the devices.
+      passed: the same devices, by whose places on the axis of data the processes pass their parts of a batch; default:
+        `mesh`.
 
     Attributes:
       processes: number of those with some of the devices.
@@ -36,12 +38,12 @@ class Placer:
       shared: for each the processes that pass it.
     """
 
-    def __init__(self, context: Context, mesh: Mesh):
-        self.context, self.mesh = context, mesh
+    def __init__(self, context: Context, mesh: Mesh, passed: Mesh | None = None):
+        self.context, self.mesh, self._passed = context, mesh, passed or mesh
         self.state_sharding = sharding(mesh, None)
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
-        self.shared = parts_of_batch(mesh)
+        self.shared = parts_of_batch(self._passed)
         self.parts = len(self.shared)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known: dict[int, tuple[Any, Any]] = {}
@@ -177,13 +179,16 @@ class Placer:
         if is_keys(x):
             data = self._shard(jax.random.key_data(x), how, place)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
+        rows, total = x.shape[0], getattr(x, "total", x.shape[0] * self.parts)
         for cut in how.cuts:
             x = x if cut.axis == AXIS else _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
-        rows = x.shape[0]
         shape = (rows * self.parts, *x.shape[1:])
-        parts = [(device, x if index is None else x[index]) for device, index in _own_slices(place, shape, rows)]
+        moves = self._passed != self.mesh
+        first = sharding(self._passed, of_batch(shape[:1], self._passed)) if moves else place
+        parts = [(device, x if index is None else x[index]) for device, index in _own_slices(first, shape, rows)]
         shards = [jax.device_put(part, device) for device, part in parts]
-        return jax.make_array_from_single_device_arrays(shape, place, shards)
+        array = jax.make_array_from_single_device_arrays(shape, first, shards)
+        return _mover(place, total, how.physical((total, *shape[1:]))[0])(array) if moves else array
 
     def batch_key(self, x: Any) -> Any:
         """What of a leaf of the batch decides which program runs."""
@@ -222,7 +227,7 @@ class Placer:
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         everywhere = data_size(self.mesh)
-        own = 1 if self.processes == 1 else everywhere // self.parts
+        own = 1 if self.processes == 1 else max(1, everywhere // self.parts)
         return batch_problem(names, placed, [everywhere if spans(x) else own for x in placed])
 
 
@@ -235,6 +240,18 @@ def _weak(x: Any) -> Any:
 @functools.cache
 def _weakly(place: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=place)
+
+
+@functools.cache
+def _mover(place: NamedSharding, total: int, rows: int) -> Callable[[jax.Array], jax.Array]:
+    """Brings a batch from the devices of those who passed it to where it is used.
+
+    Args:
+      place: there.
+      total: of its examples; what follows are copies of the last one.
+      rows: with the padding that it has there.
+    """
+    return jax.jit(lambda x: _lengthened(x[:total], 0, rows), out_shardings=place)
 
 
 @functools.lru_cache(1024)

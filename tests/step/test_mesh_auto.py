@@ -67,7 +67,7 @@ def test_none_takes_less_by_the_estimate(args: Any) -> None:
     shapes = [args[1].shape]
     seconds = {
         tuple(sizes.items()): one.seconds
-        for sizes in meshes(8, 8, 8, shapes)
+        for sizes in meshes(8, 8, shapes)
         for one in jaxdist.fit(jaxdist.data_parallel(mlp), *args, topology=topology, mesh=sizes).candidates
     }
     assert len(seconds) > 3
@@ -203,13 +203,3 @@ def test_an_error_of_the_step_is_the_steps() -> None:
         step(SMALL[0], np.ones((8, 5)))
     step(*WIDE)
     assert chosen(step) == {"model": 8}, "no mesh was chosen for it"
-
-
-def test_which_meshes_there_are() -> None:
-    """Between processes each passes rows of its own, as many for each place."""
-    several = lambda *sizes: [tuple(one.values()) for one in meshes(*sizes, [(12, 5)])]
-    assert list(meshes(2, 2, 1, [(4, 3)])) == [{"data": 2}]
-    assert list(meshes(4, 4, 2, [(4,)])) == [{"data": 4}, {"data": 2, "model": 2}]
-    assert list(meshes(4, 4, 2, [(6,)])) == [{"data": 2, "model": 2}], "three rows over two devices"
-    assert several(8, 4, 4) == [(4, 2), (4, 2), (2, 4), (2, 2, 2), (2, 4)]
-    assert list(meshes(1, 1, 1, [(4,)])) == [{"data": 1}]
