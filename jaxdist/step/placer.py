@@ -163,7 +163,7 @@ class Placer:
         if self.processes == 1:
             whole = [_filled(x, how) for x, how in zip(leaves, layouts, strict=True)]
             return jax.device_put(whole, places[0] if len(set(places)) == 1 else places)  # one is quicker
-        return [self._shard(physical(x), how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
+        return [self._shard(x, how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
 
     def batch_argument(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
         """The batch as a compiled step takes it: `place_batch`, which for a single device jit does itself, faster."""
@@ -174,21 +174,23 @@ class Placer:
         return list(leaves) if own else self.place_batch(leaves, layouts)
 
     def _shard(self, x: Any, how: Layout, place: NamedSharding) -> jax.Array:
-        if spans(x):
-            return x if x.sharding == place else jax.device_put(x, place)
+        array = physical(x)
+        if spans(array):
+            there = array.sharding == place and array.shape == how.physical(x.shape)
+            return array if there else _mover(place, how, x.shape)(array)
         if is_keys(x):
             data = self._shard(jax.random.key_data(x), how, place)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
-        rows, total = x.shape[0], getattr(x, "total", x.shape[0] * self.parts)
-        for cut in how.cuts:
+        rows, total, first = x.shape[0], getattr(x, "total", x.shape[0] * self.parts), place
+        if moves := self._passed != self.mesh:
+            first = sharding(self._passed, of_batch((rows * self.parts,), self._passed))
+        for cut in () if moves else how.cuts:
             x = x if cut.axis == AXIS else _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
         shape = (rows * self.parts, *x.shape[1:])
-        moves = self._passed != self.mesh
-        first = sharding(self._passed, of_batch(shape[:1], self._passed)) if moves else place
         parts = [(device, x if index is None else x[index]) for device, index in _own_slices(first, shape, rows)]
         shards = [jax.device_put(part, device) for device, part in parts]
         array = jax.make_array_from_single_device_arrays(shape, first, shards)
-        return _mover(place, total, how.physical((total, *shape[1:]))[0])(array) if moves else array
+        return _mover(place, how, (total, *shape[1:]))(array) if moves else array
 
     def batch_key(self, x: Any) -> Any:
         """What of a leaf of the batch decides which program runs."""
@@ -242,16 +244,23 @@ def _weakly(place: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=place)
 
 
-@functools.cache
-def _mover(place: NamedSharding, total: int, rows: int) -> Callable[[jax.Array], jax.Array]:
-    """Brings a batch from the devices of those who passed it to where it is used.
+@functools.lru_cache(1024)
+def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    """Brings a leaf of a batch from another mesh.
 
     Args:
-      place: there.
-      total: of its examples; what follows are copies of the last one.
-      rows: with the padding that it has there.
+      place: on this one.
+      how: it is cut there.
+      shape: of the leaf; what the array has beyond it is padding.
     """
-    return jax.jit(lambda x: _lengthened(x[:total], 0, rows), out_shardings=place)
+
+    def moved(x: jax.Array) -> jax.Array:
+        x = x[tuple(map(slice, shape))]
+        for cut in how.cuts:
+            x = _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
+        return x
+
+    return jax.jit(moved, out_shardings=place)
 
 
 @functools.lru_cache(1024)

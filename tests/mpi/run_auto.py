@@ -19,6 +19,13 @@ def mlp(w: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), value
 
 
+def rows_too(w: Any, x: Any) -> Any:
+    return mlp(w, x)[0], (jnp.tanh(x @ w["up"]) @ w["down"]).sum(1)
+
+
+X = np.random.default_rng(1).normal(size=(11, 5))
+
+
 def case(rows: int, width: int, hidden: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     shapes = {"up": (width, hidden), "down": (hidden, width)}
@@ -48,6 +55,19 @@ def main() -> None:
         ends = (jaxdist.unshard(got), value), (want, loss)
         gaps = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), *ends)
         report[name] = {"mesh": dict(step._mesh.shape), "gap": max(jax.tree.leaves(gaps)), "why": step.why}
+
+    w, _ = case(1, 5, 4096)
+    want = got = w
+    step, plain = jaxdist.parallel(rows_too, mesh="auto"), jax.jit(rows_too)
+    gaps = []
+    for on_devices in (False, True):
+        batches = jaxdist.loader(X, 4 // ctx.size, shuffle=False, tail="keep", on_devices=on_devices)
+        for k, batch in enumerate(batches):
+            want, one = plain(want, X[4 * k : 4 * k + 4])
+            got, rows = step(got, batch)
+            gap = np.abs(np.asarray(one) - np.asarray(jaxdist.unshard(rows))).max()
+            gaps.append(gap / (1 + np.abs(one).max()))
+    report["loader"] = {"mesh": dict(step._mesh.shape), "gap": float(max(gaps)), "calls": len(gaps)}
 
     def fails_on_one(w: Any, x: Any) -> Any:
         if ctx.rank == 1:
