@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from jaxdist.mesh import GROUP, Axis, along, axes_of_mesh
 
 REACHED = 0.4
 """The part of a device's FLOPs that a step of large products is taken to reach, its other operations included."""
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 _ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 _FOLD = 8  # devices of a host of CPUs that nobody measured
@@ -113,6 +117,11 @@ class Kind:
         """Whether it is one, with no memory beside its host's; sums of 16-bit floats travel there in 32 bits."""
         return not self.target
 
+    @property
+    def usable(self) -> int:
+        """Bytes of its memory that JAX takes; 0: nobody knows."""
+        return int(self.memory * (1 if self.is_cpu else fraction()))
+
     def of_host(self, devices: int) -> Kind:
         """One of so many devices that share a host's cores, memory and network, given the kind of the host."""
         return dataclasses.replace(
@@ -191,28 +200,13 @@ KINDS = {
 }
 
 
-def speed(kind: Kind, hosts: Sequence[Any], groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """The slowest link of a ring through each group of devices.
-
-    Between hosts there are as many rings as a host has devices of the group, each through a network adapter of its own.
-
-    Args:
-      kind: of the devices.
-      hosts: of each device.
-      groups: positions of devices, those of one host one after another.
-
-    Returns:
-      Bytes a second that each device sends and receives; seconds that a collective takes at least.
-    """
-    slowest, latency = kind.link, kind.latency
-    for group in groups:
-        on_host: dict[Any, int] = {}
-        for device in group:
-            on_host[hosts[device]] = on_host.get(hosts[device], 0) + 1
-        if len(on_host) > 1:
-            slowest = min(slowest, kind.network * min(on_host.values()))
-            latency = kind.network_latency
-    return slowest, latency
+def fraction() -> float:
+    """The part of a GPU's memory that JAX's allocator may take."""
+    value = os.environ.get(FRACTION) or 0.75
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{FRACTION}={value!r}: expected a number, such as 0.75") from None
 
 
 @dataclass(frozen=True)
@@ -249,10 +243,9 @@ class Machine:
           mesh: the devices.
         """
         axes = axes_of_mesh(mesh)
-        hosts = self.hosts or (0,) * mesh.size
         everyone = (tuple(range(mesh.size)),)
         links = tuple(
-            (axis.name, self._link(axis, *speed(self.kind, hosts, along(axes, [axis.name]) or everyone)))
+            (axis.name, self._link(axis, *self.speed(along(axes, [axis.name]) or everyone)))
             for axis in axes if axis.name != GROUP
         )  # fmt: skip
         return dataclasses.replace(self, links=links)
@@ -262,6 +255,36 @@ class Machine:
         kind = self.kind
         bandwidth, latency = (kind.network, kind.network_latency) if axis.name == GROUP else (kind.link, kind.latency)
         return dict(self.links).get(axis.name) or self._link(axis, bandwidth, latency)
+
+    def speed(self, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
+        """The slowest link of a ring through each group of devices.
+
+        Between hosts there are as many rings as a host has devices of the group, each through a network adapter of its
+        own.
+
+        Args:
+          groups: positions of devices, those of one host one after another.
+
+        Returns:
+          Bytes a second that each device sends and receives; seconds that a collective takes at least.
+        """
+        kind = self.kind
+        slowest, latency = kind.link, kind.latency
+        for group in groups if self.hosts else ():
+            on_host = Counter(self.hosts[device] for device in group)
+            if len(on_host) > 1:
+                slowest = min(slowest, kind.network * min(on_host.values()))
+                latency = kind.network_latency
+        return slowest, latency
+
+    def crossings(self, groups: Sequence[Sequence[int]]) -> int:
+        """How many rings leave the first host, if there is one through each group of devices.
+
+        Args:
+          groups: positions of devices.
+        """
+        hosts = [{self.hosts[device] for device in group} for group in groups] if self.hosts else []
+        return sum(self.hosts[0] in on and len(on) > 1 for on in hosts)
 
     def _link(self, axis: Axis, bandwidth: float, latency: float) -> Link:
         return Link(axis.size, bandwidth, latency, max(latency, self.kind.stall))

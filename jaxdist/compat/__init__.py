@@ -60,6 +60,7 @@ from jaxdist.compat.tracing import (
     psum_invariant_p,
     pvary_p,
     reduce_scatter_p,
+    shard_map_p,
     trace_settings,
     trace_state_clean,
     under_no_mesh,

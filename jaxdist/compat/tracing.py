@@ -11,6 +11,7 @@ import jax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
+from jax._src import shard_map as _shard_map
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 
@@ -23,6 +24,7 @@ pvary_p = _core.pvary_p
 psum_invariant_p = _parallel.psum_invariant_p
 all_gather_invariant_p = _parallel.all_gather_invariant_p
 reduce_scatter_p = _parallel.reduce_scatter_p
+shard_map_p = _shard_map.shard_map_p
 
 
 def other_collectives() -> tuple[Any, ...]:

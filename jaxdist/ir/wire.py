@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxdist import compat
 from jaxdist.ir.fingerprint import moves, place
 from jaxdist.ir.interpreter import axes_of, groups_of, live, subjaxprs
 from jaxdist.machine import VIRTUAL, Machine, ring_factor
-from jaxdist.mesh import Axis, Groups, along
+from jaxdist.mesh import MODEL, SEQUENCE, Axis, Groups, along
 
 _KINDS = {
     **dict.fromkeys(
@@ -87,6 +87,77 @@ def transfers(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine = VIR
       ('all-reduce', 10, 40, 60, 1)
     """
     return Counter(_walk(program.jaxpr, axes, machine.kind.is_cpu, "", 1))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as XLA runs it.
+
+    Attributes:
+      kind: all-reduce, reduce-scatter, all-gather, all-to-all, permute or broadcast.
+      dtype: of what travels, with plus signs between several.
+      bytes: of the whole arrays, each time: of one device's operands, of an all-gather's results.
+      groups: the devices that take part; a ring for each.
+      times: how often in a step.
+      overlapped: whether a kernel on more than scalars runs between its start and its end.
+      where: the operation's name in JAX, with the loops and functions that it is in.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    times: int
+    overlapped: bool
+    where: str = ""
+
+    @property
+    def devices(self) -> int:
+        """Of a group."""
+        return max(map(len, self.groups))
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in a step, if the library takes a ring."""
+        return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
+
+    def seconds(self, machine: Machine) -> float:
+        """How long it takes at the full speed of the links, each time after another.
+
+        Args:
+          machine: the devices.
+        """
+        bandwidth, latency = machine.speed(self.groups)
+        return self.sent / bandwidth + self.times * latency
+
+
+def merged(found: Mapping[Transfer, int], devices: int, machine: Machine) -> Iterator[Collective]:
+    """What a program sends at least: as if XLA merged all that it may, and where it has a schedule hid what goes along
+    the axes of data. (For activations that another axis sends the next operation waits.)
+
+    For CPUs it may merge all-reduces; for GPUs all of a kind, and reductions are moved out of loops.
+
+    Args:
+      found: as of `transfers`.
+      devices: of the mesh.
+      machine: what they are.
+    """
+    on_cpu = machine.kind.is_cpu
+    together: dict[Any, list[tuple[Transfer, int]]] = {}
+    for i, (one, count) in enumerate(found.items()):
+        where = one.place, one.times, i if on_cpu and one.kind != "all-reduce" else None
+        moved = not on_cpu and one.kind in ("all-reduce", "reduce-scatter")
+        hidden = not on_cpu and not {MODEL, SEQUENCE}.intersection(one.axes.split())
+        key = one.kind, one.groups, hidden, None if moved else where
+        together.setdefault(key, []).append((one, count))
+    for (kind, groups, hidden, key), several in together.items():
+        where, times, alone = key or ("", 1, None)
+        size = sum(one.bytes * one.times * count for one, count in several) // times
+        if alone is not None:
+            [(one, count)] = several
+            size, times = one.bytes, times * count
+        dtype = "+".join(dict.fromkeys(one.dtype for one, _ in several))
+        yield Collective(kind, dtype, size, groups or (tuple(range(devices)),), times, hidden, where)
 
 
 def _walk(jaxpr: Jaxpr, axes: Sequence[Axis], on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:

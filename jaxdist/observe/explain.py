@@ -20,17 +20,19 @@ class Explanation:
       cut: the leaves of the state that the model axis cuts, by name, and the dimension.
       choices: the ten options of operations that matter most: which are taken, and what the other way would take more
         of the time of a step and of the bytes that a device sends, as estimated for these devices.
+      mesh: which was chosen, and why; "": it was given.
     """
 
     rows: tuple[Row, ...]
     cut: Mapping[str, int] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
+    mesh: str = ""
 
     def __str__(self) -> str:
         cut = [f"{name} is cut along dimension {dim}" for name, dim in self.cut.items()]
         parts = {"the axis 'model':": cut, "estimated for these devices:": self.choices}
         said = [line for title, lines in parts.items() if lines for line in (title, *(f"  {line}" for line in lines))]
-        return "\n".join([table(self.rows), *said])
+        return "\n".join([*[f"mesh: {self.mesh}"] * bool(self.mesh), table(self.rows), *said])
 
     __repr__ = __str__
 
@@ -41,9 +43,9 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Reductions of gradients and losses are what data parallelism is. What couples examples otherwise (a similarity
     matrix, a sort, a shuffle) moves activations, or is computed by every device: the table names the operation, the
     line of your code, the bytes and what would avoid it. ``JAXDIST_LOG=placements`` prints it for each step that is
-    compiled. On a mesh with a model axis it lists the leaves of the state that this one cuts. Where an operation can
-    run in several ways (few examples travel in place of a large weight, heads in place of keys and values), it says
-    which is taken, and what the other one would cost.
+    compiled. On a mesh with a model axis it lists the leaves of the state that this one cuts; with ``mesh="auto"`` it
+    says which mesh was chosen. Where an operation can run in several ways (few examples travel in place of a large
+    weight, heads in place of keys and values), it says which is taken, and what the other one would cost.
 
     Args:
       step: decorated, or a plain step, which is decorated with the defaults.
@@ -62,4 +64,4 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
     placed = decorated.placed(*args, **kwargs)
     cut = decorated.program(*args, **kwargs).cut_by_model()
-    return Explanation(tuple(rows(placed)), cut, tuple(choices(placed)))
+    return Explanation(tuple(rows(placed)), cut, tuple(choices(placed)), decorated.why)

@@ -13,8 +13,9 @@ from typing import Any
 
 from jaxdist.ir.liveness import held_at_once
 from jaxdist.mesh import AXIS
-from jaxdist.planning.elsewhere import Elsewhere, Needs, traffic_of
+from jaxdist.planning.elsewhere import Elsewhere, Needs
 from jaxdist.planning.report import STATE, LevelPlan
+from jaxdist.step.choice import Times, order, times
 from jaxdist.step.forecast import Ahead
 
 MOST = 10
@@ -22,16 +23,11 @@ MOST = 10
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A step at one level, for one kind of groups. Times in seconds.
+class Candidate(Times):
+    """A step at one level, for one kind of groups; and its times.
 
     Attributes:
       row: bytes, collectives, FLOPs.
-      compute: that the FLOPs take.
-      state: that it takes to read the state once, and to write it; to bring it from the host's memory, and back.
-      in_host: of collectives within hosts.
-      between: of collectives between hosts.
-      hidden: of both, while something is computed; as far as the schedule is known.
       compiled: otherwise peak and times are at least these.
       made_by: the name of the function that builds it.
       share: of the data of the largest batch among the candidates.
@@ -39,11 +35,6 @@ class Candidate:
     """
 
     row: LevelPlan
-    compute: float
-    state: float
-    in_host: float
-    between: float
-    hidden: float
     compiled: bool = True
     made_by: str = ""
     share: float = 1.0
@@ -53,11 +44,6 @@ class Candidate:
     def choice(self) -> Mapping[str, Any]:
         """What the step is built with, where that is varied."""
         return self.row.choice
-
-    @property
-    def seconds(self) -> float:
-        """Of the step: what is computed, and messages that nothing hides."""
-        return self.compute + self.state + self.in_host + self.between - self.hidden
 
     @property
     def cost(self) -> float:
@@ -129,20 +115,8 @@ class Option:
 
 def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
     """With the times of what it computes, reads and sends."""
-    kind, scheduled = there.topology.kind, there.compiled_for == "cuda"
-    compute = row.flops / kind.rate("bfloat16")
-    state = 2 * sum(row.bytes.get(name, 0) for name in STATE) / kind.bandwidth
-    state += 2 * row.host / (kind.host or kind.bandwidth)
-    in_hosts = between = hidden = 0.0
-    for c in row.collectives:
-        if c.devices > 1:
-            traffic = traffic_of(c, there.topology, scheduled)
-            if traffic.between:
-                between += traffic.seconds
-            else:
-                in_hosts += traffic.seconds
-            hidden += traffic.seconds * (traffic.overlapped or 0)
-    return Candidate(row, compute, state, in_hosts, between, min(hidden, compute))
+    state = sum(row.bytes.get(name, 0) for name in STATE)
+    return Candidate(**vars(times(row.flops, state, row.host, row.collectives, there.topology.machine)), row=row)
 
 
 def options(
@@ -258,14 +232,13 @@ def search(among: Sequence[Option]) -> Search:
     waiting = [i for i, one in enumerate(among) if one.bound.row.fits]
     chosen = None
 
-    def order(i: int) -> tuple[bool, float, int]:
+    def turn(i: int) -> tuple[bool, float, int]:
         peak = _expected(among[i], [(among[k], ratio) for k, ratio in ratios.items()])
-        too_large = peak > there.memory
-        return too_large, peak if too_large else among[i].bound.cost, among[i].bound.row.peak
+        return order(among[i].bound.cost, peak, among[i].bound.row.peak, there.memory)
 
     before = there.compilations
     while waiting and there.compilations - before < MOST:
-        i = min(waiting, key=order)
+        i = min(waiting, key=turn)
         waiting.remove(i)
         one, needs = among[i].compile(time.monotonic())
         compiled[i], ratios[i] = one, needs.temporaries / max(1, among[i].held)
@@ -273,7 +246,7 @@ def search(among: Sequence[Option]) -> Search:
             chosen = one
             waiting = [k for k in waiting if among[k].bound.cost < one.cost]
     found = tuple(compiled.get(i, one.bound) for i, one in enumerate(among))
-    expected = sum(not order(i)[0] for i in waiting)
+    expected = sum(not turn(i)[0] for i in waiting)
     return Search(found, chosen, tuple(among[i].bound for i in waiting), expected)
 
 

@@ -10,24 +10,26 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.errors import in_words
-from jaxdist.ir.wire import Transfer, transfers
+from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL, Machine
-from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, Sizes, along, along_data, data_size, in_host, mesh_of
+from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, data_size, in_host, mesh_of
 from jaxdist.placements.groups import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.memory import readable
-from jaxdist.planning.report import LevelPlan, Plan, Traffic, duration, fraction, total_of
+from jaxdist.planning.report import LevelPlan, Plan, Traffic, duration, total_of
 from jaxdist.planning.topology import Topology
+from jaxdist.step.choice import chosen, meshes
 from jaxdist.step.decorated import DataParallel
 from jaxdist.step.forecast import Ahead, Forecast, Held
+from jaxdist.step.settings import AUTO
 
 LEVELS = (0, 1, 2, 3)
 
@@ -48,21 +50,25 @@ class Elsewhere:
         args: tuple[Any, ...],
         topology: str | Topology,
         levels: Sequence[int],
-        mesh: Sizes | None = None,
+        mesh: Sizes | Literal["auto"] | None = None,
     ) -> None:
         self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
         if unknown := [level for level in levels if level not in LEVELS]:
             raise ValueError(f"levels: there is no ZeRO level {unknown[0]!r}; valid: 0, 1, 2, 3")
         self._levels = levels
         self._programs: dict[Any, Needs] = {}
-        kind = self.topology.kind
-        self.memory = int(kind.memory * (1 if kind.is_cpu else fraction()))
+        self.memory = self.topology.kind.usable
         step, args = _decorated(step, args)
         devices, self.compiled_for, self.notes = _devices(self.topology)
-        given = step.mesh if mesh is None else mesh
+        wanted = step.mesh if mesh is None else mesh
+        given = None if wanted == AUTO else wanted
         sizes = dict(given.shape) if isinstance(given, Mesh) else given or {AXIS: -1}
         self._mesh = mesh_of({AXIS: -1} if tuple(sizes) == (AXIS,) and mesh is None else sizes, devices, topology)
         self._step, self._args, self._forecast = step, args, self._forecast_of(step, args)
+        if wanted == AUTO:
+            on = lambda sizes: self.on(sizes)._forecast
+            self._mesh = chosen(on, self.meshes() or [{AXIS: -1}], self.topology.machine).mesh
+            self._forecast = self._forecast.on(self._mesh)
 
     def beside(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Elsewhere:
         """Another step on the same devices; what has been compiled and what there is to say they have in common."""
@@ -75,7 +81,7 @@ class Elsewhere:
         """The same step on the same devices in another mesh; what has been compiled they have in common."""
         other = copy.copy(self)
         other._mesh = mesh_of(mesh, list(self._mesh.devices.flat), self.topology)
-        other._forecast = other._forecast_of(self._step, self._args)
+        other._forecast = self._forecast.on(other._mesh)
         return other
 
     @property
@@ -86,7 +92,7 @@ class Elsewhere:
     @property
     def repeats(self) -> bool:
         """Whether the model axis cuts nothing: each device along it does the same."""
-        return self.mesh.get(MODEL, 1) > 1 and not self._forecast.cut
+        return self._forecast.repeats
 
     @property
     def batch_bytes(self) -> int:
@@ -94,25 +100,9 @@ class Elsewhere:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self._forecast.batch)
 
     def meshes(self) -> list[dict[str, int]]:
-        """The meshes with an example for each device along the axis of data at least, entries of their second dimension
-        for those along that of sequences, and any size of that of the model.
-
-        Sequences and the model are cut within a host, unless there are fewer examples than hosts.
-        """
-        devices, per_host = self.topology.devices, self.topology.per_host
-        shapes = [a.shape for a in self._forecast.batch]
-        found: list[dict[str, int]] = []
-        for inner in (n for n in range(1, devices + 1) if devices % n == 0):
-            if any(shape[0] < devices // inner for shape in shapes):
-                continue
-            if inner > per_host and found:
-                break
-            for model in (n for n in range(1, inner + 1) if inner % n == 0):
-                sequence = inner // model
-                if sequence == 1 or any(len(s) > 1 and s[1] >= sequence for s in shapes):
-                    sizes = {AXIS: devices // inner, SEQUENCE: sequence, MODEL: model}
-                    found.append({name: n for name, n in sizes.items() if n > 1} or {AXIS: 1})
-        return found
+        """Those that may be chosen (see `jaxdist.step.choice.meshes`)."""
+        devices, shapes = self.topology.devices, [a.shape for a in self._forecast.batch]
+        return list(meshes(devices, self.topology.per_host, shapes))
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
         return step.forecast(self._mesh, self.topology.machine, args)
@@ -148,7 +138,7 @@ class Elsewhere:
 
     def bound(self, ahead: Ahead) -> Needs:
         """What it needs at least, before it is compiled."""
-        return Needs.bound(ahead, self._mesh.size, VIRTUAL if self.compiled_for == "cpu" else self.topology.machine)
+        return Needs.bound(ahead, VIRTUAL if self.compiled_for == "cpu" else self.topology.machine)
 
     def level_of(self, written: Ahead) -> int | None:
         """Of the step as it is written; None: there is not just one."""
@@ -216,10 +206,10 @@ class Elsewhere:
         within = None if not shared else HOST if shared == self.in_host else shared
         return LevelPlan(
             level, own, kept, one.peak, one.peak <= self.memory, traffic, one.collectives, one.seconds, within,
-            one.ahead.flops, one.offloaded,
+            one.ahead.flops, one.ahead.away,
         )  # fmt: skip
 
-    def _axes(self, c: schedule.Collective, axes: Sequence[Axis]) -> str:
+    def _axes(self, c: Collective, axes: Sequence[Axis]) -> str:
         """The axes along which the devices of a collective differ, of a mesh of several; "": of no such groups."""
         groups = {frozenset(group) for group in c.groups}
         for k in range(1, 1 + len(axes) * (len(self._mesh.shape) > 1)):
@@ -283,7 +273,7 @@ class Needs:
     """
 
     ahead: Ahead
-    collectives: tuple[schedule.Collective, ...]
+    collectives: tuple[Collective, ...]
     results: int
     peak: int
     seconds: float
@@ -307,43 +297,14 @@ class Needs:
         return cls(ahead, found, results, peak, time.monotonic() - began)
 
     @classmethod
-    def bound(cls, ahead: Ahead, devices: int, machine: Machine) -> Needs:
-        """At least: arguments and results without temporaries; collectives as they are handed to XLA, as if it merged
-        all that it can, and where it has a schedule hid those along the axes of data. (For activations that another
-        axis sends the next operation waits.)"""
-        found = tuple(_sent_at_least(transfers(ahead.program, ahead.axes, machine), devices, machine.kind.is_cpu))
-        arguments = sum(x.bytes for x in ahead.arguments if not x.host)
-        return cls(ahead, found, ahead.results, arguments + ahead.results, 0.0)
+    def bound(cls, ahead: Ahead, machine: Machine) -> Needs:
+        """At least: arguments and results without temporaries; collectives as XLA may merge them."""
+        return cls(ahead, ahead.sent(machine), ahead.results, ahead.least, 0.0)
 
     @property
     def temporaries(self) -> int:
         """What is neither argument nor result."""
         return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments if not x.host)
-
-    @property
-    def offloaded(self) -> int:
-        """Bytes of a device's arguments in the host's memory."""
-        return sum(x.bytes for x in self.ahead.arguments if x.host)
-
-
-def _sent_at_least(found: Mapping[Transfer, int], devices: int, on_cpu: bool) -> Iterator[schedule.Collective]:
-    """As collectives: what XLA may merge as one. For CPUs that is all-reduces; for GPUs all of a kind, and reductions
-    are moved out of loops."""
-    merged: dict[Any, list[tuple[Transfer, int]]] = {}
-    for i, (one, count) in enumerate(found.items()):
-        place = one.place, one.times, i if on_cpu and one.kind != "all-reduce" else None
-        moves = not on_cpu and one.kind in ("all-reduce", "reduce-scatter")
-        hidden = not on_cpu and not {MODEL, SEQUENCE}.intersection(one.axes.split())
-        key = one.kind, one.groups, hidden, None if moves else place
-        merged.setdefault(key, []).append((one, count))
-    for (kind, groups, hidden, place), several in merged.items():
-        where, times, alone = place or ("", 1, None)
-        size = sum(one.bytes * one.times * count for one, count in several) // times
-        if alone is not None:
-            [(one, count)] = several
-            size, times = one.bytes, times * count
-        dtype = "+".join(dict.fromkeys(one.dtype for one, _ in several))
-        yield schedule.Collective(kind, dtype, size, groups or (tuple(range(devices)),), times, hidden, where)
 
 
 def _kind(x: Held) -> str:
@@ -355,10 +316,8 @@ def _kind(x: Held) -> str:
     return "parameters" if re.search(r"\bparam(s|eters)?\b", x.name) else "other state"
 
 
-def traffic_of(c: schedule.Collective, topology: Topology, scheduled: bool) -> Traffic:
+def traffic_of(c: Collective, topology: Topology, scheduled: bool) -> Traffic:
     """What a collective sends, and how long that takes."""
-    speed, latency = topology.speed(c.groups)
-    seconds = c.sent / speed + c.times * latency
     overlapped = float(c.overlapped) if scheduled else None
     between = c.sent * topology.crossings(c.groups)
-    return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
+    return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, c.seconds(topology.machine), overlapped, between)

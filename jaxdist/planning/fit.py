@@ -27,6 +27,8 @@ from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.memory import readable
 from jaxdist.planning.report import FRACTION, STATE, Plan, duration
 from jaxdist.planning.topology import Topology
+from jaxdist.step.choice import said
+from jaxdist.step.settings import AUTO
 from jaxdist.text import text_of
 
 _NOT_VARIED = (
@@ -205,10 +207,11 @@ def fit(
       >>> len(found.candidates), found.chosen.choice
       (6, {'microbatches': 1})
     """
-    sizes = None if mesh == "auto" else mesh
+    if mesh is None and getattr(step, "mesh", None) == AUTO:
+        mesh = AUTO
     if vary is None and mesh != "auto":
-        there = Elsewhere(step, args, topology, levels, sizes)
-        among = options(there, mesh=_said(there.mesh) if mesh else "")
+        there = Elsewhere(step, args, topology, levels, mesh)
+        among = options(there, mesh=said(there.mesh) if mesh else "")
         rows = [one.compile() for one in among]
         candidates = tuple(one for one, _ in rows)
         fitting = [one for one in candidates if one.row.fits]
@@ -245,14 +248,15 @@ def _varied(
     for choice in [{}] if vary is None else choices(make, vary):
         try:
             step, *given = (make, *args) if vary is None else built(make, choice)
-            sizes = {AXIS: -1} if mesh == "auto" else mesh
+            wanted = AUTO if mesh is None and getattr(step, "mesh", None) == AUTO else mesh
+            sizes = {AXIS: -1} if wanted == AUTO else wanted
             here = there.beside(step, tuple(given)) if there else Elsewhere(step, tuple(given), topology, levels, sizes)
             there = there or here
-            if mesh == "auto":
+            if wanted == AUTO:
                 for one in (here.on(sizes) for sizes in here.meshes()):
-                    among += options(one, choice, name, _said(one.mesh))
+                    among += options(one, choice, name, said(one.mesh))
             else:
-                among += options(here, choice, name, _said(here.mesh) if mesh else "")
+                among += options(here, choice, name, said(here.mesh) if mesh else "")
         except Exception as error:
             if vary is not None:
                 error.add_note(f"in {written(name, choice)}, as vary asks for")
@@ -261,10 +265,6 @@ def _varied(
     if not among:
         raise ValueError(f"no mesh of {there.topology} divides the batch")
     return there, [one for one in among if not one.there.repeats] or among
-
-
-def _said(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def _plain(value: Any) -> Any:

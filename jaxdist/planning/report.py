@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
+from jaxdist.machine import FRACTION, fraction
 from jaxdist.mesh import Axis, along
 from jaxdist.placements.groups import Within
 from jaxdist.planning import schedule
@@ -20,18 +20,8 @@ from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")
 """Of the kinds of bytes, those that are kept from step to step."""
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MOST = 0.95
 """Of a device's memory: the rest is taken by the driver, NCCL and the kernels themselves."""
-
-
-def fraction() -> float:
-    """Of a GPU's memory that JAX's allocator may take."""
-    value = os.environ.get(FRACTION) or 0.75
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{FRACTION}={value!r}: expected a number, such as 0.75") from None
 
 
 def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:

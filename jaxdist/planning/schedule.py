@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from jaxdist.ir.compiled import Computations, Instruction, computations
-from jaxdist.machine import ring_factor
+from jaxdist.ir.wire import Collective
 
 # They start no kernel, or only move what is there.
 _FREE = {
@@ -21,39 +20,6 @@ _FREE = {
     "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
 _BITS = re.compile(r"\d+")
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective of a compiled program.
-
-    Attributes:
-      kind: all-reduce, reduce-scatter, all-gather, all-to-all, permute or broadcast.
-      dtype: of what travels, with plus signs between several.
-      bytes: of the whole arrays, each time: of one device's operands, of an all-gather's results.
-      groups: the devices that take part; a ring for each.
-      times: how often in a step.
-      overlapped: whether a kernel on more than scalars runs between its start and its end.
-      where: the operation's name in JAX, with the loops and functions that it is in.
-    """
-
-    kind: str
-    dtype: str
-    bytes: int
-    groups: tuple[tuple[int, ...], ...]
-    times: int
-    overlapped: bool
-    where: str = ""
-
-    @property
-    def devices(self) -> int:
-        """Of a group."""
-        return max(map(len, self.groups))
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a device sends in a step, if the library takes a ring."""
-        return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
 
 
 def collectives(text: str, devices: int) -> list[Collective]:

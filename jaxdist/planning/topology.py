@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxdist.machine import KINDS, Kind, Machine, speed
+from jaxdist.machine import KINDS, Kind, Machine
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Topology:
           >>> two_hosts.speed([range(8)])[0] / 1e9, two_hosts.speed([range(16)])[0] / 1e9
           (450.0, 400.0)
         """
-        return speed(self.kind, self.on, groups)
+        return self.machine.speed(groups)
 
     def crossings(self, groups: Sequence[Sequence[int]]) -> int:
         """How many rings leave the first host, if there is one through each group of devices.
@@ -100,8 +100,7 @@ class Topology:
           >>> two_hosts.crossings([(0, 1), (2, 3)]), two_hosts.crossings([(0, 2), (1, 3)])
           (0, 2)
         """
-        hosts = [{self.on[device] for device in group} for group in groups]
-        return sum(0 in on and len(on) > 1 for on in hosts)
+        return self.machine.crossings(groups)
 
     @property
     def links(self) -> str:

@@ -19,6 +19,8 @@ from jaxdist.machine import Machine, ring_factor
 from jaxdist.mesh import Axis
 from jaxdist.text import text_of
 
+WORDS = ("placements", "comm")
+"""What the environment may ask for."""
 _EAGER = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
 
 
@@ -33,7 +35,7 @@ def asked(what: str = "comm") -> bool:
     """
     value = os.environ.get("JAXDIST_LOG", "")
     words = {word.strip() for word in value.split(",")} - {""}
-    if unknown := words - {"comm", "placements"}:
+    if unknown := words - set(WORDS):
         raise ValueError(f"JAXDIST_LOG={value!r}: there is no {sorted(unknown)[0]!r}; valid: comm, placements")
     return what in words
 

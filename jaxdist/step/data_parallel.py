@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jax.sharding import Mesh
 
@@ -12,7 +12,7 @@ from jaxdist.compat import is_pmapped
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.step.calling import Calling
 from jaxdist.step.decorated import DataParallel, decorated_with
-from jaxdist.step.settings import COMPRESSIONS, Batch, Compression, Settings
+from jaxdist.step.settings import AUTO, COMPRESSIONS, Batch, Compression, Settings
 
 R = TypeVar("R")
 
@@ -171,7 +171,7 @@ class Options(TypedDict, total=False):
 def parallel(
     step: Callable[..., Any] | None = None,
     *,
-    mesh: Mesh | Sizes,
+    mesh: Mesh | Sizes | Literal["auto"],
     layouts: Mapping[str, int | None] | None = None,
     **options: Unpack[Options],
 ) -> Any:
@@ -186,7 +186,11 @@ def parallel(
     Args:
       step: as for `data_parallel`.
       mesh: sizes of the axes; as in JAX neighbouring devices differ in the last one. One may be -1. Or a mesh with
-        these names.
+        these names. Or "auto": the first call (or `lower`, `explain` and the like before it, which every rank then
+        makes) takes the mesh that `jaxdist.fit` ranks first for these arguments on the devices that there are; later
+        calls keep it. If a leaf of the state lies in slices on a mesh, it is that one. Each process passes its own
+        part of the batch whatever the mesh, as for `data_parallel`. Nothing is compiled to find it: where devices have
+        a memory of their own it must hold all that the program may make at once, which is more than it will need.
       layouts: by a regular expression, which is searched for in the name of a leaf of the state (``"params['w']"``):
         the dimension that the model axis cuts, or None. The first that is found counts; all other leaves are whole.
         Default: dimensions that the step ties together are cut together where a descent over these finds that bytes
@@ -197,8 +201,8 @@ def parallel(
 
     Raises:
       TypeError: an unknown option, or a mesh or layouts of another type.
-      ValueError: an expression that is not valid; (when first called) an unknown axis, sizes that the devices don't
-        make, an expression that is found in no leaf, or a dimension that a leaf does not have.
+      ValueError: another word than "auto", an expression that is not valid; (when first called) an unknown axis, sizes
+        that the devices don't make, an expression that is found in no leaf, or a dimension that a leaf does not have.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist
@@ -213,8 +217,10 @@ def parallel(
     References:
       Shoeybi et al., *Megatron-LM*, arXiv 1909.08053; Xu et al., *GSPMD*, arXiv 2105.04663.
     """
-    if not isinstance(mesh, (Mesh, Mapping)):
-        raise TypeError(f"mesh={mesh!r}: the sizes of its axes, as {{'data': 2, 'model': 4}}, or a jax.sharding.Mesh")
+    if not isinstance(mesh, (Mesh, Mapping)) and mesh != AUTO:
+        raise (ValueError if isinstance(mesh, str) else TypeError)(
+            f"mesh={mesh!r}: the sizes of its axes, as {{'data': 2, 'model': 4}}, a jax.sharding.Mesh, or 'auto'"
+        )
     if layouts is not None:
         _check_layouts(layouts)
     return decorator(step, mesh, layouts, options)
@@ -222,7 +228,7 @@ def parallel(
 
 def decorator(
     step: Callable[..., Any] | None,
-    mesh: Mesh | Sizes | None,
+    mesh: Mesh | Sizes | Literal["auto"] | None,
     layouts: Mapping[str, int | None] | None,
     options: Options,
 ) -> Any:

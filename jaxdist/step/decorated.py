@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import debugging, effects, finite, modules, stages
+from jaxdist.step.choice import agreed, choose
 from jaxdist.step.donation import Taken, name_deleted, without_aliases
 from jaxdist.step.entering import ORIGINS, Entering
 from jaxdist.step.forecast import Forecast
@@ -39,7 +40,7 @@ from jaxdist.step.method import Method
 from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.program import OtherTypesError, Program
 from jaxdist.step.program_cache import ProgramCache
-from jaxdist.step.settings import Settings
+from jaxdist.step.settings import AUTO, Settings
 from jaxdist.step.signature import Signature, is_array
 from jaxdist.step.signing import Signer
 from jaxdist.step.tracing import is_traced, run, say_once
@@ -52,7 +53,11 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 class DataParallel(Generic[R]):
-    """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
+    """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape.
+
+    Attributes:
+      why: a line about the mesh that was chosen; "": none was.
+    """
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -70,6 +75,7 @@ class DataParallel(Generic[R]):
         self._has_modules = False  # among the arguments of some call
         self._warned = False  # of what is gathered
         self._log: commlog.StepLog | None = None
+        self.why = ""
 
     def __reduce__(self) -> Any:
         """What another process gets: the step of the same module, or (of a notebook) one that is decorated alike."""
@@ -91,7 +97,7 @@ class DataParallel(Generic[R]):
 
     @under_no_mesh
     def _outermost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._bind_context()
+        self._bind_context(args, kwargs)
         if on := debugging.settings():
             return self._debug(on, args, kwargs)
         return self._dispatch(args, kwargs)
@@ -195,7 +201,7 @@ class DataParallel(Generic[R]):
     @under_no_mesh
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
-        self._bind_context()
+        self._bind_context(args, kwargs)
         arranged, keywords = self._arguments(args, kwargs)
         result = self._cache.traced(*self._signature(arranged, keywords)).result()
         return result[0] if any(type(x) is modules.NnxArrays for x in arranged) else result
@@ -212,7 +218,7 @@ class DataParallel(Generic[R]):
             step, axis = self._settings.step, self._settings.axis_name
             plain = jax.jit(lambda *xs, **more: with_axis(functools.partial(step, **more), axis, xs))
             return getattr(plain, what)(*args, **kwargs)
-        self._bind_context()
+        self._bind_context(args, kwargs)
         signature, leaves = self._signature(*self._arguments(args, kwargs))
         batch = [leaves[i] for i in signature.batch]
         problem = self._placer.batch_problem([signature.names[i] for i in signature.batch], batch)
@@ -234,14 +240,14 @@ class DataParallel(Generic[R]):
         return tree, keywords, tuple(map(of, leaves))
 
     @property
-    def mesh(self) -> Mesh | Sizes | None:
+    def mesh(self) -> Mesh | Sizes | Literal["auto"] | None:
         """What it was decorated with."""
         return self._settings.mesh
 
     @under_no_mesh
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """What the step becomes for these arguments, not compiled. Nothing is sent."""
-        self._bind_context()
+        self._bind_context(args, kwargs)
         return self._cache.program(*self._signature(*self._arguments(args, kwargs)))
 
     @under_no_mesh
@@ -268,14 +274,21 @@ class DataParallel(Generic[R]):
         signature = known or self._signer.describe(args, keywords, several or None)
         return signature, signature.data(leaves)
 
-    def _bind_context(self) -> None:
+    def _bind_context(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Settle the devices; with ``mesh="auto"`` for a call of these arguments."""
         if self._context is None:
             context = get_context()
             given = self._settings.mesh
+            if given == AUTO:
+                choice = agreed(self._name, context, lambda: choose(self._over_data(args, kwargs), context))
+                given, self.why = choice.mesh, choice.why
+                words = [word for word in commlog.WORDS if commlog.asked(word)]
+                if words and context.is_root:
+                    commlog.say(f"step {self._name!r}: mesh {self.why}", words[0])
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
-            self._placer = Placer(context, mesh)
+            self._placer = Placer(context, mesh, context.mesh if self.why else None)
             rules = context.rules or context.communicator
             results = Results(context.only(Copies), self._name) if context.size > 1 else None
             machine = machine_of(mesh)
@@ -391,13 +404,31 @@ class DataParallel(Generic[R]):
             state = without_aliases(state)
         return program, state, self._placer.batch_argument(batch, program.batch)
 
+    def _over_data(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forecast:
+        """A call on this job's devices in one axis."""
+        there = self._anywhere()
+        there._bind_context()
+        args, keywords = there._arguments(args, dict(kwargs))
+        try:
+            signature, leaves = there._signature(args, keywords)
+        except Exception:
+            if clearer := there._signer.bad_constant(args, keywords):
+                raise clearer from None
+            raise
+        leaves = [there._placer.logical_batch(x) if b else x for x, b in zip(leaves, signature.is_batch, strict=True)]
+        return Forecast(there._settings, there._cache, signature, leaves, there._mesh, machine_of(there._mesh))
+
+    def _anywhere(self) -> DataParallel[R]:
+        """The same step, for no mesh in particular."""
+        there: DataParallel[R] = object.__new__(DataParallel)  # `copy.copy` may return the step itself (`__reduce__`)
+        there.__dict__.update(self.__dict__, _context=None, _settings=dataclasses.replace(self._settings, mesh=None))
+        return there
+
     @under_no_mesh
     def forecast(self, mesh: Mesh, machine: Machine, args: tuple[Any, ...]) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
         if self._settings.mesh is not None:  # nor those of the mesh that it is for
-            there = copy.copy(self)
-            there._context, there._settings = None, dataclasses.replace(self._settings, mesh=None)
-            return there.forecast(mesh, machine, args)
+            return self._anywhere().forecast(mesh, machine, args)
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
         return Forecast(self._settings, self._cache, signature, leaves, mesh, machine)

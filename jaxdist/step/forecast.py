@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh
 
+from jaxdist.ir.wire import Collective, merged, transfers
 from jaxdist.machine import Machine
 from jaxdist.mesh import MODEL, Axis, data_size
 from jaxdist.placements.layouts import Layout, choose, layout, sharding
@@ -72,6 +74,30 @@ class Ahead:
         """As of ``jax.jit(step).lower``."""
         return self.lower()
 
+    @property
+    def state(self) -> int:
+        """Bytes that a device keeps from step to step, without those in the host's memory."""
+        return sum(x.bytes for x in self.arguments if x.role != "batch" and not x.host)
+
+    @property
+    def away(self) -> int:
+        """Bytes of a device's arguments in the host's memory."""
+        return sum(x.bytes for x in self.arguments if x.host)
+
+    @property
+    def least(self) -> int:
+        """Bytes of a device's arguments and results."""
+        return sum(x.bytes for x in self.arguments if not x.host) + self.results
+
+    def sent(self, machine: Machine) -> tuple[Collective, ...]:
+        """The collectives, as XLA may merge them (see `jaxdist.ir.wire.merged`).
+
+        Args:
+          machine: the devices.
+        """
+        devices = math.prod(axis.size for axis in self.axes)
+        return tuple(merged(transfers(self.program, self.axes, machine), devices, machine))
+
 
 class Forecast:
     """A call of a step on other devices than this job's, which need not be here; nothing is sent, no array is made.
@@ -86,6 +112,7 @@ class Forecast:
       machine: what they stand for.
 
     Attributes:
+      mesh: as given.
       cut: the leaves that the model axis cuts, and the dimension.
     """
 
@@ -99,9 +126,29 @@ class Forecast:
         machine: Machine,
     ):
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
-        self._mesh, self._machine = mesh, machine
-        self._jaxprs: dict[float, StepJaxpr] = {}
+        self.mesh, self._machine = mesh, machine
+        self._jaxprs: dict[tuple[float, Mesh | None], StepJaxpr] = {}  # with no mesh: for all that `on` makes
         self.cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
+
+    def on(self, mesh: Mesh) -> Forecast:
+        """The same call on another mesh of as many such devices.
+
+        Args:
+          mesh: the devices.
+        """
+        other = copy.copy(self)
+        other.mesh, other.cut = mesh, {}
+        return other
+
+    @property
+    def model(self) -> int:
+        """The size of the model axis."""
+        return self.mesh.shape.get(MODEL, 1)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the model axis cuts nothing: each device along it does the same."""
+        return self.model > 1 and not self.cut
 
     @property
     def examples(self) -> int:
@@ -109,9 +156,18 @@ class Forecast:
         return self._leaves[self._signature.batch[0]].shape[0]
 
     @property
+    def state(self) -> list[tuple[str, Any]]:
+        """The leaves of the state, with their names."""
+        return [(self._signature.names[i], self._leaves[i]) for i in self._signature.state]
+
+    @property
     def batch(self) -> list[Any]:
         """The leaves of the batch, with the examples of all devices."""
         return [self._leaves[i] for i in self._signature.batch]
+
+    def trace(self) -> StepJaxpr:
+        """The step as a jaxpr."""
+        return self._jaxpr(1, self._types(1))
 
     def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for.
@@ -124,7 +180,7 @@ class Forecast:
         Raises:
           ValueError: the batch can't be divided over the devices.
         """
-        signature, mesh = self._signature, self._mesh
+        signature, mesh = self._signature, self.mesh
         avals = self._types(scale)
         trace = traced(
             self._jaxpr(scale, avals), signature, avals, mesh, self._machine, level, shared,
@@ -172,10 +228,12 @@ class Forecast:
         return avals
 
     def _jaxpr(self, scale: float, avals: Sequence[Any]) -> StepJaxpr:
-        if scale not in self._jaxprs:
-            of = self._settings
-            self._jaxprs[scale] = jaxpr_of(of.step, self._signature, avals, self._mesh, of.axis_name, of.check_finite)
-        return self._jaxprs[scale]
+        if found := self._jaxprs.get((scale, None)) or self._jaxprs.get((scale, self.mesh)):
+            return found
+        of = self._settings
+        made = jaxpr_of(of.step, self._signature, avals, self.mesh, of.axis_name, of.check_finite)
+        self._jaxprs[scale, self.mesh if made.knows_mesh else None] = made
+        return made
 
     def _held(self, program: Program, avals: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The arguments as they are kept."""
@@ -184,7 +242,7 @@ class Forecast:
         for i, (a, kept) in enumerate(zip(avals, layouts, strict=True)):
             how = of_batch.get(i, kept)
             shape = how.physical(a.shape) if how else a.shape
-            place = sharding(self._mesh, how)
+            place = sharding(self.mesh, how)
             held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=place, weak_type=a.weak_type))
         return held
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxdist import compat
 from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row, parts_of_batch
-from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, on_host, physical, sharding
+from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step.batch import is_keys
 from jaxdist.step.signature import NUMBERS
@@ -29,6 +29,8 @@ class Placer:
     Args:
       context: the job; its root's values are those of state that is not on the mesh yet.
       mesh: the devices.
+      passed: the same devices, by whose places on the axis of data the processes pass their parts of a batch; default:
+        `mesh`.
 
     Attributes:
       processes: number of those with some of the devices.
@@ -36,12 +38,12 @@ class Placer:
       shared: for each the processes that pass it.
     """
 
-    def __init__(self, context: Context, mesh: Mesh):
-        self.context, self.mesh = context, mesh
+    def __init__(self, context: Context, mesh: Mesh, passed: Mesh | None = None):
+        self.context, self.mesh, self._passed = context, mesh, passed or mesh
         self.state_sharding = sharding(mesh, None)
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
-        self.shared = parts_of_batch(mesh)
+        self.shared = parts_of_batch(self._passed)
         self.parts = len(self.shared)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known: dict[int, tuple[Any, Any]] = {}
@@ -161,7 +163,7 @@ class Placer:
         if self.processes == 1:
             whole = [_filled(x, how) for x, how in zip(leaves, layouts, strict=True)]
             return jax.device_put(whole, places[0] if len(set(places)) == 1 else places)  # one is quicker
-        return [self._shard(physical(x), how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
+        return [self._shard(x, how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
 
     def batch_argument(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
         """The batch as a compiled step takes it: `place_batch`, which for a single device jit does itself, faster."""
@@ -172,18 +174,23 @@ class Placer:
         return list(leaves) if own else self.place_batch(leaves, layouts)
 
     def _shard(self, x: Any, how: Layout, place: NamedSharding) -> jax.Array:
-        if spans(x):
-            return x if x.sharding == place else jax.device_put(x, place)
+        array = physical(x)
+        if spans(array):
+            there = array.sharding == place and array.shape == how.physical(x.shape)
+            return array if there else _mover(place, how, x.shape)(array)
         if is_keys(x):
             data = self._shard(jax.random.key_data(x), how, place)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
-        for cut in how.cuts:
+        rows, total, first = x.shape[0], getattr(x, "total", x.shape[0] * self.parts), place
+        if moves := self._passed != self.mesh:
+            first = sharding(self._passed, of_batch((rows * self.parts,), self._passed))
+        for cut in () if moves else how.cuts:
             x = x if cut.axis == AXIS else _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
-        rows = x.shape[0]
         shape = (rows * self.parts, *x.shape[1:])
-        parts = [(device, x if index is None else x[index]) for device, index in _own_slices(place, shape, rows)]
+        parts = [(device, x if index is None else x[index]) for device, index in _own_slices(first, shape, rows)]
         shards = [jax.device_put(part, device) for device, part in parts]
-        return jax.make_array_from_single_device_arrays(shape, place, shards)
+        array = jax.make_array_from_single_device_arrays(shape, first, shards)
+        return _mover(place, how, (total, *shape[1:]))(array) if moves else array
 
     def batch_key(self, x: Any) -> Any:
         """What of a leaf of the batch decides which program runs."""
@@ -222,7 +229,7 @@ class Placer:
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         everywhere = data_size(self.mesh)
-        own = 1 if self.processes == 1 else everywhere // self.parts
+        own = 1 if self.processes == 1 else max(1, everywhere // self.parts)
         return batch_problem(names, placed, [everywhere if spans(x) else own for x in placed])
 
 
@@ -235,6 +242,25 @@ def _weak(x: Any) -> Any:
 @functools.cache
 def _weakly(place: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=place)
+
+
+@functools.lru_cache(1024)
+def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    """Brings a leaf of a batch from another mesh.
+
+    Args:
+      place: on this one.
+      how: it is cut there.
+      shape: of the leaf; what the array has beyond it is padding.
+    """
+
+    def moved(x: jax.Array) -> jax.Array:
+        x = x[tuple(map(slice, shape))]
+        for cut in how.cuts:
+            x = _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
+        return x
+
+    return jax.jit(moved, out_shardings=place)
 
 
 @functools.lru_cache(1024)

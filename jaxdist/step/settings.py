@@ -13,6 +13,7 @@ from jaxdist.step.calling import Calling
 
 Batch = int | str
 Compression = Literal["bf16", "fp16"]
+AUTO: Literal["auto"] = "auto"
 COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -28,7 +29,8 @@ class Settings:
       donate: whether state that the step returns is donated; or the names of the arguments of which it is.
       check_finite: whether NaN and infinity in the result are errors.
       check_every: calls from one comparison of the devices' copies to the next; 0: none.
-      mesh: the devices, or the sizes of the axes of all of the job's; None: these as one axis.
+      mesh: the devices, or the sizes of the axes of all of the job's; None: these as one axis; "auto": as the first
+        call is fastest.
       layouts: by a regular expression for the names of leaves of the state: the dimension that the model axis cuts;
         None: jaxdist finds them.
       bucket_bytes: of a message of gradients; None: by measurement.
@@ -43,7 +45,7 @@ class Settings:
     donate: bool | frozenset[str]
     check_finite: bool
     check_every: int
-    mesh: Mesh | Sizes | None
+    mesh: Mesh | Sizes | Literal["auto"] | None
     layouts: Mapping[str, int | None] | None
     bucket_bytes: int | None
     compress: Compression | None

@@ -14,7 +14,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.compat import counts_asked, trace_state_clean
+from jaxdist.compat import counts_asked, shard_map_p, trace_state_clean
+from jaxdist.ir.interpreter import contains
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, Axis, along_data, data_size, in_groups, passes
@@ -48,6 +49,11 @@ class StepJaxpr:
     tree: Any
     checked: tuple[str, ...]
     changes: tuple[effects.Change, ...]
+
+    @property
+    def knows_mesh(self) -> bool:
+        """Whether it would be another one on another mesh: it has code for each device."""
+        return contains(self.jaxpr.jaxpr, [shard_map_p])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,32 @@
+"""`parallel(mesh="auto")` between processes: each passes rows of its own, and all choose the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jobs
+import pytest
+
+pytestmark = pytest.mark.slow  # together
+SCRIPT = str(Path(__file__).with_name("run_auto.py"))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("communicator", "ranks"), [("xla", 2), ("mpi", 2), ("xla", 4)])
+def test_ranks_choose_the_same(communicator: str, ranks: int) -> None:
+    result = jobs.mpirun(ranks, [SCRIPT, communicator], timeout=300)
+    assert result.returncode == 0, result.output
+    found = [json.loads(text) for text in re.findall(r"REPORT (.*)$", result.stdout, re.MULTILINE)]
+    assert {one["rank"] for one in found} == set(range(ranks)), result.output
+    for one in found:
+        assert one["communicator"] == communicator
+        assert one["small"]["mesh"] == {"data": ranks}
+        assert one["wide"]["mesh"] == ({"model": ranks} if communicator == "xla" else {"data": ranks})
+        assert communicator == "mpi" or "data" not in one["loader"]["mesh"]
+        assert max(one[name]["gap"] for name in ("small", "wide", "loader")) < 1e-10
+        assert one["loader"]["calls"] == 6, "two epochs, whose last batches are shorter"
+        assert communicator == "mpi" or "on this rank" in one["failed"]
+        assert "ValueError" in one["unlike"], one
+    assert found[0]["wide"]["why"] == found[1]["wide"]["why"]
