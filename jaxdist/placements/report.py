@@ -118,7 +118,7 @@ def choices(over: Sequence[Placed]) -> list[str]:
     Args:
       over: the step, placed over each axis.
     """
-    found = sorted((one for placed in over for one in _weighed(placed)), key=lambda one: -one[0])
+    found = sorted((one for placed in over for one in _weighed(placed) if one[0] > 0), key=lambda one: -one[0])
     return [text for _, text in found[:_MOST_CHOICES]]
 
 
