@@ -74,6 +74,7 @@ def arrays(tree: Any) -> list[Any]:
 # --- as on one device
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     ("name", "way"),
@@ -144,6 +145,7 @@ def oracle_state(devices: int, within: Any, level: Any) -> Any:
     return jaxdist.data_parallel(step, mesh=mesh(devices))(*state, x)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_it_can_move_on_the_way(devices: int) -> None:
@@ -156,6 +158,7 @@ def test_it_can_move_on_the_way(devices: int) -> None:
     assert oracle.difference(expected(4), jaxdist.unshard(found)) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_what_takes_it(devices: int, tmp_path: Path) -> None:
@@ -180,6 +183,7 @@ def test_what_takes_it(devices: int, tmp_path: Path) -> None:
     assert np.allclose(jaxdist.unshard(b)[0], jaxdist.unshard(a)[0] + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("way", [(1, None), (4, None), (4, 2)], ids=str)
 def test_checkpoints_from_and_to_it(way: tuple[int, int | None], tmp_path: Path) -> None:
@@ -323,6 +327,7 @@ def test_what_is_refused() -> None:
         jaxdist.zero(optax.sgd(0.1), 0, offload=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
 def test_with_owners(name: str) -> None:

@@ -26,6 +26,7 @@ MESHES = [(4, 2), (8, 4), (8, 2)]
 # --- as on one device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices", "within", "level"),
     [
