@@ -2,8 +2,8 @@
 
 Each idiom once, with a mesh, a level of ZeRO and a batch that these divide or not, by turns, so that all pairs of these
 occur, the model cut at random or as is found. Two of three are placed for a machine at random, on which a message, a
-byte or a FLOP may be next to nothing or a second, so that every way to run an operation is taken sooner or later. With
-JAXDIST_FULL set, each idiom so for JAXDIST_SEEDS machines (40).
+byte or a FLOP may be next to nothing or a second, or by prices at random, so that every option of an operation is taken
+sooner or later. With JAXDIST_FULL set, each idiom so with JAXDIST_SEEDS seeds (40).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshes import layouts, mesh
 
 import jaxdist
 from jaxdist.machine import VIRTUAL, Kind
-from jaxdist.placements import small
+from jaxdist.placements import options, small
 
 STEPS = 2
 NAMES = list(idioms.IDIOMS)
@@ -65,6 +65,8 @@ def test_as_on_one_device(name: str, seed: int, way: Any, monkeypatch: pytest.Mo
     within = rng.choice([None, 2]) if level and sizes.get("data", 1) % 4 == 0 else None
     monkeypatch.setattr(jaxdist.get_context(), "kind", machine(rng))
     monkeypatch.setattr(small, "fewer", rng.choice([0, 2, 10**9]))
+    if rng.randrange(2):
+        monkeypatch.setattr(options, "cost", lambda *_, **__: rng.random())
     case = oracle.idiom(name, rows, level, within)
     run: Any = jaxdist.data_parallel if tuple(sizes) == ("data",) else jaxdist.parallel
     given: dict[str, Any] = {"mesh": mesh(sizes)}

@@ -5,7 +5,7 @@
 | `values` | the placements: Replicated, Split, Partial, Deferred |
 | `block` | a step as a flat list of operations |
 | `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
-| `infer`, `strategy` | the walk that settles the placement of each value, and what it settles |
+| `infer`, `walk`, `strategy` | the walk that settles the placement of each value, and what it settles |
 | `summands`, `shapes`, `lookups`, `own_rows`, `random_bits` | what it knows of such operations |
 | `loops`, `control_flow` | and of those with bodies |
 | `products` | of the batch with weights in slices: which of the two travels |
@@ -15,6 +15,7 @@
 | `small` | steps that are computed whole, in place of messages |
 | `wires` | which summands may travel compressed |
 | `buckets`, `bucket_order` | which collectives travel together, and when |
+| `cost` | the FLOPs, seconds and messages of a placed step |
 | `report` | what moves, and what every device repeats |
 """
 

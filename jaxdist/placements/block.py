@@ -13,8 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
+from jaxdist.ir.control_flow import CONTROL_FLOW
 from jaxdist.ir.interpreter import called, has_effect
-from jaxdist.ir.operations import ADDITION, LINEAR
+from jaxdist.ir.operations import ADDITION, CONTRACTION, LINEAR, SHAPE_ONLY
 
 
 @dataclass(eq=False)
@@ -43,6 +44,11 @@ class Node:
     @property
     def name(self) -> str:
         return self.eqn.primitive.name
+
+
+_SAME = SHAPE_ONLY | {"convert_element_type"}
+TO_A_SUM = ADDITION | _SAME
+"""The operations by which a term comes into the sum that it is of."""
 
 
 @dataclass(eq=False)
@@ -82,6 +88,21 @@ class Block:
             for i in dict.fromkeys(node.ins):
                 found.setdefault(i, []).append(k)
         return found
+
+    @functools.cached_property
+    def before_products(self) -> frozenset[int]:
+        """The values from which a product follows, or a loop or branch."""
+        found: set[int] = set()
+        for node in reversed(self.nodes):
+            if node.name in CONTRACTION | CONTROL_FLOW or not found.isdisjoint(node.outs):
+                found.update(node.ins)
+        return frozenset(found)
+
+    def source(self, i: int) -> int:
+        """The value of which this one is the same entries, in another shape or dtype."""
+        while (made := self.makers.get(i)) is not None and made.name in _SAME:
+            i = made.ins[0]
+        return i
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)

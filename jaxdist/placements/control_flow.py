@@ -22,7 +22,6 @@ from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, branches
 from jaxdist.ir.interpreter import INLINED, Interpreter, axes_of, retrace
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Walk, refuse, settled, special
 from jaxdist.placements.loops import inside, join, throughout
 from jaxdist.placements.strategy import Strategy, sliced
 from jaxdist.placements.summands import is_zero
@@ -34,6 +33,7 @@ from jaxdist.placements.values import (
     Split,
     form,
 )
+from jaxdist.placements.walk import Walk, refuse, settled, special
 
 
 @special("cond")

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy, nbytes
@@ -32,6 +31,7 @@ from jaxdist.placements.values import (
     is_wide,
     wide,
 )
+from jaxdist.placements.walk import Walk, special
 
 _MODES = {
     lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS

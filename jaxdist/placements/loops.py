@@ -15,8 +15,8 @@ from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.infer import Infer, Walk, settled, special
-from jaxdist.placements.report import seconds
+from jaxdist.placements.cost import seconds
+from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Placed, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
@@ -32,6 +32,7 @@ from jaxdist.placements.values import (
     is_wide,
     tile,
 )
+from jaxdist.placements.walk import Walk, settled, special
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12

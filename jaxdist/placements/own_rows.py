@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import Cut
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import Placement, Split
+from jaxdist.placements.walk import Walk, special
 
 
 @special("gather", *(name for name in FACTORS if name.startswith("scatter")))

@@ -14,10 +14,10 @@ from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
 from jaxdist.placements.block import Node
 from jaxdist.placements.emit import Emitter
-from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.owners import Owned, Work, owners_p
 from jaxdist.placements.strategy import Move, Strategy
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape
+from jaxdist.placements.walk import Walk, special
 
 
 @special(owners_p.name)

@@ -23,9 +23,9 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jaxdist.ir.operations import CONTRACTION
 from jaxdist.machine import Link
 from jaxdist.placements.block import Block, Node
+from jaxdist.placements.cost import seconds, seconds_of
 from jaxdist.placements.groups import asked
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
-from jaxdist.placements.report import seconds, seconds_of
 from jaxdist.placements.strategy import Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
 

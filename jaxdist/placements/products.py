@@ -14,26 +14,25 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxdist.ir.operations import ADDITION, SHAPE_ONLY
 from jaxdist.mesh import GROUP
-from jaxdist.placements.block import Node
+from jaxdist.placements.block import TO_A_SUM, Node
 from jaxdist.placements.describe import Factors
-from jaxdist.placements.infer import Walk, special
-from jaxdist.placements.report import flops
 from jaxdist.placements.run import Cut, run_as_is
-from jaxdist.placements.strategy import IN_PLACE, Move, Strategy, nbytes
+from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
+from jaxdist.placements.walk import Walk, offer
+
+NAME = "the examples travel"
+"""Of the option."""
 
 
-@special("dot_general", "gather", "scatter-add", "scatter_add")
+@offer("dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter_add")
 def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     described = walk.factors(node)
     batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
@@ -76,12 +75,9 @@ def _with_slices(
     else:
         return None
     takes = [form(weight.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    moves = [(p, takes[k], aval) for k, p, aval in _of_batch(walk, node, ins)] + [(made, back, out)]
-    if not _pays(walk, moves, weight, walk.block.avals[node.ins[kept]], lambda: _users(walk, node, node.ins[kept])):
+    if not _fits(walk, node, ins, takes, walk.block.avals[node.ins[kept]], made if isinstance(made, Partial) else None):
         return None
-    walk.placed.own.append(Move(node, walk.infer.move(made, back, out), out, stored=False, why=IN_PLACE))
-    run = _ThenBack(Cut(described, cut, weight, kind), made, back)
-    return Strategy(takes, [back], run, exchanges=True, instead=IN_PLACE)
+    return Strategy(takes, [made], Cut(described, cut, weight, kind), instead=IN_PLACE, then=[back], name=NAME)
 
 
 def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
@@ -90,26 +86,26 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     If it is not wanted in slices, they are gathered: a sum that each device has is a sum in slices, and an all-gather.
     """
     (o,), (result,) = node.outs, described.results
-    out, dim = walk.block.avals[o], walk.infer.marked(walk.block).get(o)
-    gathered = dim is None and node.backward and walk.block.outermost and not _is_added_up_elsewhere(walk, o)
+    out = walk.block.avals[o]
+    dim: int | None = walk.infer.marked(walk.block).get(o)
+    gathered = dim is None and node.backward and not _is_added_up_elsewhere(walk, o)
     dim = walk.infer.choose(out.shape) if gathered else dim
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
     slices = walk.infer.shard(dim, out.shape[dim])
     takes = [form(slices.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    if slices.is_padded(walk.n):
+    if slices.is_padded(walk.n) or not _fits(walk, node, ins, takes, out):
         return None
-    moves = [(p, takes[k], aval) for k, p, aval in _of_batch(walk, node, ins)]
-    if not _pays(walk, moves, slices, out, lambda: _terms(walk, node), most=1 if gathered else None):
-        return None
-    product = Cut(described, cut, slices, None)
-    if not gathered:
-        return Strategy(takes, [slices], product, instead=IN_PLACE)
-    walk.placed.own.append(Move(node, "all-gather", out, stored=True, why=IN_PLACE))
+    then = [REPLICATED] if gathered else ()
+    return Strategy(takes, [slices], Cut(described, cut, slices, None), instead=IN_PLACE, then=then, name=NAME)
+
+
+def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
+    """Whether a sum is one over another axis too: then it is made over both at once."""
     after = walk.next.get(o)
-    turned = after.eqn.params["permutation"] if after and after.name == "transpose" else range(out.ndim)
-    run = _ThenWhole(product, slices, tuple(turned))
-    return Strategy(takes, [REPLICATED], run, exchanges=True, instead=IN_PLACE)
+    while after and after.name in TO_A_SUM:
+        after = walk.next.get(after.outs[0])
+    return after is not None and after.name == "jaxdist_all_reduce"
 
 
 def _from_all_groups(
@@ -121,128 +117,34 @@ def _from_all_groups(
     out = walk.block.avals[o]
     if o not in walk.infer.last.marked(walk.block) or described.reduced.get(example) != "sum":
         return None
-    rows = [(p, REPLICATED, aval) for _, p, aval in _of_batch(walk, node, ins)]
-    size = sum(nbytes(aval) for *_, aval in rows)
-    machine, link = walk.infer.machine, walk.infer.link
-    instead = machine.seconds(flops(walk.block, node), 0, out.dtype) + _seconds(walk, rows)
-    if size > nbytes(out) // parts or instead > link.seconds("all-reduce", nbytes(out)) / _terms(walk, node):
+    if sum(nbytes(aval) for _, aval in _of_batch(walk, node, ins)) > nbytes(out) // parts:
         return None
-    return Strategy([REPLICATED] * len(ins), [REPLICATED], run_as_is, instead=IN_PLACE)
+    return Strategy([REPLICATED] * len(ins), [REPLICATED], run_as_is, instead=IN_PLACE, name=NAME)
 
 
-def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
-    """Whether a sum is one over another axis too: then it is made over both at once."""
-    after = walk.next.get(o)
-    while after and after.name in _TO_A_SUM:
-        after = walk.next.get(after.outs[0])
-    return after is not None and after.name == "jaxdist_all_reduce"
-
-
-def _users(walk: Walk, node: Node, i: int) -> int:
-    """Of how many operations, this one among them, a weight would be gathered for once."""
-    return sum(n.name == node.name and n.backward == node.backward for n in walk.block.nodes if i in n.ins)
-
-
-_MANY = 1 << 30
-_TO_A_SUM = ADDITION | SHAPE_ONLY | {"convert_element_type"}
-
-
-def _terms(walk: Walk, own: Node) -> int:
-    """Of how many cotangents, this one among them, the sum is that it is added to: they could be reduced as one.
-
-    With those of other operations more than pays: a table's rows are few where its product with all words is large.
-    """
-    block, (i,) = walk.block, own.outs
-    while block.uses[i] == 1 and i in walk.next and walk.next[i].name in _TO_A_SUM:
-        (i,) = walk.next[i].outs
-    count, todo = 0, [i]
-    while todo:
-        node = block.makers.get(todo.pop())
-        if node is not None and node.name in _TO_A_SUM:
-            todo += node.ins
-        elif node is not None and (node is own or node.backward):
-            count += 1 if node.name == own.name else _MANY
-    return count
-
-
-_Moved = tuple[Placement, Form, Any]
-"""How a value comes, how it is needed, and its type."""
-
-
-def _of_batch(walk: Walk, node: Node, ins: Sequence[Placement]) -> list[tuple[int, Split, Any]]:
-    """The operands that are of the batch: which, how they come, and their types."""
+def _of_batch(walk: Walk, node: Node, ins: Sequence[Placement]) -> list[tuple[int, Any]]:
+    """The operands that are of the batch: which, and their types."""
     return [
-        (k, p, walk.block.avals[i])
+        (k, walk.block.avals[i])
         for k, (p, i) in enumerate(zip(ins, node.ins, strict=True))
         if isinstance(p, Split) and not p.stored
     ]
 
 
-def _pays(
-    walk: Walk, moves: Sequence[_Moved], split: Split, aval: Any, sharing: Callable[[], int], most: int | None = None
+def _fits(
+    walk: Walk, node: Node, ins: Sequence[Placement], takes: Sequence[Form], weight: Any, made: Partial | None = None
 ) -> bool:
-    """Whether values of the batch should travel in place of a weight.
-
-    What each device has of them whole must be no more than its slice of the weight, so that it does not take the memory
-    that the slices save.
+    """Whether what each device has whole of values of the batch is no more than its slice of a weight, so that it does
+    not take the memory that the slices save.
 
     Args:
       walk: which places the block.
-      moves: of values of the batch.
-      split: of the weight, or of its gradient.
-      aval: its type.
-      sharing: counts the operations for which it would travel once. Asked last: it looks at all of the block.
-      most: that may be so many; None: if it is worth it for each.
+      node: the product.
+      ins: how its operands come.
+      takes: and how it takes them.
+      weight: the type of the weight, or of its gradient.
+      made: what it makes, if that is a summand.
     """
-    whole = sum(nbytes(aval) for p, to, aval in moves if not (isinstance(p, Split) and isinstance(to, Split)))
-    taken, weight = _seconds(walk, moves), walk.infer.link.seconds("all-gather", nbytes(aval))
-    if whole > nbytes(aval) // walk.n or taken > weight:
-        return False
-    count = sharing()
-    return count <= most if most else taken <= weight / count
-
-
-def _seconds(walk: Walk, moves: Sequence[_Moved]) -> float:
-    """How long messages take that the operation waits for."""
-    link = walk.infer.link
-    return sum(walk.infer.sent(p, to, aval) / link.bandwidth + link.stall for p, to, aval in moves)
-
-
-@dataclass(frozen=True)
-class _ThenBack:
-    """A product on slices of a weight, and each device's examples of it.
-
-    Attributes:
-      product: the operation on slices.
-      made: what it makes.
-      back: the examples.
-    """
-
-    product: Cut
-    made: Split | Partial
-    back: Split
-
-    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        (x,) = self.product(emitter, node, xs)
-        return [emitter.to_slices(node.outs[0], x, self.made, self.back)]
-
-
-@dataclass(frozen=True)
-class _ThenWhole:
-    """A sum in slices, and all of these.
-
-    Attributes:
-      product: the operation on slices.
-      slices: what it makes.
-      turned: in what order of its dimensions it is taken next. It is gathered so: XLA makes a transpose a part of the
-        product before it, and of what comes after a gather a slow loop.
-    """
-
-    product: Cut
-    slices: Split
-    turned: tuple[int, ...]
-
-    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        (x,) = self.product(emitter, node, xs)
-        whole = emitter.gather(x.transpose(self.turned), self.turned.index(self.slices.dim), self.slices.size)
-        return [whole.transpose(np.argsort(self.turned))]
+    whole = sum(nbytes(aval) for k, aval in _of_batch(walk, node, ins) if not isinstance(takes[k], Split))
+    whole += nbytes(walk.block.avals[node.outs[0]]) if made else 0
+    return whole <= nbytes(weight) // walk.n

@@ -20,10 +20,10 @@ from jax import lax
 
 from jaxdist import compat
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.run import make_whole
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form
+from jaxdist.placements.walk import Walk, special
 
 
 @special("random_bits")

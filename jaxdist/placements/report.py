@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import numpy as np
 from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
-from jaxdist.ir.operations import CONTRACTION, FACTORISATION, is_elementwise
-from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Replicated, Split, local_shape, reshaped
+from jaxdist.placements.cost import flops, moves_of, turns
+from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed
+from jaxdist.placements.values import Replicated, Split, reshaped
 from jaxdist.text import text_of
 
 _WORTH_SAYING = 0.01
@@ -67,7 +64,7 @@ def rows(over: Sequence[Placed]) -> list[Row]:
         return []
     moved: dict[tuple[str, str, str, str, str], int] = {}
     leaves: dict[tuple[str, str, str, str, str], dict[str, None]] = {}
-    for placed, move, times in ((one, *move) for one in over for move in _moves(one, 1)):
+    for placed, move, times in ((one, *move) for one in over for move in moves_of(one)):
         if move.node.name == "jaxdist_all_reduce":  # over several axes in one: that over the first is in the table
             continue
         key = (placed.axis, _kind(move), move.node.name, move.node.line, move.why)
@@ -220,33 +217,6 @@ def _leaf(placed: Placed, move: Move) -> list[str]:
     return [placed.names[min(found)].removesuffix(".value")] if found else []
 
 
-def _times(node: Node) -> int:
-    return node.eqn.params["length"] if node.name == "scan" else 1
-
-
-def _moves(placed: Placed, times: int) -> Iterator[tuple[Move, int]]:
-    for move in placed.own:
-        yield move, times
-    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        for body in strategy.bodies:
-            yield from _moves(body, times * _times(node))
-
-
-def traffic(placed: Placed) -> Iterator[tuple[str, int, bool, int]]:
-    """What a step moves: the kind of collective, the bytes of the whole value, whether it is of what is stored alone,
-    and how often; what an operation exchanges by itself counts as an all-reduce of its results."""
-    yield from ((move.kind, move.bytes, move.stored, times) for move, times in _moves(placed, 1))
-    yield from _exchanges(placed, 1)
-
-
-def _exchanges(placed: Placed, times: int) -> Iterator[tuple[str, int, bool, int]]:
-    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        if strategy.exchanges:
-            yield "all-reduce", sum(nbytes(placed.block.avals[o]) for o in node.outs), False, times
-        for body in strategy.bodies:
-            yield from _exchanges(body, times * _times(node))
-
-
 def unsplit(placed: Placed) -> int:
     """FLOPs that every device repeats because there is no batch; 0: there is one."""
     inputs = (placed.at[i] for i in placed.block.inputs)
@@ -268,41 +238,6 @@ def work(placed: Placed) -> int:
     return sum(cost for _, cost, _ in _work(placed, 1))
 
 
-def seconds(placed: Placed, machine: Machine) -> float:
-    """How long a device computes in all of it; what it sends is not counted."""
-    own = 0.0
-    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        own += _times(node) * sum(seconds(body, machine) for body in strategy.bodies)
-        if not strategy.bodies and strategy.make is None:
-            own += seconds_of(placed.block, node, strategy, machine)
-    return own
-
-
-def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine) -> float:
-    """How long a device takes for an operation: for its products, and to read and write what it works on. Of what is
-    neither a product nor a factorisation results count alone, once for all that XLA makes one loop of."""
-    cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
-    itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
-    if node.name not in CONTRACTION and node.name not in FACTORISATION:
-        return 0.0 if _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
-    touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
-    entries = sum(math.prod(local_shape(block.avals[i].shape, p or REPLICATED)) for i, p in touched)
-    return machine.seconds(cost, entries * itemsize, dtype)
-
-
-def _is_in_a_loop(block: Block, node: Node) -> bool:
-    """Whether XLA makes an operation's results in the loop of the only one that takes them."""
-    if not is_elementwise(node.eqn.primitive) or block.uses[node.outs[0]] != 1:
-        return False
-    users = [block.nodes[k] for k in block.users.get(node.outs[0], ())]
-    return any(is_elementwise(user.eqn.primitive) or user.name.startswith("reduce_") for user in users)
-
-
-def moves(placed: Placed) -> int:
-    """How often a value changes its form."""
-    return sum(times for _, times in _moves(placed, 1))
-
-
 Rows = frozenset[int]
 """Dimensions of a value that run over the examples of the batch."""
 
@@ -322,7 +257,7 @@ def _work(
         for o, dims in zip(node.outs, _follow(block, node, at), strict=True):
             at[o] = dims
         for body in strategy.bodies:
-            yield from _work(body, times * _times(node), _inside(node, body, at), every)
+            yield from _work(body, times * turns(node), _inside(node, body, at), every)
         if strategy.bodies or strategy.make is not None:
             continue
         over = every or any(at[i] for i in (*node.ins, *node.outs))
@@ -360,39 +295,6 @@ def _inside(node: Node, body: Placed, at: Sequence[Rows]) -> list[Rows] | None:
         consts, carry, xs = Scan.of(node.eqn.params).split(outer)
         return [*consts, *carry, *(frozenset(d - 1 for d in r if d) for r in xs)]
     return outer[len(outer) - n :] if n <= len(outer) and node.name != "while" else None
-
-
-def flops(block: Block, node: Node, strategy: Strategy | None = None) -> int:
-    """Of an operation as a device runs it; of a contraction or a factorisation, and an entry of anything else as one.
-
-    Args:
-      block: of the operation.
-      node: the operation.
-      strategy: how it is placed; None: on one device.
-    """
-
-    def size(i: int, p: object) -> int:
-        shape = block.avals[i].shape
-        return math.prod(p.shape(shape) if isinstance(p, Split) else shape)
-
-    takes = strategy.takes if strategy else [None] * len(node.ins)
-    gives = strategy.gives if strategy else [None] * len(node.outs)
-    if node.name == "dot_general":
-        (contracted, _), _ = node.eqn.params["dimension_numbers"]
-        p, shape = takes[0], block.avals[node.ins[0]].shape
-        shape = p.shape(shape) if isinstance(p, Split) and not isinstance(gives[0], Split) else shape
-        return 2 * size(node.outs[0], gives[0]) * math.prod(shape[d] for d in contracted)
-    if node.name == "conv_general_dilated":
-        p, kernel = takes[1], block.avals[node.ins[1]].shape
-        kernel = p.shape(kernel) if isinstance(p, Split) else kernel
-        out = node.eqn.params["dimension_numbers"].rhs_spec[0]
-        return 2 * size(node.outs[0], gives[0]) * math.prod(kernel) // max(kernel[out], 1)
-    if node.name in FACTORISATION:
-        p, shape = takes[0], block.avals[node.ins[0]].shape
-        shape = p.shape(shape) if isinstance(p, Split) else shape
-        return round(FACTORISATION[node.name] * math.prod(shape) * min(shape[-2:]))
-    numbers = [o for o in node.outs if not jax.numpy.issubdtype(block.avals[o].dtype, jax.dtypes.extended)]
-    return sum(size(o, p) for o, p in zip(node.outs, gives, strict=True) if o in numbers)
 
 
 def in_words(count: int) -> str:

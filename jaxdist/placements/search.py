@@ -24,8 +24,8 @@ from jaxdist.errors import StepError
 from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpointed
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
+from jaxdist.placements.cost import cost
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.report import seconds, traffic
 from jaxdist.placements.strategy import nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 
@@ -200,12 +200,8 @@ class _Cost:
             return math.inf
         finally:
             self._infer.forget(self._block)
-        link = self._infer.link
-        taken = seconds(placed, self._infer.machine) / self._examples
-        for kind, size, stored, times in traffic(placed):
-            taken += times * (link.latency + link.seconds(kind, size) / (1 if stored else self._examples))
         held = sum(self.bytes[k] / (n if k in cuts else 1) for k in self._state)
-        return taken + held / link.bandwidth
+        return cost(placed, self._infer, self._examples) + held / self._infer.link.bandwidth
 
 
 class _Descent:

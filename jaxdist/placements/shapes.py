@@ -13,7 +13,6 @@ from jax import lax
 
 from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Walk, special
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import (
@@ -26,6 +25,7 @@ from jaxdist.placements.values import (
     form,
     reshaped,
 )
+from jaxdist.placements.walk import Walk, special
 
 
 @special("reshape")

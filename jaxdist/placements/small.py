@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxdist.placements.block import Block
+from jaxdist.placements.cost import moves, seconds
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.report import moves, seconds
-from jaxdist.placements.strategy import Move, Placed, nbytes
-from jaxdist.placements.values import REPLICATED, Placement, Split
+from jaxdist.placements.strategy import Placed, nbytes
+from jaxdist.placements.values import Placement, Split
 
 fewer = 2
 """Messages that must be saved. A step without coupling has two at most."""
@@ -43,16 +43,11 @@ def at_once(
     computed = seconds(placed, machine)
     if moved < fewer or max(gathered, computed) > moved * link.latency:
         return placed
-    whole = infer.place(block, [REPLICATED if k in examples else p for k, p in enumerate(ins)], placed.outs)
+    whole = infer.place(block, ins, placed.outs, whole=frozenset(examples))
     before = messages(placed)
     more = gathered + seconds(whole, machine) - computed
     if more > before * link.latency:
         return placed
-    user = {i: node for node in reversed(block.nodes) for i in node.ins}
-    rows = [
-        Move(user[i], "all-gather", a, False, "")
-        for i, a in zip((block.inputs[k] for k in examples), avals, strict=True) if i in user
-    ]  # fmt: skip
-    whole = replace(whole, ins=placed.ins, own=[*rows, *whole.own], whole=True)
+    whole = replace(whole, whole=True)
     saved = before - messages(whole)
     return whole if saved >= fewer and more <= saved * link.latency else placed

@@ -37,6 +37,8 @@ class Strategy:
       exchanges: it talks to other devices by itself.
       why: the operation is computed whole on every device, for this reason.
       instead: its operands move for this reason, where something else could.
+      then: the form into which each result is brought at once; (): it stays as it is made.
+      name: of the option, where the operation has others; "": what is taken unless another one costs less.
     """
 
     takes: Sequence[Form | None]
@@ -48,6 +50,8 @@ class Strategy:
     exchanges: bool = False
     why: str = ""
     instead: str = ""
+    then: Sequence[Form] = ()
+    name: str = ""
 
 
 @dataclass(eq=False)
@@ -60,6 +64,8 @@ class Move:
       aval: the value's logical type.
       stored: it is kept in shards between steps, or made of such alone.
       why: what the operation can't do on slices, or `IN_PLACE`.
+      waited_for: a product follows from it, and it can't be fetched ahead, as what is kept in shards can.
+      again: it has moved for another operation already, and stays.
     """
 
     node: Node
@@ -67,6 +73,8 @@ class Move:
     aval: Any
     stored: bool
     why: str
+    waited_for: bool = False
+    again: bool = False
 
     @property
     def bytes(self) -> int:

@@ -429,17 +429,17 @@ def test_nested_loops_are_traced_once() -> None:
             return jax.grad(loss)(w, x)
         return lax.scan(lambda c, _: (c + deep(w - 0.1 * c, x, depth - 1), None), jnp.zeros_like(w), None, length=2)[0]
 
-    from jaxdist.placements import infer
+    from jaxdist.placements import walk
 
     walks: list[int] = []
-    original = infer.Walk.__init__
+    original = walk.Walk.__init__
 
     def counting(self: Any, *args: Any) -> None:
         walks.append(1)
         original(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(infer.Walk, "__init__", counting)
+        patch.setattr(walk.Walk, "__init__", counting)
         counts = []
         for depth in (1, 2, 3, 4):
             walks.clear()

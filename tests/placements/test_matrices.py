@@ -10,11 +10,12 @@ import pytest
 
 from jaxdist.machine import VIRTUAL
 from jaxdist.mesh import AXIS, Axis
+from jaxdist.placements.cost import seconds
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
 from jaxdist.placements.matrices import Component, bytes_moved, components
 from jaxdist.placements.owners import Owned, owners_p
-from jaxdist.placements.report import seconds, work
+from jaxdist.placements.report import work
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, tile
 

@@ -18,7 +18,7 @@ import jaxdist
 from jaxdist.ir.interpreter import INLINED, subjaxprs
 from jaxdist.ir.operations import is_elementwise
 from jaxdist.ir.trace import trace
-from jaxdist.placements import infer, rules
+from jaxdist.placements import rules, walk
 from jaxdist.placements.describe import Factors
 from jaxdist.placements.rules import FACTORS, factors
 from jaxdist.placements.strategy import UNKNOWN
@@ -36,7 +36,7 @@ NO_STEPS = {
 def known(primitive: Primitive) -> bool:
     if primitive.name == "custom_linear_solve":  # its solution is, see `placements.block`
         return True
-    return primitive.name in {*INLINED, *infer.SPECIAL} or rules.is_known(primitive)
+    return primitive.name in {*INLINED, *walk.SPECIAL} or rules.is_known(primitive)
 
 
 def test_each_public_primitive_is_known() -> None:
@@ -63,7 +63,7 @@ def test_each_primitive_of_the_operations_is_known() -> None:
 
 def test_no_rule_is_of_a_name_that_is_not_there() -> None:
     """A primitive that JAX renamed would be computed whole, in silence."""
-    assert not rules.WHOLE.keys() & (FACTORS.keys() | infer.SPECIAL.keys())
+    assert not rules.WHOLE.keys() & (FACTORS.keys() | walk.SPECIAL.keys())
 
 
 SHAPES: dict[str, Any] = {"mul": [(8, 3), (8, 3)], "add": [(8, 3), ()], "select_n": [(8, 3), (8, 3), (8, 3)]}

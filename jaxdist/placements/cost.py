@@ -1,0 +1,127 @@
+"""What a placed step costs a device: FLOPs, seconds, and what travels how often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.ir.operations import CONTRACTION, FACTORISATION, is_elementwise
+from jaxdist.machine import Machine
+from jaxdist.placements.block import Block, Node
+from jaxdist.placements.strategy import Move, Placed, Strategy, nbytes
+from jaxdist.placements.values import REPLICATED, Split, local_shape
+
+
+def turns(node: Node) -> int:
+    """How often the bodies of an operation run."""
+    return node.eqn.params["length"] if node.name == "scan" else 1
+
+
+def moves_of(placed: Placed, times: int = 1) -> Iterator[tuple[Move, int]]:
+    """What changes its form, in loops and branches too, and how often."""
+    for move in placed.own:
+        yield move, times
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        for body in strategy.bodies:
+            yield from moves_of(body, times * turns(node))
+
+
+def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
+    """How long a device takes for a placed step: seconds of what it computes, of the bytes that it sends, and of what
+    each message that it waits for holds up.
+
+    Args:
+      placed: the step.
+      infer: which placed it (`jaxdist.placements.infer.Infer`).
+      examples: into how many parts other axes divide what is not of the state alone.
+      memory: whether what products read and write, and all that is no product, counts.
+    """
+    link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
+    for move, times in moves_of(placed):
+        if not move.again:
+            taken += times * link.seconds(move.kind, move.bytes) / (1 if move.stored else examples)
+            taken += times * (link.stall if move.waited_for else link.latency)
+    for size, times in _exchanged(placed):
+        taken += times * (link.seconds("all-reduce", size) / examples + link.stall)
+    return taken
+
+
+def _exchanged(placed: Placed, times: int = 1) -> Iterator[tuple[int, int]]:
+    """The bytes of what operations exchange by themselves, which counts as a sum of their results, and how often."""
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        if strategy.exchanges:
+            yield sum(nbytes(placed.block.avals[o]) for o in node.outs), times
+        for body in strategy.bodies:
+            yield from _exchanged(body, times * turns(node))
+
+
+def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
+    """How long a device computes in all of it; what it sends is not counted. `memory`: as of `cost`."""
+    own = 0.0
+    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+        own += turns(node) * sum(seconds(body, machine, memory) for body in strategy.bodies)
+        if not strategy.bodies and strategy.make is None:
+            own += seconds_of(placed.block, node, strategy, machine, memory)
+    return own
+
+
+def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
+    """How long a device takes for an operation: for its products, and to read and write what it works on. Of what is
+    neither a product nor a factorisation results count alone, once for all that XLA makes one loop of."""
+    cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
+    itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
+    if node.name not in CONTRACTION and node.name not in FACTORISATION:
+        return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
+    touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
+    entries = sum(math.prod(local_shape(block.avals[i].shape, p or REPLICATED)) for i, p in touched)
+    return machine.seconds(cost, entries * itemsize if memory else 0, dtype)
+
+
+def _is_in_a_loop(block: Block, node: Node) -> bool:
+    """Whether XLA makes an operation's results in the loop of the only one that takes them."""
+    if not is_elementwise(node.eqn.primitive) or block.uses[node.outs[0]] != 1:
+        return False
+    users = [block.nodes[k] for k in block.users.get(node.outs[0], ())]
+    return any(is_elementwise(user.eqn.primitive) or user.name.startswith("reduce_") for user in users)
+
+
+def moves(placed: Placed) -> int:
+    """How often a value changes its form."""
+    return sum(times for _, times in moves_of(placed))
+
+
+def flops(block: Block, node: Node, strategy: Strategy | None = None) -> int:
+    """Of an operation as a device runs it; of a contraction or a factorisation, and an entry of anything else as one.
+
+    Args:
+      block: of the operation.
+      node: the operation.
+      strategy: how it is placed; None: on one device.
+    """
+
+    def size(i: int, p: object) -> int:
+        shape = block.avals[i].shape
+        return math.prod(p.shape(shape) if isinstance(p, Split) else shape)
+
+    takes = strategy.takes if strategy else [None] * len(node.ins)
+    gives = strategy.gives if strategy else [None] * len(node.outs)
+    if node.name == "dot_general":
+        (contracted, _), _ = node.eqn.params["dimension_numbers"]
+        p, shape = takes[0], block.avals[node.ins[0]].shape
+        shape = p.shape(shape) if isinstance(p, Split) and not isinstance(gives[0], Split) else shape
+        return 2 * size(node.outs[0], gives[0]) * math.prod(shape[d] for d in contracted)
+    if node.name == "conv_general_dilated":
+        p, kernel = takes[1], block.avals[node.ins[1]].shape
+        kernel = p.shape(kernel) if isinstance(p, Split) else kernel
+        out = node.eqn.params["dimension_numbers"].rhs_spec[0]
+        return 2 * size(node.outs[0], gives[0]) * math.prod(kernel) // max(kernel[out], 1)
+    if node.name in FACTORISATION:
+        p, shape = takes[0], block.avals[node.ins[0]].shape
+        shape = p.shape(shape) if isinstance(p, Split) else shape
+        return round(FACTORISATION[node.name] * math.prod(shape) * min(shape[-2:]))
+    numbers = [o for o in node.outs if not jax.numpy.issubdtype(block.avals[o].dtype, jax.dtypes.extended)]
+    return sum(size(o, p) for o, p in zip(node.outs, gives, strict=True) if o in numbers)

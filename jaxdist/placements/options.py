@@ -1,0 +1,133 @@
+"""Which options the operations of a block take: those with which a device takes the least time for all of it.
+
+A walk takes for each operation what moves least for it alone. Others that it offers are worth it for several at once,
+or not at all: a weight that is not gathered for one product is gathered for the next, a gradient that is made in slices
+is added to one that is not. So operations are switched together that share a weight, make terms of one sum, or are the
+same line of the user's on the same shapes; in a descent over such groups, from none and from all of them switched. It
+depends on the block alone, and counts what it tries: every rank finds the same.
+
+References:
+  Zheng et al., *Alpa*, arXiv 2201.12023, section 4 (the strategies of operations, and what it takes to get from one to
+  the next); Li et al., *Automatically finding efficient layouts*, TOAST, arXiv 2508.15010.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jaxdist.mesh import AXIS, GROUP
+from jaxdist.placements.block import TO_A_SUM, Block, Node
+from jaxdist.placements.cost import cost
+from jaxdist.placements.marked import used_in_slices
+from jaxdist.placements.strategy import Placed
+from jaxdist.placements.values import REPLICATED, Partial, Placement
+from jaxdist.placements.walk import Choice, Walk
+
+_OPERATIONS, _FEWEST = 30_000, 8
+"""How often a block is walked at most: less often the more operations it has, but not less than so often."""
+
+On = frozenset[int]
+"""The groups of operations that are switched."""
+
+
+def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[int], whole: frozenset[int]) -> Placed:
+    """A block, placed as costs least.
+
+    Args:
+      infer: which places it (`jaxdist.placements.infer.Infer`).
+      block: its operations.
+      ins: how its inputs come.
+      loose: outputs that a loop adds up.
+      whole: inputs that are gathered at once.
+    """
+    walk = Walk(infer, block, ins, loose, Choice(whole=whole))
+    groups = _groups(walk)
+    return _Descent(infer, walk, ins, loose, groups).best() if groups else walk.placed
+
+
+class _Descent:
+    """The search over groups of operations."""
+
+    def __init__(
+        self,
+        infer: Any,
+        walk: Walk,
+        ins: Sequence[Placement],
+        loose: frozenset[int],
+        groups: Sequence[Choice],
+    ):
+        self._infer, self._block, self._ins, self._loose, self._groups = infer, walk.block, ins, loose, groups
+        self._whole = walk.choice.whole
+        self._left = max(_FEWEST, _OPERATIONS // max(len(walk.block.nodes), 1))
+        self._known: dict[On, tuple[float, Placed]] = {On(): (self._cost(walk.placed), walk.placed)}
+
+    def best(self) -> Placed:
+        """The end of a descent from all or none of them, whichever costs less: a group after the other is switched, as
+        long as that helps."""
+        count = len(self._groups)
+        on = min(On(), On(range(count)), key=self._value)
+        k = since = 0  # groups tried since one was switched
+        while since < count:
+            better = min(on, on ^ {k}, key=self._value)
+            since = since + 1 if better == on else 0
+            on, k = better, (k + 1) % count
+        return self._known[on][1]
+
+    def _value(self, on: On) -> float:
+        if on not in self._known:
+            if not self._left:
+                return float("inf")
+            self._left -= 1
+            chosen = [self._groups[k] for k in sorted(on)]
+            choice = Choice(
+                {node: name for one in chosen for node, name in one.names.items()},
+                {i: to for one in chosen for i, to in one.slices.items()},
+                self._whole,
+            )
+            placed = Walk(self._infer, self._block, self._ins, self._loose, choice).placed
+            self._known[on] = self._cost(placed), placed
+        return self._known[on][0]
+
+    def _cost(self, placed: Placed) -> float:
+        """What the block costs, with its summands added up if nothing else does it. Options differ little in what a
+        device reads and writes, and its caches may hold that."""
+        if placed.block.outermost:
+            wants = [REPLICATED if isinstance(p, Partial) else None for p in placed.given]
+            placed = placed.returning(self._infer, wants)
+        return cost(placed, self._infer, memory=False)
+
+
+def _groups(walk: Walk) -> list[Choice]:
+    """What is switched together, in the order of the first operation of each."""
+    up: dict[Hashable, Hashable] = {}
+
+    def find(a: Hashable) -> Hashable:
+        while (above := up.setdefault(a, a)) != a:
+            a = above
+        return a
+
+    for node, names in walk.offers:
+        for tie in (*_ties(walk, node), (*names, node.name, node.line, *walk.shapes(node.ins))):
+            up[find(id(node))] = find(tie)
+    groups: dict[Hashable, dict[int, str]] = {}
+    for node, names in walk.offers:
+        groups.setdefault(find(id(node)), {})[id(node)] = names[0]
+    found = [Choice(names) for names in groups.values()]
+    # Not along the axis of data, where a parameter in slices would make more messages of a few more bytes.
+    if walk.infer.axis.name not in (GROUP, AXIS) and (slices := used_in_slices(walk)):
+        found.append(Choice(slices=slices))
+    return found
+
+
+def _ties(walk: Walk, node: Node) -> list[Hashable]:
+    """The weights that an operation takes, and the sums that its results are terms of."""
+    block, found = walk.block, list[Hashable]()
+    for i in map(block.source, node.ins):
+        if i in walk.inputs:
+            found.append(("weight", i))
+    for o in node.outs:
+        while block.uses[o] == 1 and o in walk.next and walk.next[o].name in TO_A_SUM:
+            o = walk.next[o].outs[0]
+        found.append(("sum", o))
+    return found

@@ -1,0 +1,341 @@
+"""The walk over a block: how each value is placed, and in which form each operation takes its operands.
+
+What is known of an operation beside its factors is in `SPECIAL`, which the modules of rules fill.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxdist.errors import StepError
+from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
+from jaxdist.placements import rules
+from jaxdist.placements.block import Block, Node, added, number
+from jaxdist.placements.describe import Factors
+from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
+from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
+from jaxdist.placements.summands import is_zero, linear
+from jaxdist.placements.values import (
+    DEFERRED,
+    PARTIAL,
+    REPLICATED,
+    Deferred,
+    Form,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    is_wide,
+    related,
+    tile,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a walk takes, where it is not what it takes by itself.
+
+    Attributes:
+      names: by the id of an operation, the option.
+      slices: of summands, in which they are added up.
+      whole: inputs that are gathered at once.
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    slices: Mapping[int, Split] = field(default_factory=dict)
+    whole: frozenset[int] = frozenset()
+
+
+class Walk:
+    """Settles one block.
+
+    Args:
+      infer: which places it (`jaxdist.placements.infer.Infer`).
+      block: its operations.
+      ins: how its inputs come.
+      loose: outputs that a loop adds up.
+      choice: what it takes that it would not by itself.
+
+    Attributes:
+      placed: the block, settled.
+      offers: the operations that have other options, and their names.
+    """
+
+    def __init__(
+        self,
+        infer: Any,
+        block: Block,
+        ins: Sequence[Placement],
+        loose: frozenset[int] = frozenset(),
+        choice: Choice = Choice(),
+    ):
+        marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
+        self.slices: dict[int, Split] = {**choice.slices, **marked}
+        self.choice, self.offers = choice, list[tuple[Node, list[str]]]()
+        self._moved: set[tuple[int, Form, bool]] = set()
+        self.infer, self.block, self.n = infer, block, infer.devices
+        self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
+        self.at: list[Any] = [None] * len(block.avals)
+        self.loose = added(block, loose)
+        self.next = {i: node for node in block.nodes for i in node.ins}
+        self.inputs = {i: k for k, i in enumerate(block.inputs)}
+        summed: set[int] = set()
+        for i, value in block.known.items():
+            self.at[i] = Replicated(number(value))
+        for k, (i, placement) in enumerate(zip(block.inputs, ins, strict=True)):
+            self.at[i] = self._settled(i, placement)
+            if k in choice.whole and i in self.next:
+                self.note(self.next[i], i, REPLICATED, "")
+                self.at[i] = REPLICATED
+            if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
+                summed.add(self.inputs[i])
+        for node in block.nodes:
+            strategy = self.strategy(node)
+            self.placed.strategies.append(strategy)
+            for i, to in zip(node.ins, strategy.takes, strict=True):
+                if to is None:
+                    continue
+                if isinstance(self.at[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
+                    summed.add(self.inputs[i])
+                self.note(node, i, to, strategy.why or strategy.instead)
+            for i, placement, then in zip(node.outs, strategy.gives, strategy.then or strategy.gives, strict=True):
+                self.at[i] = placement
+                settled = then if strategy.then else self._settled(i, placement)
+                if not isinstance(settled, Partial):
+                    self.note(node, i, form(settled), strategy.instead if strategy.then else "")
+                self.at[i] = settled
+        self.placed.at, self.placed.outs = self.at, tuple(form(self.at[i]) for i in block.outputs)
+        self.placed.given = tuple(self.at[i] for i in block.outputs)
+        self.placed.summed = frozenset(summed)
+
+    def note(self, node: Node, i: int, to: Form, why: str) -> None:
+        """Write down that a value has to move, and whether it did so before."""
+        p, aval = self.at[i], self.block.avals[i]
+        if not (kind := self.infer.move(p, to, aval)):
+            return
+        stored = isinstance(p, Split) and p.stored
+        ahead = stored and self.block.source(i) in self.inputs
+        waited_for = i in self.block.before_products and not ahead
+        fetched = node.backward and stored  # anew in the backward pass
+        key = i, form(to), fetched
+        made = self.block.makers.get(i)
+        formed = made is not None and made.name in SHAPE_ONLY and (made.ins[0], REPLICATED, fetched) in self._moved
+        again = key in self._moved or (i, REPLICATED, fetched) in self._moved or (stored and formed)
+        self._moved.add(key)
+        self.placed.own.append(Move(node, kind, aval, stored, why, waited_for, again))
+
+    def _settled(self, i: int, placement: Placement) -> Placement:
+        """A summand with several uses is added up once, before them."""
+        if not isinstance(placement, Partial) or self.block.uses[i] <= 1:
+            return placement
+        return self.slices.get(i, REPLICATED)
+
+    def added_up(self, node: Node) -> frozenset[int]:
+        """The results that a loop around this block adds up: they may stay summands until after it."""
+        return frozenset(k for k, o in enumerate(node.outs) if o in self.loose)
+
+    # --- one operation
+
+    def strategy(self, node: Node) -> Strategy:
+        """How an operation runs, given how its operands come."""
+        first, *others = self.options(node)
+        if others:
+            self.offers.append((node, [one.name for one in others]))
+        name = self.choice.names.get(id(node))
+        return next((one for one in others if one.name == name), first)
+
+    def options(self, node: Node) -> list[Strategy]:
+        """How an operation may run; the first is what moves least for it alone."""
+        ins = [self.at[i] for i in node.ins]
+        if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
+            raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
+        if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
+            return [strategy]
+        for k, i in enumerate(node.ins):
+            if isinstance(ins[k], Partial):
+                ins[k] = self.slices.get(i, ins[k])
+        offered = [strategy for rule in OFFERS.get(node.name, ()) if (strategy := rule(self, node, ins))]
+        for rule in SPECIAL.get(node.name, ()):
+            if strategy := rule(self, node, ins):
+                return [strategy, *offered]
+        if all(isinstance(p, (Replicated, Deferred)) for p in ins):
+            return [self.alike(node, ins)]
+        return [self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins), *offered]
+
+    def factors(self, node: Node) -> Factors | None:
+        """The loops of an operation."""
+        return rules.factors(node.eqn.primitive, node.eqn.params, self.shapes(node.ins), self.shapes(node.outs))
+
+    def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.block.avals[i].shape for i in values]
+
+    def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
+        """Of operands that every device has."""
+        aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
+        if aval is not None and aval.ndim and is_deferrable(node.eqn.primitive):
+            large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
+            if large and all(isinstance(p, Deferred) for p in large):
+                const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
+                return Strategy([None] * len(ins), [Deferred(const)], make=make_elementwise, slicewise=True)
+        if node.name == "random_split" and node.outs:
+            return Strategy([None], [DEFERRED], make=make_whole)
+        return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
+
+    def whole(self, node: Node, ins: Sequence[Placement]) -> Strategy:
+        """Computed by every device, on whole operands; what follows may be cut again for nothing."""
+        gives: list[Placement] = []
+        for o in node.outs:
+            dim = self.batch_dim(node, ins, self.block.avals[o].shape)
+            size = 0 if dim is None else self.block.avals[o].shape[dim]
+            gives.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
+        why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
+        if why and not (node.name in SPECIAL or rules.is_known(node.eqn.primitive)):
+            why = UNKNOWN
+        if node.eqn.effects:
+            why = f"{node.name} has an effect"
+        return Strategy([REPLICATED] * len(ins), gives, run_as_is, why=why)
+
+    def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
+        """Which dimension of a result holds the batch, if it can be cut."""
+        for p, i in zip(ins, node.ins, strict=True):
+            if not isinstance(p, Split) or p.stored:
+                continue
+            own = self.block.avals[i].shape
+            dims = [d for d in range(len(shape)) if shape[d] == own[p.dim]]
+            if node.name == "reshape":
+                dims += related(own, shape, p.dim)
+            elif node.name in SAME_RANK and len(shape) > p.dim:
+                dims.append(p.dim)
+            dims = [d for d in dims if shape[d] >= self.n]
+            # One of k parts of a batch: its examples are in the dimension after that of the parts.
+            if not dims and node.name in SAME_RANK and p.dim + 1 < len(shape) and shape[p.dim + 1] >= self.n:
+                dims = [p.dim + 1]
+            if dims:
+                return next((d for d in dims if shape[d] % self.n == 0), dims[0])
+        return None
+
+    def by_factors(self, node: Node, ins: Sequence[Placement], described: Factors | None) -> Strategy | None:
+        """Cut along the factor for which least has to move."""
+        if described is None:
+            return None
+        best: tuple[Any, Strategy] | None = None
+        for factor, split in self.candidates(node, ins, described):
+            strategy, cost = self.cut(node, ins, described, factor, split)
+            if strategy and (best is None or cost < best[0]):
+                best = cost, strategy
+        return best and best[1]
+
+    def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
+        """Factors along which an operand is split; those of the batch if there are any: what is stored moves."""
+        found: dict[tuple[int, int, int, int], Split] = {}
+        batch = [p for p in ins if isinstance(p, Split) and not p.stored]
+        for p, dims in zip(ins, described.operands, strict=True):
+            if isinstance(p, Split) and not (batch and p.stored) and dims[p.dim] is not None:
+                factor = dims[p.dim]
+                assert factor is not None
+                key = (factor, p.size, p.chunk, p.outer)
+                if key not in found or (found[key].stored and not p.stored):
+                    found[key] = p
+        if not found and batch:
+            # What has to be gathered must not make the rest N-fold: cut what is on every device anyway.
+            length = {
+                self.block.avals[i].shape[p.dim] for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
+            }
+            shape, dims = self.block.avals[node.outs[0]].shape, described.results[0]
+            taken = {factor for operand in described.operands for factor in operand}
+            for same in (True, False) if node.name == "gather" else (True,):
+                for d, factor in enumerate(dims):
+                    if factor in taken - {None} and shape[d] >= self.n and (shape[d] in length) == same:
+                        assert factor is not None
+                        return [(factor, tile(0, shape[d], self.n))]
+        return [(key[0], found[key]) for key in sorted(found)]
+
+    def cut(
+        self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
+    ) -> tuple[Strategy | None, Any]:
+        """The operation with one factor cut, and what moves for it."""
+        takes: list[Form] = []
+        cost = 0.0
+        stored = split.stored
+        kind = described.reduced.get(factor)
+        for k, (p, dims, i) in enumerate(zip(ins, described.operands, node.ins, strict=True)):
+            aval = self.block.avals[i]
+            to: Form = REPLICATED
+            if factor in dims:
+                to = form(split.at(dims.index(factor)))
+                if not isinstance(p, (Replicated, Deferred)) and isinstance(p, Split) and not p.stored:
+                    stored = False
+            elif kind == "sum" and described.onto == k:
+                to = PARTIAL
+            moved = self.infer.sent(p, to, aval)
+            if isinstance(p, Split) and not p.stored and moved:
+                stored = False
+            cost += moved
+            takes.append(to)
+        gives: list[Placement] = []
+        outs = [self.block.avals[o] for o in node.outs]
+        if kind is None:
+            for dims in described.results:
+                if factor in dims:
+                    d = dims.index(factor)
+                    gives.append(replace(form(split.at(d)), stored=stored))  # type: ignore[arg-type]
+                else:
+                    return None, None
+            return Strategy(takes, gives, Cut(described, factor, split, None)), (cost, 0, factor)
+        if kind == "sum":
+            if not all(is_wide(o.dtype) for o in outs):
+                return None, None
+            gives = [Partial(gradient=node.backward)] * len(outs)
+        else:
+            gives = [REPLICATED] * len(outs)
+        run = Cut(described, factor, split, kind)
+        sent = self.infer.link.sent("all-reduce", sum(map(nbytes, outs)))
+        whole = sum(nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
+        if split.stored and sent > cost + 2 * self.infer.link.sent("all-gather", whole):
+            return None, None  # to gather what is stored is less than to reduce what is made of it
+        return Strategy(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
+
+
+_EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
+            "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
+
+
+Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
+SPECIAL: dict[str, list[Special]] = {}
+"""Operations that need more than their factors, and what knows of them; None from all of these: as any other."""
+
+
+OFFERS: dict[str, list[Special]] = {}
+"""Other options of operations; which of them are taken is decided in `jaxdist.placements.options`."""
+
+
+def special(*names: str) -> Callable[[Special], Special]:
+    """Enter a rule into the table."""
+    return functools.partial(_enter, SPECIAL, names)
+
+
+def offer(*names: str) -> Callable[[Special], Special]:
+    """Enter a rule for an option beside the usual one; it names it."""
+    return functools.partial(_enter, OFFERS, names)
+
+
+def _enter(table: dict[str, list[Special]], names: Sequence[str], rule: Special) -> Special:
+    for name in names:
+        table.setdefault(name, []).append(rule)
+    return rule
+
+
+def refuse(node: Node, why: str) -> StepError:
+    """An error that names the operation and the user's line."""
+    return StepError(f"{node.name} at {node.line or 'an unknown line'}: {why}")
+
+
+def settled(placement: Placement) -> Placement:
+    """As what crosses into control flow: a deferred value is made whole."""
+    if isinstance(placement, Deferred):
+        return Replicated(placement.const)
+    return placement
