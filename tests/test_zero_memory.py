@@ -24,7 +24,7 @@ import jaxdist
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.optimised, pytest.mark.slow]  # together
 
 N, LAYERS, UNSCANNED, WIDTH, VOCAB = 8, 24, 3, 64, 256
 LEVELS = (0, 1, 2, 3)
@@ -140,7 +140,6 @@ PSI = parameter_bytes(params_of(True))
 LAYER = parameter_bytes(layer_params()) // LAYERS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [True, False])
 def test_which_collectives_are_compiled(scanned: bool) -> None:
     kinds = {level: {c.kind for c in collectives(compiled(level, scanned).text)} for level in LEVELS}

@@ -74,9 +74,13 @@ def arrays(tree: Any) -> list[Any]:
 # --- as on one device
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("name", ["clip_adamw", "multisteps", "odd_parameters", "transformer"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    list(zip(["clip_adamw", "multisteps", "odd_parameters", "transformer", "clip_adamw"], WAYS, strict=True)),
+    ids=str,
+)
 def test_as_on_one_device(name: str, way: tuple[int, int | None, int]) -> None:
     devices, within, level = way
     case = oracle.case(name, level, within, offload=True)
@@ -86,7 +90,7 @@ def test_as_on_one_device(name: str, way: tuple[int, int | None, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS[2::2], ids=str)
 def test_optimizers_as_on_one_device(way: tuple[int, int | None, int]) -> None:
     """Moments of some parameters only; rows and columns of them; all of them from each other."""
     devices, within, level = way
@@ -141,6 +145,7 @@ def oracle_state(devices: int, within: Any, level: Any) -> Any:
     return jaxdist.data_parallel(step, mesh=mesh(devices))(*state, x)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_it_can_move_on_the_way(devices: int) -> None:
@@ -153,6 +158,7 @@ def test_it_can_move_on_the_way(devices: int) -> None:
     assert oracle.difference(expected(4), jaxdist.unshard(found)) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_what_takes_it(devices: int, tmp_path: Path) -> None:
@@ -177,6 +183,7 @@ def test_what_takes_it(devices: int, tmp_path: Path) -> None:
     assert np.allclose(jaxdist.unshard(b)[0], jaxdist.unshard(a)[0] + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("way", [(1, None), (4, None), (4, 2)], ids=str)
 def test_checkpoints_from_and_to_it(way: tuple[int, int | None], tmp_path: Path) -> None:
@@ -320,6 +327,7 @@ def test_what_is_refused() -> None:
         jaxdist.zero(optax.sgd(0.1), 0, offload=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
 def test_with_owners(name: str) -> None:

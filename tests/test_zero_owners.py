@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import re
 from collections import Counter
 from typing import Any
@@ -53,35 +55,29 @@ def _on_one_device(name: str, shapes: Any) -> Any:
 # --- as on one device
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("devices", "level", "within"), [(2, 1, None), (3, 2, None), (8, 3, None), (8, 2, 4)], ids=str)
-def test_as_on_one_device(name: str, devices: int, level: Any, within: Any) -> None:
-    assert difference(name, level, within=within, mesh=mesh(devices)) < 1e-10
+WAYS = [
+    (2, 1, None, "owners"), (3, 2, None, "owners"), (8, 3, None, "owners"), (8, 2, 4, "owners"), (4, 2, None, None),
+    (4, 1, None, "slices"), (4, 3, 2, "owners"), (8, 1, 2, "owners"), (8, 3, 4, "slices"),
+]  # fmt: skip
+"""Devices, level, groups of them, `split`: each optimizer in three, or with JAXDIST_FULL set in all."""
+CASES = list(itertools.product(MAKERS, WAYS)) if "JAXDIST_FULL" in os.environ else [
+    (name, way) for i, name in enumerate(MAKERS) for way in WAYS[i % 3 :: 3]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("split", [None, "slices"])
-@pytest.mark.parametrize("name", MAKERS)
-def test_whatever_is_chosen(name: str, split: Any) -> None:
-    assert difference(name, 2, split=split, mesh=mesh(4)) < 1e-10
+@pytest.mark.parametrize(("name", "way"), CASES, ids=str)
+def test_as_on_one_device(name: str, way: Any) -> None:
+    devices, level, within, split = way
+    assert difference(name, level, within=within, split=split, mesh=mesh(devices)) < 1e-10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize(("devices", "within"), [(4, 2), (8, 4), (8, 2), (4, None)], ids=str)
-def test_levels_and_groups(name: str, level: Any, devices: int, within: Any) -> None:
-    assert difference(name, level, within=within, mesh=mesh(devices)) < 1e-10
-
-
-@pytest.mark.parametrize("layers", [8, 5, 2])
-@pytest.mark.parametrize("split", [None, "owners"])
+@pytest.mark.parametrize(("layers", "split"), [(8, None), (8, "owners"), (5, None), (2, "owners")])
 def test_stacked_layers(layers: int, split: Any) -> None:
     shapes = ((6, 16), (layers, 16, 12), (12, 8))
     assert difference("muon", 2, shapes, split=split, mesh=mesh(4)) < 1e-10
 
 
-@pytest.mark.parametrize("shape", [(6, 8, 8), (6, 6, 4), (5, 6, 4)], ids=str)
-@pytest.mark.parametrize("split", [None, "owners"])
+@pytest.mark.parametrize(("shape", "split"), [((6, 8, 8), "owners"), ((6, 6, 4), None), ((5, 6, 4), "owners")], ids=str)
 def test_a_loop_over_layers_that_the_devices_do_not_divide(shape: Any, split: Any) -> None:
     """A stack can't be given to them by layers then."""
 
@@ -164,8 +160,7 @@ def collectives(text: str) -> Counter[str]:
 
 @pytest.mark.optimised
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize("name", ["muon", "galore", "shampoo", "soap"])
+@pytest.mark.parametrize(("name", "devices"), [("muon", 8), ("galore", 4), ("shampoo", 8), ("soap", 4)])
 def test_no_device_computes_what_another_one_does(name: str, devices: int) -> None:
     one, many = program(name, devices)
     assert many.cost_analysis()["flops"] <= 1.1 / devices * one.cost_analysis()["flops"]

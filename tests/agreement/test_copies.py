@@ -1,4 +1,4 @@
-"""What is known to be the same on all ranks; tests/mpi/run_copies.py has the jobs."""
+"""What is known to be the same on all ranks; tests/mpi/copies.py has the jobs."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ def run(path: Path, script: str) -> jobs.Result:
     return jobs.Result(done.returncode, done.stdout, done.stderr, 0)
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_last_save_fails_the_script(tmp_path: Path) -> None:
     done = run(tmp_path, FULL + "print('the end')")
     assert done.returncode == 1, done.output
@@ -47,6 +48,7 @@ def test_a_failure_of_the_last_save_fails_the_script(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["1"]  # and no lock
 
 
+@pytest.mark.slow
 def test_a_failure_that_the_script_has_seen_does_not(tmp_path: Path) -> None:
     handled = FULL + textwrap.dedent("""
         try:
@@ -60,6 +62,7 @@ def test_a_failure_that_the_script_has_seen_does_not(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_the_last_save_is_complete(tmp_path: Path) -> None:
     """Python forbids new work for executors before it waits for threads, and orbax's need them."""
     done = run(

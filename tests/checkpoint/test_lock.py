@@ -48,6 +48,7 @@ def write(path: Path, age: float = 0.0, **said: Any) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_second_job_is_an_error(tmp_path: Path) -> None:
     job = start(tmp_path, 1, 60)
     try:
@@ -64,6 +65,7 @@ def test_a_second_job_is_an_error(tmp_path: Path) -> None:
         job.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_it_is_given_back_at_the_end(tmp_path: Path) -> None:
     job = start(tmp_path, 1, 0)
     assert job.wait(60) == 0
@@ -163,6 +165,7 @@ def test_breaking_takes_no_other_lock(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [lock.NAME]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 def test_a_forked_child_leaves_it_alone(how: str, tmp_path: Path) -> None:
     """It ends as a script does, and it tries to save."""

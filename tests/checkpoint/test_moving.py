@@ -203,6 +203,7 @@ SAVER = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["keep", "overwrite", "both"])
 def test_beside_a_job(how: str, tmp_path: Path) -> None:
     path, tally, newest = tmp_path / "run", collections.Counter(), 0

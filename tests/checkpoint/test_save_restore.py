@@ -117,6 +117,7 @@ def test_into_a_described_place(tmp_path: Path) -> None:
     assert got["w"].sharding == place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 2, 3])
 def test_training_goes_on(level: int, tmp_path: Path) -> None:
     straight = training.run(str(tmp_path / "straight"), 20, level)

@@ -34,6 +34,7 @@ def test_json_alone(jaxdist):
         assert finding["ok"] or finding["fix"], f"{finding['name']} has no fix"
 
 
+@pytest.mark.slow
 def test_root_prints_all_ranks(jaxdist, launcher):
     done = jaxdist(*["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"], timeout=120)
     assert done.returncode == 0, done.stderr

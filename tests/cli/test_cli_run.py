@@ -55,41 +55,32 @@ def test_env_ranks_get_what_torchrun_would_set(jaxdist, script, tmp_path):
     assert len(seen[0]["JAXDIST_SECRET"]) >= 32
 
 
-def test_ranks_share_the_cores(jaxdist, script, launcher, monkeypatch):
+def test_what_ranks_are_given(jaxdist, script, launcher, monkeypatch):
+    """Their share of the cores, one order of sets, a communicator, and all options after the script.
+
+    A published step (numpyro's SVI) loops over a set of strings: each rank traced another program.
+    """
     monkeypatch.delenv("PJRT_NPROC", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    path = script("print(os.environ['PJRT_NPROC'], os.environ['OMP_NUM_THREADS'])")
-    ranks = 2 * len(os.sched_getaffinity(0))
-    done = jaxdist("run", "-n", ranks, "--launcher", launcher, path)
-    assert done.stdout.split("\n")[:-1] == ["1 5"] * ranks, done.stderr  # the user's 5 stays
-
-
-def test_sets_have_one_order_on_all_ranks(jaxdist, script, launcher, monkeypatch):
-    """A published step (numpyro's SVI) loops over a set of strings: each rank traced another program."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    path = script("print(*{f'site {k}' for k in range(20)}, sep=',')")
-    done = jaxdist("run", "-n", 4, "--launcher", launcher, path)
-    assert len(done.stdout.splitlines()) == 4, done.stderr
-    assert len(set(done.stdout.splitlines())) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    path = script("""
+        names = ("PJRT_NPROC", "OMP_NUM_THREADS", "JAXDIST_COMMUNICATOR")
+        print(json.dumps([[os.environ[name] for name in names], [*{f"site {k}" for k in range(20)}], sys.argv[1:]]))
+        """)
+    ranks = 2 * len(os.sched_getaffinity(0))
+    args = ["-n", "7", "--prefix", "--only-rank", "9", "--", "-m", "a b"]
+    done = jaxdist("run", "-n", ranks, "--launcher", launcher, "--communicator", "xla", path, *args)
+    lines = done.stdout.splitlines()
+    assert lines == lines[:1] * ranks, done.stderr
+    settings, _, given = json.loads(lines[0])
+    assert settings == ["1", "5", "xla"]  # the user's 5 stays
+    assert given == args
 
 
 def test_the_users_own_order_of_sets_stays(jaxdist, script, launcher, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     done = jaxdist("run", "-n", 2, "--launcher", launcher, script("print(os.environ['PYTHONHASHSEED'])"))
     assert done.stdout.split() == ["7", "7"], done.stderr
-
-
-def test_communicator_reaches_the_ranks(jaxdist, script, launcher):
-    path = script("print(os.environ['JAXDIST_COMMUNICATOR'])")
-    done = jaxdist("run", "-n", 2, "--launcher", launcher, "--communicator", "xla", path)
-    assert done.stdout.split() == ["xla", "xla"], done.stderr
-
-
-def test_options_after_the_script_are_the_scripts(jaxdist, script, launcher):
-    path = script("print(json.dumps(sys.argv[1:]))")
-    args = ["-n", "7", "--prefix", "--only-rank", "9", "--", "-m", "a b"]
-    done = jaxdist("run", "-n", 1, "--launcher", launcher, path, *args)
-    assert json.loads(done.stdout) == args, done.stderr
 
 
 def test_module_and_its_options(jaxdist, script, launcher):
@@ -215,7 +206,11 @@ while True:
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "INT", "INT twice"])
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [("env", "killed"), ("env", "INT twice"), pytest.param("mpirun", "INT", marks=pytest.mark.mpi)],
+    indirect=["launcher"],
+)
 def test_output_that_nobody_reads_keeps_no_job(script, tmp_path, launcher, wait_gone, how: str):
     """A paused `less`, Ctrl-S, a stuck `tee`."""
     mark = f"mark-{os.getpid()}-unread-{launcher}-{how[-3:]}"
@@ -347,9 +342,14 @@ def test_what_a_rank_left_behind_ends_too(jaxdist, script, wait_gone):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
-    ids=["INT", "TERM", "KILL"],
+    ("launcher", "number", "code"),
+    [
+        ("env", signal.SIGINT, 130),
+        ("env", signal.SIGKILL, -9),
+        pytest.param("mpirun", signal.SIGTERM, 143, marks=pytest.mark.mpi),
+        pytest.param("mpirun", signal.SIGKILL, -9, marks=pytest.mark.mpi),
+    ],
+    indirect=["launcher"],
 )
 def test_signals_end_the_job_without_orphans(script, tmp_path, launcher, wait_gone, number: signal.Signals, code: int):
     mark = f"mark-{os.getpid()}-{number.name}-{launcher}"

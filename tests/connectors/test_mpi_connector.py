@@ -42,6 +42,7 @@ def _lines(result: jobs.Result) -> list[list[str]]:
     return sorted(line.split()[1:] for line in result.stdout.splitlines() if line[:4] == "job ")
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_open_mpi_and_what_auto_chooses_there():
     assert _lines(jobs.mpirun(3, ["-c", _SCRIPT])) == [["mpi", str(r), "3", str(r), "3", "mpi"] for r in range(3)]
@@ -99,6 +100,7 @@ def test_mpich_from_debian(tmp_path):
 _STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("env", "words"),
@@ -169,6 +171,7 @@ def test_open_mpi_is_told_before_it_starts(monkeypatch):
     assert mpi.load().items() >= _NETWORKS.items()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end():
     script = (

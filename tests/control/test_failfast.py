@@ -70,13 +70,13 @@ for i in range(2000):
 """
 
 
-def _start(how: str, what: str, culprit: int = 1) -> jobs.Job:
+def _start(how: str, what: str, culprit: int = 1, n: int = 2) -> jobs.Job:
     start = jobs.start_mpirun if how == "mpirun" else jobs.start_env
-    return start(3, ["-c", _SCRIPT, what, str(culprit)])
+    return start(n, ["-c", _SCRIPT, what, str(culprit)])
 
 
-def _pids(job: jobs.Job) -> dict[int, int]:
-    text = job.wait_for(lambda text: text.count("READY") == 3)
+def _pids(job: jobs.Job, n: int = 2) -> dict[int, int]:
+    text = job.wait_for(lambda text: text.count("READY") == n)
     found = [line.split("READY")[1].split() for line in text.splitlines() if "READY" in line]
     return {int(rank): int(pid) for rank, pid in found}
 
@@ -108,9 +108,9 @@ def test_exception_between_steps(how):
     assert "failed: ValueError: boom on purpose" in output
 
 
-@BOTH
-def test_exception_inside_a_step(how):
-    _failed(_start(how, "inside"), "[jaxdist rank 1] Traceback", "boom on purpose")
+@pytest.mark.mpi
+def test_exception_inside_a_step():
+    _failed(_start("mpirun", "inside"), "[jaxdist rank 1] Traceback", "boom on purpose")
 
 
 def test_exception_on_the_root():
@@ -119,8 +119,8 @@ def test_exception_on_the_root():
 
 @BOTH
 def test_sigkill_of_one_rank(how):
-    job = _start(how, "loop")
-    os.kill(_pids(job)[1], signal.SIGKILL)
+    job = _start(how, "loop", n=3)
+    os.kill(_pids(job, 3)[1], signal.SIGKILL)
     if how == "env":
         output = _failed(job, "[jaxdist rank 0] rank 1 (", "[jaxdist rank 2] rank 1 (")
         assert "died without a goodbye" in output
@@ -135,10 +135,9 @@ def test_sigkill_of_the_root():
     _failed(job)
 
 
-@BOTH
-def test_sigterm_to_one_rank(how):
-    job = _start(how, "loop")
-    os.kill(_pids(job)[2], signal.SIGTERM)
+def test_sigterm_to_one_rank():
+    job = _start("env", "loop")
+    os.kill(_pids(job)[1], signal.SIGTERM)
     _failed(job)
 
 
@@ -159,8 +158,8 @@ def test_ctrl_c_of_one_rank():
 
 
 def test_ctrl_c_prints_one_line():
-    job = _start("env", "loop")
-    for pid in _pids(job).values():
+    job = _start("env", "loop", n=3)
+    for pid in _pids(job, 3).values():
         os.kill(pid, signal.SIGINT)
     output = _failed(job)
     said = [line for line in output.splitlines() if line and "READY" not in line]
@@ -208,9 +207,7 @@ def test_exception_in_a_thread():
 @pytest.mark.parametrize(
     ("how", "what", "culprit"),
     [
-        pytest.param("mpirun", "raise", 1, marks=pytest.mark.mpi),
         pytest.param("mpirun", "exit", 0, marks=pytest.mark.mpi),
-        ("env", "exit", 1),
         ("env", "exit()", 1),
         ("env", "raise", 0),
     ],
@@ -235,7 +232,6 @@ from jaxdist.runtime.context import init
 ctx = init(timeout=30)
 ctx.barrier()
 def refuse(self, *args): raise RuntimeError("no words")
-def exits(self): sys.exit(0)
 def hook(*args): print("A HOOK OF ANOTHER LIBRARY")
 def odd(name, **members): return type(name, (ValueError,), members)
 if ctx.rank == 1:
@@ -248,23 +244,12 @@ time.sleep(100)
     ("body", "told"),
     [
         ("raise odd('Odd', __str__=refuse)", "Odd: <exception str() failed>"),
-        ("raise odd('Odd', __str__=refuse, __repr__=refuse)(1)", "Odd: <exception str() failed>"),
-        ("raise odd('Odd', __str__=exits)", "Odd: <exception str() failed>"),
-        ("raise odd('Odd', __str__=lambda self: 7)", "Odd: <exception str() failed>"),
         ("raise odd('Odd', __class__=property(refuse))('boom')", "Odd: boom"),
         ("raise odd('Odd', __cause__=property(refuse), __notes__=7)('boom')", "Odd: boom"),
-        ("raise odd('Odd', __traceback__=None)('boom')", "Odd: boom"),
-        ("raise type('Base', (BaseException,), {})('boom')", "Base: boom"),
-        (
-            "raise BaseExceptionGroup('two', [KeyError(1), SystemExit(0)])",
-            "(2 sub-exceptions); the first is KeyError: 1",
-        ),
-        ("raise ExceptionGroup('two', [odd('Odd', __str__=refuse)()])", "the first is Odd: <exception str() failed>"),
+        ("raise BaseExceptionGroup('two', [KeyError(1), SystemExit(0)])", "(2 sub-exceptions); the first is KeyError"),
         ("raise ValueError('boom' + 'x' * 3_000_000)", "x… (3,000,004 characters)"),
         (r"raise ValueError('a\0b\udc80\ud800c')", "ValueError: a\0b\\udc80\\ud800c"),
-        ("raise ValueError(b'\\xff')", r"ValueError: b'\xff'"),
         ("raise ValueError('first\\nsecond')", "ValueError: first\n"),
-        ("raise ValueError", "ValueError\n"),
         ("sys.excepthook = hook; raise ValueError('boom')", "ValueError: boom"),
         ("sys.excepthook = refuse; raise ValueError('boom')", "ValueError: boom"),
     ],
@@ -282,8 +267,6 @@ def test_whatever_the_error_is_made_of_the_others_are_told(body, told):
     ("code", "told"),
     [
         ("odd('Odd', __repr__=refuse)()", "<__main__.Odd object at "),
-        ("__import__('numpy').zeros(2)", "array([0., 0.])"),
-        ("0.0", "0.0"),
         ("'x' * 3_000_000", "… (3,000,002 characters)"),
     ],
 )

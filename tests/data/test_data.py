@@ -1,4 +1,4 @@
-"""`jaxdist.loader`: who gets which example, without starting processes (tests/mpi/test_data_mpi.py does)."""
+"""`jaxdist.loader`: who gets which example, without starting processes (tests/mpi/test_calls.py does)."""
 
 from __future__ import annotations
 
@@ -133,19 +133,6 @@ def test_restarts_on_other_ranks_skip_and_repeat_nothing(n: int, sizes: list[tup
         assert [loader.get_state() for loader in loaders] == [state] * size
     assert seen == want
     assert (state["epoch"], state["position"]) == (1, 0)
-
-
-@pytest.mark.parametrize("size", range(1, 6))
-@pytest.mark.parametrize("n", [1, 101])
-@pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_odd_lengths(n: int, size: int, tail: str) -> None:
-    n += 0 if n == 1 else size
-    if tail == "drop" and n < 4 * size:
-        with pytest.raises(ValueError, match="there would be no step"):
-            ranks(n, size, 4, tail=tail)
-        return
-    got = epoch(ranks(n, size, 4, tail=tail))
-    assert len(set(flat(got))) == len(flat(got)) == (n if tail == "pad" else n // (4 * size) * 4 * size)
 
 
 def test_orders() -> None:

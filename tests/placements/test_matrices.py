@@ -13,7 +13,7 @@ from jaxdist.mesh import AXIS, Axis
 from jaxdist.placements.cost import seconds
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
-from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components
+from jaxdist.placements.matrices import Component, bytes_moved, components
 from jaxdist.placements.owners import Owned, owners_p
 from jaxdist.placements.report import work
 from jaxdist.placements.strategy import Placed
@@ -58,11 +58,6 @@ def test_each_matrix_is_a_component() -> None:
     assert len(one.outs) == len(two.outs) == 1
 
 
-def test_elementwise_work_is_none() -> None:
-    assert found(lambda a, b: a * b + jnp.sum(a * b), MATRIX, MATRIX) == []
-    assert found(lambda a, b: jnp.vdot(a, b) * a, MATRIX, MATRIX) == []
-
-
 def test_what_is_between_belongs_to_it_and_what_follows_does_not() -> None:
     (one,) = found(lambda a: jnp.tanh(jnp.sin(cube(a)) @ a), MATRIX)
     assert names(one) == ["dot_general", "dot_general", "sin", "dot_general"]
@@ -84,20 +79,6 @@ def test_a_matrix_that_is_needed_in_several_forms_travels_once() -> None:
     assert "sin" not in names(one)  # of which each device does its part
     _, whole = placed(f, MATRIX, split="owners")
     assert sum(move.bytes for move in whole.own) == 2 * 8 * SIZE**2  # there, and back
-
-
-def test_a_sum_of_its_results_travels_in_place_of_them() -> None:
-    """A penalty and its gradient."""
-
-    def f(a: Any) -> Any:
-        d = a.T @ a - jnp.eye(SIZE)
-        return jnp.sum(d**2), a @ (4 * d)
-
-    infer, whole = placed(f, MATRIX, split="slices")
-    (one,) = components(infer, whole, bytes_moved(whole))
-    assert names(one)[-1] == "dot_general"
-    assert [whole.block.avals[o].shape for o in one.outs] == [(), MATRIX]
-    assert bytes_sent(whole, one) == (2 * SIZE**2 + 1) * whole.block.avals[one.outs[0]].dtype.itemsize
 
 
 def test_what_takes_more_than_its_results_is_done_on_slices() -> None:
@@ -153,20 +134,6 @@ def test_a_number_of_one_matrix_does_not_join_those_that_it_scales(broadcast: bo
 def test_each_scaled_by_a_number_of_its_own_travels_once() -> None:
     everything = found(lambda *xs: [cube(x / largest(x)) for x in xs], *[MATRIX] * 4)
     assert [(one.stage, len(one.ins)) for one in everything] == [(0, 1)] * 4
-
-
-@pytest.mark.parametrize("loop", ["scan", "while", "cond"])
-def test_control_flow_of_one_matrix_is_an_operation(loop: str) -> None:
-    def f(*xs: Any) -> Any:
-        if loop == "scan":
-            return [jax.lax.fori_loop(0, 3, lambda _, x: cube(x), x) for x in xs]
-        if loop == "while":
-            return [jax.lax.while_loop(lambda x: x[0, 0] < 5, cube, x) for x in xs]
-        return [jax.lax.cond(x[0, 0] < 5, cube, lambda x: x, x) for x in xs]
-
-    everything = found(f, MATRIX, MATRIX)
-    assert len(everything) == 2
-    assert all(loop in names(one) for one in everything)
 
 
 def test_control_flow_of_several_has_them_inside() -> None:

@@ -292,6 +292,7 @@ def test_the_time_of_a_collective() -> None:
     assert found.seconds == pytest.approx(found.count * kind.latency + found.sent / kind.link)
 
 
+@pytest.mark.slow
 def test_bytes_between_hosts() -> None:
     flat, hybrid = (planned(3, "4x2xcpu", within, levels=()).own for within in (None, "host"))
     assert flat.total.between == flat.total.sent  # one ring through all
@@ -335,6 +336,7 @@ def test_options_of_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     assert not compat.compiler_knows("xla_gpu_nonsense", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=for_gpus)])
 def test_state_in_the_memory_of_the_host(gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not gpus:

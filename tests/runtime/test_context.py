@@ -155,6 +155,7 @@ def _fine(output: str) -> list[str]:
     return sorted(line for line in output.splitlines() if line.startswith("fine"))
 
 
+@pytest.mark.slow
 def test_several_processes_by_hand():
     env = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -198,6 +199,7 @@ print("fine", ctx.connector.name, ctx.communicator, ctx.broadcast(ctx.rank, root
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "communicator", "words"),
     [
@@ -214,6 +216,7 @@ def test_what_several_processes_refuse(what, communicator, words):
     assert all(words in r.stderr for r in results), "\n".join(r.output for r in results)
 
 
+@pytest.mark.slow
 def test_a_connector_of_the_users_own():
     for result in jobs.spawn_env(2, ["-c", _REFUSED, "mine"], timeout=60):
         assert result.returncode == 0, result.output

@@ -66,11 +66,11 @@ def test_jaxs_persistent_cache_serves_every_rank(tmp_path: Path) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    first = _run("env", 3, "local", "level 2", **settings)
-    again = _run("env", 3, "local", "level 2", **settings)
+    first = _run("env", 2, "local", "level 2", **settings)
+    again = _run("env", 2, "local", "level 2", **settings)
     assert first[0]["compiled"]["level 2"]
     assert [found["bits"] for found in first] == [found["bits"] for found in again]
-    assert [found["compiled"] for found in again] == [{"local": [], "level 2": []}] * 3
+    assert [found["compiled"] for found in again] == [{"local": [], "level 2": []}] * 2
 
 
 # --- in one process

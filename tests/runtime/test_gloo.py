@@ -57,6 +57,7 @@ print(found[os.SCHED_BATCH], mine == [os.sched_getscheduler(0)] == [os.SCHED_OTH
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduling policies")
 @pytest.mark.parametrize(("how", "batch"), [("allowed", 1), ("refused", 0)])
 def test_gloos_thread_and_no_other_waits_for_its_turn(how: str, batch: int) -> None:

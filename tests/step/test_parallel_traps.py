@@ -135,24 +135,6 @@ def test_extremes_keep_nan() -> None:
         assert oracle.difference(one, jaxdist.unshard(got)) < 1e-10
 
 
-def test_batch_norm_over_both() -> None:
-    """Its statistics are of examples that one axis divides, and of a sequence that the other one does."""
-
-    def step(state: Any, x: Any) -> Any:
-        def loss_fn(p: Any) -> Any:
-            h = x @ p["w"]
-            mean, var = h.mean((0, 1)), h.var((0, 1))
-            return jnp.mean(jnp.tanh((h - mean) / jnp.sqrt(var + 1e-5) * p["scale"]) ** 4), (mean, var)
-
-        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["p"])
-        moving = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["stats"], stats)
-        return {"p": jax.tree.map(lambda w, g: w - 0.1 * g, state["p"], grads), "stats": moving}, loss
-
-    state = {"p": {"w": array(6, 9), "scale": jnp.ones(9)}, "stats": (jnp.zeros(9), jnp.ones(9))}
-    batches = np.stack([np.stack([X[i], X[i] ** 2, X[i] - 1], 1) for i in range(2)])
-    same(step, state, batches, mesh(data=2, sequence=2, model=2), {"'w'": 1, "scale": 0, r"stats'\]\[0": 0})
-
-
 def test_a_loss_in_bfloat16() -> None:
     """Summands of 16-bit floats are added up in 32 bits over each axis."""
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), PARAMS)

@@ -7,11 +7,9 @@ doesn't grow, and no decision (an argmax, a sort, a threshold) is near a tie.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -251,38 +249,6 @@ def depthwise_conv(wrap: Wrap) -> Any:
 
 
 @idiom()
-def random_crop_flip(wrap: Wrap) -> Any:
-    """A key for each example: crops by dynamic_slice, flips by where."""
-
-    def augment(key: Any, image: Any) -> Any:
-        crop, flip = jax.random.split(key)
-        top, left = jax.random.randint(crop, (2,), 0, 3)
-        image = lax.dynamic_slice(jnp.pad(image, ((1, 1), (1, 1), (0, 0))), (top, left, 0), image.shape)
-        return jnp.where(jax.random.bernoulli(flip), image[:, ::-1], image)
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        keys = jax.random.split(key, batch["image"].shape[0])
-        logits = _classify(p, jax.vmap(augment)(keys, batch["image"]))
-        return _xent(logits, batch["label"]).mean(), {}
-
-    return _fit_keyed(wrap, _adam(), _classifier(3), loss_fn)
-
-
-@idiom()
-def random_shift_gather(wrap: Wrap) -> Any:
-    """Shifts drawn at once for the whole batch, made by take_along_axis; noise of the images' shape."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        shift, noise = jax.random.split(key)
-        image = batch["image"] + 0.1 * jax.random.normal(noise, batch["image"].shape)
-        columns = (jnp.arange(8) + jax.random.randint(shift, (image.shape[0], 1), 0, 8)) % 8
-        image = jnp.take_along_axis(image, columns[:, None, :, None], axis=2)
-        return _xent(_classify(p, image), batch["label"]).mean(), {"columns": columns.sum(axis=0)}
-
-    return _fit_keyed(wrap, _sgd(), _classifier(4), loss_fn)
-
-
-@idiom()
 def per_example_seeds(wrap: Wrap) -> Any:
     """The batch brings seeds, from which each example has a key of its own."""
 
@@ -320,35 +286,6 @@ def mixup_permutation(wrap: Wrap) -> Any:
         return jnp.mean((_mlp(p, x) - y) ** 2), {"order": order}
 
     return _fit_keyed(wrap, _adamw(), _mlp_params(7), loss_fn)
-
-
-@idiom(coupled=True)
-def cutmix(wrap: Wrap) -> Any:
-    """A random box of each image comes from the image before it in the batch."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        top, left = jax.random.randint(key, (2,), 0, 5)
-        rows, columns = jnp.arange(8)[:, None], jnp.arange(8)[None]
-        box = (rows >= top) & (rows < top + 4) & (columns >= left) & (columns < left + 3)
-        image = jnp.where(box[None, :, :, None], jnp.roll(batch["image"], 1, axis=0), batch["image"])
-        kept, logits = 1 - box.mean(dtype=jnp.float64), _classify(p, image)
-        partner = jnp.roll(batch["label"], 1)
-        return jnp.mean(kept * _xent(logits, batch["label"]) + (1 - kept) * _xent(logits, partner)), {"kept": kept}
-
-    return _fit_keyed(wrap, _adam(), _classifier(8), loss_fn)
-
-
-@idiom()
-def label_smoothing(wrap: Wrap) -> Any:
-    """Smoothed one-hot labels; the optimizer takes signs of gradients."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        targets = optax.smooth_labels(jax.nn.one_hot(batch["label"], CLASSES, dtype=jnp.float64), 0.1)
-        logits = _mlp(p, batch["x"])
-        hits = jnp.sum(logits.argmax(axis=-1) == batch["label"])
-        return optax.softmax_cross_entropy(logits, targets).mean(), {"hits": hits}
-
-    return _fit(wrap, optax.lion(1e-2), _mlp_params(9, outputs=CLASSES), loss_fn)
 
 
 @idiom()
@@ -457,22 +394,6 @@ def transformer_scanned(wrap: Wrap) -> Any:
 
 
 @idiom(coupled=True)
-def masked_lm(wrap: Wrap) -> Any:
-    """Random tokens are hidden; the loss is the mean over the hidden ones, wherever they are."""
-    params = _params(25, embedding=(VOCAB, 8), own=(8, 8), context=(8, 8), head=(8, VOCAB))
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        tokens = batch["tokens"]
-        hidden = jax.random.bernoulli(key, 0.3, tokens.shape)
-        h = p["embedding"][jnp.where(hidden, 0, tokens)]
-        h = jnp.tanh(h @ p["own"] + h.mean(axis=1, keepdims=True) @ p["context"])
-        losses = _xent(h @ p["head"], tokens)
-        return jnp.sum(losses * hidden) / jnp.maximum(jnp.sum(hidden), 1), {"hidden": jnp.sum(hidden)}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
-
-
-@idiom(coupled=True)
 def packed_segments(wrap: Wrap) -> Any:
     """Rows hold several sequences: attention and loss stay inside one, positions begin anew."""
     params = {**_params(26, embedding=(VOCAB, 8), position=(TIME, 8), head=(8, VOCAB)), "layer": _blocks(27)}
@@ -530,50 +451,6 @@ def gru_lengths(wrap: Wrap) -> Any:
         return _xent(h @ p["out"], batch["label"]).mean(), {"first": h[0], "longest": batch["length"].max()}
 
     return _fit(wrap, _sgd(), params, loss_fn)
-
-
-@idiom()
-def greedy_decoding(wrap: Wrap) -> Any:
-    """Each output's argmax is the next input, in lax.scan; the decoded tokens go out."""
-    params = _params(30, start=(6, 8), embedding=(VOCAB, 8), h=(8, 8), out=(8, VOCAB))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        def decode(carry: Any, target: Any) -> Any:
-            h, token = carry
-            h = jnp.tanh(h @ p["h"] + p["embedding"][token] * 3)
-            logits = h @ p["out"]
-            return (h, logits.argmax(axis=-1)), (_xent(logits, target), logits.argmax(axis=-1))
-
-        first = jnp.zeros(batch["x"].shape[0], int)
-        _, (losses, decoded) = lax.scan(decode, (batch["x"] @ p["start"], first), batch["tokens"].T)
-        return losses.mean(), {"decoded": decoded.T, "right": jnp.mean(batch["tokens"] == decoded.T)}
-
-    return _fit(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
-def scheduled_sampling(wrap: Wrap) -> Any:
-    """The next input is the true token or one drawn from the model, by chance, with a key for each time."""
-    params = _params(31, embedding=(VOCAB, 5), h=(5, 5), out=(5, VOCAB))
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        tokens = batch["tokens"].T
-
-        def advance(carry: Any, now: Any) -> Any:
-            h, token = carry
-            key, target = now
-            h = jnp.tanh(h @ p["h"] + p["embedding"][token] * 2)
-            logits = h @ p["out"]
-            draw, choose = jax.random.split(key)
-            drawn = jax.random.categorical(draw, logits).astype(jnp.int32)
-            truth = jax.random.bernoulli(choose, 0.6, target.shape)
-            return (h, jnp.where(truth, target, drawn)), _xent(logits, target)
-
-        carry = jnp.zeros((tokens.shape[1], 5)), tokens[0]
-        _, losses = lax.scan(advance, carry, (jax.random.split(key, TIME - 1), tokens[1:]))
-        return losses.mean(), {}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
 
 
 @idiom()
@@ -643,26 +520,6 @@ def in_batch_softmax(wrap: Wrap) -> Any:
     return _fit(wrap, _adam(), params, loss_fn)
 
 
-@idiom()
-def skipgram_scatter(wrap: Wrap) -> Any:
-    """No optimizer: the rows of the tables that the batch names are changed by scatter-add."""
-    del wrap
-    tables = _params(37, inner=(VOCAB, 5), outer=(VOCAB, 5))
-
-    def step(tables: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        centre, context = batch["tokens"][:, 3], batch["tokens"][:, 4]
-        negative = jax.random.randint(now, centre.shape, 0, VOCAB)
-        u, v, w = tables["inner"][centre], tables["outer"][context], tables["outer"][negative]
-        pull = jax.nn.sigmoid(-jnp.sum(u * v, axis=-1, keepdims=True))
-        push = jax.nn.sigmoid(jnp.sum(u * w, axis=-1, keepdims=True))
-        inner = tables["inner"].at[centre].add(0.1 * (pull * v - push * w))
-        outer = tables["outer"].at[context].add(0.1 * pull * u).at[negative].add(-0.1 * push * u)
-        return {"inner": inner, "outer": outer}, key, -jnp.log(1 - pull).mean()
-
-    return step, (tables, jax.random.key(8))
-
-
 # Contrastive and metric learning
 
 
@@ -726,23 +583,6 @@ def clip_temperature(wrap: Wrap) -> Any:
 
 
 @idiom(coupled=True)
-def supervised_contrastive(wrap: Wrap) -> Any:
-    """Examples of the same label are positives; those alone with their label don't count."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z, label = _unit(_mlp(p, batch["x"])), batch["label"]
-        itself = jnp.eye(label.size, dtype=bool)
-        scores = jnp.where(itself, -1e9, z @ z.T / 0.5)
-        positive = (label[:, None] == label) & ~itself
-        logp = jax.nn.log_softmax(scores)
-        each = -jnp.sum(jnp.where(positive, logp, 0.0), axis=1) / jnp.maximum(positive.sum(axis=1), 1)
-        paired = positive.any(axis=1)
-        return each.sum() / jnp.maximum(paired.sum(), 1), {"paired": paired, "all": paired.all()}
-
-    return _fit(wrap, _adam(), _mlp_params(46, outputs=5, bias=False), loss_fn)
-
-
-@idiom(coupled=True)
 def vicreg(wrap: Wrap) -> Any:
     """Variance, invariance and covariance of two views."""
 
@@ -760,38 +600,8 @@ def vicreg(wrap: Wrap) -> Any:
     return _fit(wrap, _adam(), _mlp_params(47, outputs=5, bias=False), loss_fn)
 
 
-@idiom(coupled=True)
-def barlow_twins(wrap: Wrap) -> Any:
-    """The cross-correlation of two standardised views is to be the identity."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        a, b = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
-        a, b = ((z - z.mean(axis=0)) / jnp.sqrt(z.var(axis=0) + 1e-3) for z in (a, b))
-        c = a.T @ b / a.shape[0]
-        on, off = jnp.diag(c), c - jnp.diag(jnp.diag(c))
-        return jnp.sum((1 - on) ** 2) + 0.05 * jnp.sum(off**2), {"correlation": on}
-
-    return _fit(wrap, _sgd(), _mlp_params(48, outputs=6, bias=False), loss_fn)
-
-
 def _squared_distances(a: Any, b: Any) -> Any:
     return jnp.sum((a[:, None] - b[None]) ** 2, axis=-1)
-
-
-@idiom(coupled=True)
-def triplet_batch_hard(wrap: Wrap) -> Any:
-    """The farthest example of the same label and the nearest of another, by max and min over the batch."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z, label = _mlp(p, batch["x"]), batch["label"]
-        distance = jnp.sqrt(_squared_distances(z, z) + 1e-3)
-        same = label[:, None] == label
-        farthest = jnp.max(jnp.where(same, distance, 0.0), axis=1)
-        nearest = jnp.min(jnp.where(same, 1e3, distance), axis=1)
-        losses = jax.nn.relu(farthest - nearest + 0.5)
-        return losses.mean(), {"active": jnp.sum(losses > 0), "nearest": nearest}
-
-    return _fit(wrap, _adam(), _mlp_params(49, outputs=5, bias=False), loss_fn)
 
 
 @idiom(coupled=True)
@@ -834,20 +644,6 @@ def pairwise_ranking(wrap: Wrap) -> Any:
 
 
 @idiom(coupled=True)
-def prototypes(wrap: Wrap) -> Any:
-    """Distances to the classes' means within the batch, by segment_sum."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z = _mlp(p, batch["x"])
-        count = jax.ops.segment_sum(jnp.ones(z.shape[0]), batch["label"], CLASSES)
-        centre = jax.ops.segment_sum(z, batch["label"], CLASSES) / jnp.maximum(count, 1)[:, None]
-        logits = jnp.where(count > 0, -_squared_distances(_mlp(p, batch["x2"]), centre), -1e9)
-        return _xent(logits, batch["label"]).mean(), {"count": count}
-
-    return _fit(wrap, _adamw(), _mlp_params(53, outputs=5, bias=False), loss_fn)
-
-
-@idiom(coupled=True)
 def nearest_neighbour(wrap: Wrap) -> Any:
     """Each example's two nearest others are pulled towards it; everything else pushed off."""
 
@@ -882,51 +678,6 @@ def moco_queue(wrap: Wrap) -> Any:
         return optax.apply_updates(fast, updates), opt, slow, queue, loss
 
     return step, (fast, tx.init(fast), _mlp_params(57, outputs=5, bias=False), queue)
-
-
-@idiom(coupled=True)
-def swav_sinkhorn(wrap: Wrap) -> Any:
-    """Soft assignments made even over the batch by a few turns of a lax.fori_loop."""
-    params = {"net": _mlp_params(58, outputs=5, bias=False), "prototypes": _params(59, w=(6, 5))["w"]}
-
-    def assign(scores: Any) -> Any:
-        q = jnp.exp(scores / 0.5)
-
-        def turn(_: Any, q: Any) -> Any:
-            q = q / q.sum(axis=0) / q.shape[1]
-            return q / q.sum(axis=1, keepdims=True) / q.shape[0]
-
-        return lax.stop_gradient(lax.fori_loop(0, 3, turn, q / q.sum()) * q.shape[0])
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        centres = _unit(p["prototypes"])
-        a, b = (_unit(_mlp(p["net"], batch[name])) @ centres.T for name in ("x", "x2"))
-        cross = lambda q, s: -jnp.sum(q * jax.nn.log_softmax(s / 0.3), axis=1)
-        return jnp.mean(cross(assign(a), b) + cross(assign(b), a)) / 2, {"used": assign(a).sum(axis=0)}
-
-    return _fit(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
-def byol(wrap: Wrap) -> Any:
-    """A predictor of a slowly moving target network's output."""
-    tx = wrap(_sgd())
-    online = {"net": _mlp_params(60, outputs=5), "head": _params(61, w=(5, 5))["w"]}
-
-    def step(online: Any, opt: Any, target: Any, batch: Any) -> Any:
-        def loss_fn(p: Any) -> Any:
-            def one_way(a: Any, b: Any) -> Any:
-                goal = lax.stop_gradient(_unit(_mlp(target, b)))
-                return 2 - 2 * jnp.sum(_unit(_mlp(p["net"], a) @ p["head"]) * goal, axis=1)
-
-            return jnp.mean(one_way(batch["x"], batch["x2"]) + one_way(batch["x2"], batch["x"]))
-
-        loss, grads = jax.value_and_grad(loss_fn)(online)
-        updates, opt = tx.update(grads, opt, online)
-        online = optax.apply_updates(online, updates)
-        return online, opt, optax.incremental_update(online["net"], target, 0.1), loss
-
-    return step, (online, tx.init(online), _mlp_params(62, outputs=5))
 
 
 @idiom(coupled=True)
@@ -1010,64 +761,6 @@ def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jax.random.key(9))
 
 
-@idiom()
-def reinforce_baseline(wrap: Wrap) -> Any:
-    """Actions drawn from the policy; a running mean of the rewards is state."""
-    tx, params = wrap(_sgd()), _mlp_params(73, outputs=ACTIONS)
-
-    def step(params: Any, opt: Any, baseline: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-
-        def loss_fn(p: Any) -> Any:
-            logits = _mlp(p, batch["x"])
-            action = jax.random.categorical(now, logits)
-            reward = jnp.cos(action + batch["x"][:, 0]) + batch["reward"]
-            return jnp.mean((reward - baseline) * _xent(logits, action)), (reward.mean(), action)
-
-        (loss, (reward, action)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        baseline = 0.9 * baseline + 0.1 * reward
-        return optax.apply_updates(params, updates), opt, baseline, key, {"loss": loss, "action": action}
-
-    return step, (params, tx.init(params), jnp.full((), 0.1), jax.random.key(10))
-
-
-@idiom()
-def dqn_target(wrap: Wrap) -> Any:
-    """A target network, copied every second step by where on a counter."""
-    tx, params = wrap(_adam()), _mlp_params(74, outputs=ACTIONS)
-
-    def step(params: Any, opt: Any, target: Any, count: Any, batch: Any) -> Any:
-        def loss_fn(p: Any) -> Any:
-            q = jnp.take_along_axis(_mlp(p, batch["x"]), batch["action"][:, None], axis=1)[:, 0]
-            best = _mlp(p, batch["next_x"]).argmax(axis=1)
-            ahead = _mlp(target, batch["next_x"])[jnp.arange(best.size), best]
-            goal = batch["reward"] + 0.9 * jnp.where(batch["done"], 0.0, ahead)
-            error = q - lax.stop_gradient(goal)
-            return optax.huber_loss(error).mean(), error
-
-        (loss, error), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        params, count = optax.apply_updates(params, updates), count + 1
-        target = jax.tree.map(lambda new, old: jnp.where(count % 2 == 0, new, old), params, target)
-        return params, opt, target, count, {"loss": loss, "priority": jnp.abs(error) + 1e-3}
-
-    return step, (params, tx.init(params), _mlp_params(75, outputs=ACTIONS), jnp.zeros((), jnp.int32))
-
-
-@idiom(coupled=True)
-def prioritised_replay(wrap: Wrap) -> Any:
-    """Importance weights relative to the largest of the batch; new priorities go out."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        weight = (batch["priority"].size * batch["priority"]) ** -0.6
-        weight = weight / weight.max()
-        error = _mlp(p, batch["x"])[:, 0] - batch["reward"]
-        return jnp.mean(weight * error**2), {"priority": jnp.abs(error), "largest": jnp.abs(error).max()}
-
-    return _fit(wrap, _adam(), _mlp_params(76), loss_fn)
-
-
 @idiom(coupled=True)
 def gae_rollout(wrap: Wrap) -> Any:
     """The batch is one rollout: advantages by a reverse lax.scan along the batch."""
@@ -1090,115 +783,6 @@ def gae_rollout(wrap: Wrap) -> Any:
         return policy + jnp.mean((value - returns) ** 2), {"advantage": advantage}
 
     return _fit(wrap, _adamw(), params, loss_fn)
-
-
-@idiom()
-def gae_environments(wrap: Wrap) -> Any:
-    """Each example is a rollout: reverse lax.scan over time under vmap."""
-
-    def returns(rewards: Any, values: Any) -> Any:
-        def back(later: Any, now: Any) -> Any:
-            reward, value, ahead = now
-            later = reward + 0.9 * ahead - value + 0.8 * later
-            return later, later + value
-
-        ahead = jnp.append(values[1:], 0.0)
-        return lax.scan(back, 0.0, (rewards, values, ahead), reverse=True)[1]
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        values = _mlp(p, batch["series"])[..., 0]
-        goal = jax.vmap(returns)(batch["rewards"], lax.stop_gradient(values))
-        return jnp.mean((values - goal) ** 2), {"goal": goal}
-
-    return _fit(wrap, _adam(), _mlp_params(79, inputs=3), loss_fn)
-
-
-@idiom()
-def td3_delayed(wrap: Wrap) -> Any:
-    """Twin critics each step; the actor and the targets every second one, by lax.cond on a counter."""
-    critic_tx, actor_tx = wrap(_adam()), wrap(_adam())
-    critic = [_mlp_params(80, inputs=8), _mlp_params(81, inputs=8)]
-    actor = _mlp_params(82, outputs=2)
-    act = lambda p, x: jnp.tanh(_mlp(p, x))
-    judge = lambda p, x, u: _mlp(p, jnp.concatenate([x, u], axis=1))[:, 0]
-
-    def step(nets: Any, opts: Any, targets: Any, key: Any, count: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        noise = jnp.clip(0.2 * jax.random.normal(now, batch["control"].shape), -0.3, 0.3)
-        ahead = act(targets["actor"], batch["next_x"]) + noise
-        worst = functools.reduce(jnp.minimum, [judge(p, batch["next_x"], ahead) for p in targets["critic"]])
-        goal = batch["reward"] + 0.9 * (1 - batch["done"]) * worst
-
-        def critic_loss(critic: Any) -> Any:
-            return sum(jnp.mean((judge(p, batch["x"], batch["control"]) - goal) ** 2) for p in critic)
-
-        loss, grads = jax.value_and_grad(critic_loss)(nets["critic"])
-        updates, critic_opt = critic_tx.update(grads, opts["critic"], nets["critic"])
-        critic: Any = optax.apply_updates(nets["critic"], updates)
-
-        def late(args: Any) -> Any:
-            actor, opt, targets = args
-            grads = jax.grad(lambda p: -judge(critic[0], batch["x"], act(p, batch["x"])).mean())(actor)
-            updates, opt = actor_tx.update(grads, opt, actor)
-            actor = optax.apply_updates(actor, updates)
-            return actor, opt, optax.incremental_update({"critic": critic, "actor": actor}, targets, 0.2)
-
-        args = nets["actor"], opts["actor"], targets
-        actor, actor_opt, targets = lax.cond(count % 2 == 1, late, lambda args: args, args)
-        nets, opts = {"critic": critic, "actor": actor}, {"critic": critic_opt, "actor": actor_opt}
-        return nets, opts, targets, key, count + 1, loss
-
-    nets = {"critic": critic, "actor": actor}
-    opts = {"critic": critic_tx.init(critic), "actor": actor_tx.init(actor)}
-    targets = {"critic": [_mlp_params(83, inputs=8), _mlp_params(84, inputs=8)], "actor": _mlp_params(85, outputs=2)}
-    return step, (nets, opts, targets, jax.random.key(11), jnp.zeros((), jnp.int32))
-
-
-@idiom()
-def sac_temperature(wrap: Wrap) -> Any:
-    """Reparametrised actions, and a temperature that follows the entropy."""
-    params = {"actor": _mlp_params(86, outputs=4), "critic": _mlp_params(87, inputs=8), "alpha": jnp.full((), -1.0)}
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        mean, log_std = jnp.split(_mlp(p["actor"], batch["x"]), 2, axis=1)
-        log_std = jnp.tanh(log_std)
-        noise = jax.random.normal(key, mean.shape)
-        action = jnp.tanh(mean + jnp.exp(log_std) * noise)
-        logp = jnp.sum(-(noise**2) / 2 - log_std - jnp.log1p(1e-3 - action**2), axis=1)
-        q = lambda critic, u: _mlp(critic, jnp.concatenate([batch["x"], u], axis=1))[:, 0]
-        alpha = jnp.exp(p["alpha"])
-        actor = jnp.mean(lax.stop_gradient(alpha) * logp - q(lax.stop_gradient(p["critic"]), action))
-        critic = jnp.mean((q(p["critic"], batch["control"]) - batch["reward"]) ** 2)
-        return actor + critic - jnp.mean(alpha * lax.stop_gradient(logp - 2)), {"entropy": -logp.mean()}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
-
-
-@idiom(coupled=True)
-def replay_buffer(wrap: Wrap) -> Any:
-    """The batch goes into a ring buffer in the state; the step trains on what it draws from that."""
-    tx, params = wrap(_adam()), _mlp_params(88)
-    memory = {"x": _params(89, x=(100, 6))["x"], "reward": jnp.ones(100), "next": jnp.zeros((), jnp.int32)}
-
-    def step(params: Any, opt: Any, memory: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        size = batch["x"].shape[0]
-        places = (memory["next"] + jnp.arange(size)) % 100
-        memory = {
-            "x": memory["x"].at[places].set(batch["x"]),
-            "reward": memory["reward"].at[places].set(batch["reward"]),
-            "next": (memory["next"] + size) % 100,
-        }
-        drawn = jax.random.randint(now, (size,), 0, 100)
-
-        def loss_fn(p: Any) -> Any:
-            return jnp.mean((_mlp(p, memory["x"][drawn])[:, 0] - memory["reward"][drawn]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, memory, key, {"loss": loss, "drawn": drawn}
-
-    return step, (params, tx.init(params), memory, jax.random.key(12))
 
 
 # Generative models
@@ -1238,21 +822,6 @@ def gan_concatenated(wrap: Wrap) -> Any:
 
 
 @idiom()
-def vae(wrap: Wrap) -> Any:
-    """Noise of the batch's shape, reconstruction and KL summed over features."""
-    params = {"encode": _mlp_params(102, outputs=4), "decode": _mlp_params(103, inputs=2, outputs=6)}
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        mean, log_var = jnp.split(_mlp(p["encode"], batch["x"]), 2, axis=1)
-        z = mean + jnp.exp(log_var / 2) * jax.random.normal(key, mean.shape)
-        error = jnp.sum((_mlp(p["decode"], z) - batch["x"]) ** 2, axis=1)
-        kl = jnp.sum(jnp.exp(log_var) + mean**2 - 1 - log_var, axis=1) / 2
-        return jnp.mean(error + 0.5 * kl), {"kl": kl.mean(), "z": z}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
 def diffusion(wrap: Wrap) -> Any:
     """A random time and noise for each example; a moving average of the parameters."""
     tx, params = wrap(_adamw()), _mlp_params(104, inputs=8, outputs=6)
@@ -1276,37 +845,6 @@ def diffusion(wrap: Wrap) -> Any:
         return params, opt, optax.incremental_update(params, slow, 0.05), key, (loss, jnp.bincount(time, length=10))
 
     return step, (params, tx.init(params), _mlp_params(105, inputs=8, outputs=6), jax.random.key(14))
-
-
-@idiom()
-def wgan_gradient_penalty(wrap: Wrap) -> Any:
-    """The norm of a gradient by the examples, inside the loss whose gradient trains the critic."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        real, fake = batch["x"], batch["x2"][:, ::-1]
-        mix = jax.random.uniform(key, (real.shape[0], 1))
-        slope = jax.vmap(jax.grad(lambda x: _mlp(p, x)[0]))(mix * real + (1 - mix) * fake)
-        norm = jnp.sqrt(jnp.sum(slope**2, axis=1) + 1e-6)
-        return _mlp(p, fake).mean() - _mlp(p, real).mean() + jnp.mean((norm - 1) ** 2), {"norm": norm.max()}
-
-    return _fit_keyed(wrap, _adam(), _mlp_params(106, bias=False), loss_fn)
-
-
-@idiom()
-def flow_slogdet(wrap: Wrap) -> Any:
-    """A linear layer's log-determinant and a coupling layer."""
-    params = {**_mlp_params(107, inputs=3, outputs=6), "rotate": jnp.eye(6) + 0.2 * _params(108, w=(6, 6))["w"]}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = batch["x"] @ p["rotate"]
-        left, right = h[:, :3], h[:, 3:]
-        shift, log_scale = jnp.split(_mlp(p, left), 2, axis=1)
-        log_scale = jnp.tanh(log_scale)
-        z = jnp.concatenate([left, right * jnp.exp(log_scale) + shift], axis=1)
-        volume = jnp.linalg.slogdet(p["rotate"])[1] + log_scale.sum(axis=1)
-        return jnp.mean(jnp.sum(z**2, axis=1) / 2 - volume), {"volume": volume}
-
-    return _fit(wrap, _adam(), params, loss_fn)
 
 
 @idiom(coupled=True)
@@ -1336,35 +874,6 @@ def vq_vae_ema(wrap: Wrap) -> Any:
         return optax.apply_updates(params, updates), opt, codes, {"loss": loss, "perplexity": perplexity}
 
     return step, (params, tx.init(params), codes)
-
-
-@idiom()
-def energy_langevin(wrap: Wrap) -> Any:
-    """Samples of the model by Langevin steps: gradients by the samples inside lax.fori_loop."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        energy = lambda x: _mlp(p, x)[:, 0] + jnp.sum(x**2, axis=1) / 2
-
-        def move(i: Any, x: Any) -> Any:
-            noise = jax.random.normal(jax.random.fold_in(key, i), x.shape)
-            return x - 0.1 * jax.grad(lambda x: energy(x).sum())(x) + 0.1 * noise
-
-        sample = lax.stop_gradient(lax.fori_loop(0, 4, move, batch["x2"]))
-        return energy(batch["x"]).mean() - energy(sample).mean(), {"sample": sample}
-
-    return _fit_keyed(wrap, _adam(), _mlp_params(112, bias=False), loss_fn)
-
-
-@idiom()
-def sliced_score_matching(wrap: Wrap) -> Any:
-    """A random direction for each example, and the derivative along it by jvp."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        direction = jax.random.rademacher(key, batch["x"].shape, jnp.float64)
-        score, along = jax.jvp(lambda x: _mlp(p, x), (batch["x"],), (direction,))
-        return jnp.mean(jnp.sum(along * direction, axis=1) + jnp.sum(score**2, axis=1) / 2), {}
-
-    return _fit_keyed(wrap, _adam(), _mlp_params(113, outputs=6), loss_fn)
 
 
 # Mixtures of experts
@@ -1490,92 +999,6 @@ def maml(wrap: Wrap) -> Any:
     return _fit(wrap, _adam(), _mlp_params(132, inputs=2), loss_fn)
 
 
-@idiom(coupled=True, divisible=True)
-def reptile(wrap: Wrap) -> Any:
-    """Some steps of descent on quarters of the batch; the parameters move towards where that ends."""
-    del wrap
-    params = _mlp_params(133)
-
-    def step(params: Any, batch: Any) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (batch["x"], batch["y"]))
-
-        def descend(p: Any, part: Any) -> Any:
-            x, y = part
-            loss, grads = jax.value_and_grad(lambda p: jnp.mean((_mlp(p, x) - y) ** 2))(p)
-            return _axpy(-0.05, grads, p), loss
-
-        end, losses = lax.scan(descend, params, parts)
-        return jax.tree.map(lambda p, e: p + 0.5 * (e - p), params, end), losses
-
-    return step, (params,)
-
-
-@idiom(coupled=True)
-def learnt_example_weights(wrap: Wrap) -> Any:
-    """Weights of the examples, from the gradient by them of a loss after one step with those weights."""
-    tx, params = wrap(_sgd()), _mlp_params(134)
-
-    def step(params: Any, opt: Any, batch: Any) -> Any:
-        def weighted(p: Any, weight: Any) -> Any:
-            return jnp.sum(weight * jnp.sum((_mlp(p, batch["x"]) - batch["y"]) ** 2, axis=1))
-
-        def after(weight: Any) -> Any:
-            ahead = _axpy(-0.1, jax.grad(weighted)(params, weight), params)
-            return jnp.sum(batch["mask"][:, None] * (_mlp(ahead, batch["x2"]) - batch["y"]) ** 2)
-
-        even = jnp.full(batch["x"].shape[0], 1 / batch["x"].shape[0])
-        weight = jax.nn.softplus(-0.1 * jax.grad(after)(even))
-        weight = weight / weight.sum()
-        loss, grads = jax.value_and_grad(weighted)(params, weight)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, {"loss": loss, "weight": weight}
-
-    return step, (params, tx.init(params))
-
-
-@idiom(coupled=True)
-def natural_gradient(wrap: Wrap) -> Any:
-    """The batch's Fisher matrix of a small model, solved for."""
-    tx, params = wrap(_sgd(0.1)), _params(135, w=(6, 1))["w"]
-
-    def step(w: Any, opt: Any, batch: Any) -> Any:
-        one = lambda w, x, r: optax.sigmoid_binary_cross_entropy((x @ w)[0], (r > 0).astype(jnp.float64))
-        grads = jax.vmap(jax.grad(one), in_axes=(None, 0, 0))(w, batch["x"], batch["reward"])[:, :, 0]
-        fisher = grads.T @ grads / grads.shape[0] + 0.3 * jnp.eye(6)
-        direction = jnp.linalg.solve(fisher, grads.mean(axis=0))[:, None]
-        updates, opt = tx.update(direction, opt, w)
-        return optax.apply_updates(w, updates), opt, {"fisher": fisher, "direction": direction}
-
-    return step, (params, tx.init(params))
-
-
-@idiom(coupled=True)
-def newton_cg(wrap: Wrap) -> Any:
-    """Conjugate gradients on Hessian-vector products of the batch's loss; no optimizer."""
-    del wrap
-    params = _mlp_params(136, hidden=5)
-
-    def step(params: Any, batch: Any) -> Any:
-        loss_fn = lambda p: jnp.mean(jax.nn.softplus(-_mlp(p, batch["x"])[:, 0] * jnp.tanh(batch["reward"])))
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-
-        def product(v: Any) -> Any:
-            return _axpy(2.0, v, jax.jvp(jax.grad(loss_fn), (params,), (v,))[1])
-
-        def turn(_: Any, carry: Any) -> Any:
-            x, r, d = carry
-            hd = product(d)
-            size = _dot(r, r) / (_dot(d, hd) + 1e-12)
-            x, new = _axpy(size, d, x), _axpy(-size, hd, r)
-            return x, new, _axpy(_dot(new, new) / (_dot(r, r) + 1e-12), d, new)
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        direction, residual, _ = lax.fori_loop(0, 3, turn, (zeros, grads, grads))
-        return _axpy(-1.0, direction, params), {"loss": loss, "residual": optax.global_norm(residual)}
-
-    return step, (params,)
-
-
 # Statistics of the batch
 
 
@@ -1589,18 +1012,6 @@ def masked_mean(wrap: Wrap) -> Any:
         return jnp.sum(errors * mask) / jnp.sum(mask), {"count": mask.sum(), "worst": jnp.max(errors * mask)}
 
     return _fit(wrap, _adam(), _mlp_params(140), loss_fn)
-
-
-@idiom(coupled=True)
-def weighted_average(wrap: Wrap) -> Any:
-    """jnp.average with weights, and a where argument to mean."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        losses = _xent(_mlp(p, batch["x"]), batch["label"])
-        rare = jnp.mean(losses, where=batch["label"] > 0)
-        return jnp.average(losses, weights=batch["weight"]) + 0.3 * rare, {"rare": rare}
-
-    return _fit(wrap, _sgd(), _mlp_params(141, outputs=CLASSES), loss_fn)
 
 
 @idiom(coupled=True)
@@ -1637,43 +1048,6 @@ def histogram_labels(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jnp.zeros(CLASSES, int))
 
 
-@idiom(coupled=True)
-def running_max_min(wrap: Wrap) -> Any:
-    """Features scaled by the range seen so far, this batch's included."""
-    tx, params = wrap(_adam()), _mlp_params(144)
-
-    def step(params: Any, opt: Any, seen: Any, batch: Any) -> Any:
-        x = batch["x"]
-        low, high = jnp.minimum(seen["low"], x.min(axis=0)), jnp.maximum(seen["high"], x.max(axis=0))
-        x = 2 * (x - low) / (high - low) - 1
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((_mlp(p, x) - batch["y"]) ** 2))(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, {"low": low, "high": high}, loss
-
-    return step, (params, tx.init(params), {"low": jnp.full(6, 1e-3), "high": jnp.full(6, 2e-3)})
-
-
-@idiom(coupled=True)
-def running_moments(wrap: Wrap) -> Any:
-    """Mean and variance over all batches so far, combined by counts; they normalise this batch."""
-    tx, params = wrap(_sgd()), _mlp_params(145)
-
-    def step(params: Any, opt: Any, seen: Any, batch: Any) -> Any:
-        x = batch["x"]
-        count = seen["count"] + x.shape[0]
-        delta = x.mean(axis=0) - seen["mean"]
-        mean = seen["mean"] + delta * x.shape[0] / count
-        squares = seen["squares"] + x.var(axis=0) * x.shape[0] + delta**2 * seen["count"] * x.shape[0] / count
-        x = (x - mean) / jnp.sqrt(squares / count + 1e-2)
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((_mlp(p, x) - batch["y"]) ** 2))(params)
-        updates, opt = tx.update(grads, opt, params)
-        seen = {"count": count, "mean": mean, "squares": squares}
-        return optax.apply_updates(params, updates), opt, seen, loss
-
-    seen = {"count": jnp.zeros((), int), "mean": jnp.zeros(6), "squares": jnp.zeros(6)}
-    return step, (params, tx.init(params), seen)
-
-
 @idiom()
 def examples_seen_schedule(wrap: Wrap) -> Any:
     """No optimizer: the rate falls with the examples seen, which the state counts by the batch's shape."""
@@ -1686,38 +1060,6 @@ def examples_seen_schedule(wrap: Wrap) -> Any:
         return _axpy(-rate, grads, params), seen, {"loss": loss, "rate": rate, "last": batch["id"].max()}
 
     return step, (_mlp_params(146), jnp.zeros((), int))
-
-
-@idiom()
-def confusion_matrix(wrap: Wrap) -> Any:
-    """Predictions against labels, scatter-added into integer state."""
-    tx, params = wrap(_adam()), _mlp_params(147, outputs=CLASSES)
-
-    def step(params: Any, opt: Any, matrix: Any, batch: Any) -> Any:
-        def loss_fn(p: Any) -> Any:
-            logits = _mlp(p, batch["x"])
-            return _xent(logits, batch["label"]).mean(), logits.argmax(axis=1)
-
-        (loss, guess), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        matrix = matrix.at[batch["label"], guess].add(1)
-        recall = jnp.diag(matrix) / jnp.maximum(matrix.sum(axis=1), 1)
-        return optax.apply_updates(params, updates), opt, matrix, {"loss": loss, "recall": recall}
-
-    return step, (params, tx.init(params), jnp.zeros((CLASSES, CLASSES), jnp.int32))
-
-
-@idiom(coupled=True)
-def class_balanced_weights(wrap: Wrap) -> Any:
-    """Each example weighs as much as its label is rare in the batch."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        label = batch["label"]
-        count = jax.nn.one_hot(label, CLASSES, dtype=jnp.float64).sum(axis=0)
-        weight = (label.size / (CLASSES * jnp.maximum(count, 1)))[label]
-        return jnp.mean(weight * _xent(_mlp(p, batch["x"]), label)), {"weight": weight}
-
-    return _fit(wrap, _adamw(), _mlp_params(148, outputs=CLASSES), loss_fn)
 
 
 @idiom(coupled=True)
@@ -1787,26 +1129,6 @@ def ridge_head(wrap: Wrap) -> Any:
 
 
 @idiom(coupled=True)
-def group_robust(wrap: Wrap) -> Any:
-    """Weights of groups are state and grow with the groups' mean losses."""
-    tx, params = wrap(_sgd()), _mlp_params(155)
-
-    def step(params: Any, opt: Any, weights: Any, batch: Any) -> Any:
-        def loss_fn(p: Any) -> Any:
-            losses = jnp.tanh(jnp.sum((_mlp(p, batch["x"]) - batch["y"]) ** 2, axis=1))
-            members = jax.nn.one_hot(batch["group"], 2, dtype=jnp.float64)
-            by_group = losses @ members / jnp.maximum(members.sum(axis=0), 1)
-            new = jax.nn.softmax(jnp.log(weights) + lax.stop_gradient(by_group))
-            return new @ by_group, (new, by_group)
-
-        (loss, (weights, by_group)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, weights, {"loss": loss, "groups": by_group}
-
-    return step, (params, tx.init(params), jnp.full(2, 0.5))
-
-
-@idiom(coupled=True)
 def tilted_loss(wrap: Wrap) -> Any:
     """A logsumexp over the batch between the mean and the largest loss."""
 
@@ -1815,24 +1137,6 @@ def tilted_loss(wrap: Wrap) -> Any:
         return jax.nn.logsumexp(2 * losses, b=1 / losses.size) / 2, {"share": jax.nn.softmax(2 * losses)}
 
     return _fit(wrap, _adam(), _mlp_params(156, outputs=CLASSES), loss_fn)
-
-
-@idiom(coupled=True)
-def curriculum(wrap: Wrap) -> Any:
-    """The easiest examples count, more at every step: ranks of losses against a counter."""
-    tx, params = wrap(_adam()), _mlp_params(157)
-
-    def step(params: Any, opt: Any, count: Any, batch: Any) -> Any:
-        def loss_fn(p: Any) -> Any:
-            losses = jnp.sum((_mlp(p, batch["x"]) - batch["y"]) ** 2, axis=1)
-            easy = jnp.argsort(jnp.argsort(losses)) < 5 + 3 * count
-            return jnp.sum(losses * easy) / easy.sum(), easy
-
-        (loss, easy), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, count + 1, {"loss": loss, "easy": easy}
-
-    return step, (params, tx.init(params), jnp.zeros((), jnp.int32))
 
 
 @idiom(coupled=True)
@@ -1846,20 +1150,6 @@ def scaled_by_largest(wrap: Wrap) -> Any:
         return jnp.mean((h @ p["w2"] + p["b2"] - y) ** 2), {}
 
     return _fit(wrap, _adam(), _mlp_params(158), loss_fn)
-
-
-@idiom(coupled=True)
-def batch_attention(wrap: Wrap) -> Any:
-    """Every example attends to every other of the batch."""
-    params = {**_mlp_params(159), **_params(160, query=(6, 4), key=(6, 4), value=(6, 6))}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        x = batch["x"]
-        weights = jax.nn.softmax(x @ p["query"] @ (x @ p["key"]).T / 4 - 1e9 * jnp.eye(x.shape[0]))
-        out = _mlp(p, x + weights @ x @ p["value"])
-        return jnp.mean((out - batch["y"]) ** 2), {"attended": weights.sum(axis=0)}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
 
 
 @idiom(coupled=True)
@@ -1913,21 +1203,6 @@ def train_validation_split(wrap: Wrap) -> Any:
 
 
 @idiom(coupled=True)
-def bootstrap_resample(wrap: Wrap) -> Any:
-    """The batch resampled: once evenly, once by weight."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        first, second = jax.random.split(key)
-        size = batch["x"].shape[0]
-        even = jax.random.randint(first, (size,), 0, size)
-        weighted = jax.random.categorical(second, jnp.log(batch["weight"]), shape=(size,))
-        x, y = jnp.concatenate([batch["x"][even], batch["x2"][weighted]]), batch["y"][jnp.append(even, weighted)]
-        return jnp.mean((_mlp(p, x) - y) ** 2), {"weighted": weighted}
-
-    return _fit_keyed(wrap, _adam(), _mlp_params(164), loss_fn)
-
-
-@idiom(coupled=True)
 def mixture_em(wrap: Wrap) -> Any:
     """No gradients: a turn of expectation and maximisation for a Gaussian mixture."""
     del wrap
@@ -1944,22 +1219,6 @@ def mixture_em(wrap: Wrap) -> Any:
         return {"mean": mean, "var": var, "weight": total / total.sum()}, jax.nn.logsumexp(logp, axis=1).mean()
 
     return step, (state,)
-
-
-@idiom(coupled=True)
-def online_scan(wrap: Wrap) -> Any:
-    """No batches: lax.scan along the examples, each a descent step that the next one sees."""
-    del wrap
-
-    def step(params: Any, batch: Any) -> Any:
-        def one(p: Any, example: Any) -> Any:
-            loss, grads = jax.value_and_grad(_one_loss)(p, *example)
-            return _axpy(-0.02, grads, p), loss
-
-        params, losses = lax.scan(one, params, (batch["x"], jnp.tanh(batch["y"])))
-        return params, {"losses": losses, "regret": jnp.cumsum(losses)[-1]}
-
-    return step, (_mlp_params(166, hidden=5),)
 
 
 # Ways to optimise
@@ -2009,42 +1268,6 @@ def accumulation_contrastive(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jax.random.key(16))
 
 
-@idiom(coupled=True)
-def sharpness_aware(wrap: Wrap) -> Any:
-    """The gradient where the batch's own gradient leads uphill."""
-    tx, params = wrap(_sgd()), _mlp_params(172)
-
-    def step(params: Any, opt: Any, batch: Any) -> Any:
-        loss_fn = lambda p: jnp.mean((_mlp(p, batch["x"]) - batch["y"]) ** 2)
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        uphill = _axpy(0.1 / optax.global_norm(grads), grads, params)
-        updates, opt = tx.update(jax.grad(loss_fn)(uphill), opt, params)
-        return optax.apply_updates(params, updates), opt, {"loss": loss, "norm": optax.global_norm(grads)}
-
-    return step, (params, tx.init(params))
-
-
-@idiom()
-def lookahead_ema(wrap: Wrap) -> Any:
-    """Slow weights taken over every second step, and a moving average of the parameters with its bias corrected."""
-    tx, params = wrap(_adam()), _mlp_params(173)
-
-    def step(params: Any, opt: Any, slow: Any, ema: Any, count: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((_mlp(p, batch["x"]) - batch["y"]) ** 2))(params)
-        updates, opt = tx.update(grads, opt, params)
-        params, count = optax.apply_updates(params, updates), count + 1
-        sync = count % 2 == 0
-        slow = jax.tree.map(lambda s, p: jnp.where(sync, s + 0.5 * (p - s), s), slow, params)
-        params = jax.tree.map(lambda s, p: jnp.where(sync, s, p), slow, params)
-        ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
-        average = jax.tree.map(lambda e: e / (1 - 0.9**count), ema)
-        error = jnp.mean((_mlp(average, batch["x"]) - batch["y"]) ** 2)
-        return params, opt, slow, ema, count, {"loss": loss, "average": error}
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return step, (params, tx.init(params), params, zeros, jnp.zeros((), jnp.int32))
-
-
 @idiom(divisible=True, coupled=True)
 def gradient_noise_scale(wrap: Wrap) -> Any:
     """Norms of the gradients of the halves of the batch and of the whole, averaged in the state."""
@@ -2066,44 +1289,6 @@ def gradient_noise_scale(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), {"signal": jnp.full((), 1.0), "noise": jnp.full((), 1.0)})
 
 
-@idiom(coupled=True)
-def line_search(wrap: Wrap) -> Any:
-    """No optimizer: the rate is halved by while_loop until the batch's loss falls enough."""
-    del wrap
-
-    def step(params: Any, batch: Any) -> Any:
-        loss_fn = lambda p: jnp.mean((_mlp(p, batch["x"]) - batch["y"]) ** 2)
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        square = _dot(grads, grads)
-        short = lambda rate: loss_fn(_axpy(-rate, grads, params)) > loss - 0.3 * rate * square
-        rate = lax.while_loop(short, lambda rate: rate / 2, jnp.full((), 4.0))
-        return _axpy(-rate, grads, params), {"loss": loss, "rate": rate}
-
-    return step, (_mlp_params(175),)
-
-
-@idiom()
-def loss_scaling(wrap: Wrap) -> Any:
-    """A scaled loss; the step is skipped by select and the scale lowered where a gradient isn't finite, as at first."""
-    tx, params = wrap(_adam()), _mlp_params(176)
-
-    def step(params: Any, opt: Any, scale: Any, good: Any, batch: Any) -> Any:
-        def loss_fn(p: Any) -> Any:
-            loss = jnp.mean((_mlp(p, batch["x"]) - 1e3 * batch["y"]) ** 2)
-            return loss * scale, loss
-
-        grads, loss = jax.grad(loss_fn, has_aux=True)(params)
-        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-        updates, new_opt = tx.update(jax.tree.map(lambda g: g / scale, grads), opt, params)
-        new_params = optax.apply_updates(params, updates)
-        take = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        good = jnp.where(finite, good + 1, 0)
-        scale = jnp.where(finite, jnp.where(good % 2 == 0, scale * 2, scale), scale * 2.0**-1000)
-        return take(new_params, params), take(new_opt, opt), scale, good, {"loss": loss, "finite": finite}
-
-    return step, (params, tx.init(params), jnp.full((), 2.0**1020), jnp.zeros((), jnp.int32))
-
-
 @idiom()
 def adversarial_examples(wrap: Wrap) -> Any:
     """Projected steps up the loss by the batch itself, from a random start; clean and attacked losses."""
@@ -2121,32 +1306,6 @@ def adversarial_examples(wrap: Wrap) -> Any:
         return (clean + attacked) / 2, {"clean": clean, "moved": moved}
 
     return _fit_keyed(wrap, _sgd(), _mlp_params(177, outputs=CLASSES), loss_fn)
-
-
-@jax.custom_vjp
-def _reverse(x: Any) -> Any:
-    return x
-
-
-_reverse.defvjp(lambda x: (x, None), lambda _, g: (jax.tree.map(lambda a: -0.5 * a, g),))
-
-
-@idiom()
-def gradient_reversal(wrap: Wrap) -> Any:
-    """A custom derivative: features are trained against a classifier of the group."""
-    params = {
-        "net": _mlp_params(178, outputs=5),
-        "task": _mlp_params(179, inputs=5),
-        "group": _mlp_params(180, inputs=5),
-    }
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = _mlp(p["net"], batch["x"])
-        task = jnp.mean((_mlp(p["task"], h) - batch["y"]) ** 2)
-        logits = _mlp(p["group"], _reverse(h))[:, 0]
-        return task + optax.sigmoid_binary_cross_entropy(logits, batch["group"]).mean(), {"task": task}
-
-    return _fit(wrap, _adam(), params, loss_fn)
 
 
 @jax.custom_vjp
@@ -2188,24 +1347,6 @@ def deep_equilibrium(wrap: Wrap) -> Any:
 
 
 @idiom()
-def neural_ode(wrap: Wrap) -> Any:
-    """Runge-Kutta steps in lax.scan, rematerialised."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        @jax.checkpoint
-        def advance(x: Any, _: Any) -> Any:
-            a = _mlp(p, x)
-            b = _mlp(p, x + 0.125 * a)
-            c = _mlp(p, x + 0.25 * b)
-            return x + (a + 2 * b + 2 * c) / 24, jnp.abs(x).max()
-
-        x, largest = lax.scan(advance, batch["x"], None, length=4)
-        return jnp.mean((x - batch["next_x"]) ** 2), {"largest": largest}
-
-    return _fit(wrap, _sgd(), _mlp_params(182, outputs=6), loss_fn)
-
-
-@idiom()
 def fourier_layer(wrap: Wrap) -> Any:
     """Weights on the frequencies of each series, by the real Fourier transform."""
     params = _params(183, real=(3, 3, 5), imaginary=(3, 3, 5), out=(5, 1))
@@ -2218,35 +1359,6 @@ def fourier_layer(wrap: Wrap) -> Any:
         return jnp.mean((h @ p["out"] - batch["rewards"][:, :, None]) ** 2), {"power": power, "spectrum": spectrum}
 
     return _fit(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
-def linear_recurrence(wrap: Wrap) -> Any:
-    """A state space layer by lax.associative_scan over time."""
-    params = _params(184, x=(3, 8), decay=(8,), out=(8, 1))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        inputs = batch["series"] @ p["x"]
-        decay = jnp.broadcast_to(jax.nn.sigmoid(1 + p["decay"]), inputs.shape)
-        join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
-        _, h = lax.associative_scan(join, (decay, inputs), axis=1)
-        return jnp.mean((jnp.tanh(h) @ p["out"] - batch["rewards"][:, :, None]) ** 2), {"last": h[:, -1]}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
-
-
-@idiom()
-def random_branch(wrap: Wrap) -> Any:
-    """One way to augment for the whole batch by lax.switch on a draw, and one for each example under vmap."""
-    ways = [lambda x: x, lambda x: x[..., ::-1], lambda x: jnp.roll(x, 2, axis=-1) * 0.9]
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        way = jax.random.randint(key, (), 0, 3)
-        x = lax.switch(way, ways, batch["x"])
-        x = x + jax.vmap(lambda i, x: lax.switch(i, ways, x))(batch["action"], batch["x2"])
-        return jnp.mean((_mlp(p, x) - batch["y"]) ** 2), {"way": way}
-
-    return _fit_keyed(wrap, _adam(), _mlp_params(185), loss_fn)
 
 
 @idiom()
@@ -2264,60 +1376,6 @@ def ensemble(wrap: Wrap) -> Any:
 
 
 @idiom()
-def spectral_norm(wrap: Wrap) -> Any:
-    """A layer divided by its largest singular value, from power iteration on a vector in the state."""
-    tx, params = wrap(_sgd()), _mlp_params(190)
-
-    def step(params: Any, opt: Any, u: Any, batch: Any) -> Any:
-        v = _unit(params["w1"].T @ u)
-        u = _unit(params["w1"] @ v)
-
-        def loss_fn(p: Any) -> Any:
-            sigma = lax.stop_gradient(u) @ p["w1"] @ lax.stop_gradient(v)
-            return jnp.mean((_mlp({**p, "w1": p["w1"] / sigma}, batch["x"]) - batch["y"]) ** 2), sigma
-
-        (loss, sigma), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, u, {"loss": loss, "sigma": sigma}
-
-    return step, (params, tx.init(params), jnp.full(6, 6**-0.5))
-
-
-@idiom(coupled=True)
-def conflicting_tasks(wrap: Wrap) -> Any:
-    """Gradients of two losses of the batch; where they conflict, each loses its part along the other."""
-    tx, params = wrap(_adam()), _mlp_params(191, outputs=2)
-
-    def step(params: Any, opt: Any, batch: Any) -> Any:
-        first = jax.grad(lambda p: jnp.mean((_mlp(p, batch["x"])[:, :1] - batch["y"]) ** 2))(params)
-        second = jax.grad(lambda p: jnp.mean((_mlp(p, batch["x2"])[:, 0] + 3 * batch["y"][:, 0]) ** 2))(params)
-        cut = lambda a, b: _axpy(-jnp.minimum(_dot(a, b), 0.0) / _dot(b, b), b, a)
-        grads = _axpy(1.0, cut(first, second), cut(second, first))
-        updates, opt = tx.update(grads, opt, params)
-        return (
-            optax.apply_updates(params, updates),
-            opt,
-            {"dot": _dot(first, second), "conflict": _dot(first, second) < 0},
-        )
-
-    return step, (params, tx.init(params))
-
-
-@idiom()
-def tied_autoencoder(wrap: Wrap) -> Any:
-    """One matrix encodes and, transposed, decodes; sparsity by the mean activation's absolute value."""
-    params = _params(192, w=(6, 16), bias=(16,), back=(6,))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = jnp.tanh(batch["x"] @ p["w"] + p["bias"])
-        return jnp.mean((h @ p["w"].T + p["back"] - batch["x"]) ** 2) + 0.05 * jnp.abs(h).mean(), {
-            "active": h.mean(axis=0)
-        }
-
-    return _fit(wrap, _adamw(), params, loss_fn)
-
-
-@idiom()
 def quantised_weights(wrap: Wrap) -> Any:
     """Weights rounded to bfloat16's precision for the forward pass, straight through for the gradient."""
 
@@ -2326,41 +1384,6 @@ def quantised_weights(wrap: Wrap) -> Any:
         return jnp.mean((_mlp(rounded, batch["x"]) - batch["y"]) ** 2), {}
 
     return _fit(wrap, _sgd(), _mlp_params(193), loss_fn)
-
-
-@idiom()
-def equinox_module(wrap: Wrap) -> Any:
-    """An equinox network of one example under vmap, with dropout keys for each; its arrays are the state."""
-    net = eqx.nn.Sequential(
-        [
-            eqx.nn.Linear(6, 8, dtype=jnp.float64, key=jax.random.key(17)),
-            eqx.nn.Lambda(jnp.tanh),
-            eqx.nn.Dropout(0.25),
-            eqx.nn.Linear(8, 1, dtype=jnp.float64, key=jax.random.key(18)),
-        ]
-    )
-    params, static = eqx.partition(net, eqx.is_inexact_array)
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        net = eqx.combine(p, static)
-        keys = jax.random.split(key, batch["x"].shape[0])
-        out = jax.vmap(lambda x, key: net(x, key=key))(batch["x"], keys)
-        return jnp.mean((out - batch["y"]) ** 2), {"out": out}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
-def padded_blocks(wrap: Wrap) -> Any:
-    """The batch padded to whole blocks of six, which lax.map works through; the padding is cut off again."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        size = batch["x"].shape[0]
-        blocks = jnp.pad(batch["x"], ((0, -size % 6), (0, 0))).reshape(-1, 6, 6)
-        out = lax.map(lambda x: _mlp(p, x), blocks).reshape(-1, 1)[:size]
-        return jnp.mean((out - batch["y"]) ** 2), {"blocks": blocks.shape[0]}
-
-    return _fit(wrap, _adam(), _mlp_params(194), loss_fn)
 
 
 # What comes out besides the state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import quick
@@ -43,6 +44,9 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
+
+
+RUNNER = str(Path(__file__).parents[1] / "mpi" / "runner.py")
 
 
 class Result(NamedTuple):
@@ -218,6 +222,18 @@ def mpirun(
 ) -> Result:
     """Run `mpirun -np n python args` to its end."""
     return start_mpirun(n, args, env).finish(timeout)[0]
+
+
+def cases(
+    n: int, communicator: str, folder: Path, *words: str, env: Mapping[str, str | None] | None = None,
+    timeout: float = 540.0,
+) -> tuple[Result, dict[str, list[Any]]]:  # fmt: skip
+    """Run cases of tests/mpi in one job of `mpirun` that must not fail, and what each returned on each rank."""
+    result = mpirun(n, [RUNNER, communicator, str(folder), *words], env, timeout)
+    assert result.returncode == 0, result.output
+    ranks = [[json.loads(line) for line in (folder / f"rank{rank}.json").read_text().splitlines()] for rank in range(n)]
+    assert all([word for word, _ in lines] == list(words) for lines in ranks), result.output
+    return result, {word: [lines[k][1] for lines in ranks] for k, word in enumerate(words)}
 
 
 def spawn_env(

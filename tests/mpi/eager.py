@@ -1,12 +1,8 @@
-"""Eager collectives between processes, against NumPy: `python run_eager.py COMMUNICATOR PART...`.
-
-Each rank compares its own results and prints "OK rank part comparisons" a part.
-"""
+"""Eager collectives between processes, against NumPy. Each rank compares its own results."""
 
 from __future__ import annotations
 
 import operator
-import sys
 import time
 from collections.abc import Callable
 from functools import reduce
@@ -28,6 +24,8 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
 BOOL: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.logical_or, "max": np.logical_or, "prod": np.logical_and, "min": np.logical_and,
 }  # fmt: skip
+ctx = jaxdist.get_context()
+R, N = ctx.rank, ctx.size
 compared = 0
 
 
@@ -399,18 +397,9 @@ def reduce_scatters(loops: int, megabytes: float) -> None:
     compared += loops
 
 
-def main() -> None:
+def run(part: str, *arguments: Any) -> int:
+    """One of the functions above; how much it has compared."""
     global compared
-    for part in sys.argv[2:]:
-        name, *arguments = part.split(":")
-        compared = 0
-        function: Any = globals()[name]
-        function(*(float(a) if "." in a else int(a) if a.isdigit() else a for a in arguments))
-        print(f"OK {R} {part} {compared}", flush=True)
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
-    ctx = jaxdist.init(communicator=sys.argv[1])
-    R, N = ctx.rank, ctx.size
-    main()
+    compared = 0
+    globals()[part](*arguments)
+    return compared

@@ -1,14 +1,11 @@
-"""Steps as they are called elsewhere, on several ranks: each must return what one device returns for the whole batch.
-
-mpirun -np N python run_calls.py COMMUNICATOR LEVELS
-"""
+"""Steps as they are called elsewhere, on several ranks: each returns what one device does for the whole batch."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import logging
-import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import run_docs
 from flax import nnx
 
 import jaxdist
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-import run_docs
-
-jax.config.update("jax_enable_x64", True)
-ctx = jaxdist.init(communicator=sys.argv[1])
+ctx = jaxdist.get_context()
 ROWS = 6
 
 
@@ -43,7 +37,6 @@ def alike(name: str, mine: Any, expected: Any) -> None:
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(expected), strict=True):
         tolerance = 1e-5 if b.dtype == np.float32 else 1e-10  # nnx.metrics has float32 alone
         np.testing.assert_allclose(a, b, tolerance, tolerance / 100, err_msg=name)
-    print(f"OK {name}", flush=True)
 
 
 def refused(name: str, call: Any, words: str) -> None:
@@ -53,7 +46,6 @@ def refused(name: str, call: Any, words: str) -> None:
     except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:
         said = str(error)
     assert words in said, (name, said)
-    print(f"REFUSED {name}", flush=True)
 
 
 X = everyones(lambda rng: rng.normal(size=(ROWS, 3)))
@@ -221,7 +213,6 @@ def graphs_of_the_page() -> None:
         np.add.at(sums, receivers, h[senders])
         total, count = total + np.sum((np.sum(sums.reshape(len(nodes), -1)) - label) ** 2), count + 1
     np.testing.assert_allclose(float(space["loss"]), total / count, rtol=1e-5)
-    print("OK graphs of the page", flush=True)
 
 
 def forgotten_split() -> None:
@@ -233,7 +224,6 @@ def forgotten_split() -> None:
     step(W, X[0])
     if ctx.is_root:
         assert any("pass the same batch" in text for text in said), said
-    print("OK a forgotten split", flush=True)
 
 
 def modules(level: Any) -> None:
@@ -333,18 +323,70 @@ def debugging() -> None:
     alike("after it", step(W, X[ctx.rank], Y[ctx.rank]), expected)
 
 
-def main() -> None:
+def threads_that_take_turns() -> None:
+    """And collectives between their calls."""
+    descend = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - 1) ** 2))(w)
+    step = jaxdist.data_parallel(descend)
+    batches = np.random.default_rng(0).normal(size=(30, 12, 300))
+    ws = [jnp.full(300, 0.01), jnp.full(300, -0.01)]
+    want, turns = list(ws), [threading.Semaphore(1), threading.Semaphore(0)]
+    for x in batches:
+        want = [descend(w, x) for w in want]
+
+    def train(k: int) -> None:
+        for i, x in enumerate(batches):
+            turns[k].acquire()
+            ws[k] = step(ws[k], x[ctx.rank :: ctx.size])
+            if i % 7 == 3:
+                jaxdist.allreduce(np.ones(3))
+            turns[1 - k].release()
+
+    threads = [threading.Thread(target=train, args=(k,)) for k in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    jaxdist.check_sync(ws)
+    alike("threads", ws, want)
+
+
+def an_average_in_shards() -> None:
+    def step(p: Any, e: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - 1) ** 2))(p)
+        p = jax.tree.map(lambda a, g: a - 0.1 * g, p, grads)
+        return p, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, e, p), loss
+
+    x = np.random.default_rng(0).normal(size=(24, 5))
+    p: Any = {"in": jnp.ones((5, 7)), "out": jnp.ones(7)}
+    want, average = p, p
+    decorated, e = jaxdist.data_parallel(step), jaxdist.shard(jax.tree.map(jnp.copy, p))
+    rows = len(x) // ctx.size
+    for _ in range(3):
+        p, e, _ = decorated(p, e, x[ctx.rank * rows :][:rows])
+        want, average, _ = step(want, average, x)
+    alike("an average in shards", e, average)
+
+
+def an_array_that_is_typed_as_a_number() -> None:
+    """It travels as an array of NumPy, which has no such type."""
+    step = jaxdist.data_parallel(lambda w, x: (w * 2 + x.sum() * 0, x.sum()))
+    w = jnp.broadcast_to(jnp.asarray(1.0), (6,))
+    assert w.weak_type
+    for _ in range(2):
+        w, _ = step(w, np.full((4, 2), ctx.rank, np.float32))
+    assert float(w[0]) == 4.0
+
+
+def main(levels: list[int]) -> None:
     arguments()
     state_of_its_own_later()
     leaves()
     graphs_of_the_page()
     forgotten_split()
-    for level in sys.argv[2].split(","):
-        modules(int(level))
+    for level in levels:
+        modules(level)
     numbers()
     debugging()
-    print("END", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    threads_that_take_turns()
+    an_average_in_shards()
+    an_array_that_is_typed_as_a_number()

@@ -1,13 +1,8 @@
-"""`jaxdist.loader` in one MPI job: `python run_data.py COMMUNICATOR STATE.json all|go`; the root prints what it found.
-
-STATE.json holds what jobs of other sizes have handed out of one epoch, and where they stopped; this one goes on, and
-with "go" does no more.
-"""
+"""`jaxdist.loader` on several ranks."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdist
-from jaxdist.control.channel import ControlError
 from jaxdist.data.loader import gather_for_metrics
 
 
@@ -90,7 +84,7 @@ def run_epochs(ctx, report):
         assert len(got) == n // 16
 
 
-def errors_of(ctx, batches):
+def errors_of(batches, ctx):
     """What this rank is told; no rank hangs."""
     x = np.ones((24, 3))
     errors = []
@@ -106,36 +100,31 @@ def errors_of(ctx, batches):
     return errors
 
 
-def main() -> None:
-    jax.config.update("jax_enable_x64", True)
-    ctx = jaxdist.init(communicator=sys.argv[1])
-    report: dict[str, object] = {"size": ctx.size, "communicator": ctx.communicator}
+def main(path: str, everything: bool) -> dict[str, object]:
+    """What this rank found.
 
-    if sys.argv[3] == "all":
+    Args:
+      path: of a file with what jobs of other sizes have handed out of one epoch, and where they stopped: this one goes
+        on.
+      everything: not only that.
+    """
+    ctx, report = jaxdist.get_context(), dict[str, object]()
+    if everything:
         run_tail(ctx, report)
         run_epochs(ctx, report)
+        report["errors"] = errors_of(jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3), ctx)
 
     # Some steps of an epoch that jobs of other sizes have begun.
-    file = Path(sys.argv[2])
+    file = Path(path)
     saved = ctx.broadcast(json.loads(file.read_text()) if file.exists() else {"seen": []})
     batches = jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3)
     if "state" in saved:
         batches.set_state(saved["state"])
-    steps = 3 if sys.argv[3] == "all" else 100
+    steps = 3 if everything else 100
     for _, (batch, weight) in zip(range(steps), batches, strict=False):
         saved["seen"] += gather_for_metrics(batch, weight).tolist()
     states = ctx.control.exchange("states", batches.get_state())
     report["same states"] = all(s == states[0] for s in states)
     if ctx.is_root:
         file.write_text(json.dumps({"seen": saved["seen"], "state": states[0]}))
-
-    said = ctx.control.exchange("errors", errors_of(ctx, batches) if sys.argv[3] == "all" else [])
-    if ctx.is_root:
-        print("REPORT " + json.dumps({**report, "errors": said}), flush=True)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ControlError as error:
-        raise SystemExit(f"ranks went apart: {error}") from error
+    return report

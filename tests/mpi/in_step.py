@@ -1,31 +1,20 @@
-"""Collectives in a decorated step: `python run_collectives.py COMMUNICATOR PART...`; each rank compares its own part.
-
-Parts: ``lax``: JAX's own, against `jax.vmap` with a named axis. ``nan``: their extremes. ``jaxdist``: ours, random
-calls, against one device. ``pieces``: the same, in many messages. ``scatter:TURNS``: large reduce-scatters in a
-loop, exactly. Prints OK and the number of comparisons on every rank.
-"""
+"""Collectives in a decorated step: each rank compares its own part. Functions return the number of comparisons."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import collective_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import collective_cases as cases
-
 import jaxdist
 from jaxdist.communicators import mpi
 
-jax.config.update("jax_enable_x64", True)
-ctx = jaxdist.init(communicator=sys.argv[1])
+ctx = jaxdist.get_context()
 N = ctx.size
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -113,6 +102,7 @@ def data(dtype: str) -> np.ndarray:
 
 
 def of_lax() -> int:
+    """JAX's own, against `jax.vmap` with a named axis."""
     compared = 0
     for name, (f, dtypes) in FUNCTIONS.items():
         # All types in one program: most of the time goes into compiling.
@@ -139,6 +129,7 @@ def of_lax() -> int:
 
 
 def of_jaxdist() -> int:
+    """Ours, random calls, against one device."""
     rng = np.random.default_rng(N)
     compared = 0
     for _ in range(3):
@@ -193,22 +184,3 @@ def of_pieces() -> int:
     compared = of_jaxdist()
     mpi.MOST = 2**31 - 1
     return compared
-
-
-def main() -> None:
-    parts: dict[str, Callable[..., int]] = {
-        "lax": of_lax,
-        "nan": of_nan,
-        "jaxdist": of_jaxdist,
-        "pieces": of_pieces,
-        "scatter": of_scatter,
-    }
-    compared = 0
-    for part in sys.argv[2:]:
-        name, *numbers = part.split(":")
-        compared += parts[name](*map(int, numbers))
-    print(f"OK {ctx.communicator} {compared}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,18 @@
-"""State that lies on all ranks and that no decorated step has returned is compared; what steps return costs nothing.
-
-mpirun -np N python run_copies.py COMMUNICATOR FOLDER [LEAF]
-
-With the name of a leaf, w or key, rank 1 alone changes it between two calls, which ends the job. With "exchange" it
-passes two results of one type in the other order.
-"""
+"""State that lies on all ranks and that no decorated step has returned is compared; what steps return costs nothing."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from run_calls import W, X, alike, ctx, loss_of, refused, whole
+from calls import W, X, alike, ctx, loss_of, refused, whole
 
 import jaxdist
 
 EXCHANGES: list[str] = []
-FOLDER = sys.argv[2]
 MINE = X[ctx.rank]
 
 
@@ -77,7 +69,7 @@ def steady() -> None:
     alike("steady", found, expected)
 
 
-def updated_outside() -> None:
+def updated_outside(folder: str) -> None:
     """On every rank alike, in each call: compared in fewer and fewer of them."""
     gradient = jaxdist.data_parallel(jax.grad(loss_of), donate=False)
     w, expected, calls = W, W, []
@@ -88,24 +80,24 @@ def updated_outside() -> None:
     alike("updated outside", w, expected)
     assert calls == [1, 2, 4, 8, 16], calls
     EXCHANGES.clear()
-    jaxdist.save(f"{FOLDER}/outside", {"w": w}, 1)
-    restored = jaxdist.restore(f"{FOLDER}/outside", {"w": w})["w"]
+    jaxdist.save(f"{folder}/outside", {"w": w}, 1)
+    restored = jaxdist.restore(f"{folder}/outside", {"w": w})["w"]
     during("restored", lambda: gradient(restored, MINE), 99)
     assert not any("copies" in tag for tag in EXCHANGES), EXCHANGES
 
 
-def changed_on_one_rank() -> None:
+def changed_on_one_rank(folder: str) -> None:
     step = jaxdist.data_parallel(descend, donate=False)
     w, m, _ = step(W, jnp.zeros(3), MINE)
     own = w * (3.0 if ctx.rank == 1 else 1.0)
     for words in ("state leaf w is an array of all ranks", "rank 0 and rank 1 do not hold the same", "if rank =="):
         refused("a copy changed on one rank", lambda: step(own, m, MINE), words)
         step(w, m, MINE)
-    refused("a copy saved", lambda: jaxdist.save(f"{FOLDER}/own", {"w": own, "m": m}, 1), "an array of all ranks")
+    refused("a copy saved", lambda: jaxdist.save(f"{folder}/own", {"w": own, "m": m}, 1), "an array of all ranks")
     scaled = w * 1.0 if ctx.rank == 1 else w
     words = "The copy of rank 0 alone would be saved"
-    refused("a copy saved, what to do", lambda: jaxdist.save(f"{FOLDER}/own", {"w": own}, 1), words)
-    jaxdist.save(f"{FOLDER}/own", {"w": scaled, "m": m}, 1)  # the same, though of one rank alone
+    refused("a copy saved, what to do", lambda: jaxdist.save(f"{folder}/own", {"w": own}, 1), words)
+    jaxdist.save(f"{folder}/own", {"w": scaled, "m": m}, 1)  # the same, though of one rank alone
     alike("the step goes on", step(w, m, MINE), descend(w, m, whole(X)))
 
     # In a first call all ranks compare, so nobody has to be stopped.
@@ -125,15 +117,14 @@ def keys_and_shards() -> None:
     shards = jaxdist.data_parallel(lambda w, x: (jaxdist.shard(w + 0), loss_of(w, x)), donate=False)
     big, _ = shards(jnp.ones((4 * ctx.size, 3)).sum(1)[:3], MINE)
     jaxdist.data_parallel(lambda w, x: loss_of(w, x), donate=False)(big * 1.0, MINE)
-    print("OK keys and shards", flush=True)
 
 
 def train(leaf: str) -> None:
+    """Rank 1 alone changes w or key between two calls, or passes two results of one type in the other order."""
     if leaf == "exchange":
         step, p, q = jaxdist.data_parallel(exchange), W, W + 1
         for i in range(6):
             p, q = step(*((q, p) if i == 3 and ctx.rank == 1 else (p, q)), MINE)
-        print("TRAINED", np.asarray(p), flush=True)
         return
 
     @jaxdist.data_parallel
@@ -146,14 +137,13 @@ def train(leaf: str) -> None:
         if i == 3 and ctx.rank == 1:
             w, key = (w * 3, key) if leaf == "w" else (w, jax.random.fold_in(key, 7))
         w, key = step(w, key, MINE)
-    print("TRAINED", np.asarray(w), flush=True)
 
 
 def exchange(p: Any, q: Any, x: Any) -> Any:
     return tuple(w - 0.1 * jax.grad(loss_of)(w, x) for w in (p, q))
 
 
-def states_of_one_type() -> None:
+def states_of_one_type(folder: str) -> None:
     """Saved under the other's name on one rank; and a loop over them costs nothing once it is known."""
     step = jaxdist.data_parallel(exchange, donate=False)
     pairs = [(W, W + 1), (W + 2, W + 3)]
@@ -168,23 +158,20 @@ def states_of_one_type() -> None:
     during("states in turn", loop, 0)
     saved = dict(zip("pq", pairs[0][:: -1 if ctx.rank == 1 else 1], strict=True))
     words = "leaf p, an array of all ranks, is an array with checksum"
-    refused("another's name", lambda: jaxdist.save(f"{FOLDER}/pairs", saved, 1), words)
+    refused("another's name", lambda: jaxdist.save(f"{folder}/pairs", saved, 1), words)
     scaled = jaxdist.data_parallel(lambda p, q, x: (p * 2, q + 1, x.sum()), batch_argnums="x", donate=False)
     p, q, _ = scaled(*jaxdist.shard((jnp.ones((64, 5)), jnp.zeros((64, 5)))), MINE)
     saved = {"p": q if ctx.rank == 1 else p}
     words = "of which each rank has a part, is leaf 0 of what step"
-    refused("a part of another", lambda: jaxdist.save(f"{FOLDER}/parts", saved, 1), words)
+    refused("a part of another", lambda: jaxdist.save(f"{folder}/parts", saved, 1), words)
 
 
-if __name__ == "__main__":
-    if sys.argv[3:]:
-        sys.exit(train(sys.argv[3]))
+def main(folder: str) -> None:
     logging.getLogger("jaxdist").setLevel(logging.ERROR)
     counted()
     steady()
-    updated_outside()
-    changed_on_one_rank()
+    updated_outside(folder)
+    changed_on_one_rank(folder)
     keys_and_shards()
-    states_of_one_type()
+    states_of_one_type(folder)
     assert np.isfinite(W).all()
-    print("END", flush=True)
