@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import jobs
 import pytest
 
-pytestmark = pytest.mark.slow  # together
-SCRIPT = str(Path(__file__).with_name("run_auto.py"))
+pytestmark = [pytest.mark.slow, pytest.mark.mpi]  # together
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("communicator", "ranks"), [("xla", 2), ("mpi", 2), ("xla", 4)])
-def test_ranks_choose_the_same(communicator: str, ranks: int) -> None:
-    result = jobs.mpirun(ranks, [SCRIPT, communicator], timeout=300)
-    assert result.returncode == 0, result.output
-    found = [json.loads(text) for text in re.findall(r"REPORT (.*)$", result.stdout, re.MULTILINE)]
-    assert {one["rank"] for one in found} == set(range(ranks)), result.output
+def test_ranks_choose_the_same(communicator: str, ranks: int, tmp_path: Path) -> None:
+    _, cases = jobs.cases(ranks, communicator, tmp_path, "choice:chosen")
+    found = cases["choice:chosen"]
     for one in found:
-        assert one["communicator"] == communicator
         assert one["small"]["mesh"] == {"data": ranks}
         assert one["wide"]["mesh"] == ({"model": ranks} if communicator == "xla" else {"data": ranks})
         assert communicator == "mpi" or "data" not in one["loader"]["mesh"]

@@ -1,9 +1,7 @@
-"""Steps with ``mesh="auto"`` in one MPI job, `python run_auto.py COMMUNICATOR`: JSON of what each rank found."""
+"""Cases of test_choice: steps with ``mesh="auto"``."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import jax
@@ -42,10 +40,10 @@ def said(call: Any) -> str:
     return ""
 
 
-def main() -> None:
-    jax.config.update("jax_enable_x64", True)
-    ctx = jaxdist.init(communicator=sys.argv[1])
-    report: dict[str, Any] = {"rank": ctx.rank, "communicator": ctx.communicator}
+def chosen() -> dict[str, Any]:
+    """Of some steps the mesh, and how far they are from one device."""
+    ctx = jaxdist.get_context()
+    report: dict[str, Any] = {}
     for name, (rows, *sizes) in {"small": (512, 16, 16), "wide": (ctx.size, 64, 4096)}.items():
         w, x = case(rows, *sizes)
         part, parts = ctx.part()
@@ -78,8 +76,4 @@ def main() -> None:
     if ctx.communicator == "xla":
         report["failed"] = said(lambda: jaxdist.parallel(fails_on_one, mesh="auto")(w, x))
     report["unlike"] = said(lambda: jaxdist.parallel(mlp, mesh="auto")(w, x[: 4 + 4 * (ctx.rank == 1)]))
-    print("REPORT " + json.dumps(report), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return report
