@@ -26,11 +26,11 @@ from jax.interpreters import mlir
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.by_hosts import ByHosts
-from jaxdist.connectors.mpi import in_environment
+from jaxdist.communicators.mpi_groups import library, of_group
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
-from jaxdist.mesh import Axis, Groups, along, in_hosts_and_across
+from jaxdist.mesh import Axis, Groups, along
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -58,59 +58,8 @@ def _call_p(name: str) -> Primitive:
     return call
 
 
-@functools.cache
-def _mpi() -> Any:
-    """mpi4py's MPI, with mpi4jax's FFI targets registered."""
-    with in_environment({"MPI4JAX_NO_WARN_JAX_VERSION": "1"}):  # our tests say which versions work
-        import mpi4jax  # noqa: F401
-        from mpi4py import MPI
-
-    return MPI
-
-
-@functools.cache
-def world(rank: int) -> Any:
-    """A communicator of our own over all processes, in the order of their ranks; every rank calls it together."""
-    _parent(rank)
-    return _mpi().COMM_WORLD.Split(0, key=rank)
-
-
-@functools.cache
-def _parent(rank: int) -> Any:
-    """Where groups are made: not on `world`, in which a step may be under way."""
-    return _mpi().COMM_WORLD.Split(0, key=rank)
-
-
-def with_hosts(rank: int, size: int, in_host: int) -> None:
-    """Make the communicators of a step on several hosts; every rank calls it together."""
-    world(rank)
-    if in_host:
-        for groups in in_hosts_and_across(size, in_host):
-            _group(rank, next(one for one in groups or () if rank in one))
-
-
-@functools.cache
-def _group(rank: int, members: tuple[int, ...]) -> Any:
-    """The communicator of some ranks, in that order; its members call it together."""
-    parent = _parent(rank)
-    return parent.Create_group(parent.Get_group().Incl(members))
-
-
-def of_group(ranks: tuple[int, ...], groups: Groups | None) -> Any:
-    """The communicator of one's own group, which its members make together when they first ask for it.
-
-    Args:
-      ranks: of the devices of a mesh.
-      groups: of these devices, by their numbers; None: all are one.
-    """
-    rank = jax.process_index()
-    if groups is None:
-        return world(rank) if ranks == tuple(range(len(ranks))) else _group(rank, ranks)
-    return _group(rank, next(own for one in groups if rank in (own := tuple(ranks[i] for i in one))))
-
-
 def _handle(mpi_object: Any) -> int:
-    handle = _mpi()._handleof(mpi_object)
+    handle = library()._handleof(mpi_object)
     return handle - (1 << 64) if handle >= 1 << 63 else handle
 
 
@@ -122,7 +71,7 @@ _TYPES = {
 
 
 def _mpi_type(dtype: Any) -> int:
-    return _handle(getattr(_mpi(), _TYPES[np.dtype(dtype).name]))
+    return _handle(getattr(library(), _TYPES[np.dtype(dtype).name]))
 
 
 class MpiLowering(Interpreter):
@@ -203,7 +152,7 @@ class MpiLowering(Interpreter):
             "allreduce",
             wide,
             nitems=x.size,
-            op=_handle(getattr(_mpi(), op.upper())),
+            op=_handle(getattr(library(), op.upper())),
             comm=_handle(comm),
             dtype=_mpi_type(wide.dtype),
         )
@@ -275,7 +224,7 @@ class MpiLowering(Interpreter):
 
     def _permute(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         comm = self._comm(eqn)
-        null = _mpi().PROC_NULL
+        null = library().PROC_NULL
         mine = comm.Get_rank()
         dest = dict(eqn.params["perm"]).get(mine, null)
         source = {d: s for s, d in eqn.params["perm"]}.get(mine, null)
@@ -325,7 +274,7 @@ class MpiLowering(Interpreter):
         return order
 
     def _alone(self, x: Any, token: Any) -> Any:
-        mpi = _mpi()
+        mpi = library()
         attributes = {
             "nitems": 1,
             "op": _handle(mpi.SUM),
