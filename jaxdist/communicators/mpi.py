@@ -12,7 +12,7 @@ Values that no token can cross (a loop's carry) take an integer instead. `_join`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,18 @@ def _call_p(name: str) -> Primitive:
     mlir.register_lowering(call, _call_lowering, platform="cpu")
     mlir.register_lowering(call, _call_lowering, platform="cuda")
     return call
+
+
+def _bind(name: str, kind: str, x: Any, token: Any, shape: tuple[int, ...], attributes: Mapping[str, int]) -> Any:
+    """What a call of a kind returns, and the token that follows it."""
+    given = tuple(sorted(attributes.items()))
+    return _call_p(name).bind(x, token, target=f"mpi_{kind}_ffi", shape=shape, attributes=given)
+
+
+def _reduction(comm: Any, count: int, dtype: Any, op: str) -> dict[str, int]:
+    """Attributes of an all-reduce."""
+    how = _handle(getattr(library(), op.upper()))
+    return {"nitems": count, "op": how, "comm": _handle(comm), "dtype": _mpi_type(dtype)}
 
 
 def _handle(mpi_object: Any) -> int:
@@ -148,15 +160,7 @@ class MpiLowering(Interpreter):
             pieces = [self._all_reduce(comm, piece, op) for piece in _pieces(x.reshape(-1))]
             return jnp.concatenate(pieces).reshape(x.shape)
         wide = _reducible(x)
-        out = self._call(
-            "allreduce",
-            wide,
-            nitems=x.size,
-            op=_handle(getattr(library(), op.upper())),
-            comm=_handle(comm),
-            dtype=_mpi_type(wide.dtype),
-        )
-        return out.astype(x.dtype)
+        return self._call("allreduce", wide, wide.shape, **_reduction(comm, x.size, wide.dtype, op)).astype(x.dtype)
 
     def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...]) -> Any:
         """All-gather, or all-to-all over the leading dimension: moves bytes, so any dtype will do."""
@@ -174,20 +178,11 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
         return restore(out)
 
-    def _call(
-        self,
-        kind: str,
-        x: Any,
-        shape: Sequence[int] | None = None,
-        **attributes: int,
-    ) -> Any:
+    def _call(self, kind: str, x: Any, shape: Sequence[int] | None = None, **attributes: int) -> Any:
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to move; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype)
-        out, self._token = _call_p(kind).bind(
-            x, self._token, target=f"mpi_{kind}_ffi", shape=shape,
-            attributes=tuple(sorted(attributes.items())),
-        )  # fmt: skip
+        out, self._token = _bind(kind, kind, x, self._token, shape, attributes)
         return out
 
     # --- rules for JAX's collectives
@@ -250,9 +245,7 @@ class MpiLowering(Interpreter):
         ours, groups = along(self.axes, names), groups_of(eqn)
         if not {axis.name for axis in self.axes}.issuperset(names) or (groups and ours):
             self._unsupported(self, eqn)
-        if groups is None:
-            return ours
-        return tuple(map(tuple, groups))
+        return ours if groups is None else tuple(map(tuple, groups))
 
     def _of(self, groups: Groups | None) -> Any:
         """The communicator of one's own group."""
@@ -274,17 +267,7 @@ class MpiLowering(Interpreter):
         return order
 
     def _alone(self, x: Any, token: Any) -> Any:
-        mpi = library()
-        attributes = {
-            "nitems": 1,
-            "op": _handle(mpi.SUM),
-            "comm": _handle(mpi.COMM_SELF),
-            "dtype": _mpi_type(np.int32),
-        }
-        return _call_p("order").bind(
-            x, token, target="mpi_allreduce_ffi", shape=(),
-            attributes=tuple(sorted(attributes.items())),
-        )  # fmt: skip
+        return _bind("order", "allreduce", x, token, (), _reduction(library().COMM_SELF, 1, np.int32, "sum"))
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
         rules = MpiLowering(self.axes, self.ranks, self.hosts, order)
