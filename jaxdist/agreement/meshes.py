@@ -46,7 +46,7 @@ class Meshes:
             raise ValueError(f"{said}: the job has {size} ranks, and a step runs on all of them")
         for chosen in (some for k in range(1, len(names) + 1) for some in itertools.combinations(names, k)):
             if self._context.communicator == "mpi":
-                from jaxdist.communicators.mpi import of_group
+                from jaxdist.communicators.mpi_groups import of_group
 
                 of_group(ranks, along(axes_of_mesh(mesh), chosen))
             elif mesh.devices.flat[0].platform == "cpu":

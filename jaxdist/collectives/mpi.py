@@ -44,7 +44,7 @@ class MpiWire:
     """
 
     def __init__(self, ctx: Any, timeout: float):
-        from jaxdist.communicators.mpi import world
+        from jaxdist.communicators.mpi_groups import world
         from jaxdist.connectors.mpi import load
 
         self._mpi = load()

@@ -12,7 +12,7 @@ Values that no token can cross (a loop's carry) take an integer instead. `_join`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,11 +26,11 @@ from jax.interpreters import mlir
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.by_hosts import ByHosts
-from jaxdist.connectors.mpi import in_environment
+from jaxdist.communicators.mpi_groups import library, of_group
 from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
-from jaxdist.mesh import Axis, Groups, along, in_hosts_and_across
+from jaxdist.mesh import Axis, Groups, along
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -58,59 +58,20 @@ def _call_p(name: str) -> Primitive:
     return call
 
 
-@functools.cache
-def _mpi() -> Any:
-    """mpi4py's MPI, with mpi4jax's FFI targets registered."""
-    with in_environment({"MPI4JAX_NO_WARN_JAX_VERSION": "1"}):  # our tests say which versions work
-        import mpi4jax  # noqa: F401
-        from mpi4py import MPI
-
-    return MPI
+def _bind(name: str, kind: str, x: Any, token: Any, shape: tuple[int, ...], attributes: Mapping[str, int]) -> Any:
+    """What a call of a kind returns, and the token that follows it."""
+    given = tuple(sorted(attributes.items()))
+    return _call_p(name).bind(x, token, target=f"mpi_{kind}_ffi", shape=shape, attributes=given)
 
 
-@functools.cache
-def world(rank: int) -> Any:
-    """A communicator of our own over all processes, in the order of their ranks; every rank calls it together."""
-    _parent(rank)
-    return _mpi().COMM_WORLD.Split(0, key=rank)
-
-
-@functools.cache
-def _parent(rank: int) -> Any:
-    """Where groups are made: not on `world`, in which a step may be under way."""
-    return _mpi().COMM_WORLD.Split(0, key=rank)
-
-
-def with_hosts(rank: int, size: int, in_host: int) -> None:
-    """Make the communicators of a step on several hosts; every rank calls it together."""
-    world(rank)
-    if in_host:
-        for groups in in_hosts_and_across(size, in_host):
-            _group(rank, next(one for one in groups or () if rank in one))
-
-
-@functools.cache
-def _group(rank: int, members: tuple[int, ...]) -> Any:
-    """The communicator of some ranks, in that order; its members call it together."""
-    parent = _parent(rank)
-    return parent.Create_group(parent.Get_group().Incl(members))
-
-
-def of_group(ranks: tuple[int, ...], groups: Groups | None) -> Any:
-    """The communicator of one's own group, which its members make together when they first ask for it.
-
-    Args:
-      ranks: of the devices of a mesh.
-      groups: of these devices, by their numbers; None: all are one.
-    """
-    rank = jax.process_index()
-    if groups is None:
-        return world(rank) if ranks == tuple(range(len(ranks))) else _group(rank, ranks)
-    return _group(rank, next(own for one in groups if rank in (own := tuple(ranks[i] for i in one))))
+def _reduction(comm: Any, count: int, dtype: Any, op: str) -> dict[str, int]:
+    """Attributes of an all-reduce."""
+    how = _handle(getattr(library(), op.upper()))
+    return {"nitems": count, "op": how, "comm": _handle(comm), "dtype": _mpi_type(dtype)}
 
 
 def _handle(mpi_object: Any) -> int:
-    handle = _mpi()._handleof(mpi_object)
+    handle = library()._handleof(mpi_object)
     return handle - (1 << 64) if handle >= 1 << 63 else handle
 
 
@@ -122,7 +83,7 @@ _TYPES = {
 
 
 def _mpi_type(dtype: Any) -> int:
-    return _handle(getattr(_mpi(), _TYPES[np.dtype(dtype).name]))
+    return _handle(getattr(library(), _TYPES[np.dtype(dtype).name]))
 
 
 class MpiLowering(Interpreter):
@@ -199,15 +160,7 @@ class MpiLowering(Interpreter):
             pieces = [self._all_reduce(comm, piece, op) for piece in _pieces(x.reshape(-1))]
             return jnp.concatenate(pieces).reshape(x.shape)
         wide = _reducible(x)
-        out = self._call(
-            "allreduce",
-            wide,
-            nitems=x.size,
-            op=_handle(getattr(_mpi(), op.upper())),
-            comm=_handle(comm),
-            dtype=_mpi_type(wide.dtype),
-        )
-        return out.astype(x.dtype)
+        return self._call("allreduce", wide, wide.shape, **_reduction(comm, x.size, wide.dtype, op)).astype(x.dtype)
 
     def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...]) -> Any:
         """All-gather, or all-to-all over the leading dimension: moves bytes, so any dtype will do."""
@@ -225,20 +178,11 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
         return restore(out)
 
-    def _call(
-        self,
-        kind: str,
-        x: Any,
-        shape: Sequence[int] | None = None,
-        **attributes: int,
-    ) -> Any:
+    def _call(self, kind: str, x: Any, shape: Sequence[int] | None = None, **attributes: int) -> Any:
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to move; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype)
-        out, self._token = _call_p(kind).bind(
-            x, self._token, target=f"mpi_{kind}_ffi", shape=shape,
-            attributes=tuple(sorted(attributes.items())),
-        )  # fmt: skip
+        out, self._token = _bind(kind, kind, x, self._token, shape, attributes)
         return out
 
     # --- rules for JAX's collectives
@@ -275,7 +219,7 @@ class MpiLowering(Interpreter):
 
     def _permute(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         comm = self._comm(eqn)
-        null = _mpi().PROC_NULL
+        null = library().PROC_NULL
         mine = comm.Get_rank()
         dest = dict(eqn.params["perm"]).get(mine, null)
         source = {d: s for s, d in eqn.params["perm"]}.get(mine, null)
@@ -301,9 +245,7 @@ class MpiLowering(Interpreter):
         ours, groups = along(self.axes, names), groups_of(eqn)
         if not {axis.name for axis in self.axes}.issuperset(names) or (groups and ours):
             self._unsupported(self, eqn)
-        if groups is None:
-            return ours
-        return tuple(map(tuple, groups))
+        return ours if groups is None else tuple(map(tuple, groups))
 
     def _of(self, groups: Groups | None) -> Any:
         """The communicator of one's own group."""
@@ -325,17 +267,7 @@ class MpiLowering(Interpreter):
         return order
 
     def _alone(self, x: Any, token: Any) -> Any:
-        mpi = _mpi()
-        attributes = {
-            "nitems": 1,
-            "op": _handle(mpi.SUM),
-            "comm": _handle(mpi.COMM_SELF),
-            "dtype": _mpi_type(np.int32),
-        }
-        return _call_p("order").bind(
-            x, token, target="mpi_allreduce_ffi", shape=(),
-            attributes=tuple(sorted(attributes.items())),
-        )  # fmt: skip
+        return _bind("order", "allreduce", x, token, (), _reduction(library().COMM_SELF, 1, np.int32, "sum"))
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
         rules = MpiLowering(self.axes, self.ranks, self.hosts, order)

@@ -76,7 +76,7 @@ class Control:
         self.position: Callable[[], int] = lambda: 0
         self.mail = Mailbox(self.post)
         self._listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
-        self._whereabouts: Callable[[list[int]], str | None] | None = None
+        self._whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
@@ -146,21 +146,18 @@ class Control:
 
     def _answer(self, tag: str, timeout: float | None) -> tuple[str, str, Any]:
         """The hub's, to what was just entered."""
-        known: str | None = None
         turns = 0
-        while known is None:
+        while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=timeout)
-            known = ""
-            if self._whereabouts is not None:
-                here = self.notices.get(tag, {})
-                known = self._whereabouts([r for r in self.others if r not in here])
-                turns += 1
-                if known is not None:
-                    known = f" {known}."
-                elif turns.bit_count() == 1:  # 1, 2, 4, 8, ...
-                    self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
-        self._send(("timeout", timeout, known))
+            here = self.notices.get(tag, {})
+            known = self._whereabouts([r for r in self.others if r not in here])
+            if known is not None:
+                break
+            turns += 1
+            if turns.bit_count() == 1:  # 1, 2, 4, 8, ...
+                self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
+        self._send(("timeout", timeout, known and f" {known}."))
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=10.0)
         raise ControlError(

@@ -18,7 +18,8 @@ from jaxdist import compat
 from jaxdist.control import guard
 from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements.layouts import Padded, of_batch
-from jaxdist.step.placer import Placer, batch_part
+from jaxdist.step.batch import batch_part
+from jaxdist.step.placer import Placer
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order

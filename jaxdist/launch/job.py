@@ -10,10 +10,11 @@ from enum import StrEnum
 
 from jaxdist.connectors import site
 from jaxdist.control import scratch
+from jaxdist.launch.command import Command
 from jaxdist.launch.hosts import Host
 from jaxdist.launch.mpi import AbortNotice, Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.launch.output import LineFilter, say
-from jaxdist.launch.processes import Command, Failed, run_job
+from jaxdist.launch.processes import Failed, run_job
 from jaxdist.launch.ranks import cores, free_port, own_processes, thread_environment
 from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_commands
 

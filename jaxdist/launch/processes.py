@@ -1,13 +1,8 @@
-"""Starts a job's processes, passes signals on to them, and leaves none behind.
-
-Each process leads a process group of its own, so that what it started ends with it, and asks the
-kernel for a signal when this process dies, so that even SIGKILL here leaves no orphans.
-"""
+"""Starts a job's processes, passes signals on to them, and leaves none behind."""
 
 import contextlib
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +14,8 @@ from types import FrameType
 from typing import NamedTuple
 
 from jaxdist.control import guard
-from jaxdist.launch.output import LineFilter, Pump, report_lost, say
+from jaxdist.launch.command import Command, crashed, end_sessions, ended, send, signal_group, start
+from jaxdist.launch.output import Pump, report_lost, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
 # stuck in a collective. After the user's own signal they have longer, to write a checkpoint.
@@ -32,58 +28,6 @@ _HEARD_S = 1.0
 # So long the last lines of a job that failed wait for somebody to read them; those of others as long as it takes.
 _UNREAD_S = 3.0
 _LOOK_S = 1.0  # so often we look whether somebody reads
-# What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
-_LEFT_S = 1.0
-
-# Becomes the program that it is told, after asking for a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
-# A program of its own, and no function between fork and exec: this process may have JAX's threads, and warns of forks.
-_BECOME = """
-import ctypes, os, signal, sys
-parent, number, *command = sys.argv[1:]
-prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
-if prctl is not None:
-    prctl(1, int(number))
-    if os.getppid() != int(parent):  # it died before the call
-        sys.exit(1)
-for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would the program
-    signal.signal(number, signal.SIG_DFL)
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"jaxdist: {command[0]}: {error.strerror}")
-"""
-
-
-@dataclass(frozen=True)
-class Command:
-    """One process of a job.
-
-    Attributes:
-        name: what messages call it.
-        argv: its command line.
-        environment: variables on top of this process's.
-        line_filter: what becomes of each line it writes; None leaves it the terminal.
-        death_signal: what it is sent when this process dies.
-        orders: what it is sent on its standard input, which stays open: signals but SIGKILL follow
-            there, as a line with the number, instead of going to its process group. None leaves it
-            the standard input of this process.
-        failure_mark: a line on its standard error that begins so goes on with an exit code: a part
-            of the command failed and the rest of it is about to end.
-        last_words: a line that matches says that the job failed; the command has as long to end as
-            after a signal.
-        cause: a line on its standard error that matches says that this command is about to end because another one
-            failed, whose name is the first group. These three need a `line_filter`.
-    """
-
-    name: str
-    argv: Sequence[str]
-    environment: Mapping[str, str]
-    line_filter: LineFilter | None = None
-    death_signal: signal.Signals = signal.SIGKILL
-    orders: bytes | None = None
-    failure_mark: bytes | None = None
-    last_words: re.Pattern[bytes] | None = None
-    cause: re.Pattern[bytes] | None = None
 
 
 class Failed(NamedTuple):
@@ -158,7 +102,7 @@ def run_job(
         if on_start is not None:
             on_start()
         for index, command in enumerate(commands):
-            process = _start(command)
+            process = start(command)
             started.append(process)
             leaders += [seen.name] if (seen := guard.look(process.pid)) else []
             running[index] = process
@@ -170,9 +114,9 @@ def run_job(
         verdict = _supervise(commands, running, events, on_failure)
     finally:
         over.set()
-        _end_sessions(leaders)
+        end_sessions(leaders)
         for process in started:
-            _signal_group(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
         _drain(pumps, events, patient=verdict == 0)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
@@ -233,7 +177,7 @@ def _origin(commands: Sequence[Command], running: Mapping[int, subprocess.Popen[
     named = [i for i in running if commands[i].name == seen.because_of]
     while True:
         for i, process in running.items():
-            if (code := _crashed(process)) or (i in named and (code := _ended(process, os.WNOHANG))):
+            if (code := crashed(process)) or (i in named and (code := ended(process, os.WNOHANG))):
                 return _Exited(i, code)
         if not named or time.monotonic() > give_up_at:
             return seen
@@ -247,46 +191,11 @@ def _await(
     pumps: Sequence[Pump],
     said: Sequence[bytes],
 ) -> None:
-    code = _ended(process)
+    code = ended(process)
     give_up_at = time.monotonic() + _HEARD_S
     for pump in pumps if code else ():  # its last words may say whose failure it is
         pump.join(max(0.0, give_up_at - time.monotonic()))
     events.put(_Exited(index, code, b"".join(said[-1:]).decode()))
-
-
-def _ended(process: "subprocess.Popen[bytes]", options: int = 0) -> int:
-    """The exit code of a command, as of a shell, once it has ended; 0 with WNOHANG if it runs.
-
-    The command is left for `Popen.wait`: between the system's answer and Popen's own record of it, another thread would
-    learn nothing.
-    """
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | options)
-    if found is None:
-        return 0
-    return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
-
-
-def _crashed(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code of a command that has ended by a signal which no other command's failure leads to; else 0."""
-    crashes = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-    code = _ended(process, os.WNOHANG)
-    return code if code - 128 in crashes else 0
-
-
-def _start(command: Command) -> "subprocess.Popen[bytes]":
-    pipe = None if command.line_filter is None else subprocess.PIPE
-    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
-    process = subprocess.Popen(
-        [*become, *command.argv],
-        env={**os.environ, **command.environment},
-        stdin=None if command.orders is None else subprocess.PIPE,
-        stdout=pipe,
-        stderr=pipe,
-        start_new_session=True,
-    )
-    if command.orders is not None:
-        _order(process, command.orders)
-    return process
 
 
 def _relieve(
@@ -372,42 +281,4 @@ def _signal_all(
     commands: Sequence[Command], running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals
 ) -> None:
     for index, process in running.items():
-        if commands[index].orders is None or number is signal.SIGKILL:
-            _signal_group(process, number)
-        else:
-            _order(process, b"%d\n" % number)
-
-
-def _order(process: "subprocess.Popen[bytes]", line: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended
-        process.stdin.write(line)
-        process.stdin.flush()
-
-
-def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
-def _end_sessions(leaders: Collection[guard.Name]) -> None:
-    """Ends what a rank itself started and left behind, also what left its group, as mpirun's ranks and its ssh do."""
-
-    def left() -> list[guard.Name]:
-        found = guard.running()
-        # One that got the number of a command which ended long ago may lead a session of its own.
-        others = {seen.name.pid for seen in found if seen.name not in leaders}
-        sessions = {leader.pid for leader in leaders} - others
-        return [seen.name for seen in found if seen.session in sessions]
-
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        told, give_up_at = set[guard.Name](), time.monotonic() + _LEFT_S
-        while names := left():
-            for name in names:
-                if name not in told:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(name.pid, number)
-            told.update(names)
-            if time.monotonic() > give_up_at:
-                break
-            time.sleep(0.02)
+        send(commands[index], process, number)

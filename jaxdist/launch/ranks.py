@@ -6,8 +6,8 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from jaxdist.launch.command import Command
 from jaxdist.launch.output import LineFilter
-from jaxdist.launch.processes import Command
 
 # What a rank says before it ends because of another one (`jaxdist.control`).
 _CAUSE = re.compile(

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jaxdist.control.keys import is_loopback
 from jaxdist.launch.agent import FAILURE_MARK, Task
+from jaxdist.launch.command import Command
 from jaxdist.launch.hosts import Host
-from jaxdist.launch.processes import Command
 from jaxdist.launch.ranks import free_port
 
 _CONNECT_S = 10

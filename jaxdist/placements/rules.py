@@ -11,6 +11,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Primitive
 
 from jaxdist.ir.operations import is_elementwise
@@ -88,25 +89,13 @@ def _dynamic_update_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) 
 
 
 def _along(*names: str) -> Rule:
-    """An operation along one dimension, or some, named by a parameter."""
+    """An operation that needs the dimensions whole that these parameters name; the others are independent."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        axes = next(params[n] for n in names if n in params)
-        axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
-        rank = len(ins[0])
-        return along(*ins, results=tuple(outs), axes=tuple(a % rank for a in axes))
+        axes = [a for name in names for a in np.ravel(params[name]).tolist()]
+        return along(*ins, results=tuple(outs), axes=tuple(a % len(ins[0]) for a in axes))
 
     return rule
-
-
-def _split(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    kept = tuple(None if d == params["axis"] else d for d in range(len(ins[0])))
-    return Factors((kept,), (kept,) * len(outs))
-
-
-def _concatenate(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    kept = tuple(None if d == params["dimension"] else d for d in range(len(outs[0])))
-    return Factors((kept,) * len(ins), (kept,))
 
 
 def _stack(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
@@ -275,18 +264,6 @@ def _scatter(kind: str | None) -> Rule:
     return rule
 
 
-# --- collectives over the axes that are placed already
-
-
-def _across(*names: str) -> Rule:
-    """A collective that needs the dimensions whole that these parameters name; all others are independent."""
-
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        return along(*ins, results=tuple(outs), axes=tuple(params[name] for name in names))
-
-    return rule
-
-
 # --- linear algebra
 
 
@@ -306,12 +283,6 @@ def _batched(inner: int) -> Rule:
 
 def _fft(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
     return _batched(len(params["fft_lengths"]))(params, ins, outs)
-
-
-def _top_k(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
-    axis = params.get("axis", params.get("operand", -1)) % len(ins[0])
-    kept = tuple(None if d == axis else d for d in range(len(ins[0])))
-    return Factors((kept,), (kept,) * len(outs))
 
 
 # --- random bits
@@ -360,10 +331,9 @@ def einsum(equation: str) -> Rule:
 
 FACTORS: dict[str, Rule] = {
     "transpose": _transpose, "squeeze": _squeeze, "slice": _slice, "pad": _pad, "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice, "split": _split, "concatenate": _concatenate,
-    "stack": _stack, "unstack": _unstack, "tile": _tile,
-    "rev": _along("dimensions"), "sort": _along("dimension"),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    "dynamic_update_slice": _dynamic_update_slice, "stack": _stack, "unstack": _unstack, "tile": _tile,
+    "rev": _along("dimensions"), **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
+    **dict.fromkeys(("split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
     "reduce_sum": _reduce("sum"), "reduce_max": _reduce("max"), "reduce_min": _reduce("min"),
     "reduce_or": _reduce("or"), "reduce_and": _reduce("and"),
     **dict.fromkeys(("reduce_prod", "reduce_xor", "reduce", "argmax", "argmin"), _reduce_locally),
@@ -378,10 +348,10 @@ FACTORS: dict[str, Rule] = {
     **dict.fromkeys(("cholesky", "cholesky_update", "lu", "qr", "geqrf", "geqp3", "ormqr", "householder_product",
                      "svd", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "triangular_solve",
                      "symmetric_product"), _batched(2)),
-    "fft": _fft, "top_k": _top_k, "approx_top_k": _along("reduction_dimension"),
-    **dict.fromkeys(("jaxdist_all_reduce", "pmax", "pmin", "ppermute"), _across()),
-    "jaxdist_reduce_scatter": _across("dim"), "jaxdist_all_gather": _across("dim"),
-    "all_to_all": _across("split_axis", "concat_axis"),
+    "fft": _fft, "approx_top_k": _along("reduction_dimension"),
+    **dict.fromkeys(("jaxdist_all_reduce", "pmax", "pmin", "ppermute"), _along()),
+    "jaxdist_reduce_scatter": _along("dim"), "jaxdist_all_gather": _along("dim"),
+    "all_to_all": _along("split_axis", "concat_axis"),
     "random_bits": _random_bits, "random_split": _random_bits, "random_unwrap": _random_bits,
     "random_wrap": _random_wrap, "random_seed": _random_wrap, "random_gamma": _random_gamma,
 }  # fmt: skip

@@ -137,7 +137,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         control.barrier(timeout)
         gloo.connect(mesh, mesh.axis_names)
     if communicator == "mpi":
-        from jaxdist.communicators.mpi import with_hosts
+        from jaxdist.communicators.mpi_groups import with_hosts
 
         # Made by all ranks together: now, not when one of them first compiles a step.
         with_hosts(rank, size, in_host([each.host for each in resources]))

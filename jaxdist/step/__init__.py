@@ -3,7 +3,8 @@
 | where | what |
 |---|---|
 | `data_parallel`, `settings` | the decorator, and what it was given |
-| `decorated`, `method`, `latest` | a call: what is looked at each time, and what only the first time |
+| `decorated`, `method` | the decorated step, and a call of it |
+| `preparing`, `latest` | what a call runs: what is looked at each time, and what only the first time |
 | `calling`, `signature`, `signing`, `batch` | the arguments in order, by structure: constants, state, the batch |
 | `entering`, `placer` | ranks that come with something new compare it; state and batches are put onto the mesh |
 | `tracing`, `matching`, `effects`, `modules` | the step as a jaxpr; what of its result is state; objects of nnx |

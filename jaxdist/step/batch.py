@@ -250,3 +250,44 @@ def _two_readings(arguments: Sequence[Argument], readings: Sequence[tuple[int, .
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else "".join(names)
+
+
+class BatchPart(np.ndarray):
+    """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
+
+    Made by `jaxdist.loader`. What numpy makes of it is a plain array.
+
+    Attributes:
+      total: examples of all parts, without the copies.
+    """
+
+    total: int
+
+    def __array_finalize__(self, other: Any) -> None:
+        pass
+
+
+def batch_part(x: Any, total: int) -> Any:
+    """A `BatchPart` of an array."""
+    out = np.asarray(x).view(BatchPart)
+    out.total = total
+    return out
+
+
+def problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
+    """What is wrong with a batch whose leaves must be multiples of so many examples each, or None."""
+    for name, x, parts in zip(names, leaves, devices, strict=True):
+        shape = np.shape(x)
+        if not shape:
+            return (
+                f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
+                "example. Pass settings and counters as part of the state, or close over them"
+            )
+        if not shape[0]:
+            return f"batch leaf {name} is empty (shape {shape}): it needs at least one example"
+        if shape[0] % parts:
+            return (
+                f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over the "
+                f"{parts} devices of this process, one of several: pass a multiple of {parts}"
+            )
+    return None

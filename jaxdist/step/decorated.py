@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,11 +16,11 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
-from jaxdist.agreement.calls import Agreement, StepCall
+from jaxdist.agreement.calls import Agreement
 from jaxdist.agreement.copies import Copies, Results
 from jaxdist.agreement.meshes import Meshes
 from jaxdist.agreement.programs import Traced
-from jaxdist.compat import trace_settings, under_no_mesh
+from jaxdist.compat import under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
@@ -32,16 +31,16 @@ from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import debugging, effects, finite, modules, stages
 from jaxdist.step.choice import agreed, choose
-from jaxdist.step.donation import Taken, name_deleted, without_aliases
-from jaxdist.step.entering import ORIGINS, Entering
+from jaxdist.step.donation import Taken, name_deleted
+from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Forecast
-from jaxdist.step.latest import Latest, expected, types
 from jaxdist.step.method import Method
-from jaxdist.step.placer import ELSEWHERE, Placer
+from jaxdist.step.placer import Placer
+from jaxdist.step.preparing import Preparing
 from jaxdist.step.program import OtherTypesError, Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import AUTO, Settings
-from jaxdist.step.signature import Signature, is_array
+from jaxdist.step.signature import Signature, Signatures, flat, is_array
 from jaxdist.step.signing import Signer
 from jaxdist.step.tracing import is_traced, run, say_once
 from jaxdist.tracebacks import api_boundary
@@ -49,7 +48,6 @@ from jaxdist.tracebacks import api_boundary
 R = TypeVar("R")
 
 _names: dict[str, itertools.count[int]] = {}
-_is_deleted = operator.methodcaller("is_deleted")
 
 
 class DataParallel(Generic[R]):
@@ -67,11 +65,7 @@ class DataParallel(Generic[R]):
         self._name = f"{name}#{count}" if count else name
         self._taken = Taken(self._name)
         self._context: Context | None = None
-        self._signatures: dict[Any, Signature] = {}
-        self._latest: dict[Any, Latest] = {}
-        self._varied: set[Any] = set()  # structures of arguments that come with states of several types
-        self._agreed: dict[Any, dict[Sequence[int], StepCall]] = {}  # what the ranks have compared
-        self._numbers: dict[Any, frozenset[int]] = {}  # positions of Python numbers that are constants
+        self._signatures = Signatures()
         self._has_modules = False  # among the arguments of some call
         self._warned = False  # of what is gathered
         self._log: commlog.StepLog | None = None
@@ -148,17 +142,15 @@ class DataParallel(Generic[R]):
     def _run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
         call = self._agreement.enter(self._name)
         try:
-            program, state, batch = self._prepare(args, keywords, call)
+            program, state, batch = self._preparing.prepared(args, keywords, call)
             try:
                 result, found = program(state, batch)
             except OtherTypesError:  # shapes of the state changed, their shardings did not
-                program, state, batch = self._prepare(args, keywords, call, other_types=True)
+                program, state, batch = self._preparing.prepared(args, keywords, call, other_types=True)
                 result, found = program(state, batch)
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
-            self._agreed.clear()  # the next call finds out whether it failed on every rank
-            for latest in self._latest.values():
-                latest.agreed.clear()
+            self._preparing.failed()
             name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
         self._entering.returned(result)
@@ -210,7 +202,7 @@ class DataParallel(Generic[R]):
         """As ``jax.jit(step).clear_cache``: forget what was traced and compiled."""
         if self._context is not None:
             self._cache.clear()
-        self._latest.clear()
+            self._preparing.clear()
 
     @under_no_mesh
     def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
@@ -266,11 +258,8 @@ class DataParallel(Generic[R]):
     ) -> tuple[Signature, list[Any]]:
         """The signature of a call, as of earlier ones (`several`: or for several devices, wherever those ran), or as
         far as this rank can tell by itself; and its leaves."""
-        leaves, tree = jax.tree.flatten(args)
-        tree = (tree, keywords) if keywords else tree
-        numbers = self._numbers.get(tree, ())
-        values = tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
-        known = None if several else self._signatures.get((tree, values))
+        leaves, tree = flat(args, keywords)
+        known = None if several else self._signatures.get((tree, self._signatures.constants(tree, leaves)))
         signature = known or self._signer.describe(args, keywords, several or None)
         return signature, signature.data(leaves)
 
@@ -296,113 +285,11 @@ class DataParallel(Generic[R]):
             self._signer = Signer(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
             self._entering = Entering(self._name, context, self._placer, self._settings, results)
+            self._preparing = Preparing(
+                self._name, context, self._placer, self._cache, self._signer, self._entering, self._signatures
+            )
             if context.is_root and commlog.asked("comm"):
                 self._log = commlog.StepLog(self._name, machine)
-
-    def _prepare(
-        self, args: tuple[Any, ...], keywords: tuple[str, ...], call: int, other_types: bool = False
-    ) -> tuple[Any, list[Any], list[Any]]:
-        """The program for these arguments, and their leaves on the mesh.
-
-        Args:
-          args: of the step.
-          keywords: names of the last arguments.
-          call: its number.
-          other_types: the call was entered for a program that takes other types than these.
-        """
-        try:
-            leaves, tree = jax.tree.flatten(args)
-            tree = (tree, keywords) if keywords else tree
-            if other_types:  # two models take turns, say: from now on their types are looked at before a call
-                self._varied.add(tree)
-            key = (tree, types(leaves)) if self._varied and tree in self._varied else tree
-            if other_types:
-                self._latest.pop(tree, None)
-                self._latest.pop(key, None)
-            latest = self._latest.get(key)
-            if latest is None:
-                if not self._has_modules and modules.found(args):
-                    raise modules.FoundError
-                latest = Latest([None] * len(leaves))
-            misplaced = latest.misplaced(leaves, self._placer)
-            numbers = self._numbers.get(tree, ())
-            constants = [i for i in misplaced if not is_array(leaves[i]) or i in numbers]
-            values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
-            fresh = False
-            if latest.program is None or latest.constants != values:
-                latest = None
-                signature = self._signatures.get((tree, values))
-                if signature is None:
-                    fresh, signature = True, self._signer.describe(args, keywords)
-                    if signature.numbers:
-                        self._numbers[tree] = signature.numbers
-                        constants = [i for i, x in enumerate(leaves) if not is_array(x) or i in signature.numbers]
-                        values = tuple((i, type(leaves[i]), leaves[i]) for i in constants)
-            else:
-                signature = latest.signature
-        except modules.FoundError:
-            raise
-        except Exception as error:
-            clearer = self._signer.bad_constant(args, keywords)
-            self._entering.report(clearer or error)
-            if clearer is None:
-                raise
-            raise clearer from None
-        if constants:
-            gone = set(constants)
-            moved = list(itertools.accumulate(int(i not in gone) for i in range(len(leaves))))
-            misplaced = [moved[i] - 1 for i in misplaced if i not in gone]
-            leaves = [x for i, x in enumerate(leaves) if i not in gone]
-
-        differs: dict[int, list[int]] | None = None
-        if fresh:
-            assert self._context is not None
-            if self._context.size > 1:
-                own = [leaves[i] for i in signature.batch]
-                self._entering.agree(signature, leaves, own, failed=self._signer.failed)
-                signature, differs = self._signer.settle(signature, args, call, self._context)
-            self._signatures[tree, values] = signature
-        batch = [leaves[i] for i in signature.batch]
-        known = (signature, trace_settings(), self._cache.debugging, *map(self._placer.batch_key, batch))
-        if key is not tree:
-            known += key
-        if latest is not None and latest.known != known:
-            latest = None
-        program = latest and latest.program
-        changed = program is None or any(not signature.is_batch[i] for i in misplaced)
-        outside = () if other_types else self._entering.outside(signature, leaves)
-        # State that is kept in another way has another program.
-        kept = [self._placer.layout(leaves[i]) for i in signature.state] if changed else []
-        agreed = self._agreed.setdefault((known, *kept), {}) if latest is None or changed else latest.agreed
-        what = agreed.get(self._entering.origins)
-        if other_types:  # the others find the same, or that this rank traces a program which they don't
-            what = what or self._entering.kind_of_call(signature, batch)
-            self._agreement.corrected(what)
-        elif what is None or ELSEWHERE in kept or outside or not self._agreement.known(call, what):
-            compared = self._entering.agree(signature, leaves, batch, outside)
-            what = what or compared
-            self._agreement.compared(call, what)
-            if len(agreed) >= ORIGINS:
-                agreed.clear()
-        agreed[self._entering.origins] = what
-        if changed:
-            self._agreement.may_trace(self._name, True)
-            program = self._cache.program(signature, leaves)
-            self._agreement.may_trace(self._name, not program.known)
-            self._entering.place(program, leaves, call, differs)
-            self._latest[key] = Latest(expected(program, constants), program, signature, values, known, agreed)
-        assert program is not None
-        if self._entering.origins and program.following is not None and () not in agreed:
-            agreed[()] = self._entering.kind_of_call(signature, batch)  # what follows: no rank has to wait for it
-            self._agreement.expect(agreed[()])
-        state = list(signature.pick_state(leaves))
-        for i in program.padded:
-            state[i] = state[i].array
-        if any(map(_is_deleted, state)):
-            raise RuntimeError("Array has been deleted")
-        if program.donates and len(set(map(id, state))) < len(state):
-            state = without_aliases(state)
-        return program, state, self._placer.batch_argument(batch, program.batch)
 
     def _over_data(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forecast:
         """A call on this job's devices in one axis."""

@@ -21,8 +21,8 @@ from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout
 from jaxdist.runtime.compiler import settings as of_jax
 from jaxdist.runtime.context import Context
-from jaxdist.step.batch import INDICES
-from jaxdist.step.placer import ELSEWHERE, BatchPart, Placer, checksum, spans
+from jaxdist.step.batch import INDICES, BatchPart
+from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
 from jaxdist.step.program import Program
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature

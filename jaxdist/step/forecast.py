@@ -19,7 +19,8 @@ from jaxdist.mesh import MODEL, Axis, data_size
 from jaxdist.placements.layouts import Layout, choose, layout, sharding
 from jaxdist.placements.report import work
 from jaxdist.placements.values import REPLICATED
-from jaxdist.step.placer import abstract, batch_problem, in_shards
+from jaxdist.step import batch
+from jaxdist.step.placer import abstract, in_shards
 from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
@@ -223,7 +224,7 @@ class Forecast:
             shape = avals[i].shape
             avals[i] = jax.ShapeDtypeStruct((round(shape[0] * scale), *shape[1:]), avals[i].dtype)
         names = [signature.names[i] for i in signature.batch]
-        if problem := batch_problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
+        if problem := batch.problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
             raise ValueError(problem)
         return avals
 

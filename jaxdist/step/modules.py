@@ -59,7 +59,7 @@ def found(tree: Any) -> bool:
     from flax import nnx
 
     # What a State holds is a value like another: such a step returns the next State.
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (nnx.State, nnx.Pytree, nnx.Variable)))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (nnx.State, nnx.Pytree, nnx.Variable, NnxArrays)))
     return any(isinstance(x, (nnx.Pytree, nnx.Variable)) for x in leaves)
 
 

@@ -16,7 +16,7 @@ from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.runtime.context import Context
-from jaxdist.step.batch import is_keys
+from jaxdist.step import batch
 from jaxdist.step.signature import NUMBERS
 
 ELSEWHERE = object()
@@ -178,14 +178,13 @@ class Placer:
         if spans(array):
             there = array.sharding == place and array.shape == how.physical(x.shape)
             return array if there else _mover(place, how, x.shape)(array)
-        if is_keys(x):
+        if batch.is_keys(x):
             data = self._shard(jax.random.key_data(x), how, place)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
         rows, total, first = x.shape[0], getattr(x, "total", x.shape[0] * self.parts), place
         if moves := self._passed != self.mesh:
             first = sharding(self._passed, of_batch((rows * self.parts,), self._passed))
-        for cut in () if moves else how.cuts:
-            x = x if cut.axis == AXIS else _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
+        x = _lengthened(x, [cut for cut in how.cuts if cut.axis != AXIS and not moves])
         shape = (rows * self.parts, *x.shape[1:])
         parts = [(device, x if index is None else x[index]) for device, index in _own_slices(first, shape, rows)]
         shards = [jax.device_put(part, device) for device, part in parts]
@@ -230,7 +229,7 @@ class Placer:
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         everywhere = data_size(self.mesh)
         own = 1 if self.processes == 1 else max(1, everywhere // self.parts)
-        return batch_problem(names, placed, [everywhere if spans(x) else own for x in placed])
+        return batch.problem(names, placed, [everywhere if spans(x) else own for x in placed])
 
 
 def _weak(x: Any) -> Any:
@@ -255,10 +254,7 @@ def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callabl
     """
 
     def moved(x: jax.Array) -> jax.Array:
-        x = x[tuple(map(slice, shape))]
-        for cut in how.cuts:
-            x = _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
-        return x
+        return _lengthened(x[tuple(map(slice, shape))], how.cuts)
 
     return jax.jit(moved, out_shardings=place)
 
@@ -288,25 +284,6 @@ def _ids(devices: Iterable[Any]) -> str:
     return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
 
 
-def batch_problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
-    """What is wrong with a batch whose leaves must be multiples of so many examples each, or None."""
-    for name, x, parts in zip(names, leaves, devices, strict=True):
-        shape = np.shape(x)
-        if not shape:
-            return (
-                f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
-                "example. Pass settings and counters as part of the state, or close over them"
-            )
-        if not shape[0]:
-            return f"batch leaf {name} is empty (shape {shape}): it needs at least one example"
-        if shape[0] % parts:
-            return (
-                f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over the "
-                f"{parts} devices of this process, one of several: pass a multiple of {parts}"
-            )
-    return None
-
-
 def spans(x: Any) -> bool:
     """Whether a leaf is an array that lies on several processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -315,7 +292,7 @@ def spans(x: Any) -> bool:
 def checksum(x: Any) -> int:
     """A checksum of the bytes, type and shape of a leaf that this process has whole."""
     if isinstance(x, jax.Array):
-        if is_keys(x):
+        if batch.is_keys(x):
             x = jax.random.key_data(x)
         if not x.is_fully_addressable:
             return 0
@@ -328,19 +305,17 @@ def _filled(x: Any, how: Layout) -> Any:
         if x.layout is how:
             return x.array
         x = np.asarray(x)
-    for cut in how.cuts:
-        x = _lengthened(x, cut.dim, x.shape[cut.dim] + cut.pad)
-    return x
+    return _lengthened(x, how.cuts)
 
 
-def _lengthened(x: Any, dim: int, size: int) -> Any:
-    """An array with copies of its last entry along a dimension, up to a size."""
-    missing = size - x.shape[dim]
-    if not missing:
-        return x
+def _lengthened(x: Any, cuts: Sequence[Cut]) -> Any:
+    """An array with copies of its last entries, for the padding of each cut."""
     own = jnp if isinstance(x, jax.Array) else np
-    last = x[(slice(None),) * dim + (slice(-1, None),)]
-    return own.concatenate([own.asarray(x), own.repeat(own.asarray(last), missing, dim)], dim)
+    for cut in cuts:
+        if cut.pad:
+            last = x[(slice(None),) * cut.dim + (slice(-1, None),)]
+            x = own.concatenate([own.asarray(x), own.repeat(own.asarray(last), cut.pad, cut.dim)], cut.dim)
+    return x
 
 
 def _cuts(own: NamedSharding) -> list[Cut] | None:
@@ -371,28 +346,6 @@ def in_shards(x: Any) -> bool:
     return type(x) is Padded or (isinstance(own, NamedSharding) and not own.is_fully_replicated)
 
 
-class BatchPart(np.ndarray):
-    """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
-
-    Made by `jaxdist.loader`. What numpy makes of it is a plain array.
-
-    Attributes:
-      total: examples of all parts, without the copies.
-    """
-
-    total: int
-
-    def __array_finalize__(self, other: Any) -> None:
-        pass
-
-
-def batch_part(x: Any, total: int) -> Any:
-    """A `BatchPart` of an array."""
-    out = np.asarray(x).view(BatchPart)
-    out.total = total
-    return out
-
-
 class _KeyData:
     """A typed PRNG key on its way between processes, as plain integers."""
 
@@ -404,7 +357,7 @@ class _KeyData:
 def _to_host(x: Any) -> Any:
     """A leaf as something that can be sent, its weak type kept."""
     if isinstance(x, jax.Array):
-        if is_keys(x):
+        if batch.is_keys(x):
             return _KeyData(x)
         return x.item() if x.weak_type and x.ndim == 0 else np.asarray(x)
     return x if isinstance(x, NUMBERS) else np.asarray(x)

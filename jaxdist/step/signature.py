@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,30 @@ class Signature:
     def pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
         """The state's of all leaves."""
         return picker(self.state)
+
+
+class Signatures(dict[Any, Signature]):
+    """Those of earlier calls, by the structure of the arguments (`flat`) and the constants among them.
+
+    Attributes:
+      numbers: by structure, the positions of Python numbers that are constants.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, frozenset[int]] = {}
+
+    def constants(
+        self, tree: Any, leaves: Sequence[Any], among: Iterable[int] | None = None
+    ) -> tuple[tuple[int, type, Any], ...]:
+        """Position, type and value of each constant among these leaves, or among those at some positions."""
+        numbers, positions = self.numbers.get(tree, ()), range(len(leaves)) if among is None else among
+        return tuple((i, type(x), x) for i in positions if not is_array(x := leaves[i]) or i in numbers)
+
+
+def flat(args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[list[Any], Any]:
+    """Leaves and structure of a call's arguments, the last of which go by keyword."""
+    leaves, tree = jax.tree.flatten(args)
+    return leaves, (tree, keywords) if keywords else tree
 
 
 def leaf_name(parameters: Sequence[str], path: tuple[Any, ...]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jobs
 import pytest
-from namespaces import Hosts
+from namespaces import Hosts, Unavailable
 
 pytestmark = pytest.mark.slow
 
@@ -173,3 +173,19 @@ def test_link_down_in_mid_training(hosts: Hosts, by: str) -> None:
         assert results[1].returncode != 0
         assert "rank 0 (node1" in results[1].output, results[1].output
     hosts.check_idle()
+
+
+def test_the_links_within_and_between_hosts_are_measured(hosts: Hosts, tmp_path: Path) -> None:
+    try:
+        for host in ("node1", "node2"):
+            hosts.throttle(host, "100mbit")
+    except Unavailable as why:
+        pytest.skip(f"NOT CHECKED: the link between hosts is measured. {why}")
+    run = [sys.executable, "-m", "jaxdist", "run", "--hosts", "node1:2,node2:2", "--launcher", "env"]
+    own = {"JAXDIST_MACHINE": None, "XDG_CACHE_HOME": str(tmp_path)}  # so that nothing is remembered
+    result = hosts.run("node1", [*run, "-m", "jaxdist", "info", "--json"], own)
+    assert result.returncode == 0, result.output
+    kind = json.loads(result.stdout)["job"]["kind"]
+    assert kind["network"] < 2 * 100e6 / 8  # rounded to a power of two; the ranks of a host share it
+    assert kind["link"] > 4 * kind["network"]
+    assert kind["network_latency"] > kind["latency"]

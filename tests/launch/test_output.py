@@ -101,7 +101,7 @@ def test_a_reader_that_has_gone_is_seen_by_the_process_as_its_own() -> None:
 
 def test_output_that_can_not_be_written_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     """`jaxdist run train.py > log` on a full disk; a job that succeeds does not, then."""
-    program = "from jaxdist.launch.processes import Command, run_job\n"
+    program = "from jaxdist.launch.command import Command\nfrom jaxdist.launch.processes import run_job\n"
     program += "raise SystemExit(run_job([Command('rank 0', ['sh', '-c', COMMAND], {}, lambda line: line)]))"
     for command, code in [("echo hello", output.NOT_WRITTEN), ("echo hello; exit 3", 3)]:
         with Path("/dev/full").open("w") as target:

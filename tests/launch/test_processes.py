@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from jaxdist.launch import processes, ranks
+from jaxdist.launch import command, processes, ranks
 
 
 def test_what_killed_a_job_is_named_though_its_peer_was_seen_first() -> None:
     """A peer that fails of the loss may be heard of before the system has told of the loss."""
     bodies = ("exit 1", "kill -9 $$")
-    commands = [processes.Command(f"rank {rank}", ["sh", "-c", body], {}) for rank, body in enumerate(bodies)]
-    running = {rank: subprocess.Popen(command.argv) for rank, command in enumerate(commands)}
+    commands = [command.Command(f"rank {rank}", ["sh", "-c", body], {}) for rank, body in enumerate(bodies)]
+    running = {rank: subprocess.Popen(one.argv) for rank, one in enumerate(commands)}
     events = processes.queue.SimpleQueue()
-    codes = [processes._ended(process) for process in running.values()]
+    codes = [command.ended(process) for process in running.values()]
     assert codes == [1, 128 + signal.SIGKILL]
     for rank, code in enumerate(codes):
         events.put(processes._Exited(rank, code))
@@ -28,11 +28,11 @@ def test_what_killed_a_job_is_named_though_its_peer_was_seen_first() -> None:
 
 def test_a_program_that_has_ended_is_still_there_to_be_asked() -> None:
     process = subprocess.Popen(["sh", "-c", "exit 3"])
-    assert [processes._ended(process), processes._ended(process, os.WNOHANG), process.wait()] == [3, 3, 3]
+    assert [command.ended(process), command.ended(process, os.WNOHANG), process.wait()] == [3, 3, 3]
     running = subprocess.Popen(["sleep", "60"])
-    assert processes._ended(running, os.WNOHANG) == 0
+    assert command.ended(running, os.WNOHANG) == 0
     running.kill()
-    assert processes._ended(running) == 128 + signal.SIGKILL
+    assert command.ended(running) == 128 + signal.SIGKILL
     running.wait()
 
 
@@ -50,7 +50,8 @@ def test_one_that_ends_because_of_another_is_not_named(capfd: pytest.CaptureFixt
 
 _IGNORING = """
 import os, signal, sys
-from jaxdist.launch.processes import Command, run_job
+from jaxdist.launch.command import Command
+from jaxdist.launch.processes import run_job
 first = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 for number in first:
     signal.signal(number, signal.SIG_IGN if number.name in sys.argv[1] else signal.SIG_DFL)

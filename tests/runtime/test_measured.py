@@ -33,6 +33,32 @@ def test_measured_once_and_remembered(jaxdist: Any, launcher: str, tmp_path: Pat
     assert kinds(jaxdist, launcher, tmp_path)["link"] == 12345.0
 
 
+_EACH_ITS_OWN = """
+import dataclasses
+import jax
+import jaxdist
+from jaxdist.machine import VIRTUAL
+from jaxdist.runtime import measured
+
+measured.measure = lambda *_: dataclasses.replace(VIRTUAL.kind, link=2.0 ** (20 + jax.process_index()))
+ctx = jaxdist.init()
+links = ctx.control.exchange("links", ctx.kind.link)
+if ctx.is_root:
+    print(links)
+"""
+
+
+def test_all_ranks_take_what_the_root_has_measured(jaxdist: Any, launcher: str, tmp_path: Path) -> None:
+    """Else they would compile different programs."""
+    (tmp_path / "script.py").write_text(_EACH_ITS_OWN)
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAXDIST_MACHINE": None}
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "script.py", timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"[{2.0**20}, {2.0**20}]"
+    ((_, kept),) = json.loads((tmp_path / "jaxdist" / "machines.json").read_text()).items()
+    assert kept["link"] == 2.0**20
+
+
 WRONG = [0, -1, True, "1", None, float("nan"), float("inf"), 10**400]
 
 
