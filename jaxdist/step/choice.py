@@ -166,13 +166,12 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
     found, failed = list[Estimate](), list[Exception]()
     for sizes in among:
         forecast = on(sizes)
+        forecast.cut = cuts.get(forecast.model, {})
         try:
-            forecast.trace()
-        except Exception as error:  # what is written for each device names axes that this mesh has not
+            found.append(Estimate.of(forecast, machine))
+        except Exception as error:  # it names an axis that this mesh has not, or has groups that don't divide it
             failed.append(error)
             continue
-        forecast.cut = cuts.get(forecast.model, {})
-        found.append(Estimate.of(forecast, machine))
         cuts[forecast.model] = forecast.cut
     if not found:
         raise failed[0]

@@ -142,6 +142,8 @@ def data_parallel(
       Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020;
       https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: a jax.sharding.Mesh; jaxdist.parallel takes sizes of axes, and 'auto'")
     if mesh is not None and mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
     options = Options(

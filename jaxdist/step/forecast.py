@@ -166,10 +166,6 @@ class Forecast:
         """The leaves of the batch, with the examples of all devices."""
         return [self._leaves[i] for i in self._signature.batch]
 
-    def trace(self) -> StepJaxpr:
-        """The step as a jaxpr."""
-        return self._jaxpr(1, self._types(1))
-
     def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for.
 

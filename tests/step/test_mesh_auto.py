@@ -169,6 +169,17 @@ def test_what_is_around_a_step(tmp_path: Path) -> None:
     assert jax.tree.structure(jax.eval_shape(step, w, tx.init(w), x)) == jax.tree.structure(state)
 
 
+def test_meshes_that_groups_do_not_divide_are_none() -> None:
+    tx = jaxdist.zero(optax.sgd(0.1), 3, within=4)
+
+    def train(w: Any, opt: Any, x: Any) -> Any:
+        updates, opt = tx.update(jax.grad(lambda w: mlp(w, x)[1])(w), opt, w)
+        return optax.apply_updates(w, updates), opt
+
+    w, x = case(16, 8, 16)
+    compare(jaxdist.unshard(auto(train)(w, tx.init(w), x)), jax.jit(train)(w, tx.init(w), x))
+
+
 def test_elsewhere() -> None:
     step, topology = auto(), Topology.parse("4xcpu")
     assert dict(jaxdist.plan(step, *WIDE, topology=topology).mesh) == {"model": 4}
@@ -195,6 +206,8 @@ def test_another_word(name: Any) -> None:
         jaxdist.parallel(mlp, mesh=name)
     with pytest.raises(TypeError, match="or 'auto'"):
         jaxdist.parallel(mlp, mesh=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jaxdist\.parallel takes"):
+        jaxdist.data_parallel(mlp, mesh=name)
 
 
 def test_an_error_of_the_step_is_the_steps() -> None:
