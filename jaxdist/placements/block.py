@@ -28,6 +28,7 @@ class Node:
       outs: of its results.
       backward: it was made by differentiation.
       calls: the calls in whose place it stands, the outermost first.
+      described: its factors, once they were asked for (`jaxdist.placements.walk.Walk.factors`).
     """
 
     eqn: JaxprEqn
@@ -35,6 +36,7 @@ class Node:
     outs: tuple[int, ...]
     backward: bool
     calls: tuple[JaxprEqn, ...] = ()
+    described: list[Any] = field(default_factory=list, init=False)
 
     @property
     def line(self) -> str:

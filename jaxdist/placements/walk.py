@@ -169,7 +169,10 @@ class Walk:
 
     def factors(self, node: Node) -> Factors | None:
         """The loops of an operation."""
-        return rules.factors(node.eqn.primitive, node.eqn.params, self.shapes(node.ins), self.shapes(node.outs))
+        if not node.described:
+            shapes = self.shapes(node.ins), self.shapes(node.outs)
+            node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes))
+        return node.described[0]
 
     def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.block.avals[i].shape for i in values]
