@@ -101,8 +101,7 @@ class Elsewhere:
 
     def meshes(self) -> list[dict[str, int]]:
         """Those that may be chosen (see `jaxdist.step.choice.meshes`)."""
-        devices, shapes = self.topology.devices, [a.shape for a in self._forecast.batch]
-        return list(meshes(devices, self.topology.per_host, shapes))
+        return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
         return step.forecast(self._mesh, self.topology.machine, args)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.errors import in_words
@@ -80,26 +82,29 @@ def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, fl
     return too_large, peak if too_large else cost, least
 
 
-def meshes(devices: int, in_host: int, shapes: Sequence[Sequence[int]]) -> Iterator[dict[str, int]]:
+def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[str, int]]:
     """The meshes with an example for each device along the axis of data at least, entries of their second dimension
     for those along that of sequences, and any size of that of the model.
+
+    Two dimensions of floats are no sequences but features, as far as anybody has said.
 
     Sequences and the model are cut within a host, unless there are fewer examples than hosts.
 
     Args:
       devices: of the mesh.
       in_host: of these, neighbours on one host.
-      shapes: of the batch, with the examples of all processes.
+      batch: the types of its leaves, with the examples of all processes.
     """
     found = False
+    lengths = [a.shape[1] for a in batch if a.ndim > 2 or (a.ndim == 2 and jnp.issubdtype(a.dtype, jnp.integer))]
     for inner in (n for n in range(1, devices + 1) if devices % n == 0):
-        if any(shape[0] < devices // inner for shape in shapes):
+        if any(a.shape[0] < devices // inner for a in batch):
             continue
         if inner > in_host and found:
             return
         for model in (n for n in range(1, inner + 1) if inner % n == 0):
             sequence = inner // model
-            if sequence == 1 or any(len(s) > 1 and s[1] >= sequence for s in shapes):
+            if sequence == 1 or any(n >= sequence for n in lengths):
                 found = True
                 sizes = {AXIS: devices // inner, SEQUENCE: sequence, MODEL: model}
                 yield {name: n for name, n in sizes.items() if n > 1} or {AXIS: 1}
@@ -206,7 +211,7 @@ def choose(first: Forecast, context: Context) -> Choice:
     in_host = on_each_host([context.hosts[d.process_index] for d in devices]) or 1
     if context.communicator == "mpi":  # which brings no batch from one mesh to another
         return Choice(context.mesh, f"{said(context.mesh.shape)}: over MPI a batch stays where it was passed")
-    among = list(meshes(len(devices), in_host, [a.shape for a in first.batch])) or [{AXIS: len(devices)}]
+    among = list(meshes(len(devices), in_host, first.batch)) or [{AXIS: len(devices)}]
     return chosen(lambda sizes: first.on(mesh_of(sizes, devices)), among, machine_of(context.mesh))
 
 

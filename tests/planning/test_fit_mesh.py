@@ -83,11 +83,12 @@ def test_what_it_says_can_be_run() -> None:
 
 
 def test_which_meshes_there_are() -> None:
-    assert meshes(*case(optax.sgd(0.1))) == [
+    assert meshes(*case(optax.sgd(0.1))) == [{"data": 4}, {"data": 2, "model": 2}, {"model": 4}], "features"
+    assert meshes(*case(optax.sgd(0.1), tokens=8)) == [
         {"data": 4}, {"data": 2, "sequence": 2}, {"data": 2, "model": 2}, {"sequence": 4},
         {"sequence": 2, "model": 2}, {"model": 4},
     ]  # fmt: skip
-    assert meshes(*case(optax.sgd(0.1), rows=2), topology="2x2xcpu") == [
+    assert meshes(*case(optax.sgd(0.1), rows=2, tokens=8), topology="2x2xcpu") == [
         {"data": 2, "sequence": 2}, {"data": 2, "model": 2}
     ], "the model is not cut over both hosts"  # fmt: skip
     assert {"model": 4} in meshes(*case(optax.sgd(0.1), rows=1), topology="2x2xcpu"), "there are too few examples"
