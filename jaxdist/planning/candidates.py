@@ -179,7 +179,7 @@ def choices(make: Callable[..., Any], vary: Mapping[str, Sequence[Any]]) -> list
 
 
 def named_of(make: Callable[..., Any]) -> str:
-    """Of a function, for a person."""
+    """The name of a function, for a person."""
     return getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", None) or "make"
 
 

@@ -100,7 +100,7 @@ class Elsewhere:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self._forecast.batch)
 
     def meshes(self) -> list[dict[str, int]]:
-        """Those that may be chosen (see `jaxdist.step.choice.meshes`)."""
+        """Meshes that may be chosen (see `jaxdist.step.choice.meshes`)."""
         return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
 
     def _forecast_of(self, step: DataParallel, args: tuple[Any, ...]) -> Forecast:
@@ -140,11 +140,11 @@ class Elsewhere:
         return Needs.bound(ahead, VIRTUAL if self.compiled_for == "cpu" else self.topology.machine)
 
     def level_of(self, written: Ahead) -> int | None:
-        """Of the step as it is written; None: there is not just one."""
+        """The level of the step as it is written; None: there is not just one."""
         return next(iter(written.levels)) if len(written.levels) == 1 else None
 
     def others(self, written: Ahead) -> list[int]:
-        """Those of the levels asked for at which the step can be; a note says why not at the rest."""
+        """The levels that were asked for and that the step can have; a note says why not the rest."""
         levels, own = list(self._levels), self.level_of(written)
         if not written.levels:
             self.note("the step does not use jaxdist.zero: there are no other levels to compare it with")

@@ -96,7 +96,7 @@ class Fit:
 
     @property
     def _names(self) -> list[str]:
-        """Of what is varied."""
+        """Names of what is varied."""
         return list(self.candidates[0].choice)
 
     @property

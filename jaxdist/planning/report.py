@@ -19,9 +19,9 @@ from jaxdist.planning.topology import Topology
 from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")
-"""Of the kinds of bytes, those that are kept from step to step."""
+"""The kinds of bytes that are kept from step to step."""
 _MOST = 0.95
-"""Of a device's memory: the rest is taken by the driver, NCCL and the kernels themselves."""
+"""The part of a device's memory for the step; the rest is for the driver, NCCL and the kernels themselves."""
 
 
 def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:
@@ -102,7 +102,7 @@ class LevelPlan:
 
     @property
     def total(self) -> Traffic:
-        """Of all collectives."""
+        """The sum of all collectives."""
         return total_of("all", self.traffic)
 
     @property
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def headline(self) -> str:
-        """Of what it is."""
+        """The first line: which step on which devices."""
         return f"step {self.step!r} on {self.topology}: {self.topology.devices} devices ({self.topology.kind.model})"
 
     @property

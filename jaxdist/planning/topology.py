@@ -63,7 +63,7 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """Of all hosts."""
+        """The number of devices of all hosts."""
         return self.hosts * self.per_host
 
     @property

@@ -11,7 +11,7 @@ from jaxdist.step.signature import Static
 
 
 class Calling:
-    """Of one step.
+    """How one step is called.
 
     Args:
       step: any callable.
@@ -36,7 +36,7 @@ class Calling:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the step's parameters."""
+        """The names of the step's parameters."""
         return tuple(self._signature.parameters) if self._signature else ()
 
     @property

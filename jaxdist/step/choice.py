@@ -39,7 +39,7 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """Of the step: what is computed, and messages that nothing hides."""
+        """How long the step takes: what it computes, and the messages that nothing hides."""
         return self.compute + self.state + self.in_host + self.between - self.hidden
 
 
@@ -69,8 +69,8 @@ def times(flops: int, state: int, away: int, sent: Sequence[Collective], machine
 
 
 def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, float, int]:
-    """What of programs is the least for the one to take: the fastest of those that are expected to fit; if there are
-    none, that which needs the least memory.
+    """A key by which programs are ordered, the one to take first: the fastest of those that are expected to fit, or,
+    if there is none, the one that needs the least memory.
 
     Args:
       cost: seconds.
@@ -135,7 +135,7 @@ class Estimate:
 
     @classmethod
     def of(cls, forecast: Forecast, machine: Machine) -> Estimate:
-        """Of a step on a mesh of these devices."""
+        """The estimate for a step on a mesh of these devices."""
         ahead = forecast.ahead()
         found = times(ahead.flops, ahead.state, ahead.away, ahead.sent(machine), machine)
         peak = ahead.least + held_at_once(ahead.program.jaxpr)

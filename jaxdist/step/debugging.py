@@ -17,7 +17,7 @@ from jaxdist.step.signature import NUMBERS, Signature, constants_back
 
 
 class DebugSettings(NamedTuple):
-    """What of JAX's settings for debugging is on.
+    """Which of JAX's settings for debugging are on.
 
     Attributes:
       disable_jit: `jax.disable_jit`.
@@ -31,7 +31,7 @@ class DebugSettings(NamedTuple):
 
 
 def settings() -> DebugSettings | None:
-    """None: nothing."""
+    """JAX's settings for debugging; None: all are off."""
     config: Any = jax.config
     if not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs):
         return None

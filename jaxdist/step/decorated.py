@@ -181,25 +181,25 @@ class DataParallel(Generic[R]):
 
     @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> stages.Lowered:
-        """As ``jax.jit(step).lower``: the step for these arguments, not yet compiled. Nothing is sent."""
+        """The step for these arguments, not yet compiled, like ``jax.jit(step).lower``. Nothing is sent."""
         return self._ahead("lower", args, kwargs, stages.Lowered)
 
     @api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
-        """As ``jax.jit(step).trace``: of the program for all devices. Nothing is sent."""
+        """The program for all devices, traced, like ``jax.jit(step).trace``. Nothing is sent."""
         return self._ahead("trace", args, kwargs, stages.Traced)
 
     @api_boundary
     @under_no_mesh
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``jax.jit(step).eval_shape``: shapes and types of the result. Nothing is sent."""
+        """Shapes and types of the result, like ``jax.jit(step).eval_shape``. Nothing is sent."""
         self._bind_context(args, kwargs)
         arranged, keywords = self._arguments(args, kwargs)
         result = self._cache.traced(*self._signature(arranged, keywords)).result()
         return result[0] if any(type(x) is modules.NnxArrays for x in arranged) else result
 
     def clear_cache(self) -> None:
-        """As ``jax.jit(step).clear_cache``: forget what was traced and compiled."""
+        """Forget what was traced and compiled, like ``jax.jit(step).clear_cache``."""
         if self._context is not None:
             self._cache.clear()
             self._preparing.clear()
@@ -256,8 +256,8 @@ class DataParallel(Generic[R]):
     def _signature(
         self, args: tuple[Any, ...], keywords: tuple[str, ...], several: bool = False
     ) -> tuple[Signature, list[Any]]:
-        """The signature of a call, as of earlier ones (`several`: or for several devices, wherever those ran), or as
-        far as this rank can tell by itself; and its leaves."""
+        """The signature of a call and its leaves: the signature of an earlier call like it, or (and with `several`: for
+        several devices, wherever earlier calls ran) what this rank can tell by itself."""
         leaves, tree = flat(args, keywords)
         known = None if several else self._signatures.get((tree, self._signatures.constants(tree, leaves)))
         signature = known or self._signer.describe(args, keywords, several or None)

@@ -101,7 +101,7 @@ def refuse_kept(step: Callable[..., Any]) -> None:
 
 
 def _structures(tree: Any) -> Iterator[Any]:
-    """Of a tree and of all that is in it."""
+    """The structures of a tree and of all that is in it."""
     yield jax.tree.structure(tree)
     top = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
     for child in top if len(top) > 1 or (top and top[0] is not tree) else ():

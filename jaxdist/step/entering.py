@@ -36,7 +36,7 @@ _OFTEN = 32
 
 
 class Entering:
-    """Of one step.
+    """Compares over the ranks how they enter the calls of one step.
 
     Args:
       name: of the step.

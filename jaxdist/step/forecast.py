@@ -72,7 +72,7 @@ class Ahead:
 
     @functools.cached_property
     def lowered(self) -> Any:
-        """As of ``jax.jit(step).lower``."""
+        """The lowered program, which ``jax.jit(step).lower`` returns."""
         return self.lower()
 
     @property
@@ -153,7 +153,7 @@ class Forecast:
 
     @property
     def examples(self) -> int:
-        """Of the batch of all devices."""
+        """The number of examples in the batch of all devices."""
         return self._leaves[self._signature.batch[0]].shape[0]
 
     @property

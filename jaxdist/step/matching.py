@@ -41,7 +41,7 @@ _MOST = 0.75
 
 
 class Flow(NamedTuple):
-    """Of a value.
+    """What a value has of the inputs.
 
     Attributes:
       depends: the inputs on which it depends, as a set of bits.
@@ -234,7 +234,7 @@ def match(
         return within(tree, first)
 
     def within(tree: Any, first: int) -> list[tuple[Any, int]]:
-        """As `parts`, but not the whole."""
+        """The same as `parts`, without the whole."""
         node = tree.node_data()
         if node is None or node[0] not in (tuple, list, dict):
             return []

@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 class Method(Generic[R]):
-    """Of one object, which is the first argument of the step's state.
+    """A step as a method of one object, which is its first argument.
 
     Args:
       step: decorated.

@@ -20,7 +20,7 @@ from jaxdist.step import batch
 from jaxdist.step.signature import NUMBERS
 
 ELSEWHERE = object()
-"""Of a leaf that is not on the mesh yet."""
+"""In place of the layout of a leaf that is not on the mesh yet."""
 
 
 class Placer:
@@ -192,7 +192,7 @@ class Placer:
         return _mover(place, how, (total, *shape[1:]))(array) if moves else array
 
     def batch_key(self, x: Any) -> Any:
-        """What of a leaf of the batch decides which program runs."""
+        """The properties of a leaf of the batch that decide which program runs."""
         return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
 
     def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:

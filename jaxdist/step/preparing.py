@@ -24,7 +24,7 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 class Preparing:
-    """Of one step.
+    """Prepares the calls of one step.
 
     Args:
       name: of the step.

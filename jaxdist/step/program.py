@@ -38,7 +38,7 @@ from jaxdist.step.signature import Signature, constants_back, has_constants, pic
 from jaxdist.step.tracing import TracedStep, carried, returns_like
 
 _GATHERED_AT_ONCE = 64
-"""Of what is kept in shards, at most one part in so many is whole at a time for the sake of fewer messages."""
+"""At most one part in so many of what is kept in shards is whole at a time, for the sake of fewer messages."""
 
 
 _AHEAD = 4
@@ -263,7 +263,7 @@ class Program:
         return constants_back(result) if self._has_constants else result, found
 
     def ahead(self, what: str, state: Sequence[Any], batch: Sequence[Any]) -> Any:
-        """As ``jax.jit(f).lower``, or another of its methods."""
+        """What ``jax.jit(f).lower`` returns, or another of its methods."""
         known = self._traced
         ahead = getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
         if what == "lower" and self._unsaid:

@@ -24,7 +24,7 @@ from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
 
 class ProgramCache:
-    """Of one step.
+    """The programs of one step.
 
     Args:
       settings: of the step.
@@ -74,7 +74,7 @@ class ProgramCache:
         self.programs.clear()
 
     def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Of a call's leaves as the step sees them: the batch's with the examples of all ranks."""
+        """Types of a call's leaves as the step sees them: those of the batch with the examples of all ranks."""
         logical = self._placer.logical_batch
         return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
 

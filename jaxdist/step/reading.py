@@ -19,7 +19,7 @@ from jaxdist.step.tracing import StepJaxpr, carried, returns_like
 
 
 class Reader:
-    """Of one call.
+    """Reads which arguments of one call are the batch.
 
     Args:
       signature: of it, with any batch.

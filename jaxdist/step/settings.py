@@ -19,7 +19,7 @@ COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """As of the arguments of `jaxdist.data_parallel`.
+    """What a step is decorated with: the arguments of `jaxdist.data_parallel`.
 
     Attributes:
       step: the function.

@@ -58,7 +58,7 @@ class Signature:
     numbers: frozenset[int] = frozenset()
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
-        """Of all leaves of the arguments those that are data, as opposed to constants of the program."""
+        """The leaves that are data, of all leaves of the arguments; the others are constants of the program."""
         return [x for i, x in enumerate(leaves) if is_array(x) and i not in self.numbers]
 
     def with_batch(self, positions: Collection[int]) -> Signature:
@@ -89,7 +89,7 @@ class Signature:
 
     @functools.cached_property
     def arguments(self) -> list[tuple[Any, list[int], str]]:
-        """Of each argument: its structure, the positions of its leaves, its name."""
+        """Each argument's structure, the positions of its leaves, and its name."""
         out, start = [], 0
         for child, name in zip(self.tree.children(), self.parameters, strict=True):
             out.append((child, list(range(start, start + child.num_leaves)), name))
@@ -98,12 +98,12 @@ class Signature:
 
     @functools.cached_property
     def pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        """The state's of all leaves."""
+        """Picks the state's leaves from all of them."""
         return picker(self.state)
 
 
 class Signatures(dict[Any, Signature]):
-    """Those of earlier calls, by the structure of the arguments (`flat`) and the constants among them.
+    """Signatures of earlier calls, by the structure of the arguments (`flat`) and the constants among them.
 
     Attributes:
       numbers: by structure, the positions of Python numbers that are constants.

@@ -233,7 +233,7 @@ class Signer:
                 )
 
     def _chosen(self, signature: Signature, leaves: Sequence[Any]) -> list[int]:
-        """What of the arguments that are said to be the batch has entries; all of one that has none."""
+        """Leaves with entries of the arguments that are said to be the batch; all leaves of one that has no entries."""
         assert self._declared is not None
         chosen: list[int] = []
         for of in {n if isinstance(n, str) else signature.parameters[n]: None for n in self._declared}:

@@ -40,25 +40,25 @@ class _Stage:
 
 
 class Traced(_Stage):
-    """As `jax.stages.Traced`."""
+    """A step that is traced, like `jax.stages.Traced`."""
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """As `jax.stages.Traced.lower`."""
+        """The lowered step, like `jax.stages.Traced.lower`."""
         return Lowered(self._stage.lower(*args, **kwargs), self._of)
 
 
 class Lowered(_Stage):
-    """As `jax.stages.Lowered`."""
+    """A step that is lowered, like `jax.stages.Lowered`."""
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """As `jax.stages.Lowered.compile`. A later call of the step with such arguments runs what was compiled."""
+        """The compiled step. A later call of the step with such arguments runs it."""
         compiled: jax.stages.Compiled = self._stage.compile(*args, **kwargs)
         self._of.program.use(compiled)
         return Compiled(compiled, self._of)
 
 
 class Compiled(_Stage):
-    """As `jax.stages.Compiled`."""
+    """A step that is compiled, like `jax.stages.Compiled`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step, for arguments of the types that it was compiled for; without the static ones, as JAX's.
