@@ -267,6 +267,11 @@ class Machine:
 
         Returns:
           Bytes a second that each device sends and receives; seconds that a collective takes at least.
+
+        Example:
+          >>> two_hosts = Machine(KINDS["h100"], hosts=(0,) * 8 + (1,) * 8)
+          >>> two_hosts.speed([range(8)])[0] / 1e9, two_hosts.speed([range(16)])[0] / 1e9
+          (450.0, 400.0)
         """
         kind = self.kind
         slowest, latency = kind.link, kind.latency
@@ -282,6 +287,11 @@ class Machine:
 
         Args:
           groups: positions of devices.
+
+        Example:
+          >>> two_hosts = Machine(KINDS["h100"], hosts=(0, 0, 1, 1))
+          >>> two_hosts.crossings([(0, 1), (2, 3)]), two_hosts.crossings([(0, 2), (1, 3)])
+          (0, 2)
         """
         hosts = [{self.hosts[device] for device in group} for group in groups] if self.hosts else []
         return sum(self.hosts[0] in on and len(on) > 1 for on in hosts)

@@ -113,7 +113,7 @@ class Collective:
 
     @property
     def devices(self) -> int:
-        """Of a group."""
+        """The number of devices of the largest group."""
         return max(map(len, self.groups))
 
     @property

@@ -100,21 +100,20 @@ def moves(placed: Placed) -> int:
     return sum(times for _, times in moves_of(placed))
 
 
-def flops(block: Block, node: Node, strategy: Strategy | None = None) -> int:
-    """Of an operation as a device runs it; of a contraction or a factorisation, and an entry of anything else as one.
+def flops(block: Block, node: Node, strategy: Strategy) -> int:
+    """The FLOPs of an operation on a device: of a contraction or a factorisation; each entry of anything else is one.
 
     Args:
       block: of the operation.
       node: the operation.
-      strategy: how it is placed; None: on one device.
+      strategy: how it is placed.
     """
 
     def size(i: int, p: object) -> int:
         shape = block.avals[i].shape
         return math.prod(p.shape(shape) if isinstance(p, Split) else shape)
 
-    takes = strategy.takes if strategy else [None] * len(node.ins)
-    gives = strategy.gives if strategy else [None] * len(node.outs)
+    takes, gives = strategy.takes, strategy.gives
     if node.name == "dot_general":
         (contracted, _), _ = node.eqn.params["dimension_numbers"]
         p, shape = takes[0], block.avals[node.ins[0]].shape

@@ -128,18 +128,14 @@ class Emitter:
                 return self.cut(forms[REPLICATED], to)
             own = summand or next(f for f in forms if isinstance(f, Split))
             if self.infer.slices(own, to, aval):
-                return self.to_slices(i, forms[own], own, to)
+                if isinstance(own, Partial):
+                    return self._scatter(i, forms[own], own, to)
+                return self._exchange(forms[own], own, to)
             return self.cut(self.take(i, REPLICATED), to)
         if summand is not None:
             return self._reduce(i, forms[summand], summand)
         own = next(f for f in forms if isinstance(f, Split))
         return self._gather(forms[own], own, aval, self._turned(i))
-
-    def to_slices(self, i: int, x: Any, own: Split | Partial, to: Split) -> Any:
-        """What a device holds of a value as slices, not gathered before (`Infer.slices` says whether that can be)."""
-        if isinstance(own, Partial):
-            return self._scatter(i, x, own, to)
-        return self._exchange(x, own, to)
 
     def _wire(self, i: int, dtype: Any) -> str | None:
         """The dtype in which a summand travels, if it is a gradient that may be compressed."""
@@ -168,8 +164,8 @@ class Emitter:
         return part.astype(aval.dtype)
 
     def _turned(self, i: int) -> Sequence[int]:
-        """In what order of its dimensions a value is gathered: that in which it is taken next. XLA makes a transpose a
-        part of the product before it, and of what comes after a gather a slow loop."""
+        """The order of its dimensions in which a value is gathered: that in which it is taken next. XLA makes a
+        transpose a part of the product before it, and of what comes after a gather a slow loop."""
         users = self.block.users.get(i, ())
         user = self.block.nodes[users[0]] if len(users) == 1 and self.block.uses[i] == 1 else None
         return user.eqn.params["permutation"] if user is not None and user.name == "transpose" else ()

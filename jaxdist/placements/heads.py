@@ -21,7 +21,7 @@ from jaxdist.placements.values import Placement, Split, form, tile
 from jaxdist.placements.walk import Walk, offer
 
 NAME = "heads travel"
-"""Of the option."""
+"""The name of the option."""
 
 
 @offer("dot_general")

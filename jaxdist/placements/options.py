@@ -1,4 +1,4 @@
-"""Which options the operations of a block take: those with which a device takes the least time for all of it.
+"""The choice among the options of a block's operations: those with which a device takes the least time for all of it.
 
 A walk takes for each operation what moves least for it alone. Others that it offers are worth it for several at once,
 or not at all: a weight that is not gathered for one product is gathered for the next, a gradient that is made in slices
@@ -13,7 +13,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,15 +75,17 @@ class _Descent:
             better = min(on, on ^ {k}, key=self._value)
             since = since + 1 if better == on else 0
             on, k = better, (k + 1) % count
-        placed = self._known[on][1]
-        return replace(placed, weighed=[one for k in range(count) for one in self._weighed(on, k)])
+        return replace(self._known[on][1], weighed=self._weighed(on))
 
-    def _weighed(self, on: On, k: int) -> Iterator[Weighed]:
-        """What it would cost to switch a group once more."""
-        if self._value(on ^ {k}) < float("inf"):
-            sent = [sent_by(self._known[way][1], self._infer) for way in (on ^ {k}, on)]
-            seconds, (name, nodes) = self._value(on ^ {k}) - self._value(on), self._what(self._groups[k])
-            yield Weighed(nodes, name, k in on, seconds, sent[0] - sent[1])
+    def _weighed(self, on: On) -> list[Weighed]:
+        """What it would cost to switch each group once more."""
+        cost, placed = self._known[on]
+        sent, found = sent_by(placed, self._infer), list[Weighed]()
+        for k, group in enumerate(self._groups):
+            if (other := self._known.get(on ^ {k})) is not None:
+                name, nodes = self._what(group)
+                found.append(Weighed(nodes, name, k in on, other[0] - cost, sent_by(other[1], self._infer) - sent))
+        return found
 
     def _what(self, group: Choice) -> tuple[str, list[Node]]:
         """The option that a group takes, and its operations."""

@@ -29,7 +29,7 @@ from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placem
 from jaxdist.placements.walk import Walk, offer
 
 NAME = "the examples travel"
-"""Of the option."""
+"""The name of the option."""
 
 
 @offer("dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter_add")

@@ -21,7 +21,7 @@ from jaxdist.text import text_of
 _WORTH_SAYING = 0.01
 _WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results
 _MOST_LINES = 5
-_MOST_LEAVES = 2
+_MOST_NAMES = 2
 _MOST_CHOICES = 10
 _ACTIVATIONS = ("all-gather", "all-to-all")
 
@@ -125,9 +125,7 @@ def choices(over: Sequence[Placed]) -> list[str]:
 def _weighed(placed: Placed, times: int = 1) -> Iterator[tuple[float, str]]:
     for one in placed.weighed:
         lines = dict.fromkeys(f"{node.name} at {_short(node.line)}" if node.line else node.name for node in one.nodes)
-        what = ", ".join([*lines][:_MOST_LEAVES]) + f" and {len(lines) - _MOST_LEAVES} more" * (
-            len(lines) > _MOST_LEAVES
-        )
+        what = _some([*lines])
         sign, seconds = "-" if one.bytes < 0 else "+", times * one.seconds
         more = f"+{1e3 * seconds:.3g} ms, {sign}{in_words(round(abs(times * one.bytes)))}"
         way = f"{one.name}; otherwise: {more}" if one.taken else f"as usual; if {one.name}: {more}"
@@ -150,8 +148,7 @@ def table(found: Sequence[Row]) -> str:
     lines = []
     for row in found:
         size = f"{row.share:.1%} of the FLOPs" if row.what == "repeated" else in_words(row.bytes)
-        first, more = ", ".join(row.leaves[:_MOST_LEAVES]), len(row.leaves) - _MOST_LEAVES
-        of = f"{first} and {more} more" if more > 0 else first
+        of = _some(row.leaves)
         lines.append((row.axis, row.what, row.operation, of, _short(row.line), size, row.why, row.instead))
     names = ("axis", "what", "operation", "of", "where", "bytes", "why", "instead")
     several = len({row.axis for row in found}) > 1
@@ -192,6 +189,12 @@ def warning(over: Sequence[Placed]) -> str:
     return "\n  ".join(
         ["each call moves or repeats what couples examples; jaxdist.explain says more:", *lines[:_MOST_LINES], *more]
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    first, more = ", ".join(names[:_MOST_NAMES]), len(names) - _MOST_NAMES
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def _short(line: str) -> str:

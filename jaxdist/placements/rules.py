@@ -53,18 +53,19 @@ def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     return Factors((tuple(None if d in gone else d for d in operand),), (tuple(d for d in operand if d not in gone),))
 
 
+def _sized(name: str) -> Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]]:
+    """Changes the entry of a parameter that is the size of what is split."""
+    return lambda params, factor, split: {
+        **params, name: tuple(split.rows if d == factor else n for d, n in enumerate(params[name]))
+    }  # fmt: skip
+
+
 def _slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     strides = params["strides"] or (1,) * len(ins[0])
     kept = tuple(
         d if n == m and s == 1 else None for d, (n, m, s) in enumerate(zip(ins[0], outs[0], strides, strict=True))
     )
-
-    def cut(params: Mapping[str, Any], factor: int, split: Split) -> Mapping[str, Any]:
-        limits = list(params["limit_indices"])
-        limits[factor] = split.rows
-        return {**params, "limit_indices": tuple(limits)}
-
-    return Factors((kept,), (kept,), params=cut)
+    return Factors((kept,), (kept,), params=_sized("limit_indices"))
 
 
 def _pad(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
@@ -74,13 +75,7 @@ def _pad(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
 
 def _dynamic_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     kept = tuple(d if n == m else None for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)))
-
-    def cut(params: Mapping[str, Any], factor: int, split: Split) -> Mapping[str, Any]:
-        sizes = list(params["slice_sizes"])
-        sizes[factor] = split.rows
-        return {**params, "slice_sizes": tuple(sizes)}
-
-    return Factors((kept, *((),) * (len(ins) - 1)), (kept,), params=cut)
+    return Factors((kept, *((),) * (len(ins) - 1)), (kept,), params=_sized("slice_sizes"))
 
 
 def _dynamic_update_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:

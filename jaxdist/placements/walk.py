@@ -159,13 +159,16 @@ class Walk:
         for k, i in enumerate(node.ins):
             if isinstance(ins[k], Partial):
                 ins[k] = self.slices.get(i, ins[k])
-        offered = [strategy for rule in OFFERS.get(node.name, ()) if (strategy := rule(self, node, ins))]
+        return [self._alone(node, ins), *(one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins)))]
+
+    def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
+        """The strategy of an operation that moves least for it alone."""
         for rule in SPECIAL.get(node.name, ()):
             if strategy := rule(self, node, ins):
-                return [strategy, *offered]
+                return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
-            return [self.alike(node, ins)]
-        return [self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins), *offered]
+            return self.alike(node, ins)
+        return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
 
     def factors(self, node: Node) -> Factors | None:
         """The loops of an operation."""
@@ -178,7 +181,7 @@ class Walk:
         return [self.block.avals[i].shape for i in values]
 
     def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
-        """Of operands that every device has."""
+        """The strategy of an operation on operands that every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
         if aval is not None and aval.ndim and is_deferrable(node.eqn.primitive):
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
@@ -204,7 +207,7 @@ class Walk:
         return Strategy([REPLICATED] * len(ins), gives, run_as_is, why=why)
 
     def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
-        """Which dimension of a result holds the batch, if it can be cut."""
+        """The dimension of a result that holds the batch, if it can be cut."""
         for p, i in zip(ins, node.ins, strict=True):
             if not isinstance(p, Split) or p.stored:
                 continue

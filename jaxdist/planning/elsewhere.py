@@ -318,5 +318,5 @@ def _kind(x: Held) -> str:
 def traffic_of(c: Collective, topology: Topology, scheduled: bool) -> Traffic:
     """What a collective sends, and how long that takes."""
     overlapped = float(c.overlapped) if scheduled else None
-    between = c.sent * topology.crossings(c.groups)
+    between = c.sent * topology.machine.crossings(c.groups)
     return Traffic(c.kind, c.times, c.times * c.bytes, c.sent, c.seconds(topology.machine), overlapped, between)

@@ -180,8 +180,8 @@ class Plan:
 
     def _axes(self) -> list[str]:
         """Where the axes of a mesh of several lie."""
-        axes = [Axis(name, size) for name, size in self.mesh.items()]
-        where = lambda axis: self.topology.crossings(along(axes, [axis.name]) or (range(self.topology.devices),))
+        axes, every = [Axis(name, size) for name, size in self.mesh.items()], (range(self.topology.devices),)
+        where = lambda axis: self.topology.machine.crossings(along(axes, [axis.name]) or every)
         lie = [f"{one.name}={one.size} ({'between hosts' if where(one) else 'within a host'})" for one in axes]
         return [f"mesh: {', '.join(lie)}"] if len(axes) > 1 else []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxdist.machine import KINDS, Kind, Machine
@@ -75,32 +74,6 @@ class Topology:
     def machine(self) -> Machine:
         """The devices as placements are priced for them."""
         return Machine(self.kind, self.on)
-
-    def speed(self, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-        """Of the slowest link of a ring through each group of devices.
-
-        Args:
-          groups: positions of devices, those of one host one after another.
-
-        Returns:
-          Bytes a second that each device sends and receives; seconds that a collective takes at least.
-
-        Example:
-          >>> two_hosts = Topology.parse("2x8xH100")
-          >>> two_hosts.speed([range(8)])[0] / 1e9, two_hosts.speed([range(16)])[0] / 1e9
-          (450.0, 400.0)
-        """
-        return self.machine.speed(groups)
-
-    def crossings(self, groups: Sequence[Sequence[int]]) -> int:
-        """How many rings leave the first host, if there is one through each group of devices.
-
-        Example:
-          >>> two_hosts = Topology.parse("2x2xH100")
-          >>> two_hosts.crossings([(0, 1), (2, 3)]), two_hosts.crossings([(0, 2), (1, 3)])
-          (0, 2)
-        """
-        return self.machine.crossings(groups)
 
     @property
     def links(self) -> str:

@@ -267,17 +267,17 @@ class DataParallel(Generic[R]):
         """Settle the devices; with ``mesh="auto"`` for a call of these arguments."""
         if self._context is None:
             context = get_context()
-            given = self._settings.mesh
+            given, passed = self._settings.mesh, None
             if given == AUTO:
                 choice = agreed(self._name, context, lambda: choose(self._over_data(args, kwargs), context))
-                given, self.why = choice.mesh, choice.why
+                given, self.why, passed = choice.mesh, choice.why, context.mesh
                 words = [word for word in commlog.WORDS if commlog.asked(word)]
                 if words and context.is_root:
                     commlog.say(f"step {self._name!r}: mesh {self.why}", words[0])
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
-            self._placer = Placer(context, mesh, context.mesh if self.why else None)
+            self._placer = Placer(context, mesh, passed)
             rules = context.rules or context.communicator
             results = Results(context.only(Copies), self._name) if context.size > 1 else None
             machine = machine_of(mesh)

@@ -39,11 +39,11 @@ def test_what_there_is_not() -> None:
 
 def test_the_slowest_link() -> None:
     one, eight = Topology.parse("8xH100"), Topology.parse("8x8xH100")
-    assert one.speed([range(8)]) == (450e9, one.kind.latency)
+    assert one.machine.speed([range(8)]) == (450e9, one.kind.latency)
     # Eight rings, each through an adapter of its own; then one; then none.
-    assert eight.speed([range(64)]) == (400e9, eight.kind.network_latency)
-    assert eight.speed([range(0, 64, 8)])[0] == 50e9
-    assert eight.speed([range(8), range(8, 16)])[0] == 450e9
+    assert eight.machine.speed([range(64)]) == (400e9, eight.kind.network_latency)
+    assert eight.machine.speed([range(0, 64, 8)])[0] == 50e9
+    assert eight.machine.speed([range(8), range(8, 16)])[0] == 450e9
     assert "400 GB/s" in eight.links
 
 
