@@ -31,7 +31,7 @@ from jaxdist.placements.strategy import Placed, nbytes
 
 FILE = Path(__file__).with_name("zero-optimizers.md")
 DEVICES = 4
-SHAPES = {"scalar": (), "vector": (64,), "matrix": (64, 32), "tensor": (32, 4, 8, 16), "tall": (256, 64)}
+SHAPES = {"scalar": (), "one": (1,), "vector": (64,), "matrix": (64, 32), "tensor": (32, 4, 8, 16), "tall": (256, 64)}
 HEADER = f"""\
 # How each transformation runs in shards
 

@@ -23,7 +23,7 @@ from jaxdist.placements.layouts import Layout, Padded, physical
 BATCH = 24  # parts for 2, 3, 4 and 8 devices
 STEPS = 5
 Shapes = Mapping[str, tuple[int, ...]]
-SHAPES: Shapes = {"scalar": (), "vector": (3,), "matrix": (7, 5), "tensor": (2, 3, 5, 7), "tall": (33, 8)}
+SHAPES: Shapes = {"scalar": (), "one": (1,), "vector": (3,), "matrix": (7, 5), "tensor": (2, 3, 5, 7), "tall": (33, 8)}
 BIG: Shapes = {"square": (1023, 1023), "embedding": (50257, 64)}
 
 
