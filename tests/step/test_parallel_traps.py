@@ -263,7 +263,7 @@ def test_names_of_axes_have_size_one() -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mesh": None}, TypeError, r"mesh=None: the sizes of its axes"),
-    ({"mesh": "auto"}, TypeError, r"mesh='auto': the sizes of its axes"),
+    ({"mesh": "automatic"}, ValueError, r"mesh='automatic': the sizes of its axes"),
     ({"mesh": {}}, ValueError, r"mesh=\{\}: expected the size of each axis"),
     ({"mesh": {"tensor": 8}}, ValueError, "there is no axis 'tensor'; valid: data, model, sequence"),
     ({"mesh": {"data": 3, "model": 2}}, ValueError, "the job has 8 devices, which these sizes don't make"),
