@@ -1,0 +1,69 @@
+"""Options of operations are taken for what the whole block costs, not one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import parity
+import pytest
+
+import jaxdist
+
+TURNS = 20
+
+
+def apply(params: tuple[Any, Any], x: Any) -> Any:
+    """One weight in two products, on two lines; another one in twenty."""
+    pair, many = params
+    x = jnp.tanh(x @ pair)
+    x = jnp.tanh(x @ pair.T)
+    for _ in range(TURNS):
+        x = jnp.tanh(x @ many)
+    return x
+
+
+def step_of(apply: Any, tx: Any) -> Any:
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda params: jnp.mean(apply(params, x) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "gathered", "why"),
+    [
+        (512, 32, 2, "neither product of the pair is worth it alone, and all twenty of the other weight are not"),
+        (1024, 16, 0, "what the rows are gathered for by one weight's products the other's need as well"),
+    ],
+)
+def test_what_is_worth_it_together_is_taken_together(width: int, rows: int, gathered: int, why: str) -> None:
+    tx = jaxdist.zero(optax.sgd(0.1), level=3)
+    params = (jnp.zeros((width, width), "f"),) * 2
+    program = parity.program(step_of(apply, tx), params, tx.init(params), jnp.zeros((rows, width), "f"), devices=4)
+    found = [math.prod(shape) for kind, shape, _ in parity.collectives(program) if kind == "all-gather"]
+    assert found.count(width * width) == gathered, why
+
+
+def test_which_messages_hold_up_what_is_computed() -> None:
+    """Statistics that the next product needs; not gradients, nor weights, which are fetched ahead."""
+
+    def normed(params: Any, x: Any) -> Any:
+        x = x @ params[0]
+        return (x / jnp.sqrt(jnp.mean(x**2, 0))) @ params[1]
+
+    tx = jaxdist.zero(optax.sgd(0.1), level=3)
+    params, x = (jnp.ones((16, 16)),) * 2, jnp.ones((32, 16))
+    decorated: Any = parity.decorated(step_of(normed, tx), 4)
+    (placed,) = decorated.placed(params, tx.init(params), x)
+    waits = {True: set[tuple[str, int]](), False: set[tuple[str, int]]()}
+    for move in placed.moves:
+        waits[move.waited_for].add((move.kind, math.prod(move.aval.shape)))
+    assert ("all-reduce", 16) in waits[True]
+    assert {("all-gather", 256), ("reduce-scatter", 256)} <= waits[False]
+    assert not {size for _, size in waits[True]} & {256}
