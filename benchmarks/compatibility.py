@@ -83,19 +83,19 @@ def split() -> Iterator[list[Step]]:
     from jaxdist.placements.values import Split
     from jaxdist.step import passes
 
-    shipped, steps = passes.at_once, []
+    shipped, steps = passes.or_whole, []
 
-    def in_parts(infer: Any, block: Any, placed: Any, ins: Sequence[Any], messages: Any) -> Any:
+    def in_parts(infer: Any, block: Any, placed: Any, ins: Sequence[Any]) -> Any:
         examples = any(isinstance(p, Split) and not p.stored for p in ins)
         repeated = sum(row.share for row in report.rows([placed]) if row.what == "repeated")
-        steps.append(Step(examples, shipped(infer, block, placed, ins, messages).whole, repeated))
+        steps.append(Step(examples, shipped(infer, block, placed, ins).whole, repeated))
         return placed
 
-    passes.at_once = in_parts
+    passes.or_whole = in_parts
     try:
         yield steps
     finally:
-        passes.at_once = shipped
+        passes.or_whole = shipped
 
 
 def compare(expected: Numbers, got: Numbers) -> dict[str, float]:

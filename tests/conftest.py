@@ -7,8 +7,9 @@ import os
 if "OMPI_COMM_WORLD_SIZE" not in os.environ and "PMI_SIZE" not in os.environ:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_ENABLE_X64", "1")
-# Where tests look at what travels, this may not depend on how busy the machine was.
-os.environ["JAXDIST_MACHINE"] = "cpu"
+# Where tests look at what travels, this may not depend on how busy the machine was. Arrays are small here: where
+# messages took their time, whole steps would be computed on every device in place of them (placements/test_small.py).
+os.environ["JAXDIST_MACHINE"] = "cpu,latency=0,stall=4e-5"
 # Unbuffered, a print() is one write for its text and one for the end of its line, and lines of ranks that share a pipe
 # mix. Tests that want it so say so.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -21,11 +22,6 @@ from pathlib import Path
 import pytest
 import quick
 from started import jaxdist, launcher, mpirun_there, wait_gone  # noqa: F401 (fixtures of several folders)
-
-from jaxdist.placements import small
-
-# Arrays are small here, and yet the tests are about what moves between devices; placements/test_small.py is not.
-small.fewer = 10**9
 
 # JAX makes objects by the million and keeps many: to look through them over and over took a tenth of the time.
 gc.set_threshold(100_000)

@@ -21,7 +21,7 @@ from meshes import layouts, mesh
 
 import jaxdist
 from jaxdist.machine import VIRTUAL, Kind
-from jaxdist.placements import options, small
+from jaxdist.placements import options
 
 STEPS = 2
 NAMES = list(idioms.IDIOMS)
@@ -64,7 +64,6 @@ def test_as_on_one_device(name: str, seed: int, way: Any, monkeypatch: pytest.Mo
     sizes, level, rows = MESHES[way[0]], way[1], examples(name, way[2])
     within = rng.choice([None, 2]) if level and sizes.get("data", 1) % 4 == 0 else None
     monkeypatch.setattr(jaxdist.get_context(), "kind", machine(rng))
-    monkeypatch.setattr(small, "fewer", rng.choice([0, 2, 10**9]))
     if rng.randrange(2):
         monkeypatch.setattr(options, "cost", lambda *_, **__: rng.random())
     case = oracle.idiom(name, rows, level, within)

@@ -18,8 +18,9 @@ class Explanation:
     Attributes:
       rows: most bytes first, then what is repeated.
       cut: the leaves of the state that the model axis cuts, by name, and the dimension.
-      choices: the ten options of operations that matter most: which are taken, and what the other way would take more
-        of the time of a step and of the bytes that a device sends, as estimated for these devices.
+      choices: the ten options that matter most, of operations and of leaves that the model axis may cut: which are
+        taken, and what the other way would take more of the time of a step and of the bytes that a device sends, as
+        estimated for these devices.
       mesh: which was chosen, and why; "": it was given.
     """
 

@@ -18,17 +18,18 @@ from dataclasses import replace
 from typing import Any
 
 from jaxdist.placements.block import TO_A_SUM, Block, Node
-from jaxdist.placements.cost import cost, sent_by
+from jaxdist.placements.cost import cost, rounds, seconds, sent_by
 from jaxdist.placements.marked import used_in_slices
-from jaxdist.placements.strategy import Placed, Weighed
-from jaxdist.placements.values import REPLICATED, Partial, Placement
+from jaxdist.placements.strategy import Placed, Weighed, nbytes
+from jaxdist.placements.values import REPLICATED, Partial, Placement, Split
 from jaxdist.placements.walk import Choice, Walk
 
 _OPERATIONS, _FEWEST = 30_000, 8
 """How often a block is walked at most: less often the more operations it has, but not less than so often."""
 
 IN_SLICES = "sums that are used in slices are made so"
-"""The name of an option."""
+ALL = "computed whole on every device, of examples that are gathered first"
+"""The names of options."""
 
 On = frozenset[int]
 """The groups of operations that are switched."""
@@ -47,6 +48,34 @@ def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[in
     walk = Walk(infer, block, ins, loose, Choice(whole=whole))
     groups = _groups(walk)
     return _Descent(infer, walk, ins, loose, groups).best() if groups else walk.placed
+
+
+def or_whole(infer: Any, block: Block, placed: Placed, ins: Sequence[Placement]) -> Placed:
+    """A step as it is placed; or computed whole on every device, where that takes less time than the messages between
+    its parts. What is kept in shards stays so.
+
+    Args:
+      infer: which placed it (`jaxdist.placements.infer.Infer`).
+      block: the step as it was traced: that of `placed` may have owners in it, for examples that are split.
+      placed: the step, each device computing its part.
+      ins: how its arguments come.
+
+    Returns:
+      A step that takes its arguments and returns its results in the same forms.
+    """
+    examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
+    link, before = infer.link, seconds(placed, infer.machine)
+    size = sum(nbytes(block.avals[block.inputs[k]]) for k in examples)
+    gathered, waits = link.seconds("all-gather", size), rounds(placed, infer)
+    if not examples or max(gathered, before) > waits * link.latency:
+        return placed
+    whole = infer.place(block, ins, placed.outs, whole=frozenset(examples))
+    saved = (waits - rounds(whole, infer) - 1) * link.latency
+    more = gathered + seconds(whole, infer.machine) - before - saved
+    sent = link.sent("all-gather", size) + sent_by(whole, infer) - sent_by(placed, infer)
+    taken = replace(whole, whole=True) if more < 0 else placed
+    one = Weighed((), ALL, taken is not placed, abs(more), -sent if taken.whole else sent)
+    return replace(taken, weighed=[*taken.weighed, one])
 
 
 class _Descent:

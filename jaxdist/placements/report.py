@@ -124,8 +124,7 @@ def choices(over: Sequence[Placed]) -> list[str]:
 
 def _weighed(placed: Placed, times: int = 1) -> Iterator[tuple[float, str]]:
     for one in placed.weighed:
-        lines = dict.fromkeys(f"{node.name} at {_short(node.line)}" if node.line else node.name for node in one.nodes)
-        what = _some([*lines])
+        what = _some([*dict.fromkeys(map(_told, one.of))]) or "all of it"
         sign, seconds = "-" if one.bytes < 0 else "+", times * one.seconds
         more = f"+{1e3 * seconds:.3g} ms, {sign}{in_words(round(abs(times * one.bytes)))}"
         way = f"{one.name}; otherwise: {more}" if one.taken else f"as usual; if {one.name}: {more}"
@@ -133,6 +132,13 @@ def _weighed(placed: Placed, times: int = 1) -> Iterator[tuple[float, str]]:
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         for body in strategy.bodies:
             yield from _weighed(body, times * turns(node))
+
+
+def _told(one: Node | str) -> str:
+    """An operation, or a leaf, for a line of text."""
+    if isinstance(one, str):
+        return one
+    return f"{one.name} at {_short(one.line)}" if one.line else one.name
 
 
 def table(found: Sequence[Row]) -> str:

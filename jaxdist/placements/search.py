@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,9 @@ from jaxdist.errors import StepError
 from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpointed
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.cost import cost
+from jaxdist.placements.cost import cost, sent_by
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.strategy import nbytes
+from jaxdist.placements.strategy import Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 
 _PADDED = 1 / 16
@@ -49,8 +50,9 @@ def search(
     names: Sequence[str],
     examples: int = 1,
     given: Mapping[int, int] | None = None,
-) -> dict[int, int]:
-    """The dimension along which each input is best cut; those that are left out are whole.
+) -> tuple[dict[int, int], list[Weighed]]:
+    """The dimension along which each input is best cut, those that are left out are whole; and what it would take to
+    cut others.
 
     Args:
       infer: over the axis.
@@ -63,10 +65,10 @@ def search(
     """
     classes = _Classes(infer, block, state, sources)
     if given:
-        return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}
+        return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}, []
     cost = _Cost(infer, block, state, sources, examples)
     turns = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
-    return _Descent(cost, classes.found, turns).best(_alike(classes.found, block, names))
+    return _Descent(cost, classes.found, turns, names).best(_alike(classes.found, block, names))
 
 
 class _Classes:
@@ -174,6 +176,14 @@ class _Classes:
                 self._tie(self._at(block, a, d + first), self._at(other, b, d))
 
 
+class _Tried(NamedTuple):
+    """What a layout costs; of that the seconds of a step; and the bytes that a device sends."""
+
+    cost: float
+    seconds: float
+    sent: float
+
+
 class _Cost:
     """What a layout costs, in seconds: of what a device computes and sends, and as many as it would take to send the
     state that it holds, for an axis of the model is there to divide that.
@@ -187,7 +197,7 @@ class _Cost:
         self._avals = [block.avals[i] for i in block.inputs]
         self.bytes = [nbytes(aval) for aval in self._avals]
 
-    def __call__(self, cuts: Mapping[int, int]) -> float:
+    def __call__(self, cuts: Mapping[int, int]) -> _Tried:
         n = self._infer.devices
         ins: list[Placement] = [
             tile(cuts[k], aval.shape[cuts[k]], n, stored=True) if k in cuts else REPLICATED
@@ -197,28 +207,43 @@ class _Cost:
         try:
             placed = self._infer.place(self._block, ins, wants)
         except StepError:
-            return math.inf
+            return _Tried(math.inf, math.inf, math.inf)
         finally:
             self._infer.forget(self._block)
         held = sum(self.bytes[k] / (n if k in cuts else 1) for k in self._state)
-        return cost(placed, self._infer, self._examples) + held / self._infer.link.bandwidth
+        seconds = cost(placed, self._infer, self._examples)
+        return _Tried(seconds + held / self._infer.link.bandwidth, seconds, sent_by(placed, self._infer))
 
 
 class _Descent:
     """The search, with so many placings at most."""
 
-    def __init__(self, cost: _Cost, classes: Sequence[Class], turns: int):
-        self._cost, self._classes, self._turns = cost, classes, turns
-        self._known: dict[frozenset[Member], float] = {}
+    def __init__(self, cost: _Cost, classes: Sequence[Class], turns: int, names: Sequence[str]):
+        self._cost, self._classes, self._turns, self._names = cost, classes, turns, names
+        self._known: dict[frozenset[Member], _Tried] = {}
 
-    def best(self, groups: Sequence[frozenset[Class]]) -> dict[int, int]:
-        """The best of descents from nothing cut and from each group of classes; then of one by single classes."""
+    def best(self, groups: Sequence[frozenset[Class]]) -> tuple[dict[int, int], list[Weighed]]:
+        """The best of descents from nothing cut and from each group of classes, then of one by single classes; and what
+        others like it cost."""
         nothing = frozenset[Class]()
         self._value(nothing)
         alone = [self._value(group) for group in groups[: self._turns // 2]] + [math.inf] * len(groups)
         groups = [groups[k] for k in sorted(range(len(groups)), key=lambda k: (alone[k], k))]
         ends = [self._descend(start, groups) for start in (nothing, *groups)]
-        return self._layout(self._descend(min(ends, key=self._value), [frozenset([one]) for one in self._classes]))
+        on = self._descend(min(ends, key=self._value), [frozenset([one]) for one in self._classes])
+        return self._layout(on), self._weighed(on, groups)
+
+    def _weighed(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> list[Weighed]:
+        """What it would take to cut a group more or less, if that was tried."""
+        found, own = list[Weighed](), self._known[frozenset(self._layout(on).items())]
+        for group in groups:
+            keys = [frozenset(self._layout(other).items()) for other in _near(on, group)]
+            tried = [one for key in keys if (one := self._known.get(key)) not in (None, own)]
+            if tried and (other := min(tried)).seconds < math.inf:
+                leaves = [f"{self._names[k]} along {dim}" for k, dim in sorted(set().union(*group))]
+                more, sent = other.seconds - own.seconds, other.sent - own.sent
+                found.append(Weighed(leaves, "cut by 'model'", group <= on, more, sent))
+        return found
 
     def _descend(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> frozenset[Class]:
         """Switch a group after the other, or change others for it, as long as that helps."""
@@ -239,7 +264,7 @@ class _Descent:
             if len(self._known) >= self._turns:
                 return math.inf
             self._known[key] = self._cost(cuts)
-        return self._known[key]
+        return self._known[key].cost
 
 
 def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:

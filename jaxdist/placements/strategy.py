@@ -86,17 +86,17 @@ class Move:
 
 @dataclass(frozen=True)
 class Weighed:
-    """An option of some operations, beside the other way.
+    """An option, beside the other way.
 
     Attributes:
-      nodes: the operations.
+      of: the operations, or leaves of the state; none: all of the block.
       name: of the option.
       taken: whether it is.
       seconds: that the other way would take more.
       bytes: that a device would send more.
     """
 
-    nodes: Sequence[Node]
+    of: Sequence[Node | str]
     name: str
     taken: bool
     seconds: float
@@ -117,7 +117,7 @@ class Placed:
       given: how they come.
       own: what changes its form, outside loops and branches.
       summed: inputs that came as summands and were added up inside.
-      whole: every device computes all of it, in place of messages (`jaxdist.placements.small`).
+      whole: every device computes all of it, in place of messages (`jaxdist.placements.options`).
       names: of its inputs, if it is a step.
       sources: for each output the input whose next value it is, or None.
       matrices: how many components work on whole matrices in it (`jaxdist.placements.matrices`).

@@ -1,7 +1,7 @@
 """What CPU processes compute and send in a second, measured by the first job of a kind on a host, and remembered.
 
 A job's numbers are the root's, as powers of two: other numbers are other programs, and these would be others from run
-to run. `JAXDIST_MACHINE` names a row of the table of `jaxdist.machine` in their place.
+to run. `JAXDIST_MACHINE` names a row of the table of `jaxdist.machine` in their place, and what differs from it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ _LARGE, _CHAIN = 1 << 20, 8  # entries of a large message; small ones in a row
 _TIMES = 5
 _NAME = "machines.json"
 _KEPT = ("link", "network", "latency", "network_latency", "flops", "bandwidth")
+_TIMES_LOST = ("latency", "network_latency", "stall")  # which may be 0
 _LEAST, _MOST = 1e-12, 1e18  # what may be measured of them
 
 
@@ -43,16 +45,24 @@ def named(platform: str) -> Kind | None:
       platform: of the devices, which is not another one for that.
 
     Raises:
-      ValueError: there is no such kind.
+      ValueError: there is no such kind, or it has no such number.
     """
-    name = os.environ.get("JAXDIST_MACHINE", "")
-    if name and name.lower() not in KINDS:
-        names = ", ".join(kind.name for kind in KINDS.values())
-        raise ValueError(f"JAXDIST_MACHINE={name!r}: there is no such kind of device; valid: {names}")
+    asked = os.environ.get("JAXDIST_MACHINE", "")
+    name, *others = asked.split(",")
     if not name:
         return None
+    if name.lower() not in KINDS:
+        names = ", ".join(kind.name for kind in KINDS.values())
+        raise ValueError(f"JAXDIST_MACHINE={asked!r}: there is no such kind of device; valid: {names}")
+    numbers: dict[str, Any] = {}
+    for field, _, value in (one.partition("=") for one in others):
+        numbers[field] = float(value) if re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", value) else -1
+        if field not in (*_KEPT, *_TIMES_LOST) or not (numbers[field] > 0 or (value == "0" and field in _TIMES_LOST)):
+            names = ", ".join(dict.fromkeys((*_KEPT, *_TIMES_LOST)))
+            raise ValueError(f"JAXDIST_MACHINE={asked!r}: after the kind, expected NAME=NUMBER with a name of {names}")
     target = "" if platform == "cpu" else KINDS["h100"].target
-    return dataclasses.replace(VIRTUAL.kind if name.lower() == "cpu" else KINDS[name.lower()], target=target)
+    kind = VIRTUAL.kind if name.lower() == "cpu" else KINDS[name.lower()]
+    return dataclasses.replace(kind, target=target, **numbers)
 
 
 def remembered() -> dict[str, Kind]:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import spec
-from jaxdist.placements.small import at_once
+from jaxdist.placements.options import or_whole
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.step.tracing import TracedStep
@@ -41,7 +41,6 @@ def place(
     given: Sequence[OfEachPass],
     kept: Sequence[OfEachPass | None],
     emit: Callable[[Infer, Placed], ClosedJaxpr],
-    messages: Callable[[Infer, Placed], int],
 ) -> list[Pass]:
     """Settle the placements of a step, over an axis after the other.
 
@@ -51,7 +50,6 @@ def place(
       given: how each argument comes.
       kept: how each result goes out that is kept in a way; None: as it is made, or whole.
       emit: the program that a pass makes, for the next one.
-      messages: how many a step on a mesh of one axis sends.
     """
     found, closed = list[Pass](), step.jaxpr
     for k in range(len(axes)):
@@ -68,7 +66,7 @@ def place(
         ]
         placed = infer.place(block, ins, wants)
         if len(axes) == 1:
-            placed = at_once(infer, block, placed, ins, lambda placed, infer=infer: messages(infer, placed))
+            placed = or_whole(infer, block, placed, ins)
         found.append(Pass(infer, placed, ins))
         if not last:
             closed = emit(infer, placed)

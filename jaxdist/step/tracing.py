@@ -24,6 +24,7 @@ from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose, on_host
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
+from jaxdist.placements.strategy import Weighed
 from jaxdist.runtime.context import get_context
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.calling import apply
@@ -67,6 +68,7 @@ class TracedStep(StepJaxpr):
       layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
       sources: for each output the argument whose next value it is, or None.
       given_up: the arguments that are carried over into their next value, which may take their memory.
+      weighed: what it would take to cut other leaves along the model axis.
     """
 
     infer: Infer
@@ -75,6 +77,7 @@ class TracedStep(StepJaxpr):
     layouts: tuple[Layout | None, ...]
     sources: tuple[int | None, ...]
     given_up: frozenset[int]
+    weighed: Sequence[Weighed]
 
     def result(self) -> Any:
         """Shapes and types of the step's result."""
@@ -130,7 +133,7 @@ def traced(
     arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
     sources, given_up = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    outer = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
+    outer, weighed = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
     shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
     found = marks(infer, block, level)
     cuts = found.cuts(shapes, parts)
@@ -143,7 +146,7 @@ def traced(
             for i, (how, shape) in enumerate(zip(kept, shapes, strict=True))
         ]
     return TracedStep(
-        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), given_up
+        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), given_up, weighed
     )
 
 

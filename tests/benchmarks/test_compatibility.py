@@ -16,7 +16,8 @@ import numpy as np
 import parity
 import pytest
 
-from jaxdist.placements import small
+import jaxdist
+from jaxdist.machine import VIRTUAL
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -54,7 +55,7 @@ def test_all_steps_with_a_batch_are_split() -> None:
 
 def test_small_steps_are_split_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that would be computed whole is not, its numbers are those of one device, and that it would be is known."""
-    monkeypatch.setattr(small, "fewer", 2)
+    monkeypatch.setattr(jaxdist.get_context(), "kind", VIRTUAL.kind)
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         def loss(w: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ Each function returns the largest difference by name, as this rank has it. What 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 from pathlib import Path
@@ -19,15 +20,16 @@ import optimizers
 import oracle
 
 import jaxdist
-from jaxdist.machine import Machine
-from jaxdist.placements import small
+from jaxdist.machine import VIRTUAL, Machine
 from jaxdist.step import program_cache
 
 ROWS, STEPS = 24, 2
 """Examples in a batch of the idioms, and how many batches."""
 X = np.random.default_rng(0).normal(size=(22, 5))
 ctx = jaxdist.get_context()
-shipped = small.fewer
+APART = dataclasses.replace(ctx.kind, latency=0)
+"""Devices on which no step is computed whole for its messages."""
+ctx.kind = APART
 
 
 @functools.cache
@@ -37,7 +39,6 @@ def expected(path: str) -> dict[str, Any]:
 
 def cases(path: str, names: list[str]) -> dict[str, float]:
     """Cases of `oracle`, some of them also in shards."""
-    small.fewer = 10**9
     found = {}
     for name in names:
         for level in (0, oracle.IN_SHARDS.get(name)):
@@ -49,7 +50,7 @@ def cases(path: str, names: list[str]) -> dict[str, float]:
 
 def idioms(path: str, words: list[str], whole: bool) -> dict[str, float]:
     """Idioms, each ``NAME:LEVEL``; `whole`: as small steps, which every rank computes whole."""
-    small.fewer = shipped if whole else 10**9
+    ctx.kind = VIRTUAL.kind if whole else APART
     found = {}
     for word in words:
         name, _, level = word.partition(":")
@@ -61,7 +62,6 @@ def idioms(path: str, words: list[str], whole: bool) -> dict[str, float]:
 
 def mesh(path: str, folder: str, sizes: dict[str, int], words: list[str]) -> dict[str, float]:
     """Idioms on a mesh of several axes, and what is around a step."""
-    small.fewer = shipped
     found = {}
     part, parts = ctx.part(sizes)
     for word in words:

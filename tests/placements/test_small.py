@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from typing import Any
@@ -15,11 +16,9 @@ import parity
 import pytest
 
 import jaxdist
-from jaxdist.placements import small
+from jaxdist.machine import VIRTUAL
 from jaxdist.step.decorated import DataParallel
 
-SHIPPED = 2
-"""Messages that must be saved; not so in the other tests."""
 WAYS = [(2, 0, 24), (3, 3, 20), (4, 1, 20), (8, 2, 24)]
 """Devices, level of ZeRO, examples."""
 CHATTY = [
@@ -32,8 +31,8 @@ CHATTY = [
 
 @pytest.fixture(autouse=True)
 def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other tests are about steps that are not small, with arrays that are."""
-    monkeypatch.setattr(small, "fewer", SHIPPED)
+    """In the other tests messages take no time of their own."""
+    monkeypatch.setattr(jaxdist.get_context(), "kind", VIRTUAL.kind)
 
 
 def is_whole(step: Any, *args: Any) -> bool:
@@ -74,13 +73,13 @@ def test_one_message_in_place_of_many() -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 18])
-def test_what_comes_back_is_kept_as_ever(rows: int) -> None:
+def test_what_comes_back_is_kept_as_ever(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     args = jnp.arange(3.0), jnp.arange(rows * 3.0).reshape(rows, 3) / rows
     whole = parity.decorated(ranked, 4)
     got = whole(*args)
     assert is_whole(whole, *args)
     parity.compare(got, jax.jit(ranked)(*args))
-    small.fewer = 1000
+    monkeypatch.setattr(jaxdist.get_context(), "kind", dataclasses.replace(VIRTUAL.kind, latency=0))
     apart = parity.decorated(ranked, 4)(*args)
     assert [x.sharding for x in got] == [x.sharding for x in apart]
 

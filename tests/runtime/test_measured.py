@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -118,3 +119,17 @@ def test_no_such_kind(jaxdist: Any) -> None:
     done = jaxdist("info", timeout=120, env={"JAXDIST_MACHINE": "h1000"})
     assert done.returncode == 1
     assert "JAXDIST_MACHINE='h1000': there is no such kind of device; valid: A100-40" in done.stdout + done.stderr
+
+
+def test_a_named_one_but_for_some_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXDIST_MACHINE", "H100,network=25e9,latency=0")
+    assert measured.named("gpu") == dataclasses.replace(KINDS["h100"], network=25e9, latency=0)
+
+
+@pytest.mark.parametrize(
+    "what", ["network", "network=", "network=0", "network=-1", "latency=nan", "memory=1", "=1", ""]
+)
+def test_no_such_number(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXDIST_MACHINE", f"cpu,{what}")
+    with pytest.raises(ValueError, match="after the kind, expected NAME=NUMBER with a name of link, network"):
+        measured.named("cpu")
