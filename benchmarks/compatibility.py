@@ -85,10 +85,10 @@ def split() -> Iterator[list[Step]]:
 
     shipped, steps = passes.or_whole, []
 
-    def in_parts(infer: Any, block: Any, placed: Any, ins: Sequence[Any]) -> Any:
+    def in_parts(infer: Any, block: Any, placed: Any, ins: Sequence[Any], messages: Any) -> Any:
         examples = any(isinstance(p, Split) and not p.stored for p in ins)
         repeated = sum(row.share for row in report.rows([placed]) if row.what == "repeated")
-        steps.append(Step(examples, shipped(infer, block, placed, ins).whole, repeated))
+        steps.append(Step(examples, shipped(infer, block, placed, ins, messages).whole, repeated))
         return placed
 
     passes.or_whole = in_parts

@@ -13,7 +13,7 @@ from jaxdist.ir.operations import CONTRACTION, FACTORISATION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import Move, Placed, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape
+from jaxdist.placements.values import REPLICATED, Split, local_shape
 
 
 def turns(node: Node) -> int:
@@ -95,27 +95,9 @@ def _is_in_a_loop(block: Block, node: Node) -> bool:
     return any(is_elementwise(user.eqn.primitive) or user.name.startswith("reduce_") for user in users)
 
 
-def rounds(placed: Placed, infer: Any) -> int:
-    """The messages of the longest chain in which each waits for the one before; others travel beside these, or in one
-    bucket with them.
-
-    Args:
-      placed: a block.
-      infer: which placed it (`jaxdist.placements.infer.Infer`).
-    """
-    block, at = placed.block, placed.at
-    after = [0] * len(block.avals)  # of each value: how many came before it
-
-    def moved(i: int, p: Placement, to: Form | None) -> int:
-        return after[i] + (to is not None and bool(infer.move(p, to, block.avals[i])))
-
-    for node, strategy in zip(block.nodes, placed.strategies, strict=True):
-        before = max((moved(i, at[i], to) for i, to in zip(node.ins, strategy.takes, strict=True)), default=0)
-        inner = max((rounds(body, infer) for body in strategy.bodies), default=0)
-        for o, p in zip(node.outs, strategy.gives, strict=True):
-            after[o] = before + turns(node) * inner + strategy.exchanges
-            after[o] = moved(o, p, form(at[o]))
-    return max((moved(i, at[i], to) for i, to in zip(block.outputs, placed.outs, strict=True)), default=0)
+def moves(placed: Placed) -> int:
+    """How often a value changes its form."""
+    return sum(times for _, times in moves_of(placed))
 
 
 def flops(block: Block, node: Node, strategy: Strategy) -> int:

@@ -13,12 +13,12 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxdist.placements.block import TO_A_SUM, Block, Node
-from jaxdist.placements.cost import cost, rounds, seconds, sent_by
+from jaxdist.placements.cost import cost, moves, seconds, sent_by
 from jaxdist.placements.marked import used_in_slices
 from jaxdist.placements.strategy import Placed, Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split
@@ -50,7 +50,9 @@ def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[in
     return _Descent(infer, walk, ins, loose, groups).best() if groups else walk.placed
 
 
-def or_whole(infer: Any, block: Block, placed: Placed, ins: Sequence[Placement]) -> Placed:
+def or_whole(
+    infer: Any, block: Block, placed: Placed, ins: Sequence[Placement], messages: Callable[[Placed], int]
+) -> Placed:
     """A step as it is placed; or computed whole on every device, where that takes less time than the messages between
     its parts. What is kept in shards stays so.
 
@@ -59,22 +61,23 @@ def or_whole(infer: Any, block: Block, placed: Placed, ins: Sequence[Placement])
       block: the step as it was traced: that of `placed` may have owners in it, for examples that are split.
       placed: the step, each device computing its part.
       ins: how its arguments come.
+      messages: how many a device sends in a placed step, which is known once it was traced.
 
     Returns:
       A step that takes its arguments and returns its results in the same forms.
     """
     examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
-    link, before = infer.link, seconds(placed, infer.machine)
+    link, machine = infer.link, infer.machine
     size = sum(nbytes(block.avals[block.inputs[k]]) for k in examples)
-    gathered, waits = link.seconds("all-gather", size), rounds(placed, infer)
-    if not examples or max(gathered, before) > waits * link.latency:
+    gathered, computed = link.seconds("all-gather", size), seconds(placed, machine)
+    if not examples or max(gathered, computed) > moves(placed) * link.latency:  # it can't be worth it
         return placed
     whole = infer.place(block, ins, placed.outs, whole=frozenset(examples))
-    saved = (waits - rounds(whole, infer) - 1) * link.latency
-    more = gathered + seconds(whole, infer.machine) - before - saved
+    saved = (messages(placed) - messages(whole)) * link.latency
+    more = gathered + seconds(whole, machine) - computed - saved
     sent = link.sent("all-gather", size) + sent_by(whole, infer) - sent_by(placed, infer)
-    taken = replace(whole, whole=True) if more < 0 else placed
-    one = Weighed((), ALL, taken is not placed, abs(more), -sent if taken.whole else sent)
+    one = Weighed((), ALL, more < 0, abs(more), -sent if more < 0 else sent)
+    taken = replace(whole, whole=True) if one.taken else placed
     return replace(taken, weighed=[*taken.weighed, one])
 
 

@@ -41,6 +41,7 @@ def place(
     given: Sequence[OfEachPass],
     kept: Sequence[OfEachPass | None],
     emit: Callable[[Infer, Placed], ClosedJaxpr],
+    messages: Callable[[Infer, Placed], int],
 ) -> list[Pass]:
     """Settle the placements of a step, over an axis after the other.
 
@@ -50,6 +51,7 @@ def place(
       given: how each argument comes.
       kept: how each result goes out that is kept in a way; None: as it is made, or whole.
       emit: the program that a pass makes, for the next one.
+      messages: how many a step on a mesh of one axis sends.
     """
     found, closed = list[Pass](), step.jaxpr
     for k in range(len(axes)):
@@ -66,7 +68,7 @@ def place(
         ]
         placed = infer.place(block, ins, wants)
         if len(axes) == 1:
-            placed = or_whole(infer, block, placed, ins)
+            placed = or_whole(infer, block, placed, ins, lambda placed, infer=infer: messages(infer, placed))
         found.append(Pass(infer, placed, ins))
         if not last:
             closed = emit(infer, placed)

@@ -21,6 +21,7 @@ from jaxdist.communicators.by_hosts import large
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
+from jaxdist.ir.wire import transfers
 from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, in_host, passes
 from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
@@ -277,9 +278,13 @@ class Program:
         if self._on_traced is not None:
             self._on_traced(self, closed, placed)
 
-    def place(self) -> list[Pass]:
-        """Settle the placements of the step, over an axis of the mesh after the other."""
-        axes = passes(self._over)
+    def place(self, fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None) -> list[Pass]:
+        """Settle the placements of the step, over an axis of the mesh after the other.
+
+        Args:
+          fused: `_fused`, which may be asked for what it returns.
+        """
+        axes, fused = passes(self._over), fused or self._fused
         whole, batch = [REPLICATED] * len(axes), iter(self.batch)
         given = [
             next(batch).placements(a.shape, axes, stored=False) if is_batch else how.placements(a.shape, axes) if how
@@ -294,7 +299,11 @@ class Program:
         def emit(infer: Infer, placed: Placed) -> ClosedJaxpr:
             return self._emitter(infer, placed, True).program(local_types(placed))
 
-        found = place(self._step, axes, given, kept, emit)
+        def messages(infer: Infer, placed: Placed) -> int:
+            sent = transfers(fused(infer, placed), self.axes, self._machine)
+            return sum(one.times * count for one, count in sent.items())
+
+        found = place(self._step, axes, given, kept, emit, messages)
         if self._step.weighed:
             outer = found[0].placed
             found[0] = replace(found[0], placed=replace(outer, weighed=[*outer.weighed, *self._step.weighed]))
@@ -313,17 +322,18 @@ class Program:
         return closed, [one.placed for one in found]
 
     def _emit(self) -> tuple[ClosedJaxpr, list[Pass]]:
-        found = self.place()
-        return staged(self._fused(found[-1]), self._offloaded, self.axes), found
+        fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
+        found = self.place(fused)
+        return staged(fused(found[-1].infer, found[-1].placed), self._offloaded, self.axes), found
 
     def _emitter(self, infer: Infer, placed: Placed, marks: bool) -> Emitter:
         may = compressible(placed, self._step.sources) if self._compress else {}
         return Emitter(infer, placed, may, self._compress, marks)
 
-    def _fused(self, last: Pass) -> ClosedJaxpr:
+    def _fused(self, infer: Infer, placed: Placed) -> ClosedJaxpr:
         """What a device runs, its collectives in buckets."""
         axes = self.axes
-        closed = self._emitter(last.infer, last.placed, bool(self._offloaded)).program(local_types(last.placed))
+        closed = self._emitter(infer, placed, bool(self._offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self._avals, self.layouts, strict=True) if how)
         closed = in_place(closed, axes)
         ahead = in_shards // _GATHERED_AT_ONCE
