@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import re
+import sys
 import tempfile
 import threading
 import traceback
@@ -56,15 +57,28 @@ def main_thread_stack() -> str:
 
 
 def _main_thread() -> list[traceback.FrameSummary]:
-    """Its frames, the innermost first; none at its end, and where there are more than a hundred threads.
+    """Its frames, the innermost first; none at its end.
 
-    From faulthandler: to walk the frames of a thread that runs meanwhile, as ``sys._current_frames`` offers, ends in a
-    segmentation fault now and then (seen with Python 3.11.7).
+    To walk them ends in a segmentation fault now and then before Python 3.12 (seen with 3.11.7). What faulthandler does
+    there in its place ends in one later, while a function's last value is freed by C code that lets other threads run,
+    as a JAX array is (cpython#123967, seen with 3.13.0).
     """
+    main = threading.main_thread().ident
+    if sys.version_info < (3, 12):
+        return _told_by_faulthandler(main)
+    frame, found = sys._current_frames().get(main or 0), list[traceback.FrameSummary]()
+    while frame is not None:
+        found.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def _told_by_faulthandler(thread: int | None) -> list[traceback.FrameSummary]:
+    """The frames of a thread; none where there are more than a hundred threads."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         text = file.read().decode(errors="replace")
-    own = re.search(rf"^.*hread 0x0*{threading.main_thread().ident:x} .*\n((?:  .*\n)*)", text, re.MULTILINE)
+    own = re.search(rf"^.*hread 0x0*{thread or 0:x} .*\n((?:  .*\n)*)", text, re.MULTILINE)
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
     return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]
