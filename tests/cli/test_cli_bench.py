@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -75,19 +72,9 @@ def test_two_ranks_on_both_communicators(jaxdist, tmp_path):
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
-def test_under_a_launcher_it_is_one_of_the_ranks(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "jaxdist", "bench", "--collectives", "allreduce,barrier"),
-            *("--sizes", "4KiB", "--seconds", "0.001", "--dtype", "float64"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
-    )
+def test_under_a_launcher_it_is_one_of_the_ranks(jaxdist):
+    arguments = ["--collectives", "allreduce,barrier", "--sizes", "4KiB", "--seconds", 0.001, "--dtype", "float64"]
+    done = jaxdist("bench", *arguments, env={"RANK": "0", "WORLD_SIZE": "1"})
     assert done.returncode == 0, done.stderr
     assert "communicator xla: 1 rank(s) on 1 host(s), cpu, float64" in done.stdout
     assert "allreduce" in done.stdout
@@ -108,20 +95,17 @@ def test_under_a_launcher_it_is_one_of_the_ranks(tmp_path):
         (["--plot", "bench.txt"], "must end in .png, .pdf or .svg"),
         (["--plot", "nowhere/bench.png"], "there is no folder nowhere"),
         (["--launcher", "env", "--communicator", "mpi"], "know nothing of MPI"),
+        (["as a rank", "-n", "2"], "leave them out"),
+        (["as a rank", "--communicator", "xla,mpi"], "one communicator"),
     ],
 )
-def test_bad_arguments(arguments, said):
+def test_bad_arguments(arguments, said, monkeypatch):
+    if arguments[0] == "as a rank":
+        monkeypatch.setenv("JAXDIST_CONNECTOR", "env://")
+        arguments = arguments[1:]
     done = CliRunner().invoke(app, ["bench", *arguments])
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
-
-
-def test_bad_arguments_of_a_rank(monkeypatch):
-    monkeypatch.setenv("JAXDIST_CONNECTOR", "env://")
-    for arguments, said in ((["-n", "2"], "leave them out"), (["--communicator", "xla,mpi"], "one communicator")):
-        done = CliRunner().invoke(app, ["bench", *arguments])
-        assert done.exit_code == 2
-        assert said in " ".join(done.output.split())
 
 
 def test_plot_without_matplotlib(monkeypatch):

@@ -2,29 +2,29 @@
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import jax
 import pytest
+from typer.testing import CliRunner
 
-from jaxdist.cli import doctor
+from jaxdist.cli import app, doctor
 from jaxdist.connectors import site
 from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV, Library, Mpirun
 
 
-def test_json_alone(jaxdist):
-    done = jaxdist("info", "--json", timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_json_alone():
+    done = CliRunner().invoke(app, ["info", "--json"])
+    assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert report["problem"] == ""
     assert report["job"]["processes"] == 1
     assert report["job"]["connector"] == "local"
     assert [rank["rank"] for rank in report["ranks"]] == [0]
-    import jax
-
     assert report["versions"]["jax"] == jax.__version__
     assert report["versions"]["mpirun first on PATH"] == (shutil.which("mpirun") or "")
     library = report["versions"]["MPI library of mpi4py"]
@@ -35,59 +35,49 @@ def test_json_alone(jaxdist):
 
 
 @pytest.mark.slow
-def test_root_prints_all_ranks(jaxdist, launcher):
-    done = jaxdist(*["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"], timeout=120)
+def test_root_prints_all_ranks_and_what_was_measured_and_is_remembered(jaxdist, launcher, tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAXDIST_MACHINE": None}
+    info = ["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"]
+    done = jaxdist(*info, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # one object: only the root writes
     assert report["job"]["processes"] == report["job"]["devices"] == 2
     assert report["job"]["connector"] == {"env": "env", "mpirun": "mpi"}[launcher]
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in report["ranks"]}) == 2
+    ((key, kept),) = json.loads((tmp_path / "jaxdist" / "machines.json").read_text()).items()
+    assert "2 ranks" in key
+    measured = report["job"]["kind"]
+    assert measured["flops"] == kept["flops"]
+    for name in ("flops", "bandwidth", "link", "latency"):
+        assert math.log2(measured[name]).is_integer(), f"{name} is rounded, or programs would differ from run to run"
 
 
-def test_table(jaxdist):
-    done = jaxdist("info", timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_table():
+    done = CliRunner().invoke(app, ["info"], terminal_width=200)
+    assert done.exit_code == 0, done.output
     for word in ("1 process(es)", "local rank", "jaxlib", "ok  GPU"):
         if word != "ok  GPU" or not Path("/proc/driver/nvidia/version").exists():
             assert word in done.stdout
 
 
-def test_failed_init_still_shows_what_is_missing(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxdist", "info", "--json"],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "RANK": "1"},
-    )
+def test_failed_init_still_shows_what_is_missing(jaxdist):
+    done = jaxdist("info", "--json", timeout=120, env={"RANK": "1"})
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert "WORLD_SIZE" in report["problem"]
     assert report["findings"]
 
 
-@pytest.fixture
-def no_mpi(monkeypatch: pytest.MonkeyPatch):
+def test_doctor_without_mpi(monkeypatch):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name.startswith("mpi4") else find_spec(name, *rest),
-    )
+    without = lambda name, *rest: None if name.startswith("mpi4") else find_spec(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", without)
     monkeypatch.setattr(doctor, "find_mpirun", lambda: None)
     monkeypatch.setattr(doctor, "mpi_library", lambda: Library(problem="mpi4py is not installed"))
     monkeypatch.setattr(site, "own_mpi", lambda: None)
     monkeypatch.setattr(site, "mpirun_on_path", lambda: None)
-    site.install.cache_clear()
-    yield
-    site.install.cache_clear()
-
-
-@pytest.mark.usefixtures("no_mpi")
-def test_doctor_without_mpi():
+    monkeypatch.setattr(site, "install", site.install.__wrapped__)  # which remembers
     missing = {finding.name: finding for finding in doctor.findings() if not finding.ok}
     assert {"mpirun", "mpi4py", "mpi4jax"} <= set(missing)
     for name in ("mpirun", "mpi4py", "mpi4jax"):

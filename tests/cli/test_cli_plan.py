@@ -26,7 +26,8 @@ def test_the_example():
 
 
 def test_as_a_program(jaxdist, tmp_path: Path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+    """Of a script that reads its own arguments."""
+    (tmp_path / "script.py").write_text("import argparse; argparse.ArgumentParser().parse_args()\n" + SCRIPT)
     done = jaxdist("plan", "script.py:make", "--topology=2x4xcpu", "--levels=0,1,2,3", "--json", "--plot", "plan.png")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -47,31 +48,32 @@ def nothing(width=4):
 """
 
 
-def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "planned_module.py").write_text(SCRIPT)
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the folder where the test works."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path / "script.py"
+
+
+def test_a_module(script: Path):
+    script.rename("planned_module.py")
     code, text = plan("planned_module:make", "width=16", "name=x", "--topology=2xcpu")
     assert code == 0, text
     assert "step 'step' on 2xcpu" in text
     assert "64 B" in text
 
 
-def test_the_best_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("script.py").write_text(SCRIPT)
+@pytest.mark.usefixtures("script")
+def test_a_mesh_and_the_best_one():
+    code, text = plan("script.py:make", "--topology=2x2xcpu", "--mesh=data=2,model=-1", "--json")
+    assert code == 0, text
+    assert json.loads(text)["mesh"] == {"data": 2, "model": 2}
     code, text = plan("script.py:make", "--topology=4xcpu", "--mesh=auto", "--fit", "--json")
     assert code == 0, text
     found = json.loads(text)
     assert {one["mesh"] for one in found["candidates"]} >= {"data=4", "data=2, model=2", "model=4"}
     assert "jaxdist.parallel(step, mesh=" in found["code"]
-
-
-def test_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    code, text = plan("script.py:make", "--topology=2x2xcpu", "--mesh=data=2,model=-1", "--json")
-    assert code == 0, text
-    assert json.loads(text)["mesh"] == {"data": 2, "model": 2}
 
 
 @pytest.mark.parametrize(
@@ -103,64 +105,55 @@ def test_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["script.py:make", "--topology=2xcpu", "--plot=x.txt"], "--plot"),
     ],
 )
-def test_what_is_refused(args: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("script")
+def test_what_is_refused(args: list[str], said: str):
     code, text = plan(*args)
     assert code == 2
     assert said in text
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("inside", "more", "line", "said"),
     [
-        ("int('four')", "invalid literal for int() with base 10: 'four'"),  # where the function makes the arguments
-        ("jnp.ones(3) @ jnp.ones(4)", "contracting dimensions to have the same shape"),
-        ("open('missing.json')", "No such file or directory: 'missing.json'"),
+        # Where the function makes the arguments, or within the step.
+        (False, [], "int('four')", "invalid literal for int() with base 10: 'four'"),
+        (False, ["--fit", "--vary=width=4,8"], "open('missing.json')", "No such file or directory: 'missing.json'"),
+        (True, [], "open('missing.json')", "No such file or directory: 'missing.json'"),
+        (True, ["--fit", "--vary=width=4,8"], "jnp.ones(3) @ jnp.ones(4)", "contracting dimensions to have the same"),
     ],
 )
-@pytest.mark.parametrize("inside", [False, True], ids=["function", "step"])
-@pytest.mark.parametrize("more", [[], ["--fit", "--vary=width=4,8"]], ids=["plan", "fit"])
-def test_an_error_of_the_users_comes_with_its_line(
-    line: str, said: str, inside: bool, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_of_the_users_comes_with_its_line(inside: bool, more: list[str], line: str, said: str, script: Path):
     before = "    return w - " if inside else "    return step"
-    script = SCRIPT.replace(before, f"    {line}\n{before}", 1)
-    (tmp_path / "script.py").write_text(script)
-    monkeypatch.chdir(tmp_path)
+    text = SCRIPT.replace(before, f"    {line}\n{before}", 1)
+    script.write_text(text)
+    number = text.splitlines().index(f"    {line}") + 1
     code, text = plan("script.py:make", "--topology=2xcpu", *more)
     assert code == 2
     assert "".join(said.split()) in "".join(text.split())
-    number = script.splitlines().index(f"    {line}") + 1
     assert f"script.py:{number})" in "".join(text.split())
     assert ("in the step 'step'" in text) == inside
     assert "JAX_TRACEBACK_FILTERING" not in text  # of a traceback that is not shown
 
 
-def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("script")
+def test_what_fits():
     code, text = plan("script.py:make", "--topology=2xcpu", "--fit", "--plot", "fit.png")
     assert code == 0, text
     assert "chosen: the step as it is written" in text
     assert "jax.checkpoint" in text
-    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert Path("fit.png").read_bytes().startswith(b"\x89PNG\r\n")
     code, text = plan("script.py:make", "--topology=2xcpu", "--fit", "--json")
     assert json.loads(text)["chosen"] == 0
-    code, text = plan(f"{GPT}:planned", "layers=1", "width=32", "--topology=2xcpu", "--levels=1", "--fit")
-    assert code == 0, text
-    assert "chosen: tx = jaxdist.zero(tx, level=1)" in text
 
 
-def test_what_is_varied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("script")
+def test_what_is_varied():
     vary = ["--fit", "--vary", "width=16,4", "--vary", "name=w,true", "--topology=2xcpu"]
     code, text = plan("script.py:make", *vary, "--plot", "fit.png")
     assert code == 0, text
     assert "chosen: make(width=16, name='w')" in text
     assert "the time of as much data" in text
-    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert Path("fit.png").read_bytes().startswith(b"\x89PNG\r\n")
     code, text = plan("script.py:make", *vary, "--json")
     choices = [one["choice"] for one in json.loads(text)["candidates"]]
     assert choices == [{"width": width, "name": name} for width in (16, 4) for name in ("w", True)]
@@ -168,9 +161,3 @@ def test_what_is_varied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     code, text = plan(*remat, "--topology=2xcpu")
     assert code == 0, text
     assert "chosen: planned(remat=False); tx = jaxdist.zero(tx, level=1)" in text
-
-
-def test_a_script_reads_its_own_arguments(jaxdist, tmp_path: Path):
-    (tmp_path / "script.py").write_text("import argparse; argparse.ArgumentParser().parse_args()\n" + SCRIPT)
-    done = jaxdist("plan", "script.py:make", "--topology=2xcpu", "--json")
-    assert done.returncode == 0, done.stderr

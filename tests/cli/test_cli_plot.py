@@ -35,9 +35,15 @@ def test_one_run_and_several(tmp_path: Path):
     assert "<svg" in text
 
 
-def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    seen: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self))
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn."""
+    found: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: found.append(self))
+    return found
+
+
+def test_what_is_drawn(tmp_path: Path, seen: list[Figure]):
     runs = [write_run(tmp_path / name, ["3", "2", "1"]) for name in "ab"]
     draw({run: read_metrics(run) for run in runs}, ["loss", "accuracy"], tmp_path / "x.png")
     loss, accuracy, rate = seen[0].axes
@@ -55,9 +61,7 @@ def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [text.get_text() for text in legend.get_texts()] == list(map(str, runs))
 
 
-def test_a_loss_over_decades_is_on_a_logarithmic_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    seen: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self))
+def test_a_loss_over_decades_is_on_a_logarithmic_axis(tmp_path: Path, seen: list[Figure]):
     for losses, scale in ((["1", '"NaN"', "0.01"], "log"), (["1", "0.02"], "linear"), (["1", "0"], "linear")):
         run = write_run(tmp_path / "".join(losses).replace('"', ""), losses)
         draw({run: read_metrics(run)}, ["loss", "accuracy"], tmp_path / "x.png")

@@ -34,35 +34,33 @@ def found(output: str) -> dict[str, Any]:
     return json.loads(line[1])
 
 
-def test_a_killed_rank_costs_nothing(jaxdist, launcher, tmp_path):
-    """Not a bit, over either communicator."""
-    level = {"env": 2, "mpirun": 3}[launcher]
-    straight = jaxdist("run", "-n", 2, "--launcher", launcher, TRAINING, tmp_path / "straight", 20, level, timeout=120)
+@pytest.mark.mpi
+def test_a_killed_rank_costs_not_a_bit(jaxdist, mpirun_there, tmp_path):
+    run = ["run", "-n", 2, "--launcher", "mpirun"]
+    straight = jaxdist(*run, TRAINING, tmp_path / "straight", 12, 3, timeout=120)
     assert straight.returncode == 0, straight.stderr
-    args = [TRAINING, tmp_path / "cut", 20, level, "--die-at", 10, "--rank", 1]
-    done = jaxdist("run", "-n", 2, "--launcher", launcher, "--max-restarts", 1, *args, timeout=180)
+    args = [TRAINING, tmp_path / "cut", 12, 3, "--die-at", 7, "--rank", 1]
+    done = jaxdist(*run, "--max-restarts", 1, *args, timeout=180)
     assert done.returncode == 0, done.stderr
     assert "restart 1 of 1, with 2 ranks" in done.stderr
     assert found(done.stdout)["bits"] == found(straight.stdout)["bits"]
 
 
 def test_with_the_ranks_that_remain(jaxdist, tmp_path):
-    args = [TRAINING, tmp_path / "cut", 20, 3, "--x64", "--die-at", 10, "--rank", 1]
-    done = jaxdist(
-        "run", "-n", 3, "--launcher", "env", "--max-restarts", 2, "--shrink", *args, timeout=180
-    )  # fmt: skip
+    args = [TRAINING, tmp_path / "cut", 12, 2, "--x64", "--die-at", 7, "--rank", 1]
+    done = jaxdist("run", "-n", 3, "--launcher", "env", "--max-restarts", 2, "--shrink", *args, timeout=180)
     assert done.returncode == 0, done.stderr
     assert "restart 1 of 2, with 2 ranks" in done.stderr
     got = found(done.stdout)
     assert got["devices"] == 2
-    alone = found(jaxdist("run", TRAINING, tmp_path / "alone", 20, 0, "--x64", timeout=120).stdout)
+    alone = found(jaxdist("run", TRAINING, tmp_path / "alone", 12, 0, "--x64", timeout=120).stdout)
     assert max(np.abs(np.subtract(got["params"][k], v)).max() for k, v in alone["params"].items()) <= 1e-10
 
 
-def test_no_more_than_asked_for(jaxdist, launcher, tmp_path):
+def test_no_more_than_asked_for(jaxdist, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import os, sys\nprint('TRY', os.environ['JAXDIST_RESTARTS'], flush=True)\nsys.exit(3)\n")
-    done = jaxdist("run", "--launcher", launcher, "--max-restarts", 2, script)
+    done = jaxdist("run", "--launcher", "env", "--max-restarts", 2, script)
     assert done.returncode == 3
     assert re.findall(r"TRY (\d)", done.stdout) == ["0", "1", "2"]
 
@@ -89,9 +87,8 @@ def test_a_loop_that_fails_at_once_slows_down_and_gives_up(monkeypatch):
     done, pauses = _run_with(itertools.repeat((2.0, 7)), monkeypatch)
     assert done.exit_code == 7
     assert pauses == [1.0, 2.0, 4.0, 8.0]
-    assert (
-        "each of the last 6 starts failed within 15 s, the last one when rank 1 ended with exit code 7" in done.output
-    )
+    said = "each of the last 6 starts failed within 15 s, the last one when rank 1 ended with exit code 7"
+    assert said in done.output
     assert "although 15 of --max-restarts 20 are left" in done.output
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -31,13 +33,15 @@ def refused(kind, words, *args, **kw):
 
 refused(ValueError, "unknown communicator 'nccl'; valid: auto, xla, mpi", communicator="nccl")
 refused(ValueError, "unknown connector 'carrier pigeon'; valid: auto, mpi", "carrier pigeon")
-refused(ValueError, "1 devices".replace("1", "8"), communicator="mpi")
+refused(ValueError, "8 devices", communicator="mpi")
 os.environ["JAXDIST_COMMUNICATOR"] = "nope"
 refused(ValueError, "JAXDIST_COMMUNICATOR='nope'")
 os.environ["JAXDIST_COMMUNICATOR"] = "xla"
 os.environ["RANK"] = "0"
 refused(ValueError, "missing: WORLD_SIZE, MASTER_ADDR, MASTER_PORT")
-del os.environ["RANK"]
+os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+refused(TimeoutError, "missing: rank 1", timeout=0.3)
+del os.environ["RANK"], os.environ["WORLD_SIZE"]
 jnp.ones(2)  # a started backend is no harm to one process
 ctx = get_context()
 assert init() is ctx and init("local") is ctx and init("local", "xla") is ctx
@@ -60,25 +64,75 @@ print("fine")
 
 # One launch checks all that needs several processes: starting them is what takes the time.
 _SEVERAL = """
-import os, sys, threading
+import collections, contextlib, os, sys, threading, time
 from typing import NamedTuple
+from listening import listening
+me = os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={8 + int(me)}"  # changes no program: may differ
+if "OMPI_COMM_WORLD_RANK" in os.environ:
+    from jaxdist.connectors.mpi import load
+    load()
+before = listening()  # Open MPI's own, on all interfaces
+ports, started = set(), threading.Event()
+def watch():
+    while not started.wait(0.01):
+        ports.update(listening())
+threading.Thread(target=watch).start()
+if me != "0":
+    time.sleep(0.3)  # the root listens meanwhile
+if sys.argv[2] == "no policies":
+    def refuse(*args):
+        raise PermissionError(1, "Operation not permitted")
+    os.sched_setscheduler = refuse
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxdist
 from jaxdist.runtime.context import init
+from jaxdist.connectors.tcp import from_env
 from jaxdist.control.channel import ControlError
 
-ctx = init(communicator=sys.argv[1], timeout=60)
-rank, size = ctx.rank, ctx.size
-assert init() is ctx and init(communicator=sys.argv[1]) is ctx
+class Mine:
+    "A connector of the user's own."
+    name = "mine"
+    def __init__(self):
+        inner = from_env(30)
+        for name in ("rank", "size", "local_rank", "local_size", "barrier", "broadcast", "abort"):
+            setattr(self, name, getattr(inner, name))
+
+try:
+    ctx = init(Mine() if sys.argv[1] == "mine" else sys.argv[1], timeout=60)
+    rank, size = ctx.rank, ctx.size
+    assert jaxdist.allreduce(np.ones(2), groups=[[0], [*range(1, size)]])[0] == (size - 1 if rank else 1)
+finally:
+    started.set()
+assert ports - before, "not even gloo was seen"
+assert {address for address, _ in ports - before} == {"127.0.0.1"}, ports
+assert init() is ctx and init(communicator=ctx.communicator) is ctx
 try:
     init(communicator="mpi" if ctx.communicator == "xla" else "xla")
 except RuntimeError as error:
     assert "already called init" in str(error)
 else:
     raise AssertionError("a conflicting init went through")
+c = ctx.connector
+assert c.broadcast({"from": rank}, root=size - 1) == {"from": size - 1}
+c.barrier()
 
-# XLA_FLAGS asks for 8 devices; several processes have one each
-assert "device_count=8" in os.environ["XLA_FLAGS"] or ctx.connector.name == "mpi"
+# Gloo's thread waits for its turn, if it may, and no other does.
+mine = []
+thread = threading.Thread(target=lambda: mine.append(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+policies = collections.Counter()
+for task in os.listdir("/proc/self/task"):
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        policies[os.sched_getscheduler(int(task))] += 1
+assert policies[os.SCHED_BATCH] == (sys.argv[2] != "no policies"), policies
+assert mine == [os.sched_getscheduler(0)] == [os.SCHED_OTHER]
+# Under PYTHONUNBUFFERED, as tests run: a line is written whole.
+assert (sys.stdout.line_buffering, sys.stdout.write_through) == (True, False)
+
+# XLA_FLAGS asks for more devices; several processes have one each
 assert jax.local_device_count() == 1 and ctx.num_devices == size == len(jax.devices())
 assert [d.process_index for d in ctx.devices] == list(range(size))
 x = jax.make_array_from_process_local_data(
@@ -99,16 +153,16 @@ class Pair(NamedTuple):
 root = size - 1
 tree = {
     "bf16": jnp.full((3, 2), rank, jnp.bfloat16), "f64": jnp.full((), rank, jnp.float64),
-    "int": np.arange(4) * rank, "big": np.full(25_000_000, rank, np.float32),  # 100 MB
+    "int": np.arange(4) * rank, "big": np.full(5_000_000, rank, np.float32),  # 20 MB: several chunks
     "empty": jnp.zeros((0, 3)), "key": jax.random.key(rank), "pair": Pair(rank, "text"),
-    "strided": np.arange(12.0).reshape(3, 4).T * rank, "global": x if False else None,
+    "strided": np.arange(12.0).reshape(3, 4).T * rank, "nothing": None,
 }
 got = ctx.broadcast(tree, root=root)
 assert got["bf16"].dtype == jnp.bfloat16 and isinstance(got["bf16"], jax.Array)
 assert (np.asarray(got["bf16"], np.float32) == root).all() and got["bf16"].shape == (3, 2)
 assert got["f64"].dtype == jnp.float64 and float(got["f64"]) == root and got["f64"].shape == ()
 assert isinstance(got["int"], np.ndarray) and (got["int"] == np.arange(4) * root).all()
-assert got["big"].shape == (25_000_000,) and (got["big"] == root).all()
+assert got["big"].shape == (5_000_000,) and (got["big"] == root).all()
 assert got["empty"].shape == (0, 3)
 assert (jax.random.key_data(got["key"]) == jax.random.key_data(jax.random.key(root))).all()
 assert got["pair"] == Pair(root, "text")
@@ -118,7 +172,7 @@ jnp.add(got["bf16"], 1).block_until_ready()
 
 # not picklable as a whole: leaves go, structure is mine
 mine = jax.tree_util.Partial(lambda w: w * 2, jnp.full((2,), float(rank)))
-assert (ctx.broadcast(mine)(1.0) if False else ctx.broadcast(mine).args[0] == 0).all()
+assert (ctx.broadcast(mine).args[0] == 0).all()
 # a replicated global array
 everywhere = jax.device_put(np.arange(3.0), NamedSharding(ctx.mesh, P()))
 assert (np.asarray(ctx.broadcast(everywhere)) == np.arange(3.0)).all()
@@ -138,89 +192,82 @@ else:
     raise AssertionError("a broadcast met a barrier")
 assert ctx.broadcast([rank, None], root=1) == [1, None]
 ctx.barrier(timeout=60)
-print("fine", rank, ctx.connector.name, ctx.communicator)
+print("fine", rank, size, ctx.local_rank, ctx.local_size, c.name, ctx.communicator)
 """
 
 
 def test_one_process():
     done = subprocess.run(
-        [sys.executable, "-c", _ALONE],
+        [sys.executable, "-c", _ALONE, str(jobs.free_port())],
         env=jobs.environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.stdout == "fine\n", done.stdout + done.stderr
 
 
-def _fine(output: str) -> list[str]:
-    return sorted(line for line in output.splitlines() if line.startswith("fine"))
+def _all_fine(results: list[jobs.Result], lines: list[str]) -> None:
+    """And there is nothing in the output but the script's own."""
+    output = "\n".join(r.output for r in results)
+    assert all(r.returncode == 0 for r in results), output
+    assert sorted(line for r in results for line in r.stdout.splitlines()) == lines, output
+    assert "[Gloo]" not in output
+
+
+def _environment(**more: str | None) -> dict[str, str | None]:
+    return {"JAX_ENABLE_X64": "1", "PYTHONPATH": os.pathsep.join(sys.path), **more}
 
 
 @pytest.mark.slow
-def test_several_processes_by_hand():
-    env = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        # gRPC must not take the coordinator for an address behind the proxy
-        "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": None,
-        "JAX_ENABLE_X64": "1",
-    }  # fmt: skip
-    results = jobs.spawn_env(2, ["-c", _SEVERAL, "auto"], env)
-    output = "\n".join(r.output for r in results)
-    assert all(r.returncode == 0 for r in results), output
-    assert _fine(output) == ["fine 0 env xla", "fine 1 env xla"], output
+def test_several_processes_by_hand_with_a_connector_of_the_users_own():
+    # gRPC must not take the coordinator for an address behind the proxy
+    env = _environment(http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9", no_proxy=None)
+    results = jobs.spawn_env(3, ["-c", _SEVERAL, "mine", "policies"], env)
+    _all_fine(results, [f"fine {r} 3 {r} 3 mine xla" for r in range(3)])
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_several_processes_under_mpirun():
-    result = jobs.mpirun(3, ["-c", _SEVERAL, "auto"], {"JAX_ENABLE_X64": "1"})
-    assert result.returncode == 0, result.output
-    assert _fine(result.output) == [f"fine {r} mpi mpi" for r in range(3)], result.output
+    result = jobs.mpirun(2, ["-c", _SEVERAL, "auto", "no policies"], _environment())
+    _all_fine([result], [f"fine {r} 2 {r} 2 mpi mpi" for r in range(2)])
 
 
 _REFUSED = """
-import os, sys, importlib.util
+import importlib.util, os, sys, time
+from pathlib import Path
 from jaxdist.runtime.context import init
-if sys.argv[1] == "started":
-    import jax.numpy as jnp
-    jnp.ones(2)
-if sys.argv[1] == "absent":
-    find = importlib.util.find_spec
+folder, *ports = sys.argv[1:]
+
+def refused(communicator="auto"):
+    os.environ["MASTER_PORT"] = ports.pop()
+    try:
+        init("auto", communicator, timeout=30)
+    except (ImportError, RuntimeError, ValueError) as error:
+        print(error, flush=True)
+
+find = importlib.util.find_spec
+if find("mpi4py"):
     importlib.util.find_spec = lambda name, *a: None if name == "mpi4jax" else find(name, *a)
-class Mine:
-    "A connector of the user's own."
-    def __init__(self):
-        from jaxdist.connectors.tcp import from_env
-        inner = from_env(30)
-        self.name, self.rank, self.size = "mine", inner.rank, inner.size
-        self.local_rank, self.local_size = inner.local_rank, inner.local_size
-        self.barrier, self.broadcast, self.abort = inner.barrier, inner.broadcast, inner.abort
-ctx = init(Mine() if sys.argv[1] == "mine" else "auto", os.environ.get("COMM", "auto"), timeout=30)
-print("fine", ctx.connector.name, ctx.communicator, ctx.broadcast(ctx.rank, root=1))
+    refused("mpi")
+    importlib.util.find_spec = find
+    refused("mpi")
+import jax.numpy as jnp
+jnp.ones(2)
+refused()
+Path(folder, os.environ["RANK"]).touch()
+while len(os.listdir(folder)) < 2:  # who ends first would end the other
+    time.sleep(0.01)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "communicator", "words"),
-    [
-        ("started", "auto", "a JAX backend was already in use when jaxdist.init was called"),
-        ("absent", "mpi", "mpi4jax is not installed. Install: pip install"),
-        ("world", "mpi", "MPI's world has 1 processes, the job has 2"),
-    ],
-)
-def test_what_several_processes_refuse(what, communicator, words):
-    if communicator == "mpi":
-        pytest.importorskip("mpi4py")
-    results = jobs.spawn_env(2, ["-c", _REFUSED, what], {"COMM": communicator}, timeout=60)
-    assert all(r.returncode != 0 for r in results)
-    assert all(words in r.stderr for r in results), "\n".join(r.output for r in results)
-
-
-@pytest.mark.slow
-def test_a_connector_of_the_users_own():
-    for result in jobs.spawn_env(2, ["-c", _REFUSED, "mine"], timeout=60):
-        assert result.returncode == 0, result.output
-        assert "fine mine xla 1" in result.stdout
+def test_what_several_processes_refuse(tmp_path):
+    refused = ["a JAX backend was already in use when jaxdist.init was called"]
+    if importlib.util.find_spec("mpi4py"):
+        refused += ["mpi4jax is not installed. Install: pip install", "MPI's world has 1 processes, the job has 2"]
+    ports = [str(jobs.free_port()) for _ in range(3)]
+    for result in jobs.spawn_env(2, ["-c", _REFUSED, str(tmp_path), *ports], timeout=60):
+        assert all(words in result.stdout for words in refused), result.output
 
 
 def test_ranks_connect_once_the_root_listens(tmp_path):

@@ -83,35 +83,12 @@ def test_a_folder_that_grpc_takes_no_address_in_is_not_used(folder, tmp_path, mo
 
 
 _SCRIPT = """
-import jax, numpy as np, jaxdist, sys, pathlib
+import atexit, time
+import jax, numpy as np, jaxdist
 ctx = jaxdist.init()
 assert ctx.control.root_host != "127.0.0.1" or ctx.is_root
 step = jaxdist.data_parallel(lambda w, x: w + x.sum())
 print("sum", float(step(np.zeros(()), np.ones(2))))
-"""
-
-
-def _as_across_hosts(size: int, script: str) -> list[jobs.Result]:
-    """A job whose ranks reach the root at another address than loopback; all end with 0."""
-    own = rendezvous.interface_addresses()
-    if not own:
-        pytest.skip("no interface beside loopback: not checked here (tests/hosts does)")
-    env = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
-    results = jobs.spawn_env(size, ["-c", script], env)
-    for result in results:
-        assert result.returncode == 0, result.output
-    return results
-
-
-def test_a_job_as_across_hosts():
-    for result in _as_across_hosts(3, _SCRIPT):
-        assert result.stdout == "sum 6.0\n"
-
-
-_LATE = """
-import atexit, time
-import jax, numpy as np, jaxdist
-ctx = jaxdist.init()
 if ctx.rank == 0:
     post, leaving = ctx.control.post, []
     def late(tag, value, to=None):
@@ -124,5 +101,10 @@ if ctx.rank == 0:
 
 
 @pytest.mark.slow
-def test_the_root_ends_after_the_last_answer_of_the_coordinator_has_come():
-    _as_across_hosts(2, _LATE)
+def test_a_job_as_across_hosts_whose_root_ends_after_the_last_answer_of_the_coordinator_has_come():
+    own = rendezvous.interface_addresses()
+    if not own:
+        pytest.skip("no interface beside loopback: not checked here (tests/hosts does)")
+    env = {"MASTER_ADDR": own[0], "JAXDIST_SECRET": "s", "JAXDIST_TIMEOUT": "60"}
+    for result in jobs.spawn_env(2, ["-c", _SCRIPT], env):
+        assert (result.returncode, result.stdout) == (0, "sum 4.0\n"), result.output

@@ -7,20 +7,13 @@ import pytest
 from jaxdist.runtime.devices import Resources, choose_gpu, fair_threads, wanted_platform
 
 
-def test_every_process_sees_all_gpus():
-    hosts = [Resources(h, (0,), ("u0", "u1"), "gpu") for h in "aabb"]
-    assert [choose_gpu(hosts, r) for r in range(4)] == [0, 1, 0, 1]
-
-
-def test_the_launcher_shows_each_process_its_own():
-    hosts = [Resources("a", (0,), (u,), "gpu") for u in ("u0", "u1", "u2")]
-    assert [choose_gpu(hosts, r) for r in range(3)] == [0, 0, 0]
-
-
-def test_more_processes_than_gpus_names_both_numbers_and_the_fix():
-    hosts = [Resources("a", (0,), ("u0", "u1"), "gpu")] * 3
+def test_which_gpu():
+    shared = [Resources(h, (0,), ("u0", "u1"), "gpu") for h in "aabb"]
+    assert [choose_gpu(shared, r) for r in range(4)] == [0, 1, 0, 1]
+    each_its_own = [Resources("a", (0,), (u,), "gpu") for u in ("u0", "u1", "u2")]
+    assert [choose_gpu(each_its_own, r) for r in range(3)] == [0, 0, 0]
     with pytest.raises(ValueError, match=r"3 processes on host a, but 2 visible GPUs.*-np 2"):
-        choose_gpu(hosts, 2)
+        choose_gpu([Resources("a", (0,), ("u0", "u1"), "gpu")] * 3, 2)
 
 
 def test_threads_share_the_cores_that_processes_share():
@@ -37,7 +30,5 @@ def test_threads_share_the_cores_that_processes_share():
 
 
 def test_platform_without_starting_a_backend():
-    assert wanted_platform("cpu", ["u0"]) == "cpu"
-    assert wanted_platform("cuda,cpu", []) == "gpu"
-    assert wanted_platform(None, []) == "cpu"
-    assert wanted_platform("", []) == "cpu"
+    asked = [("cpu", ["u0"]), ("cuda,cpu", []), (None, []), ("", [])]
+    assert [wanted_platform(*one) for one in asked] == ["cpu", "gpu", "cpu", "cpu"]

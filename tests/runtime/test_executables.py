@@ -40,37 +40,52 @@ def _run(how: str, ranks: int, *parts: str, **env: str) -> list[dict[str, Any]]:
     return sorted(map(json.loads, lines), key=lambda found: found["rank"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "how"), [
-    pytest.param(2, "mpi", marks=pytest.mark.mpi), (3, "env"),
-    *((pytest.param(3, "mpi", marks=pytest.mark.mpi), (2, "env")) if "JAXDIST_FULL" in os.environ else ()),
-])  # fmt: skip
-def test_results_are_those_of_ranks_that_compile_for_themselves(ranks: int, how: str) -> None:
-    shared, each = _run(how, ranks), _run(how, ranks, JAXDIST_COMPILE="each")
+def _alike(found: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """What was compiled of the parts whose programs are the same on all ranks."""
+    return [(name, names) for name, names in found["compiled"].items() if name == "local" or "level" in name]
+
+
+def _compiled_once(shared: list[dict[str, Any]], each: list[dict[str, Any]]) -> None:
+    """What all run, to the same bits as ranks that compile for themselves; and each rank what is its own."""
     assert [found["bits"] for found in shared] == [found["bits"] for found in each]
-    for name, alone in each[0]["compiled"].items():
-        if name in ("local", *(f"level {i}" for i in range(4))):
-            assert all(found["compiled"][name] == alone for found in each), name
-            # Fewer: levels 1 and 2 of a step may be one program.
-            together = Counter(program for found in shared for program in found["compiled"][name])
-            assert together <= Counter(alone), name
-            assert together or name == "level 2"
+    for name, alone in _alike(each[0]):
+        # Fewer: levels 1 and 2 of a step may be one program.
+        together = Counter(program for found in shared for program in found["compiled"][name])
+        assert together <= Counter(alone), name
+        assert together or name == "level 2"
     assert all("jit_other" in found["compiled"]["differs"] for found in shared)
     assert all({"jit_own", "jit_step"} <= {*found["compiled"]["callbacks"]} for found in shared)
 
 
+FULL = "JAXDIST_FULL" in os.environ
+PARTS = ("local", "level 1", "level 3", "callbacks", "differs", "shifted")
+RANKS = pytest.mark.parametrize("ranks", [2, 3] if FULL else [2])
+
+
 @pytest.mark.slow
-def test_jaxs_persistent_cache_serves_every_rank(tmp_path: Path) -> None:
-    settings = {
+@pytest.mark.mpi
+@RANKS
+def test_results_are_those_of_ranks_that_compile_for_themselves(ranks: int) -> None:
+    parts = () if FULL else PARTS  # all
+    each = _run("mpi", ranks, *parts, JAXDIST_COMPILE="each")
+    assert all(one["compiled"][name] == alone for one in each for name, alone in _alike(each[0]))
+    _compiled_once(_run("mpi", ranks, *parts), each)
+
+
+@pytest.mark.slow
+@RANKS
+def test_also_over_gloo_and_jaxs_persistent_cache_serves_every_rank(ranks: int, tmp_path: Path) -> None:
+    cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    first = _run("env", 2, "local", "level 2", **settings)
-    again = _run("env", 2, "local", "level 2", **settings)
-    assert first[0]["compiled"]["level 2"]
-    assert [found["bits"] for found in first] == [found["bits"] for found in again]
-    assert [found["compiled"] for found in again] == [{"local": [], "level 2": []}] * 2
+    parts, kept = ("local", "level 2", "callbacks", "differs"), ("local", "level 2")
+    written = _run("env", ranks, *parts, **cache)  # the root compiles what it writes
+    _compiled_once(_run("env", ranks, *parts), written)
+    read = _run("env", ranks, *kept, **cache)
+    assert [found["bits"] for found in read] == [{name: found["bits"][name] for name in kept} for found in written]
+    assert [found["compiled"] for found in read] == [{name: [] for name in kept}] * ranks
 
 
 # --- in one process
@@ -125,18 +140,9 @@ def test_the_second_loads_what_the_first_compiled(tmp_path: Path, lowered: Any) 
         np.testing.assert_array_equal(out.disassemble_into_single_device_arrays()[0][0], [0, 2, 4])
 
 
-def test_another_program_or_another_setting_is_compiled(
+def test_another_program_or_another_setting_is_compiled_and_where_it_is_written_makes_no_other(
     tmp_path: Path, lowered: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = _Ranks(tmp_path)
-    ranks(0, lowered(lambda x: x * 2))
-    ranks(1, lowered(lambda x: x * 3))
-    monkeypatch.setenv("PJRT_NPROC", "3")
-    ranks(2, lowered(lambda x: x * 2))
-    assert len(ranks.compiled) == 3
-
-
-def test_where_it_is_written_makes_no_other_program(tmp_path: Path, lowered: Any) -> None:
     ranks = _Ranks(tmp_path)
     ranks(0, lowered(lambda x: x * 2))
     ranks(1, lowered(
@@ -144,20 +150,21 @@ def test_where_it_is_written_makes_no_other_program(tmp_path: Path, lowered: Any
             x * 2
     ))  # fmt: skip
     assert len(ranks.compiled) == 1
+    ranks(1, lowered(lambda x: x * 3))
+    monkeypatch.setenv("PJRT_NPROC", "3")
+    ranks(2, lowered(lambda x: x * 2))
+    assert len(ranks.compiled) == 3
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"no executable", lambda b: b""])
-def test_what_is_damaged_is_compiled_anew(tmp_path: Path, lowered: Any, damage: Callable[[bytes], bytes]) -> None:
+def test_what_is_damaged_or_has_no_folder_is_compiled_anew(tmp_path: Path, lowered: Any) -> None:
     ranks, program = _Ranks(tmp_path), lowered(lambda x: x * 2)
     ranks(0, program)
     (entry,) = _entries(tmp_path)
-    entry.write_bytes(damage(entry.read_bytes()))
-    assert ranks(1, program) is not None
-    assert len(ranks.compiled) == 2
-
-
-def test_without_its_folder_each_compiles(tmp_path: Path, lowered: Any) -> None:
-    ranks, program = _Ranks(tmp_path / "gone"), lowered(lambda x: x * 2)
+    for count, damaged in enumerate((entry.read_bytes()[: entry.stat().st_size // 2], b"no executable", b""), 2):
+        entry.write_bytes(damaged)
+        assert ranks(1, program) is not None
+        assert len(ranks.compiled) == count
+    ranks = _Ranks(tmp_path / "gone")
     assert ranks(0, program) is not None
     assert ranks(1, program) is not None
     assert len(ranks.compiled) == 2
@@ -199,7 +206,7 @@ entry = Path(sys.argv[1])
 one = Executables(SimpleNamespace(rank=0), 60.0, entry.parent)
 assert one._turn(entry, None) is not None
 print("holds", flush=True)
-time.sleep(100)
+time.sleep(10)
 """
 
 
@@ -207,23 +214,20 @@ def test_the_death_of_the_rank_that_compiles_lets_another(tmp_path: Path, lowere
     program = lowered(lambda x: x * 2)
     entry = tmp_path / executables._key(program)
     with subprocess.Popen([sys.executable, "-c", _HOLDER, str(entry)], stdout=subprocess.PIPE) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == b"holds\n"
-            ranks = _Ranks(tmp_path)
-            pause = time.sleep
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"holds\n"
+        ranks = _Ranks(tmp_path)
+        pause = time.sleep
 
-            def then_it_dies(seconds: float) -> None:
-                holder.kill()
-                holder.wait()
-                pause(seconds)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(executables.time, "sleep", then_it_dies)
-                assert ranks(1, program) is not None
-            assert len(ranks.compiled) == 1
-        finally:
+        def then_it_dies(seconds: float) -> None:
             holder.kill()
+            holder.wait()
+            pause(seconds)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executables.time, "sleep", then_it_dies)
+            assert ranks(1, program) is not None
+        assert len(ranks.compiled) == 1
 
 
 # --- the folder
@@ -236,15 +240,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_killed_jobs_left_is_removed_and_what_is_in_use_is_not(temporary: Path) -> None:
+def test_one_rank_offers_a_folder_and_what_killed_jobs_left_is_removed(temporary: Path) -> None:
     left = temporary / "jaxdist-programs-left"
     left.mkdir(mode=0o700)
     (left / "entry").write_bytes(b"of a job that was killed")
-    first = executables.offer(0).folder
-    second = executables.offer(0).folder
+    first, second = (Path(executables.offer(0).folder) for _ in range(2))
     assert not left.exists()
-    assert Path(first).exists()
-    assert Path(second).stat().st_mode & 0o777 == 0o700
+    assert first.exists()  # in use
+    assert second.stat().st_mode & 0o777 == 0o700
     assert executables.offer(1).folder == ""
 
 
@@ -262,9 +265,8 @@ def test_only_a_folder_of_ones_own_is_used(temporary: Path, monkeypatch: pytest.
     assert _shared([mine, beside], monkeypatch)
     assert not _shared([mine, executables.Offer("another machine")], monkeypatch)
     assert not _shared([executables.Offer("another machine", mine.folder), beside], monkeypatch)
-    assert not _shared(
-        [beside, executables.Offer(mine.machine, str(temporary / "of another file system"))], monkeypatch
-    )
+    elsewhere = executables.Offer(mine.machine, str(temporary / "of another file system"))
+    assert not _shared([beside, elsewhere], monkeypatch)
     Path(mine.folder).chmod(0o755)
     assert not _shared([mine, beside], monkeypatch)
 
@@ -298,13 +300,10 @@ def test_without_its_handles_a_program_is_the_same_everywhere() -> None:
     another = _calls(comm=5, dtype=5, op=6)
     assert take_out(another) == [5, 6]
     assert str(another) != str(one)
-
-
-def test_a_number_that_is_too_long_stays() -> None:
-    module = _calls(comm=-(2**63), dtype=1, op=2)
-    before = str(module)
-    assert take_out(module) == []
-    assert str(module) == before
+    too_long = _calls(comm=-(2**63), dtype=1, op=2)
+    before = str(too_long)
+    assert take_out(too_long) == []
+    assert str(too_long) == before
 
 
 def test_handles_are_written_without_changing_a_length() -> None:
@@ -315,6 +314,5 @@ def test_handles_are_written_without_changing_a_length() -> None:
     assert len(mine) == len(text)
     assert b"comm =      94539430212800 : i64" in mine
     with mlir.make_ir_context():
-        back = ir.Module.parse(mine)
-    assert take_out(back) == handles
+        assert take_out(ir.Module.parse(mine)) == handles
     assert put_in(text, []) == text

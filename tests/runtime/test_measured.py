@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,6 @@ import pytest
 
 from jaxdist.machine import KINDS, VIRTUAL
 from jaxdist.runtime import measured
-
-
-def kinds(jaxdist: Any, launcher: str, tmp_path: Path, name: str | None = None) -> dict[str, Any]:
-    env = {"XDG_CACHE_HOME": str(tmp_path), "JAXDIST_MACHINE": name}
-    done = jaxdist("run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json", timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["job"]["kind"]
-
-
-def test_measured_once_and_remembered(jaxdist: Any, launcher: str, tmp_path: Path) -> None:
-    first = kinds(jaxdist, launcher, tmp_path)
-    path = tmp_path / "jaxdist" / "machines.json"
-    ((key, kept),) = json.loads(path.read_text()).items()
-    assert "2 ranks" in key
-    assert first["flops"] == kept["flops"]
-    for name in ("flops", "bandwidth", "link", "latency"):
-        assert math.log2(first[name]).is_integer(), f"{name} is rounded, or programs would differ from run to run"
-    path.write_text(json.dumps({key: {**kept, "link": 12345.0}}))
-    assert kinds(jaxdist, launcher, tmp_path)["link"] == 12345.0
-
 
 _EACH_ITS_OWN = """
 import dataclasses
@@ -49,15 +28,25 @@ if ctx.is_root:
 """
 
 
-def test_all_ranks_take_what_the_root_has_measured(jaxdist: Any, launcher: str, tmp_path: Path) -> None:
+def test_all_ranks_take_what_the_root_has_measured_or_remembers_or_is_told(jaxdist: Any, tmp_path: Path) -> None:
     """Else they would compile different programs."""
     (tmp_path / "script.py").write_text(_EACH_ITS_OWN)
-    env = {"XDG_CACHE_HOME": str(tmp_path), "JAXDIST_MACHINE": None}
-    done = jaxdist("run", "-n", 2, "--launcher", launcher, "script.py", timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"[{2.0**20}, {2.0**20}]"
-    ((_, kept),) = json.loads((tmp_path / "jaxdist" / "machines.json").read_text()).items()
+
+    def links(folder: Path, name: str | None = None) -> str:
+        env = {"XDG_CACHE_HOME": str(folder), "JAXDIST_MACHINE": name}
+        done = jaxdist("run", "-n", 2, "--launcher", "env", "script.py", timeout=120, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert links(tmp_path) == f"[{2.0**20}, {2.0**20}]"
+    path = tmp_path / "jaxdist" / "machines.json"
+    ((key, kept),) = json.loads(path.read_text()).items()
     assert kept["link"] == 2.0**20
+    path.write_text(json.dumps({key: {**kept, "link": 12345.0}}))
+    assert links(tmp_path) == "[12345.0, 12345.0]"
+    link = KINDS["h100"].link
+    assert links(tmp_path / "other", "h100") == f"[{link}, {link}]"
+    assert not (tmp_path / "other").exists()
 
 
 WRONG = [0, -1, True, "1", None, float("nan"), float("inf"), 10**400]
@@ -86,23 +75,17 @@ def test_one_entry_that_is_damaged_costs_no_other(tmp_path: Path, monkeypatch: p
     assert measured.remembered().keys() == {"a", "c"}
 
 
-def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_in_its_place_is_not_waited_for_and_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "jaxdist").mkdir()
     os.mkfifo(tmp_path / "jaxdist" / "machines.json")
     assert measured.remembered() == {}
-
-
-def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     measured.remember("a", VIRTUAL.kind)
     assert measured.remembered() == {}
-
-
-def test_a_named_one_is_taken_on_all_ranks(jaxdist: Any, launcher: str, tmp_path: Path) -> None:
-    assert kinds(jaxdist, launcher, tmp_path, "h100")["flops"] == KINDS["h100"].flops
-    assert not (tmp_path / "jaxdist").exists()
 
 
 @pytest.mark.parametrize("name", ["cpu", "H100"])
@@ -115,21 +98,23 @@ def test_its_platform_stays_what_it_is(name: str, platform: str, monkeypatch: py
     assert kind.is_cpu == (platform == "cpu")
 
 
-def test_no_such_kind(jaxdist: Any) -> None:
-    done = jaxdist("info", timeout=120, env={"JAXDIST_MACHINE": "h1000"})
-    assert done.returncode == 1
-    assert "JAXDIST_MACHINE='h1000': there is no such kind of device; valid: A100-40" in done.stdout + done.stderr
-
-
 def test_a_named_one_but_for_some_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXDIST_MACHINE", "H100,network=25e9,latency=0")
     assert measured.named("gpu") == dataclasses.replace(KINDS["h100"], network=25e9, latency=0)
 
 
+NO_NUMBER = "after the kind, expected NAME=NUMBER with a name of link, network"
+
+
 @pytest.mark.parametrize(
-    "what", ["network", "network=", "network=0", "network=-1", "latency=nan", "memory=1", "=1", ""]
-)
-def test_no_such_number(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAXDIST_MACHINE", f"cpu,{what}")
-    with pytest.raises(ValueError, match="after the kind, expected NAME=NUMBER with a name of link, network"):
+    ("name", "said"),
+    [
+        ("h1000", "JAXDIST_MACHINE='h1000': there is no such kind of device; valid: A100-40"),
+        *((f"cpu,{what}", NO_NUMBER)
+          for what in ("network", "network=", "network=0", "network=-1", "latency=nan", "memory=1", "=1", "")),
+    ],
+)  # fmt: skip
+def test_no_such_kind_or_number(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXDIST_MACHINE", name)
+    with pytest.raises(ValueError, match=said):
         measured.named("cpu")

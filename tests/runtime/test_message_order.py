@@ -44,7 +44,7 @@ if sys.argv[2] == "slow first":
     compile_ = jax._src.compiler.backend_compile_and_load
     def slowly(backend, module, *rest):
         if ctx.rank == 0 and "jit_step" in str(module.operation.attributes["sym_name"]):
-            time.sleep(6)
+            time.sleep(3)
         return compile_(backend, module, *rest)
     jax._src.compiler.backend_compile_and_load = slowly
 elif sys.argv[2] == "alone":
@@ -55,7 +55,7 @@ elif sys.argv[2] == "alone":
     data = jax.make_array_from_process_local_data(
         jax.sharding.NamedSharding(ctx.mesh, jax.sharding.PartitionSpec("data")), np.ones((4, 2), np.float32))
     for late in (0, 1):
-        time.sleep(2 * (ctx.rank == late))
+        time.sleep(ctx.rank == late)
         both = lambda x: (x.sum(0) + ctx.rank) / x.max(0)  # two collectives; a program of its own on each rank
         jax.block_until_ready(jax.jit(both)(data))
     step(weights, state, x)
@@ -122,9 +122,8 @@ def test_the_order_goes_into_loops_and_branches() -> None:
     run = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
     text = run.lower(jnp.ones(3)).compile().as_text()
     assert text
-    assert [one.name.split("/")[-2] for one in order_of(text)] in (
-        ["first", "turn", "no", "yes", "last"], ["first", "turn", "yes", "no", "last"],
-    )  # fmt: skip
+    first, turn, *branches, last = [one.name.split("/")[-2] for one in order_of(text)]
+    assert (first, turn, sorted(branches), last) == ("first", "turn", ["no", "yes"], "last")
 
 
 _TWO = """HloModule step, is_scheduled=true
