@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -15,10 +14,11 @@ import pytest
 from jaxdist.runtime.coordinator import await_listener
 
 _ALONE = """
-import os, sys
+import importlib.util, os, sys
+from types import SimpleNamespace
 import jax, jax.numpy as jnp, numpy as np
 import jaxdist
-from jaxdist.runtime import context
+from jaxdist.runtime import start
 from jaxdist.runtime.context import get_context, init
 from jaxdist import compat
 assert "mpi4py" not in sys.modules and not compat.backend_started(), "import does too much"
@@ -30,6 +30,22 @@ def refused(kind, words, *args, **kw):
         assert words in str(error), str(error)
     else:
         raise AssertionError(f"not refused: {args}")
+
+def refused_as_one_of_two(kind, words, wanted):
+    control = SimpleNamespace(rank=0, size=2, who=str, exchange=lambda tag, own, timeout: [own, own])
+    try:
+        start.jax_started(SimpleNamespace(name="env", local_rank=0), control, None, wanted, 1.0)
+    except kind as error:
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError("not refused")
+
+find = importlib.util.find_spec
+if find("mpi4py"):
+    importlib.util.find_spec = lambda name, *a: None if name == "mpi4jax" else find(name, *a)
+    refused_as_one_of_two(ImportError, "mpi4jax is not installed. Install: pip install", "mpi")
+    importlib.util.find_spec = find
+    refused_as_one_of_two(ValueError, "MPI's world has 1 processes, the job has 2", "mpi")
 
 refused(ValueError, "unknown communicator 'nccl'; valid: auto, xla, mpi", communicator="nccl")
 refused(ValueError, "unknown connector 'carrier pigeon'; valid: auto, mpi", "carrier pigeon")
@@ -43,6 +59,7 @@ os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys
 refused(TimeoutError, "missing: rank 1", timeout=0.3)
 del os.environ["RANK"], os.environ["WORLD_SIZE"]
 jnp.ones(2)  # a started backend is no harm to one process
+refused_as_one_of_two(RuntimeError, "a JAX backend was already in use when jaxdist.init was called", "auto")
 ctx = get_context()
 assert init() is ctx and init("local") is ctx and init("local", "xla") is ctx
 assert (ctx.rank, ctx.size, ctx.local_rank, ctx.local_size) == (0, 1, 0, 1)
@@ -230,44 +247,6 @@ def test_several_processes_by_hand_with_a_connector_of_the_users_own():
 def test_several_processes_under_mpirun():
     result = jobs.mpirun(2, ["-c", _SEVERAL, "auto", "no policies"], _environment())
     _all_fine([result], [f"fine {r} 2 {r} 2 mpi mpi" for r in range(2)])
-
-
-_REFUSED = """
-import importlib.util, os, sys, time
-from pathlib import Path
-from jaxdist.runtime.context import init
-folder, *ports = sys.argv[1:]
-
-def refused(communicator="auto"):
-    os.environ["MASTER_PORT"] = ports.pop()
-    try:
-        init("auto", communicator, timeout=30)
-    except (ImportError, RuntimeError, ValueError) as error:
-        print(error, flush=True)
-
-find = importlib.util.find_spec
-if find("mpi4py"):
-    importlib.util.find_spec = lambda name, *a: None if name == "mpi4jax" else find(name, *a)
-    refused("mpi")
-    importlib.util.find_spec = find
-    refused("mpi")
-import jax.numpy as jnp
-jnp.ones(2)
-refused()
-Path(folder, os.environ["RANK"]).touch()
-while len(os.listdir(folder)) < 2:  # who ends first would end the other
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.slow
-def test_what_several_processes_refuse(tmp_path):
-    refused = ["a JAX backend was already in use when jaxdist.init was called"]
-    if importlib.util.find_spec("mpi4py"):
-        refused += ["mpi4jax is not installed. Install: pip install", "MPI's world has 1 processes, the job has 2"]
-    ports = [str(jobs.free_port()) for _ in range(3)]
-    for result in jobs.spawn_env(2, ["-c", _REFUSED, str(tmp_path), *ports], timeout=60):
-        assert all(words in result.stdout for words in refused), result.output
 
 
 def test_ranks_connect_once_the_root_listens(tmp_path):
