@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import training
 from typer.testing import CliRunner, Result
 
 from jaxdist.cli import app
@@ -25,7 +25,7 @@ from jaxdist.launch.processes import Failed
 
 pytestmark = pytest.mark.slow  # together
 
-TRAINING = Path(__file__).parents[1] / "support" / "training.py"
+TRAINING = training.__file__
 
 
 def found(output: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_with_the_ranks_that_remain(jaxdist, tmp_path):
     assert "restart 1 of 2, with 1 rank\n" in done.stderr
     got = found(done.stdout)
     assert got["devices"] == 1
-    alone = found(jaxdist("run", TRAINING, tmp_path / "alone", 12, 0, "--x64", timeout=120).stdout)
+    alone = training.run(str(tmp_path / "alone"), 12, 0)
     assert max(np.abs(np.subtract(got["params"][k], v)).max() for k, v in alone["params"].items()) <= 1e-10
 
 
