@@ -107,8 +107,8 @@ def test_another_jobs_secret_is_not_let_in_and_the_address_is_named():
     port = server.getsockname()[1]
     address = [("127.0.0.1", port)]
     got = everywhere([
-        lambda: Control(0, 2, address, server=server, key=Key(b"one"), timeout=0.6),
-        lambda: Control(1, 2, address, key=Key(b"two"), timeout=0.4),
+        lambda: Control(0, 2, address, server=server, key=Key(b"one"), timeout=1.2),
+        lambda: Control(1, 2, address, key=Key(b"two"), timeout=0.8),
     ])  # fmt: skip
     assert isinstance(got[0], TimeoutError)
     assert "missing: rank 1" in str(got[0])

@@ -59,7 +59,7 @@ def _run(what: str, culprit: int, *args: str, timeout: str = "60") -> list[jobs.
 
 @pytest.mark.parametrize(("what", "culprit"), [("late", 1), ("uploads", 0)])
 def test_who_ends_later_than_the_timeout_is_waited_for(what: str, culprit: int) -> None:
-    results = _run(what, culprit, "2.5", timeout="1.5")
+    results = _run(what, culprit, "3", timeout="1.5")
     assert [r.returncode for r in results] == [0, 0], results
     assert "LATE" in results[culprit].stdout
     assert f"for the others: rank {culprit} (" in results[1 - culprit].stderr
@@ -67,7 +67,7 @@ def test_who_ends_later_than_the_timeout_is_waited_for(what: str, culprit: int) 
 
 
 def test_who_hangs_at_its_end_is_named() -> None:
-    results = _run("hang", 1, timeout="1.5")
+    results = _run("hang", 1, timeout="2")
     assert all(r.returncode != 0 for r in results)
     assert any("its script is over" in r.stderr and "for the others: rank 1 (" in r.stderr for r in results), results
     assert any("in at_exit" in r.stderr for r in results), results
