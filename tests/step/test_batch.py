@@ -12,20 +12,25 @@ import pytest
 
 import jaxdist
 from jaxdist.step import signature, signing
-from jaxdist.step.batch import AmbiguousError, Argument, is_keys, length, pieces, sizes, which
+from jaxdist.step.batch import AmbiguousError, Argument, length, pieces, sizes, which
 
 RNG = np.random.default_rng(0)
 X, Y, Z = RNG.normal(size=(16, 4)), RNG.normal(size=16), RNG.normal(size=(24, 4))
 W = jnp.asarray(RNG.normal(size=4))
 PARAMS = {"w": W, "b": jnp.zeros(())}
+KEY = jax.random.key(0)
 
 
-def read(step: Any, *args: Any, **kwargs: Any) -> list[str]:
+def batch_of(decorated: Any) -> list[str]:
     """Names of the leaves that are taken for the batch."""
-    decorated = jaxdist.data_parallel(step, donate=False)
-    jax.tree.map(np.testing.assert_allclose, decorated(*args, **kwargs), jax.jit(step)(*args, **kwargs))
     (program,) = decorated._cache.programs.values()
     return [program.signature.names[i] for i in program.signature.batch]
+
+
+def read(step: Any, *args: Any, **options: Any) -> list[str]:
+    decorated: Any = jaxdist.data_parallel(step, donate=False, **options)
+    decorated.lower(*args)
+    return batch_of(decorated)
 
 
 def loss_of(w: Any, x: Any, y: Any = 0.0) -> Any:
@@ -36,8 +41,8 @@ def test_what_of_an_argument_can_be_cut() -> None:
     assert sizes([X, Y]) == [16, 16]
     assert sizes([]) == []
     assert sizes([X, np.ones(3)]) == [16, 3]
-    assert sizes([X, np.float32(1), 3, jnp.asarray(2.0), jax.random.key(0), True]) == [16, *[None] * 5]
-    assert sizes([X, jax.random.split(jax.random.key(0), 16)]) == [16, 16]
+    assert sizes([X, np.float32(1), 3, jnp.asarray(2.0), KEY, True]) == [16, *[None] * 5]
+    assert sizes([X, jax.random.split(KEY, 16)]) == [16, 16]
     assert sizes([X, np.ones((0, 2))]) == [16, None]
     assert sizes([np.ones((0, 2))]) == [0]  # an error will come
     assert sizes([jax.random.PRNGKey(0)]) == [None]
@@ -45,32 +50,6 @@ def test_what_of_an_argument_can_be_cut() -> None:
     assert sizes([X[:2], np.zeros(2, np.uint32)]) == [2, 2]  # labels, of two examples
     assert sizes([X, Y], lambda x: x is Y) == [16, None]
     assert [length(of) for of in ([16, 16], [16, None], [16, 3], [None], [])] == [16, 16, None, None, None]
-
-
-@pytest.mark.parametrize(
-    ("step", "args", "batch"),
-    [
-        (lambda state, batch: jax.tree.map(lambda p: p - loss_of(W, batch), state), (PARAMS, X), ["batch"]),
-        (lambda w, x: w - jax.grad(loss_of)(w, x), (W, X), ["x"]),
-        (lambda w, x, y: w - jax.grad(loss_of)(w, x, y), (W, X, Y), ["x", "y"]),
-        (lambda p, x, y: loss_of(p["w"], x, y), (PARAMS, X, Y), ["x", "y"]),
-        (lambda w, x, y: loss_of(w, x, y), (W, X, Y), ["x", "y"]),
-        (lambda x, w: w - jax.grad(loss_of)(w, x), (X, W), ["x"]),
-        (lambda w, x, key: w - loss_of(w, x + jax.random.normal(key, x.shape)), (W, X, jax.random.key(0)), ["x"]),
-        (lambda w, x, key: w - loss_of(w, x + jax.random.normal(key, x.shape)), (W, X, jax.random.PRNGKey(0)), ["x"]),
-        (lambda w, real, z: w - jax.grad(lambda w: loss_of(w, real) + loss_of(w, z))(w), (W, X, Z), ["real", "z"]),
-        (lambda p, scale, x: loss_of(p["w"], x) * scale.sum(), (PARAMS, jnp.ones(3), X), ["scale", "x"]),
-        (lambda p, stats, x: loss_of(p["w"], x / stats), (PARAMS, jnp.ones(4), X), ["x"]),
-        (lambda w, lr, x: w - lr * jax.grad(loss_of)(w, x), (W, 0.1, X), ["x"]),
-        (lambda predictions, labels: jnp.mean((predictions - labels) ** 2), (Y, 2 * Y), ["predictions", "labels"]),
-        (lambda x: jnp.mean(x, 0), (X,), ["x"]),
-        (lambda w: w - jax.grad(lambda w: (w**2).sum())(w), (W,), []),
-        (lambda key: jax.random.normal(key, (3,)), (jax.random.key(0),), []),
-        (lambda p: jax.tree.map(jnp.zeros_like, p), ({"a": W, "b": jnp.ones(3)},), []),
-    ],
-)  # fmt: skip
-def test_which_arguments_are_the_batch(step: Any, args: Any, batch: list[str]) -> None:
-    assert read(step, *args) == batch
 
 
 def noise(keys: Any) -> Any:
@@ -87,7 +66,6 @@ def graph_loss(w: Any, g: Any) -> Any:
 
 
 GRAPH = {"from": RNG.integers(0, 24, 17), "nodes": Z, "to": RNG.integers(0, 24, 17), "y": RNG.normal(size=3)}
-KEY = jax.random.key(0)
 scaled: Any = lambda w, b: loss_of(w, b["x"]) * b["s"]
 TEACHER = {"w": W, "b": jnp.ones(3)}
 
@@ -95,11 +73,28 @@ TEACHER = {"w": W, "b": jnp.ones(3)}
 @pytest.mark.parametrize(
     ("step", "args", "batch"),
     [
+        (lambda state, batch: jax.tree.map(lambda p: p - loss_of(W, batch), state), (PARAMS, X), ["batch"]),
+        (lambda w, x: w - jax.grad(loss_of)(w, x), (W, X), ["x"]),
+        (lambda w, x, y: w - jax.grad(loss_of)(w, x, y), (W, X, Y), ["x", "y"]),
+        (lambda p, x, y: loss_of(p["w"], x, y), (PARAMS, X, Y), ["x", "y"]),
+        (lambda w, x, y: loss_of(w, x, y), (W, X, Y), ["x", "y"]),
+        (lambda x, w: w - jax.grad(loss_of)(w, x), (X, W), ["x"]),
+        (lambda w, x, key: w - loss_of(w, x + jax.random.normal(key, x.shape)), (W, X, KEY), ["x"]),
+        (lambda w, x, key: w - loss_of(w, x + jax.random.normal(key, x.shape)), (W, X, jax.random.PRNGKey(0)), ["x"]),
+        (lambda w, real, z: w - jax.grad(lambda w: loss_of(w, real) + loss_of(w, z))(w), (W, X, Z), ["real", "z"]),
+        (lambda p, scale, x: loss_of(p["w"], x) * scale.sum(), (PARAMS, jnp.ones(3), X), ["scale", "x"]),
+        (lambda p, stats, x: loss_of(p["w"], x / stats), (PARAMS, jnp.ones(4), X), ["x"]),
+        (lambda w, lr, x: w - lr * jax.grad(loss_of)(w, x), (W, 0.1, X), ["x"]),
+        (lambda predictions, labels: jnp.mean((predictions - labels) ** 2), (Y, 2 * Y), ["predictions", "labels"]),
+        (lambda x: jnp.mean(x, 0), (X,), ["x"]),
+        (lambda w: w - jax.grad(lambda w: (w**2).sum())(w), (W,), []),
+        (lambda key: jax.random.normal(key, (3,)), (KEY,), []),
+        (lambda p: jax.tree.map(jnp.zeros_like, p), (PARAMS | {"b": jnp.ones(3)},), []),
+        (lambda p: jax.tree.map(jnp.zeros_like, p), (PARAMS | {"c": Y},), []),
+        # Leaves of the batch: numbers and single keys are whole; of several lengths is split what can be twice as long.
         (descent(scaled), (W, {"x": X, "s": 2.0}), ["x"]),
-        (descent(scaled), (W, {"x": X, "s": jnp.asarray(2.0)}), ["x"]),
         (descent(scaled), (W, {"x": X[:5], "s": np.float32(2)}), ["x"]),
-        (scaled, (W, {"x": X, "s": 2.0}), ["x"]),
-        (lambda p, b: scaled(p["w"], b), (PARAMS, {"x": X, "s": 2.0}), ["x"]),
+        (scaled, (W, {"x": X, "s": jnp.asarray(2.0)}), ["x"]),
         (lambda b, p: scaled(p["w"], b), ({"x": X, "s": 2.0}, PARAMS), ["x"]),
         (lambda x, p: x @ p["w"] + p["b"], (X, PARAMS), ["x"]),
         (descent(lambda w, b: sum(loss_of(w, b["x"]) for _ in range(b["n"]))), (W, {"x": X, "n": 2}), ["x"]),
@@ -111,7 +106,6 @@ TEACHER = {"w": W, "b": jnp.ones(3)}
          ["batch[0]", "batch[1]"]),
         (descent(lambda w, b: loss_of(w, b["x"] + noise(b["k"][None])[0])), (W, {"x": X, "k": KEY}), ["x"]),
         (descent(lambda w, b: loss_of(w, b[0]) + loss_of(w, b[1])), (W, [X, Z[:7]]), ["batch[0][0]", "batch[0][1]"]),
-        (descent(graph_loss), (W, GRAPH), ["from", "nodes", "to", "y"]),
         (graph_loss, (W, GRAPH), ["from", "nodes", "to", "y"]),
         (descent(lambda w, g, y: graph_loss(w, g) + y.mean()), (W, GRAPH, Y), ["from", "nodes", "to", "y", "batch[1]"]),
         (descent(lambda w, b: jnp.mean(b["y"] * (b["x"] @ jnp.outer(w, b["c"]) * np.arange(3)).sum(1))),
@@ -121,40 +115,24 @@ TEACHER = {"w": W, "b": jnp.ones(3)}
         (descent(lambda w, t, x: loss_of(w + t["w"], x) * t["b"].sum()), (W, TEACHER, X), ["batch[1]"]),
         (lambda s, b: ({"w": s["w"] - scaled(s["w"], b), "k": jax.random.split(s["k"])[0]}, 0.0),
          ({"w": W, "k": KEY}, {"x": X, "s": 2.0}), ["x"]),
-        (lambda p: jax.tree.map(jnp.zeros_like, p), (PARAMS | {"c": Y},), []),
         (lambda w, x, k: (w - loss_of(w, x + noise(k)), jax.vmap(lambda k: jax.random.split(k)[0])(k)),
          (W, X, jax.random.split(KEY, 16)), ["x"]),
     ],
 )  # fmt: skip
-def test_which_leaves_are_the_batch(step: Any, args: Any, batch: list[str]) -> None:
-    """Numbers and single keys in it are whole; what has several lengths is split where it can be twice as long."""
-    data = lambda tree: jax.tree.map(lambda x: jax.random.key_data(x) if is_keys(x) else np.asarray(x), tree)
-    decorated = jaxdist.data_parallel(step, donate=False)
-    try:
-        expected = jax.jit(step)(*args)
-    except TypeError:  # it needs a number, or a text, as such
-        expected = step(*args)
-    for _ in range(2):
-        jax.tree.map(np.testing.assert_allclose, data(decorated(*args)), data(expected))
-    (program,) = decorated._cache.programs.values()
-    names = [program.signature.names[i] for i in program.signature.batch]
-    assert [name.rpartition("['")[2].removesuffix("']") for name in names] == batch
+def test_what_is_the_batch(step: Any, args: Any, batch: list[str]) -> None:
+    assert [name.rpartition("['")[2].removesuffix("']") for name in read(step, *args)] == batch
 
 
-def test_what_is_on_the_mesh_stays_whole_inside_a_batch() -> None:
+def test_what_earlier_calls_left_on_the_mesh() -> None:
+    """What is whole there stays whole, inside of a batch too, and is none; what is of the examples is split."""
     centres = jaxdist.data_parallel(lambda c, x: c + x.mean(0), donate=False)(jnp.zeros((3, 4)), X)
-    step = jaxdist.data_parallel(lambda w, b: loss_of(w, b["x"] - b["c"][0]), donate=False)
-    np.testing.assert_allclose(step(W, {"x": X, "c": centres}), loss_of(W, X - X.mean(0)))
-    (program,) = step._cache.programs.values()
-    assert [program.signature.names[i] for i in program.signature.batch] == ["b['x']"]
-
-
-def test_what_one_step_made_of_the_examples_is_split_in_the_next() -> None:
+    assert read(lambda w, b: loss_of(w, b["x"] - b["c"][0]), W, {"x": X, "c": centres}) == ["b['x']"]
+    w, _ = jaxdist.data_parallel(lambda w, x: (w * 0.5, loss_of(w, x)), donate=False)(W, X)
+    assert read(lambda w, x: loss_of(w, x), w, X[:4]) == ["x"]  # as long as the weights
     features = jaxdist.data_parallel(lambda w, x: jnp.tanh(x * w), donate=False)(W, X)
-    step = jaxdist.data_parallel(scaled, donate=False)
-    np.testing.assert_allclose(step(W, {"x": features, "s": 2.0}), scaled(W, {"x": np.tanh(X * W), "s": 2.0}))
-    (program,) = step._cache.programs.values()
-    assert [program.signature.names[i] for i in program.signature.batch] == ["b['x']"]
+    step, batch = jaxdist.data_parallel(scaled, donate=False), {"x": features, "s": 2.0}
+    np.testing.assert_allclose(step(W, batch), scaled(W, {"x": np.tanh(X * W), "s": 2.0}))
+    assert batch_of(step) == ["b['x']"]
 
 
 def test_an_argument_that_is_said_to_be_the_batch_has_leaves_that_are_one_for_all() -> None:
@@ -245,19 +223,10 @@ def test_a_batch_that_may_be_the_state_is_said_once(
 ) -> None:
     decorated = jaxdist.data_parallel(step, donate=False, **options)
     for _ in range(2):
-        jax.tree.map(np.testing.assert_allclose, decorated(*args), jax.jit(step)(*args))
+        decorated(*args)
     texts = [r.getMessage() for r in caplog.records if "taken for the batch" in r.getMessage()]
     assert len(texts) == bool(said), texts
     assert all(said in text and "batch_argnums=() says that there is no batch" in text for text in texts)
-
-
-def test_a_state_that_an_earlier_call_returned_is_none() -> None:
-    step = jaxdist.data_parallel(lambda w, x: (w * 0.5, loss_of(w, x)), donate=False)
-    w, _ = step(W, X)
-    look = jaxdist.data_parallel(lambda w, x: loss_of(w, x), donate=False)
-    np.testing.assert_allclose(look(w, X[:4]), loss_of(0.5 * W, X[:4]))  # as long as the weights
-    (program,) = look._cache.programs.values()
-    assert [program.signature.names[i] for i in program.signature.batch] == ["x"]
 
 
 def test_by_name_and_by_path() -> None:
@@ -265,10 +234,7 @@ def test_by_name_and_by_path() -> None:
     args = {"w": W, "x": X}, {"y": Y}
 
     def batch(argnums: Any) -> list[str]:
-        decorated = jaxdist.data_parallel(step, batch_argnums=argnums, donate=False)
-        jax.tree.map(np.testing.assert_allclose, decorated(*args), jax.jit(step)(*args))
-        (program,) = decorated._cache.programs.values()
-        return [program.signature.names[i] for i in program.signature.batch]
+        return read(step, *args, batch_argnums=argnums)
 
     assert batch("data") == batch(1) == batch((-1,)) == ["data['y']"]
     assert batch(("data", "state['x']")) == ["state['x']", "data['y']"]
@@ -286,53 +252,55 @@ def decide(*arguments: Argument, returned: Any = (), traces: Any = lambda readin
     return which(arguments, lambda: returned, traces)
 
 
-def test_what_differs_between_ranks_is_no_state() -> None:
-    w, x, y = Argument("w", 4, False), Argument("x", 16, True), Argument("y", 16, True)
-    assert decide(w, x, y, returned=[0]) == (1, 2)
-    assert decide(w, x, y) == (1, 2)
-    assert decide(w, x, Argument("z", 24, True)) == (1, 2)
+def own(name: str, length: int = 16) -> Argument:
+    """That differs between the ranks."""
+    return Argument(name, length, True)
 
 
-def test_what_has_its_own_length_and_is_alike_is_state() -> None:
-    state, queue, x = Argument("state", None), Argument("queue", 40, False), Argument("x", 16, True)
-    assert decide(state, queue, x) == (2,)
-    assert decide(state, x, queue) == (1,)
+def alike(name: str, length: int | None = 16) -> Argument:
+    return Argument(name, length, None if length is None else False)
 
 
-def test_all_alike_is_a_forgotten_split() -> None:
-    assert decide(Argument("w", 4, False), Argument("x", 16, False), Argument("y", 16, False)) == (1, 2)
+NUMBER = alike("state", None)
 
 
-def test_what_is_returned_is_state_where_the_ranks_have_the_same() -> None:
-    """`update(i, opt_state)` has no batch, and that of `update(i, opt_state, batch)` may be as long as the weights."""
-    i, state = Argument("i", None), Argument("opt_state", 16, False)
-    assert decide(i, state, returned=[1]) == ()
-    assert decide(i, state, Argument("batch", 16, True), returned=[1]) == (2,)
-    assert decide(i, state, Argument("batch", 16, False), returned=[1]) == (2,)
+@pytest.mark.parametrize(
+    ("arguments", "returned", "batch"),
+    [
+        # What differs is no state.
+        ([alike("w", 4), own("x"), own("y")], [0], (1, 2)),
+        ([alike("w", 4), own("x"), own("y")], [], (1, 2)),
+        ([alike("w", 4), own("x"), own("z", 24)], [], (1, 2)),
+        # What has its own length and is alike is state.
+        ([NUMBER, alike("queue", 40), own("x")], [], (2,)),
+        ([NUMBER, own("x"), alike("queue", 40)], [], (1,)),
+        # Where all is alike, somebody forgot to split it.
+        ([alike("w", 4), alike("x"), alike("y")], [], (1, 2)),
+        # What is returned is state if it is alike: `update(i, opt_state)`, and with a batch as long as the weights.
+        ([NUMBER, alike("opt_state")], [1], ()),
+        ([NUMBER, alike("opt_state"), own("batch")], [1], (2,)),
+        ([NUMBER, alike("opt_state"), alike("batch")], [1], (2,)),
+    ],
+)  # fmt: skip
+def test_what_the_ranks_come_with(arguments: list[Argument], returned: list[int], batch: tuple[int, ...]) -> None:
+    assert decide(*arguments, returned=returned) == batch
 
 
-def test_what_is_alike_while_others_differ_is_tried() -> None:
-    state, x, mask = Argument("state", None), Argument("x", 16, True), Argument("mask", 16, False)
-    assert decide(state, x, mask, traces=lambda reading: reading == (1, 2)) == (1, 2)
-    assert decide(state, mask, x, traces=lambda reading: reading == (2,)) == (2,)
+def test_what_is_in_doubt_is_tried() -> None:
+    x, mask = own("x"), alike("mask")
+    assert decide(NUMBER, x, mask, traces=lambda reading: reading == (1, 2)) == (1, 2)
+    assert decide(NUMBER, mask, x, traces=lambda reading: reading == (2,)) == (2,)
+    assert decide(NUMBER, x, mask, traces=lambda reading: False) == (1, 2), "an error of the step is not hidden"
     with pytest.raises(AmbiguousError) as error:
-        decide(state, x, mask)
+        decide(NUMBER, x, mask)
     text = str(error.value)
     assert "mask (16 entries) is the same on all ranks" in text
     assert "batch_argnums=('x', 'mask'): each rank has its own part of x and mask, and state is the same on all" in text
     assert "batch_argnums='x': each rank has its own part of x, and state and mask are the same on all" in text
-
-
-def test_what_is_returned_and_differs_is_tried() -> None:
-    w, x = Argument("w", 4, True), Argument("x", 16, True)  # weights from a seed of each rank's own
-    assert decide(w, x, returned=[0], traces=lambda reading: reading == (1,)) == (1,)
+    # Weights from a seed of each rank's own, which are returned.
+    assert decide(own("w", 4), x, returned=[0], traces=lambda reading: reading == (1,)) == (1,)
     with pytest.raises(AmbiguousError, match=r"batch_argnums='x': .*there is no batch"):
-        decide(Argument("x", 16, True), returned=[0])
-
-
-def test_an_error_of_the_step_is_not_hidden() -> None:
-    state, x, mask = Argument("state", None), Argument("x", 16, True), Argument("mask", 16, False)
-    assert decide(state, x, mask, traces=lambda reading: False) == (1, 2)
+        decide(x, returned=[0])
 
 
 def test_describing_a_call_takes_time_in_proportion_to_its_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

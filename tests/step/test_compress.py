@@ -23,42 +23,46 @@ def loss_fn(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.sin(x @ w))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("compress", ["bf16", "fp16"])
+def compressed_and_exact(step: Any, state: Any, x: Any, compress: Any = "bf16") -> list[Any]:
+    return [jaxdist.data_parallel(step, donate=False, compress=c)(state, x) for c in (compress, None)]
+
+
+@pytest.mark.parametrize(("compress", "dtype"), [("bf16", "float64"), ("fp16", "float32")])
 def test_gradients_lose_what_is_stated_and_losses_nothing(compress: Any, dtype: str) -> None:
     w, x = W.astype(dtype), X.astype(dtype)
 
     def step(w: Any, x: Any) -> Any:
         loss, grad = jax.value_and_grad(loss_fn)(w, x)
         assert grad.dtype == dtype
-        return w - grad, {"loss": loss, "grad": jnp.sum(grad * 0)}
+        return w - grad, loss
 
-    got, aux = jaxdist.data_parallel(step, donate=False, compress=compress)(w, x)
-    exact, exact_aux = jaxdist.data_parallel(step, donate=False)(w, x)
+    (got, loss), (exact, exact_loss) = compressed_and_exact(step, w, x, compress)
     parts = np.stack([jax.grad(loss_fn)(w, part) for part in np.split(x, N)])
     error = np.abs(np.asarray(got) - np.asarray(exact))
     assert (error <= LOSS[compress] * np.abs(parts).mean(0) + 1e-6).all()
     assert error.max() > 1e-5, "nothing was compressed"
-    np.testing.assert_array_equal(aux["loss"], exact_aux["loss"])
+    np.testing.assert_array_equal(loss, exact_loss)
 
 
 def test_what_is_no_gradient_is_not_compressed() -> None:
     """Losses, counts, statistics of the batch and what follows from them, arrays that are sums over the batch."""
 
     def step(state: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
-            z = x @ w
-            z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-3)  # of the backward pass too: values of the batch follow
-            return jnp.mean(jnp.sin(z * jnp.array([1.0, 2.0, 3.0]))), (z.mean(0), jnp.sum(z > 0, 0))
-
-        value, (mean, count) = loss(state["w"])
-        aux = {"loss": value, "mean": mean, "count": count, "second": x.T @ x}
+        z = x @ state["w"]
+        z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-3)
+        loss = jnp.mean(jnp.sin(z * jnp.array([1.0, 2.0, 3.0])))
+        aux = {"loss": loss, "mean": z.mean(0), "count": jnp.sum(z > 0, 0), "second": x.T @ x}
         slope = jax.grad(lambda x: jnp.mean(jnp.sin(x @ state["w"])))(x)
         return state | {"total": state["total"] + x.sum(0), "moments": 0.9 * state["moments"] + x.T @ x}, (aux, slope)
 
     state = {"w": W, "total": jnp.zeros(5), "moments": jnp.zeros((5, 5))}
-    got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(state, X) for c in ("bf16", None))
-    jax.tree.map(np.testing.assert_array_equal, got, exact)
+    jax.tree.map(np.testing.assert_array_equal, *compressed_and_exact(step, state, X))
+
+
+def reductions(step: Any, *args: Any, **options: Any) -> list[str]:
+    """The types of what is added up."""
+    text = jaxdist.data_parallel(step, **options).lower(*args).as_text()  # type: ignore[attr-defined]
+    return re.findall(r"stablehlo\.all_reduce.*?-> tensor<(\w+)>", text, re.DOTALL)
 
 
 def test_gradients_through_a_batch_norm() -> None:
@@ -72,15 +76,9 @@ def test_gradients_through_a_batch_norm() -> None:
     def step(w: Any, x: Any) -> Any:
         return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss)(w, x)), 0
 
-    w = {"a": W, "b": jnp.asarray(np.random.default_rng(2).normal(size=(3, 4)))}
-    text = jaxdist.data_parallel(step, compress="bf16", bucket_bytes=0).lower(w, X).as_text()  # type: ignore[attr-defined]
-    types = [r.split("-> tensor<")[1].split(">")[0] for r in text.split("stablehlo.all_reduce")[1:]]
+    types = reductions(step, {"a": W, "b": jnp.ones((3, 4))}, X, compress="bf16", bucket_bytes=0)
     assert sorted(t for t in types if "bf16" in t) == ["3x4xbf16", "5x3xbf16"]
     assert len(types) > 4  # the mean and the variance, there and back
-    got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(w, X)[0] for c in ("bf16", None))
-    for name in w:
-        gap = np.abs(np.asarray(got[name]) - np.asarray(exact[name])).max()
-        assert 1e-6 < gap < 1e-2
 
 
 def in_a_loop(p: Any, x: Any, start: Any) -> Any:
@@ -90,47 +88,38 @@ def in_a_loop(p: Any, x: Any, start: Any) -> Any:
 
 
 def test_an_accumulated_gradient_is_compressed() -> None:
-    step = lambda w, x: (w - in_a_loop(w, x, jnp.zeros_like(w)), 0)
-    got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(W, X)[0] for c in ("bf16", None))
+    got, exact = compressed_and_exact(lambda w, x: w - in_a_loop(w, x, jnp.zeros_like(w)), W, X)
     parts = np.stack([4 * jax.grad(loss_fn)(W, part) for part in np.split(X, N)])
     error = np.abs(np.asarray(got) - np.asarray(exact))
     assert error.max() > 1e-6
     assert (error <= LOSS["bf16"] * np.abs(parts).mean(0)).all()
 
 
-def test_parameters_are_never_compressed() -> None:
-    large = 1000 + W / 3
+def moved_in_the_loop(w: Any, x: Any) -> Any:
+    def turn(carry: Any, part: Any) -> Any:
+        total, w = carry
+        grad = jax.grad(loss_fn)(w / 1000, part)
+        return (total + grad, w - 0.1 * grad), None
 
-    def from_parameters(w: Any, x: Any) -> Any:
-        return in_a_loop(w / 1000, x, w), 0
-
-    def moved_in_the_loop(w: Any, x: Any) -> Any:
-        def turn(carry: Any, part: Any) -> Any:
-            total, w = carry
-            grad = jax.grad(loss_fn)(w / 1000, part)
-            return (total + grad, w - 0.1 * grad), None
-
-        total, w = jax.lax.scan(turn, (jnp.zeros_like(w), w), x.reshape(4, -1, x.shape[1]))[0]
-        return w, total
-
-    for step in (from_parameters, moved_in_the_loop):
-        got, exact = (jaxdist.data_parallel(step, donate=False, compress=c)(large, X)[0] for c in ("bf16", None))
-        np.testing.assert_allclose(got, exact, atol=0.02)  # of their last places in bfloat16: 4
+    total, w = jax.lax.scan(turn, (jnp.zeros_like(w), w), x.reshape(4, -1, x.shape[1]))[0]
+    return w, total
 
 
-@pytest.mark.parametrize(("compress", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
-def test_16_bit_gradients_of_the_same_type_travel_in_16_bits(compress: Any, dtype: str) -> None:
+@pytest.mark.parametrize("step", [lambda w, x: (in_a_loop(w / 1000, x, w), 0), moved_in_the_loop])
+def test_parameters_are_never_compressed(step: Any) -> None:
+    got, exact = compressed_and_exact(step, 1000 + W / 3, X)
+    np.testing.assert_allclose(got[0], exact[0], atol=0.02)  # of their last places in bfloat16: 4
+
+
+@pytest.mark.parametrize(("compress", "dtype", "wire"), [("bf16", "bfloat16", "bf16"), ("fp16", "float16", "f16")])
+def test_16_bit_gradients_of_the_same_type_travel_in_16_bits(compress: Any, dtype: str, wire: str) -> None:
     def step(w: Any, x: Any) -> Any:
         return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x.astype(dtype) @ w).astype(jnp.float32)))(w), 0
 
     w = W.astype(dtype)
-    for given, wire in ((None, "f32"), (compress, {"bf16": "bf16", "fp16": "f16"}[compress])):
-        text = jaxdist.data_parallel(step, donate=False, compress=given).lower(w, X).as_text()  # type: ignore[attr-defined]
-        found = re.findall(r"stablehlo\.all_reduce.*?-> tensor<(?:\d+x)+(\w+)>", text, re.DOTALL)
-        assert found == [wire]
-    got, exact = (
-        np.asarray(jaxdist.data_parallel(step, donate=False, compress=c)(w, X)[0], np.float32) for c in (compress, None)
-    )
+    assert reductions(step, w, X) == ["5x3xf32"]
+    assert reductions(step, w, X, compress=compress) == [f"5x3x{wire}"]
+    got, exact = (np.asarray(new, np.float32) for new, _ in compressed_and_exact(step, w, X, compress))
     np.testing.assert_allclose(got, exact, atol=4 * LOSS[compress] * np.abs(exact).max())
 
 
@@ -142,20 +131,10 @@ def test_other_16_bit_and_complex_gradients_travel_as_they_are() -> None:
         return jax.grad(loss)(state), 0
 
     state = {"half": jnp.ones(3, jnp.bfloat16), "complex": jnp.asarray([1 + 1j, 0.3, 2j])}
-    got, _ = jaxdist.data_parallel(step, donate=False, compress="fp16")(state, X)
-    exact, _ = jaxdist.data_parallel(step, donate=False)(state, X)
-    jax.tree.map(np.testing.assert_array_equal, got, exact)
+    jax.tree.map(np.testing.assert_array_equal, *compressed_and_exact(step, state, X, "fp16"))
 
 
-def test_the_wire_is_16_bits_wide() -> None:
-    step: Any = jaxdist.data_parallel(lambda w, x: (w - jax.grad(loss_fn)(w, x), 0), compress="bf16")
-    text = step.lower(W, X).as_text()
-    reductions = text.split("stablehlo.all_reduce")[1:]
-    assert reductions
-    assert all("bf16" in r.split("-> tensor")[1].split("\n")[0] for r in reductions), text
-
-
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("size", [1, 9, 1000])
 def test_the_exchange_of_parts(size: int) -> None:
     """What CPU processes do, the wire played by a stack of the devices' arrays."""
     xs = np.random.default_rng(size).normal(size=(N, size)).astype(np.float32)
@@ -170,8 +149,3 @@ def test_the_exchange_of_parts(size: int) -> None:
     got = np.asarray(jax.vmap(on_device, axis_name="d")(xs))
     assert (got == got[0]).all()
     assert (np.abs(got[0] - xs.astype(np.float64).sum(0)) <= LOSS["bf16"] * np.abs(xs).sum(0)).all()
-
-
-def test_unknown_compression() -> None:
-    with pytest.raises(ValueError, match="'bf16' or 'fp16'"):
-        jaxdist.data_parallel(lambda s, x: s, compress="int8")  # type: ignore[call-overload]

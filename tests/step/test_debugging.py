@@ -22,23 +22,17 @@ W = jnp.asarray([1.0, -2.0, 0.5])
 def test_disable_jit_runs_the_step_as_it_is() -> None:
     seen = []
 
-    def body(w: Any, x: Any) -> Any:
+    @jaxdist.data_parallel
+    def step(w: Any, x: Any) -> Any:
         seen.append(type(w))
-        return w - 0.1 * jnp.mean(x, 0)
+        return w - 0.1 * jax.lax.pmean(jnp.mean(x, 0), "batch")
 
-    step = jaxdist.data_parallel(body)
     w = step(W, X)
     with jax.disable_jit():
         again = step(w, X)
     assert not issubclass(seen[-1], Tracer)
     np.testing.assert_allclose(again, W - 0.2 * X.mean(0), rtol=1e-12)
     np.testing.assert_allclose(step(again, X), W - 0.3 * X.mean(0), rtol=1e-12)
-
-
-def test_the_axis_of_data_parallelism_without_jit() -> None:
-    step = jaxdist.data_parallel(lambda w, x: w - jax.lax.pmean(x.mean(0), "batch"))
-    with jax.disable_jit():
-        np.testing.assert_allclose(step(W, X), W - X.mean(0), rtol=1e-12)
 
 
 def test_debug_nans_names_the_operation_and_keeps_the_state() -> None:
@@ -79,15 +73,17 @@ def test_an_error_of_the_step_shows_the_users_lines_alone() -> None:
     assert of_a_step(error.value), "what runs at exit tells errors of steps from others, without our frames"
 
 
-@pytest.mark.parametrize("call", ["save", "restore", "check_sync"])
-def test_an_error_of_what_a_script_calls_between_steps_shows_no_frames_of_ours(call: str, tmp_path: Path) -> None:
-    calls: dict[str, Any] = {
-        "save": lambda: jaxdist.save(tmp_path, {"w": object()}, 1),
-        "restore": lambda: jaxdist.restore(tmp_path / "none", W),
-        "check_sync": lambda: jax.jit(jaxdist.check_sync)(W),
-    }
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: jaxdist.save(folder, {"w": object()}, 1),
+        lambda folder: jaxdist.restore(folder / "none", W),
+        lambda folder: jax.jit(jaxdist.check_sync)(W),
+    ],
+)
+def test_an_error_of_what_a_script_calls_between_steps_shows_no_frames_of_ours(call: Any, tmp_path: Path) -> None:
     with pytest.raises((TypeError, FileNotFoundError)) as error:
-        calls[call]()
+        call(tmp_path)
     assert set(frames(error.value)) == {__file__}
 
 
@@ -107,13 +103,11 @@ def test_log_compiles_names_the_step_once(caplog: pytest.LogCaptureFixture) -> N
     def train_step(w: Any, x: Any) -> Any:
         return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
 
-    x = np.ones((16, 3))
     with jax.log_compiles():
-        w = train_step(jnp.ones(3), x)
-        first = [record.getMessage() for record in caplog.records]
+        w = train_step(jnp.ones(3), X)
+        compiled = [text for record in caplog.records if (text := record.getMessage()).startswith("Compiling")]
         caplog.clear()
-        train_step(w, x)
-    compiled = [text for text in first if text.startswith("Compiling")]
+        train_step(w, X)
     assert sum("train_step" in text for text in compiled) == 1
     assert len(compiled) <= 6  # what brings the arguments to their devices
     assert not caplog.records

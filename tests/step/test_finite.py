@@ -53,8 +53,8 @@ def test_what_a_device_has_of_its_own_names_the_device() -> None:
         step(jnp.float32(1), x)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_in_shards(level: Literal[0, 1, 2, 3]) -> None:
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_in_shards(level: Literal[0, 2, 3]) -> None:
     where = "device 0, 1, 2, 3, 4, 5" if level else "every device"  # 11 columns in slices of two
     tx = jaxdist.zero(optax.adam(0.1), level)
 
@@ -73,10 +73,9 @@ def test_in_shards(level: Literal[0, 1, 2, 3]) -> None:
 
 
 def test_the_result_of_a_step_in_shards_is_looked_at() -> None:
-    @jaxdist.data_parallel(check_finite=True)
-    def step(params: Any, x: Any) -> Any:
-        return {"w": params["w"] / (jnp.mean(x) * params["d"])}, jnp.mean(x)
-
+    step = jaxdist.data_parallel(
+        lambda params, x: ({"w": params["w"] / (jnp.mean(x) * params["d"])}, jnp.mean(x)), check_finite=True
+    )
     params = {"w": jaxdist.shard(jnp.arange(1.0, 12.0)), "d": jnp.ones(11).at[3].set(0.0)}
     with pytest.raises(FloatingPointError, match=r"result\[0\]\['w'\] is not finite: 1 infinite on device 1"):
         step(params, X)
@@ -97,22 +96,19 @@ def test_a_step_that_jax_types_refuse() -> None:
         step(w, with_nan(3))
 
 
-@pytest.mark.parametrize("inner", ["grad", "scan", "cond", "jit", "vmap"])
+INNER: dict[str, Any] = {
+    "grad": lambda look, w: jax.grad(look)(w),
+    "scan": lambda look, w: lax.scan(lambda c, v: (c + look(v), None), 0.0, w)[0],
+    "cond": lambda look, w: lax.cond(w[0] > 0, look, jnp.sum, w),
+    "jit": lambda look, w: jax.jit(look)(w),
+    "vmap": lambda look, w: jax.vmap(look)(w),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
 def test_inside_of_inner_traces_it_says_what_to_do(inner: str) -> None:
-    def look(v: Any) -> Any:
-        return jnp.sum(jaxdist.check_finite(v, "v"))
-
-    @jaxdist.data_parallel
-    def step(w: Any, x: Any) -> Any:
-        out = {
-            "grad": lambda: jax.grad(look)(w),
-            "scan": lambda: lax.scan(lambda c, v: (c + look(v), None), 0.0, w)[0],
-            "cond": lambda: lax.cond(w[0] > 0, look, jnp.sum, w),
-            "jit": lambda: jax.jit(look)(w),
-            "vmap": lambda: jax.vmap(look)(w),
-        }[inner]()
-        return w, jnp.sum(out) + jnp.mean(x)
-
+    look = lambda v: jnp.sum(jaxdist.check_finite(v, "v"))
+    step = jaxdist.data_parallel(lambda w, x: (w, jnp.sum(INNER[inner](look, w)) + jnp.mean(x)))
     with pytest.raises(jaxdist.StepError, match=r"check_finite\(\.\.\., 'v'\) is called inside a function"):
         step(jnp.ones(3), X)
 
@@ -127,9 +123,5 @@ def test_outside_of_a_step() -> None:
 
 
 def test_a_step_that_asks_for_nothing_has_no_more_outputs() -> None:
-    @jaxdist.data_parallel
-    def step(w: Any, x: Any) -> Any:
-        return w, jnp.mean(x)
-
-    lower: Any = step.lower  # type: ignore[attr-defined]
-    assert "all_gather" not in lower(jnp.ones(3), X).as_text()
+    step: Any = jaxdist.data_parallel(lambda w, x: (w, jnp.mean(x)))
+    assert "all_gather" not in step.lower(jnp.ones(3), X).as_text()

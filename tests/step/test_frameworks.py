@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training import train_state
 
 import jaxdist
 
 X = np.random.default_rng(0).normal(size=(12, 3))
 Y = np.random.default_rng(1).normal(size=12)
-STEPS = 3
+STEPS = 2
 F64 = {"param_dtype": jnp.float64}
 
 Program = Callable[[Any], Any]
@@ -63,23 +61,7 @@ def nnx_variables_as_arguments(decorate: Any) -> Any:
     return [step(weight, other, X) for _ in range(STEPS)], weight[...], other[...]
 
 
-@program(nnx.jit)
-def nnx_cached_partial(decorate: Any) -> Any:
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), **F64)
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-    @decorate
-    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x)[:, 0] - y) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    cached = nnx.cached_partial(step, model, optimizer)
-    return [cached(X, Y) for _ in range(STEPS)], nnx.state(model)
-
-
-@program(nnx.jit)
-def shared_variables(decorate: Any) -> Any:
+def trained(decorate: Any, cached: bool) -> Any:
     model = Tied()
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
@@ -89,24 +71,32 @@ def shared_variables(decorate: Any) -> Any:
         optimizer.update(model, grads)
         return loss
 
-    return [step(model, optimizer, X, Y) for _ in range(STEPS)], nnx.state(model)
+    call = nnx.cached_partial(step, model, optimizer) if cached else lambda x, y: step(model, optimizer, x, y)
+    return [call(X, Y) for _ in range(STEPS)], nnx.state(model)
+
+
+@program(nnx.jit)
+def shared_variables(decorate: Any) -> Any:
+    return trained(decorate, cached=False)
+
+
+@program(nnx.jit)
+def nnx_cached_partial(decorate: Any) -> Any:
+    return trained(decorate, cached=True)
 
 
 @program(jax.jit)
 def functional_nnx(decorate: Any) -> Any:
     graph, state = nnx.split(Tied())
-    tx = optax.adam(0.1)
-    opt = tx.init(state)
 
     @decorate
-    def step(graph: Any, state: Any, opt: Any, x: Any, y: Any) -> Any:
+    def step(graph: Any, state: Any, x: Any, y: Any) -> Any:
         loss, grads = jax.value_and_grad(lambda state: squares(nnx.merge(graph, state)(x), y))(state)
-        updates, opt = tx.update(grads, opt, state)
-        return optax.apply_updates(state, updates), opt, loss
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
     loss = None
     for _ in range(STEPS):
-        state, opt, loss = step(graph, state, opt, X, Y)
+        state, loss = step(graph, state, X, Y)
     return state, loss
 
 
@@ -217,81 +207,21 @@ def inference_flag(decorate: Any) -> Any:
     return step(model, X, jax.random.key(0)), step(eqx.nn.inference_mode(model), X, jax.random.key(0))
 
 
-# --- linen, optax, jax
+# --- jax
 
 
 @program(jax.jit)
-def linen_train_state(decorate: Any) -> Any:
-    model = nn.Dense(1, **F64)
-    params = model.init(jax.random.key(0), X)
-    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
-
+def a_carry_of_each_example_and_a_raw_key(decorate: Any) -> Any:
     @decorate
-    def step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: squares(state.apply_fn(p, batch["x"])[:, 0], batch["y"]))(
-            state.params
-        )
-        return state.apply_gradients(grads=grads), loss
-
-    loss = None
-    for _ in range(STEPS):
-        state, loss = step(state, batch={"x": X, "y": Y})
-    return state.params, loss
-
-
-@program(jax.jit)
-def a_batch_of_a_class(decorate: Any) -> Any:
-    class Batch(NamedTuple):
-        x: Any
-        y: Any
-
-    step = decorate(lambda w, batch: w - 0.1 * jax.grad(lambda w: squares(batch.x @ w, batch.y))(w))
-    return step(step(jnp.ones(3), Batch(X, Y)), Batch(X, Y))
-
-
-@program(jax.jit)
-def line_search(decorate: Any) -> Any:
-    tx = optax.lbfgs()
-
-    @decorate
-    def step(w: Any, opt: Any, x: Any, y: Any) -> Any:
-        loss_of = lambda w: squares(x @ w, y)
-        loss, grad = optax.value_and_grad_from_state(loss_of)(w, state=opt)
-        updates, opt = tx.update(grad, opt, w, value=loss, grad=grad, value_fn=loss_of)
-        return optax.apply_updates(w, updates), opt, loss
-
-    w = jnp.ones(3)
-    opt, loss = tx.init(w), None
-    for _ in range(STEPS):
-        w, opt, loss = step(w, opt, X, Y)
-    return w, loss
-
-
-@program(jax.jit)
-def counter_rate_and_raw_key(decorate: Any) -> Any:
-    @decorate
-    def step(w: Any, key: Any, i: Any, lr: Any, x: Any) -> Any:
+    def step(w: Any, h: Any, key: Any, x: Any) -> Any:
         key, own = jax.random.split(key)
-        kept = jax.random.bernoulli(own, 0.5, x.shape)
-        return w - lr / (1 + i) * jnp.mean(x * kept, 0), key
+        h = jnp.tanh(jax.random.bernoulli(own, 0.5, x.shape) * x @ w + h)
+        return w - 0.1 * jnp.mean(h), h, key
 
-    w, key = jnp.ones(3), jax.random.PRNGKey(0)
-    for i in range(STEPS):
-        w, key = step(w, key, i, 0.1, X)
-    return w, key
-
-
-@program(jax.jit)
-def a_carry_of_each_example(decorate: Any) -> Any:
-    @decorate
-    def step(w: Any, h: Any, x: Any) -> Any:
-        h = jnp.tanh(x @ w + h)
-        return w - 0.1 * jnp.mean(h), h
-
-    w, h = jnp.ones((3, 5)), jnp.zeros((12, 5))
+    state = jnp.ones((3, 5)), jnp.zeros((12, 5)), jax.random.PRNGKey(0)
     for _ in range(STEPS):
-        w, h = step(w, h, X)
-    return w, h
+        state = step(*state, X)
+    return state
 
 
 def replicas(step: Any) -> Any:

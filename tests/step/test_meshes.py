@@ -4,18 +4,19 @@ state comes in shards.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jobs
 import numpy as np
 import optax
 import parity
 import pytest
+import quick
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -51,9 +52,7 @@ def step(w: Any, opt_state: Any, key: Any, x: Any) -> Any:
 def train(folder: Path) -> Any:
     """What a training script calls."""
     decorated = jaxdist.data_parallel(step, check_every=2)
-    state: Any = (W, optax.adam(0.1).init(W), jax.random.key(0))
-    for _ in range(2):
-        *state, _ = decorated(*state, X)
+    *state, _ = decorated(W, optax.adam(0.1).init(W), jax.random.key(0), X)
     *state, loss = decorated(*state, X)
     jaxdist.check_sync(state)
     jaxdist.save(folder, state, 1)
@@ -67,9 +66,15 @@ def train(folder: Path) -> Any:
     return jax.tree.map(np.asarray, (jaxdist.unshard(state[:2]), loss, ahead, losses, means)), types.dtype
 
 
-@pytest.mark.parametrize("name", SET)
-def test_a_mesh_that_is_set(name: str, tmp_path: Path) -> None:
-    want, kind = train(tmp_path / "plain")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with quick.compilation():
+        return train(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("name", ["of two axes", "of our name", "one device", "with mesh"])
+def test_a_mesh_that_is_set(name: str, trained: Any, tmp_path: Path) -> None:
+    want, kind = trained
     with SET[name]():
         before = jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()
         got, found = train(tmp_path / "set")
@@ -121,9 +126,11 @@ def own_mesh(devices: int) -> NamedSharding:
     return NamedSharding(jax.make_mesh((devices,), ("S",), (AUTO,), devices=jax.devices()[:devices]), P())
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize(("layer", "devices"), [*((name, 1) for name in LAYERS), ("plain", 8)])
-def test_a_step_that_constrains_to_a_mesh_of_its_own(layer: str, devices: int, level: Literal[0, 3]) -> None:
+@pytest.mark.parametrize(
+    ("layer", "devices", "level"),
+    [*((name, 1, 3 * (i % 2)) for i, name in enumerate(LAYERS)), ("plain", 1, 3), ("plain", 8, 3)],
+)
+def test_a_step_that_constrains_to_a_mesh_of_its_own(layer: str, devices: int, level: Any) -> None:
     """As equinox's notebook on parallelism does."""
 
     def train(decorate: Any, tx: Any) -> Any:
@@ -148,32 +155,24 @@ SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 jax.set_mesh(jax.make_mesh((4,), ("S",), (jax.sharding.AxisType.Auto,)))  # as an import of netket does
 import jaxdist
-context = jaxdist.init()
+jaxdist.init()
 X = np.arange(24.0).reshape(8, 3) / 24
+loss = lambda w: jnp.mean((X @ w) ** 2)
 step = jaxdist.data_parallel(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
-w = jnp.ones(3)
+w = step(step(jnp.ones(3), X), X)
+want = jnp.ones(3)
 for _ in range(2):
-    w = step(w, X)
-print(np.asarray(w * 1.0).tolist(), jaxdist.allreduce(np.ones(2)).tolist())
+    want -= 0.1 * jax.grad(loss)(want)
+np.testing.assert_allclose(w * 1.0, want, rtol=1e-12)
+assert jaxdist.allreduce(np.ones(2)).tolist() == [1, 1]
 """
 
 
-def test_a_mesh_set_for_the_whole_process(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=_environment(env), capture_output=True,
-                          text=True, timeout=120, check=False)  # fmt: skip
+def test_a_mesh_set_for_the_whole_process() -> None:
+    env = jobs.environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_ENABLE_X64": "1"})
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    w, x = jnp.ones(3), np.arange(24.0).reshape(8, 3) / 24
-    for _ in range(2):
-        w = w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-    got, ones = done.stdout.strip().split("] [")
-    np.testing.assert_allclose([float(v) for v in got.strip("[]").split(",")], w, rtol=1e-12)
-    assert ones == "1.0, 1.0]"
-
-
-def _environment(more: dict[str, str]) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("JAXDIST_")} | more
 
 
 DEVICES = jax.devices()
@@ -188,9 +187,10 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("name", SHARDED)
-def test_state_in_shards_of_a_mesh_of_the_same_devices(name: str, level: Literal[0, 3]) -> None:
+@pytest.mark.parametrize(
+    ("name", "level"), [*((name, 3 * (i % 2)) for i, name in enumerate(SHARDED)), ("along both", 3)]
+)
+def test_state_in_shards_of_a_mesh_of_the_same_devices(name: str, level: Any) -> None:
     tx = jaxdist.zero(optax.adam(0.1), level)
     w = {"a": np.arange(8.0 * 8).reshape(8, 8) / 64, "b": np.ones((8, 8))}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jobs
 import numpy as np
 import optax
-import oracle
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from meshes import mesh
+from parity import compare
 
 import jaxdist
 from jaxdist.ir.wire import Transfer, transfers
@@ -25,12 +26,8 @@ from jaxdist.mesh import along, axes_of_mesh
 from jaxdist.placements import search
 
 BATCH, TIME, WIDTH, HEADS, LAYERS, WORDS = 8, 16, 64, 4, 3, 32
+BOTH = {"data": 2, "model": 4}
 Step = Any
-
-
-def mesh(**sizes: int) -> Mesh:
-    devices = np.array(jax.devices()[: math.prod(sizes.values())])
-    return Mesh(devices.reshape(list(sizes.values())), tuple(sizes))
 
 
 def random(seed: int, **shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def trained(loss_fn: Any, params: Any, batch: Any, tx: Any = None) -> tuple[Step
     return step, (params, jax.tree.map(np.asarray, tx.init(params)), batch)
 
 
-def mlp(inner: int = 256, layers: int = 2, **options: Any) -> tuple[Step, tuple[Any, ...]]:
+def mlp(inner: int = 256, layers: int = 1, **options: Any) -> tuple[Step, tuple[Any, ...]]:
     def loss_fn(p: Any, x: Any) -> Any:
         for k in range(layers):
             x = jnp.tanh(x @ p[f"in{k}"] + p[f"bias{k}"]) @ p[f"out{k}"]
@@ -85,18 +82,30 @@ def gpt(heads: int = HEADS) -> tuple[Step, tuple[Any, ...]]:
     return trained(loss_fn, {"layers": layers, **random(2, embed=(WORDS, WIDTH))}, words)
 
 
-def cuts(step: Step, args: tuple[Any, ...], **sizes: int) -> dict[str, int]:
-    """What is cut, as `explain` says; after the step is seen to be exact, two calls long."""
-    decorated: Any = jaxdist.parallel(step, mesh=mesh(**sizes))
-    found = dict(jaxdist.explain(decorated, *args).cut)
+def parallel(step: Step, sizes: dict[str, int], **options: Any) -> Any:
+    return jaxdist.parallel(step, mesh=mesh(sizes), **options)
+
+
+def cuts(decorated: Any, *args: Any) -> dict[str, int]:
+    """What is cut, as `explain` says."""
+    return dict(jaxdist.explain(decorated, *args).cut)
+
+
+def exact_cuts(step: Step, args: tuple[Any, ...], sizes: dict[str, int]) -> dict[str, int]:
+    """The same, after the step is seen to be exact, two calls long."""
+    decorated, plain = parallel(step, sizes), jax.jit(step)
     *state, batch = args
-    want, got, want_loss, loss = list(state), list(state), None, None
-    for _ in range(2):
-        *want, want_loss = jax.jit(step)(*want, batch)
-        *got, loss = decorated(*got, batch)
-        assert np.allclose(loss, want_loss, rtol=1e-10)
-    assert oracle.difference((want, [want_loss]), (jaxdist.unshard(got), [loss])) <= 1e-9
-    return found
+    want, got = plain(*plain(*state, batch)[:-1], batch), decorated(*decorated(*state, batch)[:-1], batch)
+    compare(jaxdist.unshard(got), want, 1e-9)
+    return cuts(decorated, *args)
+
+
+@functools.cache
+def of_a_gpt() -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+    """Decorated for both axes, its arguments, and what is cut."""
+    step, args = gpt()
+    decorated = parallel(step, BOTH)
+    return decorated, args, cuts(decorated, *args)
 
 
 def of_parameters(found: dict[str, int]) -> dict[str, int]:
@@ -111,9 +120,9 @@ def sent(decorated: Any, *args: Any) -> dict[Transfer, int]:
     return {one: count for one, count in found.items() if one.groups == along(axes, ["model"])}
 
 
-@pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 4}, {"model": 2, "data": 3}], ids=str)
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"model": 2, "data": 3}], ids=str)
 def test_columns_then_rows(sizes: dict[str, int]) -> None:
-    found = cuts(*mlp(), **sizes)
+    found = exact_cuts(*mlp(layers=2), sizes)
     assert of_parameters(found) == {"in0": 1, "bias0": 0, "out0": 0, "in1": 1, "bias1": 0, "out1": 0}
     for moment in ("mu", "nu"):  # which follow their parameters
         assert {name[-7:]: d for name, d in found.items() if f".{moment}" in name} == {
@@ -122,71 +131,66 @@ def test_columns_then_rows(sizes: dict[str, int]) -> None:
 
 
 def test_messages_of_columns_then_rows() -> None:
-    step, args = mlp(layers=1)
-    found = sent(jaxdist.parallel(step, mesh=mesh(data=2, model=4)), *args)
+    step, args = mlp()
+    found = sent(parallel(step, BOTH), *args)
     assert [(one.kind, one.elements) for one in found] == [("all-reduce", BATCH // 2 * WIDTH)]
     assert sum(found.values()) == 1  # forward alone: nobody asks for the gradient of x
 
 
-MEGATRON = {"q": 2, "k": 2, "v": 2, "o": 1, "up": 2, "down": 1}
-
-
-@pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 4}, {"data": 2, "model": 2, "sequence": 2}])
-def test_heads_columns_and_rows_of_a_transformer(sizes: dict[str, int]) -> None:
-    step, args = gpt()
-    if "sequence" in sizes:  # the 17 words of a batch are cut, and their 16 pairs
-        args = (*args[:2], args[2][:, : TIME + 1])
-    found = of_parameters(cuts(step, args, **sizes))
-    assert {name: dim for name, dim in found.items() if name != "embed"} == MEGATRON
-
-
-def test_two_messages_a_layer_and_direction() -> None:
-    step, args = gpt()
-    found = sent(jaxdist.parallel(step, mesh=mesh(data=2, model=4)), *args)
-    layers = {one: count for one, count in found.items() if one.place}
+def test_heads_columns_and_rows_of_a_transformer() -> None:
+    """And two messages a layer and direction."""
+    decorated, args, cut = of_a_gpt()
+    found = {name: dim for name, dim in of_parameters(cut).items() if name != "embed"}
+    assert found == {"q": 2, "k": 2, "v": 2, "o": 1, "up": 2, "down": 1}
+    layers = {one: count for one, count in sent(decorated, *args).items() if one.place}
     assert {one.kind for one in layers} == {"all-reduce"}
     assert {one.elements for one in layers} == {BATCH // 2 * TIME * WIDTH}
     assert sum(one.times * count for one, count in layers.items()) == 4 * LAYERS
 
 
 def test_heads_that_the_devices_do_not_divide() -> None:
-    found = of_parameters(cuts(*gpt(heads=3), model=4))
+    step, args = gpt(heads=3)
+    found = of_parameters(cuts(parallel(step, {"model": 4}), *args))
     assert 2 not in {found.get(name) for name in "qkv"}
     assert found.get("o") != 1
     assert (found["up"], found["down"]) == (2, 1)
 
 
 def test_sizes_that_the_devices_do_not_divide() -> None:
-    assert of_parameters(cuts(*mlp(inner=255, layers=1), data=2, model=4)) == {"in0": 1, "bias0": 0, "out0": 0}
-    found = of_parameters(cuts(*mlp(inner=5, layers=1), model=4))  # three of eight would be padding
+    assert of_parameters(exact_cuts(*mlp(inner=255), BOTH)) == {"in0": 1, "bias0": 0, "out0": 0}
+    step, args = mlp(inner=5)
+    found = of_parameters(cuts(parallel(step, {"model": 4}), *args))  # three of eight would be padding
     assert (found.get("in0"), found.get("bias0"), found.get("out0")) in [(None,) * 3, (0, None, 1)]
 
 
-def test_one_device() -> None:
-    assert cuts(*mlp(layers=1), data=2, model=1) == {}
+WHOLE: dict[str, tuple[dict[str, int], tuple[Step, tuple[Any, ...]]]] = {
+    "one device": ({"data": 2, "model": 1}, mlp()),
+    "a small step": (
+        {"model": 4},
+        trained(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), np.eye(8), np.ones((BATCH, 8)), optax.sgd(0.1)),
+    ),
+    "numbers": (
+        BOTH,
+        (lambda scale, count, x: (scale - 0.1 * jnp.mean(scale * x), count + 1, jnp.mean(x)),
+         (np.float64(2), np.int32(0), np.ones((BATCH, 3)))),
+    ),
+}  # fmt: skip
 
 
-def test_a_small_step_stays_whole() -> None:
-    step, args = trained(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), np.eye(8), np.ones((BATCH, 8)), optax.sgd(0.1))
-    assert cuts(step, args, model=4) == {}
-
-
-def test_a_state_of_numbers() -> None:
-    step = lambda scale, count, x: (scale - 0.1 * jnp.mean(scale * x), count + 1, jnp.mean(x))
-    args = (np.float64(2), np.int32(0), np.random.default_rng(0).normal(size=(BATCH, 3)))
-    assert cuts(step, args, data=2, model=4) == {}
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_stays_whole(name: str) -> None:
+    sizes, (step, args) = WHOLE[name]
+    assert exact_cuts(step, args, sizes) == {}
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: optax.apply_if_finite(tx, 3), lambda tx: optax.MultiSteps(tx, 2)])
 def test_an_optimizer_in_a_branch_follows_its_parameters(wrap: Any) -> None:
-    step, args = mlp(layers=1, tx=wrap(optax.adam(1e-2)))
-    found = cuts(step, args, data=2, model=2)
+    step, args = mlp(tx=wrap(optax.adam(1e-2)))
+    found = cuts(parallel(step, {"data": 2, "model": 2}), *args)
     for name, dim in {"in0": 1, "out0": 0}.items():
         parts = {leaf: d for leaf, d in found.items() if f"['{name}']" in leaf}
         assert set(parts.values()) == {dim}
-        assert len(parts) == 1 + sum(np.shape(x) == np.shape(args[0][name]) for x in jax.tree.leaves(args[1])) // (
-            2 if args[0]["in0"].shape == args[0]["out0"].shape else 1
-        )
+        assert len(parts) == 1 + sum(np.shape(x) == np.shape(args[0][name]) for x in jax.tree.leaves(args[1]))
 
 
 def test_keys_stay_whole() -> None:
@@ -197,18 +201,14 @@ def test_keys_stay_whole() -> None:
         return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), jax.vmap(lambda k: jax.random.fold_in(k, 1))(keys)
 
     args = random(0, **{"in": (WIDTH, 256), "out": (256, WIDTH)}), jax.random.split(jax.random.key(0), 8)
-    decorated: Any = jaxdist.parallel(step, mesh=mesh(model=4))
-    x = np.random.default_rng(1).normal(size=(BATCH, WIDTH))
-    assert dict(jaxdist.explain(decorated, *args, x).cut) == {"w['in']": 1, "w['out']": 0}
-    want, got = jax.jit(step)(*args, x), decorated(*args, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), want[0], jaxdist.unshard(got[0]))
+    assert cuts(parallel(step, {"model": 4}), *args, np.ones((BATCH, WIDTH))) == {"w['in']": 1, "w['out']": 0}
 
 
 def test_layouts_that_are_given_are_all() -> None:
-    step, args = mlp(layers=1)
-    assert not jaxdist.explain(jaxdist.parallel(step, mesh=mesh(model=4), layouts={}), *args).cut
-    named: Any = jaxdist.parallel(step, mesh=mesh(model=4), layouts={r"\['out0'\]": 1})
-    assert of_parameters(dict(jaxdist.explain(named, *args).cut)) == {"out0": 1}
+    step, args = mlp()
+    assert cuts(parallel(step, {"model": 4}, layouts={}), *args) == {}
+    named = parallel(step, {"model": 4}, layouts={r"\['out0'\]": 1})
+    assert of_parameters(cuts(named, *args)) == {"out0": 1}
 
 
 @pytest.fixture
@@ -221,8 +221,8 @@ def placings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_one_search_for_all_calls(placings: list[int]) -> None:
-    step, (*state, batch) = mlp(layers=1)
-    decorated: Any = jaxdist.parallel(step, mesh=mesh(data=2, model=4))
+    step, (*state, batch) = mlp()
+    decorated = parallel(step, BOTH)
     *state, _ = decorated(*state, batch)
     searched = len(placings)
     assert searched
@@ -230,14 +230,14 @@ def test_one_search_for_all_calls(placings: list[int]) -> None:
         *state, _ = decorated(*state, batch)
     # Another step that is given what this one returned takes it as it is, and the rest follows.
     shadow = jax.tree.map(lambda x: np.zeros(x.shape), state[0])
-    look: Any = jaxdist.parallel(
+    look = parallel(
         lambda params, mean, x: (
             jnp.mean(jnp.tanh(x @ params["in0"] + params["bias0"]) @ params["out0"]),
             jax.tree.map(lambda p, m: 0.1 * p + 0.9 * m, params, mean),
         ),
-        mesh=mesh(data=2, model=4),
+        BOTH,
     )
-    found = dict(jaxdist.explain(look, state[0], shadow, batch).cut)
+    found = cuts(look, state[0], shadow, batch)
     assert {name: dim for name, dim in found.items() if name.startswith("mean")} == {
         f"mean['{name}']": dim for name, dim in {"in0": 1, "bias0": 0, "out0": 0}.items()
     }
@@ -247,7 +247,7 @@ def test_one_search_for_all_calls(placings: list[int]) -> None:
 
 def test_layers_alike_are_searched_together(placings: list[int]) -> None:
     step, args = mlp(layers=8)
-    found = of_parameters(dict(jaxdist.explain(jaxdist.parallel(step, mesh=mesh(model=4)), *args).cut))
+    found = of_parameters(cuts(parallel(step, {"model": 4}), *args))
     assert found == {f"{name}{k}": dim for k in range(8) for name, dim in {"in": 1, "bias": 0, "out": 0}.items()}
     assert len(placings) < 60
 
@@ -256,33 +256,25 @@ def test_no_more_placings_than_allowed(placings: list[int], monkeypatch: pytest.
     monkeypatch.setattr(search, "_FEWEST", 5)
     monkeypatch.setattr(search, "_OPERATIONS", 0)
     step, args = gpt()
-    jaxdist.explain(jaxdist.parallel(step, mesh=mesh(model=4)), *args)
+    cuts(parallel(step, {"model": 4}), *args)
     assert len(placings) == 5
 
 
 SCRIPT = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-import jaxdist, test_model_axis as here
-print(json.dumps([list(jaxdist.explain(jaxdist.parallel(step, mesh={"data": 2, "model": 4}), *args).cut.items())
-                  for step, args in (here.mlp(), here.gpt())]))
+import test_model_axis as here
+from jaxdist.placements import small
+small.fewer = 10**9  # as in tests/conftest.py
+print(json.dumps(here.of_a_gpt()[2]))
 """
 
 
 def test_every_process_finds_the_same() -> None:
     folder = Path(__file__).parent
-    paths = json.dumps([str(folder), str(folder.parent / "support")])
-
-    def found(seed: int) -> Any:
-        env = {
-            **os.environ, "PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, paths], env=env, capture_output=True, text=True, timeout=300, check=True
-        )
-        return json.loads(done.stdout.splitlines()[-1])
-
-    first = found(1)
-    assert first == found(2)
-    assert all(first)
+    devices = "--xla_force_host_platform_device_count=8"
+    env = {"PYTHONHASHSEED": "1", "XLA_FLAGS": devices, "JAX_ENABLE_X64": "1", "JAXDIST_MACHINE": "cpu"}
+    command = [sys.executable, "-c", SCRIPT, json.dumps([str(folder), str(folder.parent / "support")])]
+    done = subprocess.run(command, env=jobs.environment(env), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == of_a_gpt()[2]
