@@ -34,21 +34,13 @@ def _main() -> dict[str, Instruction]:
     return {one.name: one for one in found[entry]}
 
 
-@pytest.mark.parametrize(
-    ("name", "called"),
-    [
-        ("x", []),
-        ("loop.2", ["wide", "turn.1"]),
-        ("branch", ["one", "two.3"]),
-        ("either", ["one", "two.3"]),
-        ("called", ["body"]),
-        ("begun", ["wrapped"]),
-        ("sum-start", []),  # its reduction is no part of the program's order
-        ("kernel", []),
-    ],
-)
-def test_what_an_instruction_calls(name: str, called: list[str]) -> None:
-    assert _main()[name].called == called
+def test_what_an_instruction_calls() -> None:
+    """The reduction of a sum is no part of the program's order, nor is what a kernel is made of."""
+    assert {name: one.called for name, one in _main().items() if one.called} == {
+        "loop.2": ["wide", "turn.1"], "branch": ["one", "two.3"], "either": ["one", "two.3"], "called": ["body"],
+        "begun": ["wrapped"],
+    }  # fmt: skip
+    assert {"x", "sum-start", "kernel"} < set(_main())
 
 
 def test_the_parts_of_an_instruction() -> None:

@@ -166,32 +166,6 @@ def looped(m: Any, x: Any) -> Any:
     return jax.lax.fori_loop(0, 9, lambda i, x: jnp.tanh(x @ m), x)
 
 
-@pytest.mark.parametrize(
-    ("step", "args", "said"),
-    [
-        # Two readings can't be traced with more examples: (x is 64 wide, and as long).
-        (lambda w, b: looped(w, b["x"] @ b["x"].T), (M, {"x": M, "s": 2.0}), "w or b has an entry"),
-        (lambda key, m: (looped(m, m), m), (KEY, M), ""),  # m is returned
-        (lambda key: looped(jax.random.normal(key, (64, 64)), jnp.ones((64, 64))), (KEY,), ""),
-        (lambda p: jax.tree.map(lambda x: x * 2, p), ({"a": M, "b": N},), ""),  # as much work as to make it
-        (lambda w, x: looped(w, x), (M, N), ""),
-    ],
-)  # fmt: skip
-def test_that_nothing_is_split_is_said_once(step: Any, args: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "jaxdist")
-    decorated = jaxdist.data_parallel(step, donate=False)
-    for _ in range(2):
-        decorated(*args)
-    texts = [r.getMessage() for r in caplog.records if "no argument is taken for the batch" in r.getMessage()]
-    assert len(texts) == bool(said)
-    assert all(said in text and "batch_argnums=()" in text for text in texts)
-    unsplit = "no argument is taken for the batch" in str(jaxdist.explain(decorated, *args))
-    assert unsplit == (not any(p.signature.batch for p in decorated._cache.programs.values()))
-    caplog.clear()
-    jaxdist.data_parallel(step, donate=False, batch_argnums=())(*args)
-    assert not [r for r in caplog.records if "no argument is taken" in r.getMessage()]
-
-
 def variational(i: Any, state: Any) -> Any:
     """A step without a batch, on a state of arrays of one length: jax's examples/advi.py."""
     noise = jax.random.normal(jax.random.key(i), (4, 2))
@@ -205,11 +179,19 @@ def variational_in_parts(i: Any, mean: Any, log: Any) -> Any:
 
 
 MEANS = {"mean": np.ones(2), "log": np.zeros(2)}
+# It can't be traced with more examples: x is 64 wide, and as long.
+SQUARE: Any = lambda w, b: looped(w, b["x"] @ b["x"].T)
 
 
 @pytest.mark.parametrize(
     ("step", "args", "options", "said"),
     [
+        (SQUARE, (M, {"x": M, "s": 2.0}), {}, "no argument is taken for the batch: w or b has an entry"),
+        (SQUARE, (M, {"x": M, "s": 2.0}), {"batch_argnums": ()}, ""),
+        (lambda key, m: (looped(m, m), m), (KEY, M), {}, ""),  # m is returned
+        (lambda key: looped(jax.random.normal(key, (64, 64)), jnp.ones((64, 64))), (KEY,), {}, ""),
+        (lambda p: jax.tree.map(lambda x: x * 2, p), ({"a": M, "b": N},), {}, ""),  # as much work as to make it
+        (lambda w, x: looped(w, x), (M, N), {}, ""),
         (variational, (1, MEANS), {}, "state is taken for the batch and split over the devices"),
         (variational, (1, MEANS), {"batch_argnums": ()}, ""),
         (variational, (1, MEANS), {"batch_argnums": "state"}, ""),
@@ -218,15 +200,18 @@ MEANS = {"mean": np.ones(2), "log": np.zeros(2)}
         (lambda i, x: jnp.tanh(x) * i, (2, X), {}, ""),  # no next value
     ],
 )
-def test_a_batch_that_may_be_the_state_is_said_once(
+def test_that_nothing_is_split_or_what_may_be_state_is_said_once(
     step: Any, args: Any, options: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "jaxdist")
     decorated = jaxdist.data_parallel(step, donate=False, **options)
     for _ in range(2):
         decorated(*args)
-    texts = [r.getMessage() for r in caplog.records if "taken for the batch" in r.getMessage()]
+    texts = [text for text in caplog.messages if "taken for the batch" in text]
     assert len(texts) == bool(said), texts
-    assert all(said in text and "batch_argnums=() says that there is no batch" in text for text in texts)
+    assert all(said in text and "batch_argnums=()" in text for text in texts)
+    unsplit = "no argument is taken for the batch" in str(jaxdist.explain(decorated, *args))
+    assert unsplit == (not any(p.signature.batch for p in decorated._cache.programs.values()))
 
 
 def test_by_name_and_by_path() -> None:

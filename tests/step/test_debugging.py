@@ -25,11 +25,13 @@ def test_disable_jit_runs_the_step_as_it_is() -> None:
     @jaxdist.data_parallel
     def step(w: Any, x: Any) -> Any:
         seen.append(type(w))
-        return w - 0.1 * jax.lax.pmean(jnp.mean(x, 0), "batch")
+        return w - 0.1 * jnp.mean(x, 0)
 
     w = step(W, X)
+    named = jaxdist.data_parallel(lambda w, x: w - jax.lax.pmean(x.mean(0), "batch"))
     with jax.disable_jit():
         again = step(w, X)
+        np.testing.assert_allclose(named(W, X), W - X.mean(0), rtol=1e-12)
     assert not issubclass(seen[-1], Tracer)
     np.testing.assert_allclose(again, W - 0.2 * X.mean(0), rtol=1e-12)
     np.testing.assert_allclose(step(again, X), W - 0.3 * X.mean(0), rtol=1e-12)

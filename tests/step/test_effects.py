@@ -83,13 +83,6 @@ def mixed(batch: Any) -> Any:
     return batch
 
 
-def in_the_loss(batch: Any, w: Any) -> Any:
-    """As maxtext's loss does."""
-    for name, x in batch.items():
-        batch[name] = jax.tree.map(lambda x: x[:8], x)
-    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
-
-
 def taken_out(batch: Any, w: Any) -> Any:
     y = batch.pop("y")
     batch["residual"] = batch["x"] @ w - y
@@ -104,7 +97,6 @@ def nested(batch: Any, w: Any) -> Any:
 
 USES = {
     "replaced": lambda w, batch: jnp.mean((mixed(batch)["x"] @ w - batch["y"]) ** 2),
-    "in the loss": lambda w, batch: in_the_loss(batch, w),
     "taken out": lambda w, batch: taken_out(batch, w),
     "nested": lambda w, batch: nested(batch, w),
     "summed over the axis": lambda w, batch: jax.lax.pmean(taken_out(batch, w), "batch"),

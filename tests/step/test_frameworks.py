@@ -85,21 +85,6 @@ def nnx_cached_partial(decorate: Any) -> Any:
     return trained(decorate, cached=True)
 
 
-@program(jax.jit)
-def functional_nnx(decorate: Any) -> Any:
-    graph, state = nnx.split(Tied())
-
-    @decorate
-    def step(graph: Any, state: Any, x: Any, y: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda state: squares(nnx.merge(graph, state)(x), y))(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
-
-    loss = None
-    for _ in range(STEPS):
-        state, loss = step(graph, state, X, Y)
-    return state, loss
-
-
 @program(nnx.jit)
 def two_models(decorate: Any) -> Any:
     generator, critic = (nnx.Linear(3, n, rngs=nnx.Rngs(n), **F64) for n in (3, 1))

@@ -112,12 +112,12 @@ def of_parameters(found: dict[str, int]) -> dict[str, int]:
     return {name.split("'")[-2]: dim for name, dim in found.items() if name.startswith("params")}
 
 
-def sent(decorated: Any, *args: Any) -> dict[Transfer, int]:
-    """What a device sends along the model axis."""
+def sent(decorated: Any, *args: Any, axis: str = "model") -> dict[Transfer, int]:
+    """What a device sends along an axis."""
     program = decorated.program(*args)
     axes = axes_of_mesh(decorated._mesh)
     found = transfers(program.emitted()[0], axes)
-    return {one: count for one, count in found.items() if one.groups == along(axes, ["model"])}
+    return {one: count for one, count in found.items() if one.groups == along(axes, [axis])}
 
 
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"model": 2, "data": 3}], ids=str)
@@ -138,7 +138,7 @@ def test_messages_of_columns_then_rows() -> None:
 
 
 def test_heads_columns_and_rows_of_a_transformer() -> None:
-    """And two messages a layer and direction."""
+    """And two messages a layer and direction; over the axis of data gradients of what a device holds, and the loss."""
     decorated, args, cut = of_a_gpt()
     found = {name: dim for name, dim in of_parameters(cut).items() if name != "embed"}
     assert found == {"q": 2, "k": 2, "v": 2, "o": 1, "up": 2, "down": 1}
@@ -146,6 +146,10 @@ def test_heads_columns_and_rows_of_a_transformer() -> None:
     assert {one.kind for one in layers} == {"all-reduce"}
     assert {one.elements for one in layers} == {BATCH // 2 * TIME * WIDTH}
     assert sum(one.times * count for one, count in layers.items()) == 4 * LAYERS
+    held = {name: x.size // (4 if f"params['layers']['{name}']" in cut else 1) for name, x in args[0]["layers"].items()}
+    embed = args[0]["embed"].size // (4 if "params['embed']" in cut else 1)
+    sums = {one: count for one, count in sent(decorated, *args, axis="data").items() if one.kind == "all-reduce"}
+    assert sum(one.elements * one.times * count for one, count in sums.items()) == sum(held.values()) + embed + 1
 
 
 def test_heads_that_the_devices_do_not_divide() -> None:
