@@ -129,8 +129,8 @@ def test_the_axis_by_other_names(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jaxdist"):
         same(jaxdist.data_parallel(step)(W, X), W - jax.grad(loss_fn)(W, X))
     assert sum("'batch' is taken for that of data parallelism" in m for m in caplog.messages) == 1
-    for options in ({"axis_name": "batch"}, {"mesh": parity.mesh(1)}):
-        same(jaxdist.data_parallel(step, **options)(W, X), W - jax.grad(loss_fn)(W, X))
+    for decorated in (jaxdist.data_parallel(step, axis_name="batch"), jaxdist.data_parallel(step, mesh=parity.mesh(1))):
+        same(decorated(W, X), W - jax.grad(loss_fn)(W, X))
 
     def own(w: Any, x: Any) -> Any:  # an axis that the step binds itself is its own
         return w + jax.vmap(lambda row: row.sum() - lax.pmean(row.sum(), "rows"), axis_name="rows")(x).max()
@@ -325,5 +325,6 @@ def test_bad_batches(batch: Any, message: str) -> None:
     ],
 )
 def test_bad_settings(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"step": sgd, **settings}
     with pytest.raises(kind, match=message):
-        jaxdist.data_parallel(**{"step": sgd, **settings})(W, X)
+        jaxdist.data_parallel(**given)(W, X)

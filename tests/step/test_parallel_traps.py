@@ -33,7 +33,7 @@ def same(
     """Compare two calls, one after the other, with those of one device; the state after them on the mesh."""
     one = jax.jit(plain or step)
     decorated = jaxdist.parallel(step, mesh=mesh(on or {"data": 2, "model": 2}), layouts=layouts)
-    want = got = state
+    want = got = before = state
     for batch in batches:
         before, (want, expected), (got, aux) = got, one(want, batch), decorated(got, batch)
         compare(jaxdist.unshard((got, aux)), (want, expected))
