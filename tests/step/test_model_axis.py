@@ -270,8 +270,13 @@ sys.path[:0] = json.loads(sys.argv[1])
 import test_model_axis as here
 from jaxdist.placements import small
 small.fewer = 10**9  # as in tests/conftest.py
-print(json.dumps(here.of_a_gpt()[2]))
+print(json.dumps(here.in_order()))
 """
+
+
+def in_order() -> list[Any]:
+    step, args = mlp(layers=2)
+    return [[list(one) for one in cut.items()] for cut in (of_a_gpt()[2], cuts(parallel(step, BOTH), *args))]
 
 
 def test_every_process_finds_the_same() -> None:
@@ -281,4 +286,4 @@ def test_every_process_finds_the_same() -> None:
     command = [sys.executable, "-c", SCRIPT, json.dumps([str(folder), str(folder.parent / "support")])]
     done = subprocess.run(command, env=jobs.environment(env), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == of_a_gpt()[2]
+    assert json.loads(done.stdout.splitlines()[-1]) == in_order()
