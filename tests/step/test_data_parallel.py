@@ -325,6 +325,6 @@ def test_bad_batches(batch: Any, message: str) -> None:
     ],
 )
 def test_bad_settings(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {"step": sgd, **settings}
+    decorate: Any = jaxdist.data_parallel
     with pytest.raises(kind, match=message):
-        jaxdist.data_parallel(**given)(W, X)
+        decorate(**{"step": sgd, **settings})(W, X)

@@ -267,9 +267,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"layouts": {"up": 1}}, ValueError, "'up' is found in no leaf of the state"),
     ({"batch_argnum": 1}, TypeError, "there is no option 'batch_argnum'; valid: batch_argnums, "),
     ({"check_every": -1}, ValueError, "check_every=-1"),
-    ({"compress": "int8"}, ValueError, "compress='int8'"),
-    ({"bucket_bytes": "1"}, ValueError, "bucket_bytes='1'"),
-    ({"axis_name": 3}, ValueError, "axis_name=3"),
 ]
 
 
