@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 from typing import Any
 
@@ -19,6 +20,7 @@ X, Y, Z = RNG.normal(size=(16, 4)), RNG.normal(size=16), RNG.normal(size=(24, 4)
 W = jnp.asarray(RNG.normal(size=4))
 PARAMS = {"w": W, "b": jnp.zeros(())}
 KEY = jax.random.key(0)
+Pair = collections.namedtuple("Pair", "x y")
 
 
 def batch_of(decorated: Any) -> list[str]:
@@ -85,6 +87,7 @@ TEACHER = {"w": W, "b": jnp.ones(3)}
         (lambda p, scale, x: loss_of(p["w"], x) * scale.sum(), (PARAMS, jnp.ones(3), X), ["scale", "x"]),
         (lambda p, stats, x: loss_of(p["w"], x / stats), (PARAMS, jnp.ones(4), X), ["x"]),
         (lambda w, lr, x: w - lr * jax.grad(loss_of)(w, x), (W, 0.1, X), ["x"]),
+        (lambda w, b: loss_of(w, b.x, b.y), (W, Pair(X, Y)), ["b.x", "b.y"]),
         (lambda predictions, labels: jnp.mean((predictions - labels) ** 2), (Y, 2 * Y), ["predictions", "labels"]),
         (lambda x: jnp.mean(x, 0), (X,), ["x"]),
         (lambda w: w - jax.grad(lambda w: (w**2).sum())(w), (W,), []),
