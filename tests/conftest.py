@@ -69,6 +69,15 @@ def _quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def messages_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices are priced as where `JAXDIST_MACHINE` says nothing and nobody has measured them."""
+    from jaxdist import get_context
+    from jaxdist.machine import VIRTUAL
+
+    monkeypatch.setattr(get_context(), "kind", VIRTUAL.kind)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_said() -> None:
     """What is said once in a process is said in each test."""

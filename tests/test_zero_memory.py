@@ -24,7 +24,7 @@ import jaxdist
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import choose
 
-pytestmark = [pytest.mark.optimised, pytest.mark.slow]  # together
+pytestmark = [pytest.mark.optimised, pytest.mark.slow, pytest.mark.usefixtures("messages_take_time")]  # together
 
 N, LAYERS, UNSCANNED, WIDTH, VOCAB = 8, 24, 3, 64, 256
 LEVELS = (0, 1, 2, 3)

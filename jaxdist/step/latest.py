@@ -12,7 +12,7 @@ from jaxdist.agreement.calls import StepCall
 from jaxdist.compat import sharding_of
 from jaxdist.step.placer import Placer
 from jaxdist.step.program import Program
-from jaxdist.step.signature import is_array, picker
+from jaxdist.step.signature import picker
 
 NEITHER = object()
 """In place of how a leaf is kept: one of the batch, or a constant."""
@@ -54,7 +54,8 @@ class Latest:
 
 
 def types(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((x.shape, x.dtype, getattr(x, "weak_type", None)) if is_array(x) else None for x in leaves)
+    """The type of each leaf; a number's is its class."""
+    return tuple((x.shape, x.dtype, getattr(x, "weak_type", None)) if hasattr(x, "shape") else type(x) for x in leaves)
 
 
 def expected(program: Program, constants: Sequence[int]) -> list[Any]:

@@ -16,9 +16,6 @@ import numpy as np
 import parity
 import pytest
 
-import jaxdist
-from jaxdist.machine import VIRTUAL
-
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -53,9 +50,9 @@ def test_all_steps_with_a_batch_are_split() -> None:
     assert f"shipped {whole} of those that are split would be whole in all these runs, and {varies} in some" in page
 
 
-def test_small_steps_are_split_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("messages_take_time")
+def test_small_steps_are_split_and_told() -> None:
     """One that would be computed whole is not, its numbers are those of one device, and that it would be is known."""
-    monkeypatch.setattr(jaxdist.get_context(), "kind", VIRTUAL.kind)
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         def loss(w: jax.Array) -> jax.Array:

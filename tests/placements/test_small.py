@@ -19,6 +19,8 @@ import jaxdist
 from jaxdist.machine import VIRTUAL
 from jaxdist.step.decorated import DataParallel
 
+pytestmark = pytest.mark.usefixtures("messages_take_time")
+
 WAYS = [(2, 0, 24), (3, 3, 20), (4, 1, 20), (8, 2, 24)]
 """Devices, level of ZeRO, examples."""
 CHATTY = [
@@ -27,12 +29,6 @@ CHATTY = [
     "nearest_neighbour", "pairwise_ranking", "ppo_shuffled_minibatches", "quantile_clipping", "scaled_by_largest",
     "spearman_double_argsort",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the other tests messages take no time of their own."""
-    monkeypatch.setattr(jaxdist.get_context(), "kind", VIRTUAL.kind)
 
 
 def is_whole(step: Any, *args: Any) -> bool:

@@ -253,3 +253,13 @@ def test_nan_that_an_argument_has_already() -> None:
         jaxdist.data_parallel(sgd)(W, np.full_like(X, np.nan))
     assert "NaN or infinity is in the argument x already" in caught.value.__notes__
     assert "stage" not in str(caught.value)
+
+
+def test_a_number_beside_arrays_of_several_types() -> None:
+    """What a state is in one call after another is told apart by the types of all its leaves."""
+    step = jaxdist.data_parallel(lambda s, x: {"w": s["w"] - x.mean() * s["w"], "n": s["n"] + 1})
+    for w in (jnp.ones((3, 2)), jnp.asarray(2.0), jnp.asarray(2.0, float), jnp.ones((3, 2))):
+        for _ in range(2):
+            got = step({"w": w, "n": 0}, X)
+            same(got["w"], w - X.mean() * w)
+            assert got["n"] == 1

@@ -25,6 +25,8 @@ from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.mesh import along, axes_of_mesh
 from jaxdist.placements import search
 
+pytestmark = pytest.mark.usefixtures("messages_take_time")
+
 BATCH, TIME, WIDTH, HEADS, LAYERS, WORDS = 8, 16, 64, 4, 3, 32
 BOTH = {"data": 2, "model": 4}
 Step = Any

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from transformer import GPT
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.optimised, pytest.mark.usefixtures("messages_take_time")]
 
 LAYERS, WIDTH = 3, 64
 MEGATRON = {"params.*Dense_0": 2, "params.*Dense_1": 1, "params.*Dense_2": 1, "params.*Dense_3": 2}
