@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from jax import lax
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
+import jaxdist
 from jaxdist.ir.interpreter import subjaxprs
+from jaxdist.placements import walk
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(6, 6)) / 3)
@@ -144,6 +147,18 @@ FLOWS: dict[str, Callable[[Any, Any], Any]] = {
         lambda c, r: (c + (r > 0).sum().astype(jnp.uint8), c), jnp.uint8(250), x
     ),
     "carries of 16 bits": lambda w, x: lax.scan(lambda c, p: (c + p.sum(0), None), w[0] * 0, turns(jnp.round(x)))[0],
+    "a sum that starts elsewhere": lambda w, x: lax.scan(
+        lambda c, p: (c + jax.grad(loss)(w, p), None), w * 3, turns(x)
+    )[0],
+    "picked one by one": lambda w, x: lax.fori_loop(
+        0, 4, lambda i, c: c + jax.grad(loss)(w, turns(x)[i]), jnp.zeros_like(w)
+    ),
+    "a sum in a branch in a loop": lambda w, x: lax.scan(
+        lambda c, p: (lax.cond(p.sum() > 0, lambda: c + jax.grad(loss)(w - c, p), lambda: c * 0.5), p.max()),
+        jnp.zeros_like(w),
+        turns(x),
+    ),
+    "a step an example": lambda w, x: lax.scan(lambda w, r: (w - 0.01 * jax.grad(loss)(w, r), loss(w, r)), w, x),
     "the last gradient": lambda w, x: lax.scan(lambda c, p: (jax.grad(loss)(w, p), None), jnp.zeros_like(w), turns(x))[
         0
     ],
@@ -159,93 +174,50 @@ FLOWS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FLOWS)
-def test_as_on_one_device(name: str) -> None:
-    for i in (0, 1):
-        devices, rows = WAYS[(2 * list(FLOWS).index(name) + i) % len(WAYS)]
-        parity.check(FLOWS[name], W, RNG.normal(size=(rows, 6)), devices=devices)
+TOGETHER = 5
+"""Flows of one program: most of the time goes into compiling."""
 
 
-# --- accumulation
+@pytest.mark.parametrize("k", range(0, len(FLOWS), TOGETHER))
+def test_as_on_one_device(k: int) -> None:
+    some = dict(list(FLOWS.items())[k : k + TOGETHER])
+    devices, rows = WAYS[k // TOGETHER % len(WAYS)]
+    parity.check(lambda w, x: {n: f(w, x) for n, f in some.items()}, W, RNG.normal(size=(rows, 6)), devices=devices)
+
+
+# --- how often they reduce
 
 
 def accumulate(loop: str, body: Callable[[Any, Any], Any], start: Any, parts: Any) -> Any:
     """``start`` and what `body` adds to it, as users write it."""
-    k = len(jax.tree.leaves(parts)[0])
-    part = lambda i: jax.tree.map(lambda x: x[i], parts)
+    k = len(parts)
     if loop == "scan":
         return lax.scan(lambda c, p: (body(c, p), None), start, parts)[0]
     if loop == "fori":
-        return lax.fori_loop(0, k, lambda i, c: body(c, part(i)), start)
+        return lax.fori_loop(0, k, lambda i, c: body(c, parts[i]), start)
     if loop == "while":
-        return lax.while_loop(lambda s: s[0] < k, lambda s: (s[0] + 1, body(s[1], part(s[0]))), (0, start))[1]
+        return lax.while_loop(lambda s: s[0] < k, lambda s: (s[0] + 1, body(s[1], parts[s[0]])), (0, start))[1]
     assert loop == "python"
-    for i in range(k):
-        start = body(start, part(i))
-    return start
+    return functools.reduce(body, [parts[i] for i in range(k)], start)
 
 
-X = RNG.normal(size=(32, 6))
+def strided(x: Any, k: int = 4) -> Any:
+    return jnp.moveaxis(x.reshape(-1, k, x.shape[-1]), 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("loop", "k"), [("scan", 2), ("scan", 16), ("fori", 4), ("fori", 8), ("while", 2), ("while", 4), ("python", 4)]
-)
-def test_accumulated_gradients_are_reduced_once_after_the_loop(loop: str, k: int) -> None:
-    def step(w: Any, x: Any) -> Any:
-        parts = x.reshape(k, -1, 6)
-        add = lambda c, p: jax.tree.map(jnp.add, c, jax.value_and_grad(loss)(w, p))
-        value, grad = accumulate(loop, add, (jnp.zeros(()), jnp.zeros_like(w)), parts)
-        return w - grad / k, value / k
-
-    parity.check(step, W, X, devices=8)
-    if loop != "scan" and 32 // k < 8:
-        return  # parts of fewer examples than there are devices, picked one by one: each device computes them whole
-    found = parity.collectives(parity.program(step, W, X, bucket_bytes=0))
-    reductions = [one for one in found if one[0] == "all-reduce"]
-    assert sorted(reductions) == [("all-reduce", (), ""), ("all-reduce", (6, 6), "")]
-    assert all(kind in ("all-gather", "all-to-all") and where == "" for kind, _, where in found if kind != "all-reduce")
-
-
-@pytest.mark.parametrize("loop", ["scan", "fori"])
-def test_a_penalty_on_the_weights_does_not_keep_the_reduction_in_the_loop(loop: str) -> None:
-    def step(w: Any, x: Any) -> Any:
-        penalised = lambda w, p: loss(w, p) + 0.1 * jnp.sum(w**2)
-        return w - accumulate(loop, lambda c, p: c + jax.grad(penalised)(w, p), jnp.zeros_like(w), x.reshape(4, -1, 6))
-
-    found = [one for one in parity.collectives(parity.program(step, W, X)) if one[0] == "all-reduce"]
-    assert found == [("all-reduce", (6, 6), "")]
-    parity.check(step, W, X, devices=8)
-
-
-def test_the_sum_starts_where_the_user_says() -> None:
-    def step(w: Any, x: Any) -> Any:
-        return accumulate("scan", lambda c, p: c + jax.grad(loss)(w, p), w * 3, x.reshape(4, -1, 6))
-
-    parity.check(step, W, X, devices=8)
-
-
-@pytest.mark.parametrize("name", ["a sum that each turn uses", "a clipped sum"])
-def test_a_sum_that_each_turn_uses_is_reduced_in_each(name: str) -> None:
-    found = parity.collectives(parity.program(FLOWS[name], W, X))
-    assert [where for kind, shape, where in found if kind == "all-reduce" and shape == (6, 6)] == ["scan 4/"]
-
-
-def test_microbatches_on_each_device_are_its_own() -> None:
-    """``i::k``: no device sends examples."""
-    import jaxdist
+def accumulated(f: Callable[[Any, Any], Any], loop: str, parts: Callable[[Any], Any] = strided) -> Any:
+    """A step, with or without its gradients added up over parts of the batch."""
 
     def step(w: Any, x: Any) -> Any:
-        value, grads = jaxdist.value_and_grad(loss, microbatches=4)(w, x)
-        return w - grads, value
+        add = lambda c, p: jax.tree.map(lambda a, b: a + b / 4, c, jax.value_and_grad(f)(w, p))
+        value, grad = accumulate(loop, add, (jnp.zeros(()), jnp.zeros_like(w)), parts(x))
+        return w - grad, value
 
-    found = parity.collectives(parity.program(step, W, X, bucket_bytes=0))
-    assert sorted(found) == [("all-reduce", (), ""), ("all-reduce", (6, 6), "")]
-    parity.check(step, W, X, devices=8)
-    parity.check(step, W, X[:28], devices=8)
+    return step
 
 
-# --- a model in a loop over its layers, whose gradients come out stacked up: here 74 kB of them, too many to wait
+def penalised(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda w, x: f(w, x) + 0.1 * jnp.sum(w**2)
 
 
 def in_scan(ws: Any, x: Any) -> Any:
@@ -258,47 +230,85 @@ def in_groups(ws: Any, x: Any) -> Any:
     return jnp.mean(lax.scan(group, x, ws.reshape(2, 2, *ws.shape[1:]))[0] ** 2)
 
 
-MODELS: dict[str, Callable[[Any, Any], Any]] = {
-    "scan": in_scan,
-    "in groups": in_groups,
-    "remat of the model": lambda ws, x: jax.checkpoint(in_scan)(ws, x),
-    "twice": lambda ws, x: in_scan(ws, x) + in_scan(ws, -x[::-1]),
-    "penalised": lambda ws, x: in_scan(ws, x) + 0.1 * jnp.sum(ws**2),
-    "in a branch": lambda ws, x: lax.cond(x.sum() > -1e9, in_scan, lambda ws, x: jnp.zeros(()), ws, x),
-}
-STACK = jnp.asarray(RNG.normal(size=(4, 96, 96)) / 10)
-ROWS = RNG.normal(size=(32, 96))
+def in_a_branch(ws: Any, x: Any) -> Any:
+    return lax.cond(x.sum() > -1e9, in_scan, lambda ws, x: jnp.zeros(()), ws, x)
 
 
-def parts_of(x: Any) -> Any:
-    return jnp.moveaxis(x.reshape(-1, 4, x.shape[-1]), 1, 0)
+def normalised_in_each_turn(ws: Any, x: Any) -> Any:
+    add = lambda c, p: c + (lambda g: g / jnp.linalg.norm(g))(jax.grad(in_scan)(ws, p))
+    return ws - accumulate("scan", add, jnp.zeros_like(ws), strided(x))
 
 
-@pytest.mark.parametrize(
-    ("name", "loop"),
-    [(name, ("scan", "fori", "while")[i % 3]) for i, name in enumerate(MODELS)] + [("scan", "fori"), ("scan", "while")],
-)
-def test_gradients_of_layers_in_a_loop_are_reduced_once_after_the_microbatches(name: str, loop: str) -> None:
-    def step(ws: Any, x: Any) -> Any:
-        add = lambda c, p: jax.tree.map(lambda a, b: a + b / 4, c, jax.value_and_grad(MODELS[name])(ws, p))
-        value, grad = accumulate(loop, add, (jnp.zeros(()), jnp.zeros_like(ws)), parts_of(x))
-        return ws - grad, value
-
-    found = parity.collectives(parity.program(step, STACK, ROWS, bucket_bytes=0))
-    reductions = sorted(one for one in found if one[0] == "all-reduce" and one[1])
-    assert reductions == [("all-reduce", STACK.shape, "")]
-    parity.check(step, STACK, ROWS, devices=8)
+def in_32_bits(ws: Any, x: Any) -> Any:
+    add = lambda c, p: c + jax.grad(in_scan)(ws, p).astype(jnp.float32)
+    return accumulate("scan", add, jnp.zeros(ws.shape, jnp.float32), strided(x))
 
 
-@pytest.mark.parametrize(("name", "level"), [("scan", 0), ("scan", 1), ("in groups", 2), ("scan", 3), ("in groups", 3)])
-def test_at_each_level_of_zero(name: str, level: Any) -> None:
+def microbatches(w: Any, x: Any) -> Any:
+    """``i::k``: no device sends examples."""
+    value, grads = jaxdist.value_and_grad(loss, microbatches=4)(w, x)
+    return w - grads, value
+
+
+X = RNG.normal(size=(32, 6))
+# Layers in a loop, whose gradients come out stacked up: here 74 kB of them, too many to wait.
+STACK, ROWS = jnp.asarray(RNG.normal(size=(4, 96, 96)) / 10), RNG.normal(size=(32, 96))
+HALF = jnp.asarray(np.tile(STACK.astype(jnp.bfloat16), (1, 2, 2))), jnp.asarray(np.tile(ROWS, (1, 2)), jnp.bfloat16)
+in_order = lambda k: lambda x: x.reshape(k, -1, x.shape[-1])
+REDUCED: dict[str, tuple[Any, tuple[Any, Any], str]] = {
+    "scan, 2": (accumulated(loss, "scan", in_order(2)), (W, X), ""),
+    "scan, 16": (accumulated(penalised(loss), "scan", in_order(16)), (W, X), ""),
+    "fori, 4": (accumulated(penalised(loss), "fori", in_order(4)), (W, X), ""),
+    "while, 2": (accumulated(loss, "while", in_order(2)), (W, X), ""),
+    "while, 4": (accumulated(loss, "while", in_order(4)), (W, X), ""),
+    "python, 4": (accumulated(loss, "python", in_order(4)), (W, X), ""),
+    "microbatches": (microbatches, (W, X), ""),
+    "a sum that each turn uses": (FLOWS["a sum that each turn uses"], (W, X), "scan 4/"),
+    "a clipped sum": (FLOWS["a clipped sum"], (W, X), "scan 4/"),
+    "layers, scan": (accumulated(in_scan, "scan"), (STACK, ROWS), ""),
+    "layers, fori": (accumulated(in_scan, "fori"), (STACK, ROWS), ""),
+    "layers, while": (accumulated(in_scan, "while"), (STACK, ROWS), ""),
+    "layers in groups": (accumulated(in_groups, "fori"), (STACK, ROWS), ""),
+    "layers, remat": (accumulated(lambda ws, x: jax.checkpoint(in_scan)(ws, x), "while"), (STACK, ROWS), ""),
+    "layers, twice": (accumulated(lambda ws, x: in_scan(ws, x) + in_scan(ws, -x[::-1]), "scan"), (STACK, ROWS), ""),
+    "layers, penalised": (accumulated(penalised(in_scan), "fori"), (STACK, ROWS), ""),
+    "layers in a branch": (accumulated(in_a_branch, "while"), (STACK, ROWS), ""),
+    "layers, in 32 bits": (in_32_bits, HALF, ""),
+    "layers that each turn uses": (normalised_in_each_turn, (STACK, ROWS), "scan 4/scan 4/"),
+    "layers one by one": (lambda ws, x: ws - jax.grad(in_scan)(ws, x), (STACK, ROWS), "scan 4/"),
+}  # fmt: skip
+"""Steps, their arguments, and the loops in which the gradient is reduced: in each turn, if that uses the sum (without
+microbatches: while the next layer's gradient is computed), or once after it."""
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_where_gradients_are_reduced(name: str) -> None:
+    step, args, where = REDUCED[name]
+    found = parity.collectives(parity.program(step, *args, bucket_bytes=0))
+    shape = args[0].shape[-2:] if where else args[0].shape
+    assert [one for one in found if one[0] == "all-reduce" and one[1]] == [("all-reduce", shape, where)]
+    if args[0] is W and not where:
+        assert found.count(("all-reduce", (), "")) == 1, "so is the loss"
+        assert {one[2] for one in found} == {""}
+
+
+@pytest.mark.parametrize("name", ["layers in a branch", "layers, in 32 bits"])
+def test_layers_in_loops_are_as_on_one_device(name: str) -> None:
+    step, args, _ = REDUCED[name]
+    parity.check(step, *args, devices=8, tolerance=2**-7 if args is HALF else 1e-10)
+
+
+def test_microbatches_of_examples_that_the_devices_do_not_divide() -> None:
+    parity.check(microbatches, W, X[:28], devices=8)
+
+
+@pytest.mark.parametrize(("model", "level"), [(in_scan, 0), (in_scan, 1), (in_groups, 2), (in_scan, 3), (in_groups, 3)])
+def test_at_each_level_of_zero(model: Any, level: Any) -> None:
     """What is wanted in slices is reduced into them, once too; and parameters are gathered where they are used."""
-    import jaxdist
-
     tx = jaxdist.zero(optax.sgd(0.1, momentum=0.9), level)
 
     def step(ws: Any, opt_state: Any, x: Any) -> Any:
-        value, grads = jaxdist.value_and_grad(MODELS[name], microbatches=4)(ws, x)
+        value, grads = jaxdist.value_and_grad(model, microbatches=4)(ws, x)
         updates, opt_state = tx.update(grads, opt_state, ws)
         return optax.apply_updates(ws, updates), opt_state, value
 
@@ -312,37 +322,8 @@ def test_at_each_level_of_zero(name: str, level: Any) -> None:
         assert gathers == ({(STACK.shape, "")} if level else set())
     else:
         assert {shape for shape, _ in gathers} == {(96, 96)}
-    parity.check(step, *args, devices=8)
-
-
-def test_a_stack_that_each_turn_uses_is_reduced_layer_by_layer() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        add = lambda c, p: c + (lambda g: g / jnp.linalg.norm(g))(jax.grad(in_scan)(ws, p))
-        return ws - accumulate("scan", add, jnp.zeros_like(ws), parts_of(x))
-
-    found = [one for one in parity.collectives(parity.program(step, STACK, ROWS, bucket_bytes=0)) if one[1]]
-    assert found == [("all-reduce", (96, 96), "scan 4/scan 4/")]
-    parity.check(step, STACK, ROWS, devices=8)
-
-
-def test_without_microbatches_layers_are_reduced_one_by_one() -> None:
-    """While the next one's gradient is computed."""
-    found = parity.collectives(parity.program(lambda ws, x: ws - jax.grad(in_scan)(ws, x), STACK, ROWS))
-    assert found == [("all-reduce", (96, 96), "scan 4/")]
-
-
-def test_16_bit_stacks_wait_in_32_bits() -> None:
-    half = STACK.astype(jnp.bfloat16)
-
-    def step(ws: Any, x: Any) -> Any:
-        add = lambda c, p: c + jax.grad(in_scan)(ws, p).astype(jnp.float32)
-        return accumulate("scan", add, jnp.zeros(ws.shape, jnp.float32), parts_of(x))
-
-    big = jnp.asarray(np.tile(half, (1, 2, 2)))
-    rows = jnp.asarray(np.tile(ROWS, (1, 2)), jnp.bfloat16)
-    found = parity.collectives(parity.program(step, big, rows, bucket_bytes=0))
-    assert found == [("all-reduce", big.shape, "")]
-    parity.check(step, big, rows, devices=8, tolerance=2**-7)
+    if model is in_groups:
+        parity.check(step, *args, devices=8)
 
 
 def test_a_loop_over_examples_runs_a_devices_own_turns() -> None:
@@ -429,8 +410,6 @@ def test_nested_loops_are_traced_once() -> None:
             return jax.grad(loss)(w, x)
         return lax.scan(lambda c, _: (c + deep(w - 0.1 * c, x, depth - 1), None), jnp.zeros_like(w), None, length=2)[0]
 
-    from jaxdist.placements import walk
-
     walks: list[int] = []
     original = walk.Walk.__init__
 
@@ -450,30 +429,8 @@ def test_nested_loops_are_traced_once() -> None:
     assert counts[3] - counts[2] <= 2 * (counts[2] - counts[1]) + 4, counts
 
 
-def test_the_last_turns_effects_and_order() -> None:
-    """Loops whose collectives sit in branches: all devices take the same."""
-
-    def step(w: Any, x: Any) -> Any:
-        def turn(c: Any, p: Any) -> Any:
-            up = lambda: c + jax.grad(loss)(w - c, p)
-            return lax.cond(p.sum() > 0, up, lambda: c * 0.5), p.max()
-
-        return lax.scan(turn, jnp.zeros_like(w), x.reshape(4, -1, 6))
-
-    parity.check(step, W, X, devices=8)
-
-
-@pytest.mark.parametrize("rows", [16, 13])
-def test_a_loop_over_single_examples_sends_nothing_in_its_turns(rows: int) -> None:
+def test_a_loop_over_single_examples_sends_nothing_in_its_turns() -> None:
     """Each turn needs the one before: the batch is gathered once, and the loop is every device's."""
-
-    def step(w: Any, x: Any) -> Any:
-        def turn(w: Any, row: Any) -> Any:
-            loss, grad = jax.value_and_grad(lambda w: jnp.sum((row @ w) ** 2))(w)
-            return w - 0.01 * grad, loss
-
-        return lax.scan(turn, w, x)
-
-    w, x = jnp.eye(6), np.random.default_rng(0).normal(size=(rows, 6))
-    parity.check(step, w, x, devices=8)
-    assert [where for *_, where in parity.collectives(parity.program(step, w, x))] == [""]
+    for rows in (16, 13):
+        program = parity.program(FLOWS["a step an example"], W, RNG.normal(size=(rows, 6)))
+        assert [where for *_, where in parity.collectives(program)] == [""]

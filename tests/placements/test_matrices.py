@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -40,27 +41,77 @@ def found(f: Any, *shapes: tuple[int, ...]) -> list[Component]:
     return components(infer, whole, bytes_moved(whole))
 
 
-def cube(x: Any) -> Any:
-    return x @ x.T @ x
+def owned_by(whole: Placed) -> Owned:
+    (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
+    return owned
 
 
 def names(component: Component) -> list[str]:
     return [node.name for node in component.nodes if node.name != "transpose"]
 
 
+def cube(x: Any) -> Any:
+    return x @ x.T @ x
+
+
+def cubes(*xs: Any) -> list[Any]:
+    return [cube(x) for x in xs]
+
+
+def largest(x: Any) -> Any:
+    """The largest singular value."""
+    return jnp.linalg.svd(x, compute_uv=False)[0]
+
+
+def adam(a: Any, first: Any, second: Any) -> Any:
+    y = cube(a)
+    first, second = 0.9 * first + y, 0.9 * second + y * y
+    return first, second, first / jnp.sqrt(second)
+
+
+def by_their_norm(*xs: Any) -> list[Any]:
+    xs = tuple(cubes(*xs))
+    return cubes(*(x / jnp.sqrt(sum(jnp.sum(x**2) for x in xs)) for x in xs))
+
+
+def by_one_of_them(*xs: Any, broadcast: bool = False) -> list[Any]:
+    scale = largest(xs[0])
+    return cubes(*(x / (jnp.broadcast_to(scale, x.shape) if broadcast else scale) for x in xs))
+
+
 MATRIX = (SIZE, SIZE)
+DOT = "dot_general"
+FOUND: dict[str, tuple[Any, int, list[Any]]] = {
+    "one of each": (lambda a, b: (cube(a) + a, cube(b)), 2, [[DOT] * 2] * 2),
+    "what is between, not what follows": (lambda a: jnp.tanh(jnp.sin(cube(a)) @ a), 1, [[DOT, DOT, "sin", DOT]]),
+    "what takes more than its results is done on slices": (adam, 3, [[DOT] * 2]),
+    "what would move its results again": (lambda a: (lambda y: y + y.T)(cube(a)), 1, [[DOT, DOT, "add"]]),
+    "products of products are joined": (lambda a, b: (a @ a.T) @ (b @ b.T), 2, [[DOT] * 3]),
+    "those that meet in a number are not": (by_their_norm, 2, [0, 0, 1, 1]),
+    "nor those that a number of one scales": (by_one_of_them, 4, [0, 1, 1, 1, 1]),
+    "nor where it is broadcast": (functools.partial(by_one_of_them, broadcast=True), 4, [0, 1, 1, 1, 1]),
+    "each scaled by its own": (lambda *xs: [cube(x / largest(x)) for x in xs], 4, [0, 0, 0, 0]),
+}
+"""Functions of so many matrices, and the operations, or the stage, of each component."""
 
 
-def test_each_matrix_is_a_component() -> None:
-    one, two = found(lambda a, b: (cube(a) + a, cube(b)), MATRIX, (SIZE, 2 * SIZE))
-    assert names(one) == names(two) == ["dot_general"] * 2
-    assert (one.stage, two.stage) == (0, 0)
-    assert len(one.outs) == len(two.outs) == 1
+@pytest.mark.parametrize("name", FOUND)
+def test_components(name: str) -> None:
+    f, matrices, expected = FOUND[name]
+    components = found(f, *[MATRIX] * matrices)
+    assert [one.stage if isinstance(expected[0], int) else names(one) for one in components] == expected
+    if not isinstance(expected[0], int):
+        assert {one.stage for one in components} == {0}
+    if name == "each scaled by its own":  # it travels once
+        assert [len(one.ins) for one in components] == [1] * 4
 
 
-def test_what_is_between_belongs_to_it_and_what_follows_does_not() -> None:
-    (one,) = found(lambda a: jnp.tanh(jnp.sin(cube(a)) @ a), MATRIX)
-    assert names(one) == ["dot_general", "dot_general", "sin", "dot_general"]
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_the_work_is_divided(broadcast: bool) -> None:
+    f = functools.partial(by_one_of_them, broadcast=broadcast)
+    several, one = (work(placed(f, *[MATRIX] * 4, split="owners", devices=n)[1]) for n in (4, 1))
+    alone = work(placed(largest, MATRIX, devices=1)[1])
+    assert several - alone < 1.05 * (one - alone) / 4
 
 
 def test_an_entry_of_a_sorted_array_is_taken_by_its_owner() -> None:
@@ -81,61 +132,6 @@ def test_a_matrix_that_is_needed_in_several_forms_travels_once() -> None:
     assert sum(move.bytes for move in whole.own) == 2 * 8 * SIZE**2  # there, and back
 
 
-def test_what_takes_more_than_its_results_is_done_on_slices() -> None:
-    def adam(a: Any, first: Any, second: Any) -> Any:
-        y = cube(a)
-        first, second = 0.9 * first + y, 0.9 * second + y * y
-        return first, second, first / jnp.sqrt(second)
-
-    (one,) = found(adam, MATRIX, MATRIX, MATRIX)
-    assert names(one) == ["dot_general"] * 2
-
-
-def test_what_would_move_its_results_again_is_done_by_the_owner() -> None:
-    def f(a: Any) -> Any:
-        y = cube(a)
-        return y + y.T
-
-    (one,) = found(f, MATRIX)
-    assert names(one) == ["dot_general", "dot_general", "add"]
-
-
-def test_products_of_products_are_joined() -> None:
-    assert len(found(lambda a, b: (a @ a.T) @ (b @ b.T), MATRIX, MATRIX)) == 1
-
-
-def test_matrices_that_meet_in_a_number_are_not() -> None:
-    def f(a: Any, b: Any) -> Any:
-        a, b = cube(a), cube(b)
-        norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
-        return cube(a / norm), cube(b / norm)
-
-    stages = [one.stage for one in found(f, MATRIX, MATRIX)]
-    assert stages == [0, 0, 1, 1]
-
-
-def largest(x: Any) -> Any:
-    """The largest singular value."""
-    return jnp.linalg.svd(x, compute_uv=False)[0]
-
-
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_a_number_of_one_matrix_does_not_join_those_that_it_scales(broadcast: bool) -> None:
-    def f(*xs: Any) -> Any:
-        scale = largest(xs[0])
-        return [cube(x / (jnp.broadcast_to(scale, x.shape) if broadcast else scale)) for x in xs]
-
-    assert [one.stage for one in found(f, *[MATRIX] * 4)] == [0, 1, 1, 1, 1]
-    several, one = (work(placed(f, *[MATRIX] * 4, split="owners", devices=n)[1]) for n in (4, 1))
-    alone = work(placed(largest, MATRIX, devices=1)[1])
-    assert several - alone < 1.05 * (one - alone) / 4
-
-
-def test_each_scaled_by_a_number_of_its_own_travels_once() -> None:
-    everything = found(lambda *xs: [cube(x / largest(x)) for x in xs], *[MATRIX] * 4)
-    assert [(one.stage, len(one.ins)) for one in everything] == [(0, 1)] * 4
-
-
 def test_control_flow_of_several_has_them_inside() -> None:
     def f(a: Any, b: Any, c: Any) -> Any:
         return jax.lax.fori_loop(0, 3, lambda _, xs: jax.tree.map(cube, xs), (a, b, c))
@@ -143,18 +139,14 @@ def test_control_flow_of_several_has_them_inside() -> None:
     infer, whole = placed(f, MATRIX, MATRIX, MATRIX, split="owners")
     assert components(infer, whole, bytes_moved(whole)) == []
     (strategy,) = [s for s in whole.strategies if s.bodies]
-    (owned,) = [n for n in strategy.bodies[0].block.nodes if isinstance(n, Owned)]
+    owned = owned_by(strategy.bodies[0])
     assert sorted(one.owner or 0 for one in owned.works) == [0, 1, 2]
 
 
 def test_the_largest_come_first() -> None:
     sizes = (32, 64, 96, 128, 48)  # the cube of 128 is more than those of the others together
-
-    def f(*xs: Any) -> Any:
-        return [cube(x) for x in xs]
-
-    _, whole = placed(f, *[(n, n) for n in sizes], split="owners", devices=2)
-    (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
+    _, whole = placed(cubes, *[(n, n) for n in sizes], split="owners", devices=2)
+    owned = owned_by(whole)
     owners: dict[int, int | None] = {one.placed.block.avals[0].shape[0]: one.owner for one in owned.works}
     assert owners == {128: 0, 96: 1, 64: 1, 48: 1, 32: 1}
     (strategy,) = [s for s in whole.strategies if s.bodies]
@@ -166,7 +158,7 @@ def test_the_largest_come_first() -> None:
 @pytest.mark.parametrize("split", [None, "owners"])
 def test_each_device_has_layers_of_a_stack(split: Any) -> None:
     infer, whole = placed(lambda x: x @ x.mT @ x, (8, *MATRIX), split=split)
-    (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
+    owned = owned_by(whole)
     (layers,) = owned.works
     assert layers.owner is None
     block = layers.component.block(whole.block)
@@ -212,11 +204,8 @@ def test_one_matrix_of_many_devices_stays_on_slices_if_they_take_less() -> None:
 
 
 def test_a_giant_on_slices_does_not_keep_the_others_there() -> None:
-    def f(*xs: Any) -> Any:
-        return [cube(x) for x in xs]
-
     shapes = [(1024, 1024), *[(128, 128)] * 8]
-    _, whole = placed(f, *shapes, devices=8)
-    (owned,) = [n for n in whole.block.nodes if isinstance(n, Owned)]
+    _, whole = placed(cubes, *shapes, devices=8)
+    owned = owned_by(whole)
     assert [whole.block.avals[one.component.outs[0]].shape for one in owned.works] == shapes[1:]
     assert sorted(one.owner or 0 for one in owned.works) == list(range(8))

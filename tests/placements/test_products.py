@@ -1,4 +1,7 @@
-"""Where a batch is small beside a weight in slices, the batch travels: `jaxdist.placements.products`."""
+"""Where a batch is small beside a weight in slices, the batch travels: `jaxdist.placements.products`.
+
+That the numbers stay those of one device is in `test_idioms` and `test_oracle` (``few_examples``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optimizers
 import parity
 import pytest
 from jax import lax
@@ -71,38 +73,37 @@ def convolution(params: Any, x: Any, *_: Any) -> Any:
     return jnp.tanh(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
 
 
+def layers(width: int) -> Any:
+    return [(jnp.zeros((width, width), "f"), jnp.zeros(width, "f")) for _ in range(3)]
+
+
+def examples(rows: int, width: int) -> Any:
+    return (jnp.zeros((rows, width), "f"),) * 2
+
+
+WIDE_AND_TALL = [(array(*WIDE), array(768)), (array(*TALL), array(96))]
 MODELS: dict[str, tuple[Any, Any, Any]] = {
-    "wide and tall": (mlp, [(array(*WIDE), array(768)), (array(*TALL), array(96))], (array(ROWS, 96),) * 2),
-    "tall and wide": (mlp, [(array(*TALL), array(96)), (array(*WIDE), array(768))], (array(ROWS, 768),) * 2),
+    "wide and tall": (mlp, WIDE_AND_TALL, (array(ROWS, 96),) * 2),
+    "tall and wide": (mlp, WIDE_AND_TALL[::-1], (array(ROWS, 768),) * 2),
+    "many examples": (mlp, WIDE_AND_TALL, examples(4096, 96)),
     "heads": (heads, [array(96, 8, 128), array(128, 8, 96)], (array(8, 96), array(8, 96))),
-    "table": (
-        table, [array(4096, 96), array(*WIDE)], (jnp.asarray(RNG.integers(0, 4096, (ROWS, 2))), array(ROWS, 768))
-    ),
+    "table": (table, [array(4096, 96), array(*WIDE)], (jnp.zeros((ROWS, 2), int), array(ROWS, 768))),
     "tied": (tied, [array(*WIDE)], (array(ROWS, 96), array(ROWS, 96))),
-    "convolution": (convolution, [array(3, 3, 32, 96)], (array(8, 4, 4, 32), array(8, 4, 4, 96))),
-}  # fmt: skip
-WAYS = [(2, None, 3), (8, 4, 2), (8, None, 0), (4, 2, 3), (8, 2, 1), (8, 1, 3)]
-"""Devices, those of a group, and the level of ZeRO."""
+}
+# What each device has whole of rows that travel is no more than its slice: else the memory of slices would be lost.
+MODELS |= {f"{rows} rows": (mlp, layers(512), examples(rows, 512)) for rows in (64, 128)}
+Found = list[tuple[str, tuple[int, ...], str]]
 
 
-def trained(step: Any, params: Any, opt_state: Any, batch: Any, steps: int = 3) -> Any:
-    loss = None
-    for _ in range(steps):
-        params, opt_state, loss = step(params, opt_state, batch)
-    return params, opt_state, loss
+def emitted(apply: Any, params: Any, batch: Any, level: Any, devices: int, microbatches: int = 1) -> Found:
+    tx = jaxdist.zero(optax.sgd(0.1), level) if level else optax.sgd(0.1)
+    step = step_of(tx, apply, microbatches)
+    return parity.collectives(parity.program(step, params, tx.init(params), batch, devices=devices))
 
 
-def emitted(name: str, level: Any, devices: int, **settings: Any) -> list[tuple[str, tuple[int, ...], str]]:
-    apply, params, batch = MODELS[name]
-    tx = jaxdist.zero(optax.adam(1e-3), level) if level else optax.adam(1e-3)
-    step = step_of(tx, apply)
-    program = parity.program(step, params, tx.init(params), batch, devices=devices, **settings)
-    return parity.collectives(program)
-
-
-def moved(found: list[tuple[str, tuple[int, ...], str]], *kinds: str) -> int:
-    """The largest value that travels so: its entries."""
-    return max((math.prod(shape) for kind, shape, _ in found if kind in kinds), default=0)
+def sizes(found: Found, kind: str) -> list[int]:
+    """Entries of the values that travel so."""
+    return [math.prod(shape) for one, shape, _ in found if one == kind]
 
 
 @pytest.fixture
@@ -112,46 +113,15 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "cost", few)
 
 
-# --- as on one device
+# --- numbers of what no idiom has
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(("name", "devices", "within", "level"), [
-    (name, *way) for k, name in enumerate(MODELS) for way in WAYS[k % 2 :: 2]
-])  # fmt: skip
-def test_as_on_one_device(name: str, devices: int, within: int | None, level: Any) -> None:
-    apply, params, batch = MODELS[name]
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1, eps=1e-3))
-    sharded = jaxdist.zero(tx, level, within) if level else tx
-    want = trained(jax.jit(step_of(tx, apply)), params, tx.init(params), batch)
-    step = jaxdist.data_parallel(step_of(sharded, apply), mesh=parity.mesh(devices), donate=False)
-    got = trained(step, params, sharded.init(params), batch)
-    assert optimizers.gap(want, got) < 1e-10
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(("within", "rows", "microbatches"), [(None, 32, 2), (2, 32, 1), (2, 20, 2), (None, 20, 1)])
-def test_with_other_settings(within: Any, rows: int, microbatches: int) -> None:
-    """Microbatches; groups; and examples that the devices don't divide, which keep to their way."""
-    apply, params, _ = MODELS["wide and tall"]
-    batch = array(rows, 96), array(rows, 96)
-    tx = optax.sgd(0.1)
-    sharded = jaxdist.zero(tx, 3, within)
-    want = trained(jax.jit(step_of(tx, apply)), params, tx.init(params), batch)
-    decorated = jaxdist.data_parallel(step_of(sharded, apply, microbatches), mesh=parity.mesh(8), donate=False)
-    assert optimizers.gap(want, trained(decorated, params, sharded.init(params), batch)) < 1e-10
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_types(dtype: Any) -> None:
-    """Summands of 16-bit floats are added up in 32 bits."""
-    apply, params, batch = jax.tree.map(lambda x: x if callable(x) else x.astype(dtype), MODELS["wide and tall"])
+def test_summands_of_16_bits_are_added_up_in_32() -> None:
+    params, batch = jax.tree.map(lambda x: x.astype("float16"), MODELS["wide and tall"][1:])
     tx = jaxdist.zero(optax.sgd(0.1), 3)
-    want = jax.jit(step_of(tx, apply))(params, tx.init(params), batch)
-    got = parity.decorated(step_of(tx, apply), 4)(params, tx.init(params), batch)
-    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
-    parity.compare(got, want, 10 * float(jnp.finfo(dtype).eps))
+    args = params, tx.init(params), batch
+    parity.check(step_of(tx, mlp), *args, devices=4, tolerance=10 * float(jnp.finfo("float16").eps))
 
 
 @pytest.mark.usefixtures("always")
@@ -206,97 +176,62 @@ def test_within_groups_a_leaf_that_is_kept_otherwise(kept: str) -> None:
 
 # --- what travels
 
+ANY, NONE = (1, ROWS * 768), (0, 0)
+EXAMPLES = {"all-gather": ANY, "all-to-all": ANY, "all-reduce": (0, ROWS * 768), "reduce-scatter": (0, ROWS * 192)}
+FEW = (0, 4096 * 96 // 8 - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "devices", "weights", "largest"),
+    [
+        ("wide and tall", 3, 4, 0, EXAMPLES),
+        ("tall and wide", 3, 4, 0, EXAMPLES),
+        ("heads", 3, 4, 0, EXAMPLES),
+        # New parameters, as ever; no gradient of a weight is reduced, but made in slices.
+        ("wide and tall", 1, 4, 2, {"reduce-scatter": (0, 768)}),
+        ("wide and tall", 2, 4, 2, {"reduce-scatter": (0, 768)}),
+        # Without slices gradients are gathered, each as it is wanted next: XLA transposes a part of the product.
+        ("wide and tall", 0, 4, 2, {"all-reduce": (0, 768 + 96 + 1), "reduce-scatter": NONE}),
+        # Those that are added up first, of a weight with many uses, are reduced once.
+        ("tied", 0, 4, 0, {"all-reduce": (96 * 768, 10**6), "all-gather": NONE, "all-to-all": NONE}),
+        ("table", 3, 8, 0, {"all-gather": FEW, "reduce-scatter": FEW, "all-reduce": FEW, "all-to-all": (3 * 768,) * 2}),
+        ("many examples", 3, 4, 3, {"all-to-all": NONE}),
+        ("64 rows", 3, 8, 0, {"all-to-all": (1, 64 * 512)}),
+        ("128 rows", 3, 8, 0, {"all-to-all": NONE}),
+    ],
+)
+def test_what_travels(name: str, level: Any, devices: int, weights: int, largest: dict[str, tuple[int, int]]) -> None:
+    """How many weights are gathered, and the least and most entries of the largest value that travels in other ways."""
+    found = emitted(*MODELS[name], level, devices)
+    assert sizes(found, "all-gather").count(96 * 768) == weights
+    for kind, (low, high) in largest.items():
+        assert low <= max(sizes(found, kind), default=0) <= high, kind
+
 
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_dense_layer_and_its_twin_as_a_convolution_send_the_same(level: int) -> None:
-    tx = jaxdist.zero(optax.sgd(0.1), level) if level else optax.sgd(0.1)  # type: ignore[arg-type]
     dense = lambda w, x, *_: jnp.tanh(x @ w)
     twin = lambda w, x, *_: convolution([w], x)
     w, x, y = jnp.zeros((512, 1024), "f"), jnp.zeros((32, 512), "f"), jnp.zeros((32, 1024), "f")
-    ways = []
-    for apply, *args in ((dense, w, x, y), (twin, w[None, None], x[:, None, None], y[:, None, None])):
-        program = parity.program(step_of(tx, apply), args[0], tx.init(args[0]), tuple(args[1:]), devices=8)
-        ways.append([(kind, math.prod(shape)) for kind, shape, _ in parity.collectives(program)])
-    assert sorted(ways[0]) == sorted(ways[1])
-    assert moved(parity.collectives(program), "all-reduce", "reduce-scatter") < 32 * 1024
+    one = emitted(dense, w, (x, y), level, 8)
+    other = emitted(twin, w[None, None], (x[:, None, None], y[:, None, None]), level, 8)
+    ways = [sorted((kind, math.prod(shape)) for kind, shape, _ in found) for found in (one, other)]
+    assert ways[0] == ways[1]
+    assert max(sizes(other, "all-reduce") + sizes(other, "reduce-scatter")) < 32 * 1024
 
 
 def test_a_weight_that_is_not_gathered_twice_is_not_gathered_once() -> None:
     """Where it is a product's, and transposed another one's."""
     both, once = (
-        sum(math.prod(shape) for _, shape, _ in parity.collectives(parity.program(
-            step_of(tx, apply), [w], tx.init([w]), (x, x), devices=8
-        )))
+        sum(math.prod(shape) for _, shape, _ in emitted(apply, [jnp.zeros((512, 512), "f")], examples(32, 512), 3, 8))
         for apply in (tied, lambda params, x, *_: jnp.tanh(x @ params[0]) @ params[0])
-        for tx, w, x in [(jaxdist.zero(optax.sgd(0.1), 3), jnp.zeros((512, 512), "f"), jnp.zeros((32, 512), "f"))]
-    )  # fmt: skip
+    )
     assert both <= once < 512 * 512
 
 
-@pytest.mark.parametrize("name", ["wide and tall", "tall and wide", "heads"])
-def test_no_weight_travels_at_level_3(name: str) -> None:
-    """Values of the batch do, in all-gathers, all-to-alls and reduce-scatters; of the weights biases."""
-    found = emitted(name, 3, 4)
-    assert moved(found, "all-gather", "all-reduce") <= ROWS * 768
-    assert moved(found, "all-to-all") > 0
-    assert moved(found, "reduce-scatter") <= ROWS * 768 // 4
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_gradients_are_made_in_slices(level: Any) -> None:
-    """The new parameters are gathered, as ever; no gradient of a weight is reduced."""
-    found = emitted("wide and tall", level, 4)
-    assert [shape for kind, shape, _ in found if kind == "all-gather"].count(WIDE) == 1
-    assert moved(found, "reduce-scatter") <= 768
-
-
-def test_without_slices_gradients_are_gathered_and_not_added_up() -> None:
-    """Each as it is wanted next, so that XLA makes the transpose between a part of the product."""
-    found = emitted("wide and tall", 0, 4)
-    assert {WIDE[::-1], TALL} & {shape for kind, shape, _ in found if kind == "all-gather"}
-    assert moved(found, "all-reduce", "reduce-scatter") <= 768 + 96 + 1
-
-
-def test_gradients_that_are_added_up_first_are_reduced_once() -> None:
-    """Of weights with many uses, and of microbatches."""
-    found = emitted("tied", 0, 4)
-    assert moved(found, "all-reduce") >= 96 * 768
-    assert moved(found, "all-gather", "all-to-all") == 0
-    apply, params, _ = MODELS["wide and tall"]
-    batch = (array(32, 96),) * 2
-    step = step_of(optax.sgd(0.1), apply, microbatches=4)
-    assert not [k for k, *_ in parity.collectives(parity.program(step, params, optax.sgd(0.1).init(params), batch))
-                if k in ("all-gather", "all-to-all")]  # fmt: skip
-
-
-def test_a_table_is_not_gathered() -> None:
-    found = emitted("table", 3, 8)
-    assert moved(found, "all-gather", "reduce-scatter", "all-reduce") < 4096 * 96 // 8
-    assert moved(found, "all-to-all") == ROWS // 8 * 768  # the other product
-
-
-def test_a_large_batch_stays() -> None:
-    apply, params, _ = MODELS["wide and tall"]
-    tx = jaxdist.zero(optax.sgd(0.1), 3)
-    batch = array(4096, 96), array(4096, 96)
-    found = parity.collectives(parity.program(step_of(tx, apply), params, tx.init(params), batch, devices=4))
-    assert "all-to-all" not in [kind for kind, *_ in found]
-    assert [math.prod(shape) for kind, shape, _ in found if kind == "all-gather"].count(96 * 768) == 3
-
-
-def test_what_each_device_holds_whole_is_no_more_than_its_slice() -> None:
-    """Of rows that travel: else the memory that slices save would be lost."""
-    apply, _, _ = MODELS["wide and tall"]
-    params = [(array(512, 512), array(512)) for _ in range(3)]
-    tx = jaxdist.zero(optax.sgd(0.1), 3)
-
-    def kinds(rows: int) -> set[str]:
-        batch = array(rows, 512), array(rows, 512)
-        program = parity.program(step_of(tx, apply), params, tx.init(params), batch, devices=8)
-        return {kind for kind, *_ in parity.collectives(program)}
-
-    assert "all-to-all" in kinds(64)
-    assert "all-to-all" not in kinds(128)
+def test_gradients_of_microbatches_are_added_up_first() -> None:
+    found = emitted(mlp, WIDE_AND_TALL, (array(32, 96),) * 2, 0, 4, microbatches=4)
+    assert sizes(found, "all-gather") + sizes(found, "all-to-all") == []
 
 
 def test_within_groups_a_slice_is_of_all_devices_of_a_group() -> None:
@@ -313,41 +248,25 @@ def test_within_groups_a_slice_is_of_all_devices_of_a_group() -> None:
     assert kinds(300) == ["all-gather", "all-reduce"]
 
 
-def test_a_weight_that_many_share_is_gathered_once() -> None:
-    """Of a recurrent network: twenty small messages there and back would be more than one."""
-    tx = jaxdist.zero(optax.sgd(0.1), 3)
-
-    def apply(w: Any, x: Any, *_: Any) -> Any:
-        for _step in range(20):
-            x = jnp.tanh(x @ w)
-        return x
-
-    program = parity.program(
-        step_of(tx, apply), array(512, 512), tx.init(array(512, 512)), (array(8, 512), array(8, 512)), devices=2
-    )
-    gathered = [shape for kind, shape, _ in parity.collectives(program) if kind == "all-gather"]
-    assert gathered.count((512, 512)) == 2  # for the forward and for the backward pass
-
-
-def groups_of(name: str, rows: int, level: Any, width: int = 512) -> list[tuple[str, Any, int]]:
-    """(kind, axes, entries of the result) of each collective of three layers on 4 devices, in groups of 2."""
-    apply, _, _ = MODELS[name]
-    params = [(jnp.zeros((width, width), "f"), jnp.zeros(width, "f")) for _ in range(3)]
-    tx = jaxdist.zero(optax.sgd(0.1), level, within=2)
-    batch = jnp.zeros((rows, width), "f"), jnp.zeros((rows, width), "f")
-    program = parity.program(step_of(tx, apply), params, tx.init(params), batch, devices=4)
+def in_groups(step: Any, *args: Any, devices: int) -> list[tuple[str, Any, int]]:
+    """(kind, axes, entries of the result) of each collective."""
     return [
         (parity.COLLECTIVES[eqn.primitive.name], axes_of(eqn), math.prod(eqn.outvars[0].aval.shape))
-        for eqn in program.eqns
+        for eqn in parity.program(step, *args, devices=devices).eqns
         if eqn.primitive.name in parity.COLLECTIVES
     ]
+
+
+def of_three_layers(rows: int, level: Any, width: int = 512) -> list[tuple[str, Any, int]]:
+    tx, params = jaxdist.zero(optax.sgd(0.1), level, within=2), layers(width)
+    return in_groups(step_of(tx, mlp), params, tx.init(params), examples(rows, width), devices=4)
 
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_within_groups_only_rows_cross_them(level: Any) -> None:
     """Not the gradients' slices; at level 3 no weight travels within them either."""
     rows, width = 64, 512
-    found = groups_of("wide and tall", rows, level, width)
+    found = of_three_layers(rows, level)
     crossing = [(kind, size) for kind, who, size in found if who != ("data",)]
     assert max(size for _, size in crossing) <= rows * width
     assert [kind for kind, size in crossing if size > width * 3] == ["all-gather"] * 6  # of three layers, in and out
@@ -357,7 +276,7 @@ def test_within_groups_only_rows_cross_them(level: Any) -> None:
 
 def test_within_groups_a_batch_that_takes_long_stays() -> None:
     """Each group computes the gradients from the rows of all."""
-    few, many = (groups_of("wide and tall", rows, 2, 2048) for rows in (256, 1024))
+    few, many = (of_three_layers(rows, 2, 2048) for rows in (256, 1024))
     assert ("all-gather", ("group",)) in [(kind, who) for kind, who, _ in few]
     assert {kind for kind, who, _ in many if who == ("group",)} == {"all-reduce"}
 
@@ -371,9 +290,8 @@ def test_within_groups_no_more_crosses_them_than_slices_would() -> None:
         updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w), opt_state, w)
         return optax.apply_updates(w, updates), opt_state
 
-    program = parity.program(step, params, tx.init(params), jnp.zeros((rows, 64), "f"), devices=8)
-    crossing = [eqn for eqn in program.eqns if eqn.primitive.name in parity.COLLECTIVES and axes_of(eqn) != ("data",)]
-    assert sum(math.prod(eqn.outvars[0].aval.shape) for eqn in crossing) <= 64 * 16384 // 4
+    found = in_groups(step, params, tx.init(params), jnp.zeros((rows, 64), "f"), devices=8)
+    assert sum(size for _, who, size in found if who != ("data",)) <= 64 * 16384 // 4
 
 
 @pytest.mark.parametrize("level", [2, 3])
@@ -387,14 +305,10 @@ def test_a_table_that_is_multiplied_as_well_is_reduced_once(level: Any) -> None:
         updates, opt_state = tx.update(jax.grad(loss)(w), opt_state, w)
         return optax.apply_updates(w, updates), opt_state
 
-    program = parity.program(step, table, tx.init(table), jnp.zeros((256, 2), "i"), devices=4)
-    found = parity.collectives(program)
-    kinds = [kind for kind, *_ in found if kind != "all-gather"]
-    assert kinds == ["reduce-scatter"]  # at level 3 rows are taken of the table that is gathered for the product
-    assert [math.prod(shape) for kind, shape, _ in found if kind == "all-gather"].count(16384 * 64) == level - 1
-
-
-# --- what is said of it
+    found = parity.collectives(parity.program(step, table, tx.init(table), jnp.zeros((256, 2), "i"), devices=4))
+    # At level 3 rows are taken of the table that is gathered for the product.
+    assert [kind for kind, *_ in found if kind != "all-gather"] == ["reduce-scatter"]
+    assert sizes(found, "all-gather").count(16384 * 64) == level - 1
 
 
 def test_it_is_explained_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
