@@ -79,15 +79,17 @@ def additions(jaxpr: Any) -> int:
     return own + sum(additions(sub) for eqn in jaxpr.eqns for sub in subjaxprs(eqn))
 
 
-@pytest.mark.parametrize("name", SUMMED)
-def test_each_slice_is_added_where_it_is_made(name: str) -> None:
+def test_each_slice_is_added_where_it_is_made() -> None:
     """And the sum is the same, but for a product that XLA rounds or not before it is added."""
-    before = jax.make_jaxpr(SUMMED[name])(WS, XS)
-    after = in_place(before, ())
-    assert additions(after.jaxpr) == 0 < additions(before.jaxpr)
-    want, got = (jax.jit(jaxpr_as_fun(one))(WS, XS) for one in (before, after))
-    for a, b in zip(want, got, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
+    before = {name: jax.make_jaxpr(f)(WS, XS) for name, f in SUMMED.items()}
+    after = {name: in_place(one, ()) for name, one in before.items()}
+    for name in SUMMED:
+        assert additions(after[name].jaxpr) == 0 < additions(before[name].jaxpr), name
+    run = lambda programs: jax.jit(lambda *xs: {name: jaxpr_as_fun(one)(*xs) for name, one in programs.items()})(WS, XS)
+    want, got = run(before), run(after)
+    for name in SUMMED:
+        for a, b in zip(want[name], got[name], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13, err_msg=name)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -97,7 +99,7 @@ def test_what_stays(name: str) -> None:
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [0, 2])
 def test_a_device_holds_one_gradient(level: Any) -> None:
     """Of all layers, whole, in 32 bits: the sum over the microbatches, and no stack beside it."""
     tx = jaxdist.zero(optax.sgd(0.1), level)

@@ -29,7 +29,7 @@ def cases() -> list[tuple[tuple[int, int], tuple[str, ...]]]:
         for k, ways in enumerate((EVEN, ODD)):
             if name.startswith(BOTH) or k == bool(i % 3):
                 found[ways[i % len(ways)]].append(name)
-    return [(way, tuple(names[k : k + 6])) for way, names in found.items() for k in range(0, len(names), 6)]
+    return [(way, tuple(names[k : k + 12])) for way, names in found.items() for k in range(0, len(names), 12)]
 
 
 @pytest.mark.parametrize(("way", "names"), cases(), ids=str)

@@ -69,31 +69,35 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_bit_for_bit(name: str) -> None:
+EXACT = {name for name in DRAWS if "bits" in name} | {"integers", "keys come back", "a vector"}
+TOGETHER = 5
+"""Draws of one program: most of the time goes into compiling."""
+
+
+@pytest.mark.parametrize("k", range(0, len(DRAWS), TOGETHER))
+def test_bit_for_bit(k: int) -> None:
     """What is computed with them may round in another order, in the last place."""
-    ways = [WAYS[(list(DRAWS).index(name) + i) % len(WAYS)] for i in (0, 2)]
-    for devices, rows in ways if "bits" in name else ways[:1]:
+    some = dict(list(DRAWS.items())[k : k + TOGETHER])
+    for devices, rows in [WAYS[(k // TOGETHER + i) % len(WAYS)] for i in ((0, 2) if k == 0 else (0,))]:
         x = np.random.default_rng(rows).normal(size=(rows, 6)) * 3
-        want = parity.check(DRAWS[name], KEY, x, devices=devices, tolerance=1e-12)
-        exact = "bits" in name or name in ("integers", "keys come back", "permutation", "a vector")
-        if exact:
-            got = parity.decorated(DRAWS[name], devices)(KEY, x)
-            parity.compare(got, want, tolerance=0)
+        draw = lambda k, x: {name: f(k, x) for name, f in some.items()}
+        got, want = parity.decorated(draw, devices)(KEY, x), jax.jit(draw)(KEY, x)
+        parity.compare(got, want, tolerance=1e-12)
+        for name in EXACT & some.keys():
+            parity.compare(got[name], want[name], tolerance=0)
 
 
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
-@pytest.mark.parametrize("shape", [(13,), (1, 13), (13, 1), (7, 13, 3), (13, 129), (2, 3, 13, 5)])
-def test_bits_of_odd_sizes(shape: tuple[int, ...], width: int) -> None:
+def test_bits_of_odd_sizes(width: int) -> None:
     """The batch in whichever dimension, which the devices do not divide."""
-    dim = shape.index(13)
-    x = np.zeros(13, f"uint{width}")
+    shapes, dtype = [(13,), (1, 13), (13, 1), (7, 13, 3), (13, 129), (2, 3, 13, 5)], f"uint{width}"
 
     def f(key: Any, x: Any) -> Any:
-        return random.bits(key, shape, f"uint{width}") | x.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        along = lambda shape: x.reshape([-1 if n == 13 else 1 for n in shape])
+        return [random.bits(key, shape, dtype) | along(shape) for shape in shapes]
 
-    want = random.bits(KEY, shape, f"uint{width}")
-    np.testing.assert_array_equal(parity.decorated(f, 8)(KEY, x), want)
+    for got, shape in zip(parity.decorated(f, 8)(KEY, np.zeros(13, dtype)), shapes, strict=True):
+        np.testing.assert_array_equal(got, random.bits(KEY, shape, dtype))
 
 
 def test_each_device_makes_its_own_part() -> None:
@@ -114,19 +118,16 @@ def test_places_beyond_32_bits(stride: int) -> None:
     assert [a << 32 | b for a, b in words] == [i * stride % 2**64 for i in index]
 
 
-@pytest.mark.parametrize("name", ["rbg", "unsafe_rbg"])
-def test_other_generators_are_made_whole(name: str) -> None:
-    key = random.key(3, impl=name)
+def test_other_generators_are_made_whole() -> None:
     x = np.ones((16, 3))
-    f = lambda k, x: [random.normal(k, x.shape) * x, random.uniform(random.split(k)[0], (3,)), random.split(k)[1]]
-    parity.check(f, key, x, devices=8)
+    of_one = lambda k, x: [random.normal(k, x.shape) * x, random.uniform(random.split(k)[0], (3,)), random.split(k)[1]]
+    keys = [random.key(3, impl=name) for name in ("rbg", "unsafe_rbg")]
+    parity.check(lambda keys, x: [of_one(k, x) for k in keys], keys, x, devices=8)
 
 
 def test_without_partitionable_threefry() -> None:
-    x = np.ones((13, 3))
     with jax.threefry_partitionable(False):
-        parity.check(lambda k, x: random.normal(k, x.shape) * x, KEY, x, devices=8)
-    parity.check(lambda k, x: random.normal(k, x.shape) * x, KEY, x, devices=8)
+        parity.check(lambda k, x: random.normal(k, x.shape) * x, KEY, np.ones((13, 3)), devices=8)
 
 
 def test_the_generator_is_part_of_what_is_compiled() -> None:
