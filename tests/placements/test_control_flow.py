@@ -14,6 +14,7 @@ import parity
 import pytest
 from jax import lax
 from jax._src.interpreters.partial_eval import dce_jaxpr
+from steps import train_step
 
 import jaxdist
 from jaxdist.ir.interpreter import subjaxprs
@@ -54,64 +55,76 @@ def masked(w: Any, x: Any, loop: str) -> Any:
     """Layers that close over a mask and a filler as large as the batch, as an attention's under ``vmap``."""
     mask, filler = jnp.broadcast_to(jnp.tri(6, dtype=bool)[2], x.shape), jnp.full(x.shape, -0.5)
     hidden = lambda h, w: jnp.where(mask, layer(w, h), filler)
-    if loop == "scan":
-        return lax.scan(lambda h, w: (hidden(h, w), None), x, jnp.stack([w, w.T]))[0]
-    if loop == "checkpoint in scan":
-        return lax.scan(jax.checkpoint(lambda h, w: (hidden(h, w), None)), x, jnp.stack([w, w.T]))[0]
-    if loop == "while":
-        return lax.while_loop(lambda s: s[1] < 2, lambda s: (hidden(s[0], w), s[1] + 1), (x, 0))[0]
-    if loop == "cond":
-        return lax.cond(w[0, 0] > 0, lambda: hidden(x, w), lambda: jnp.where(mask, x, 1.0))
-    assert loop == "checkpoint"
-    return jax.checkpoint(hidden)(x, w)
+    ways = {
+        "scan": lambda: through(hidden, x, jnp.stack([w, w.T])),
+        "checkpoint in scan": lambda: through(jax.checkpoint(hidden), x, jnp.stack([w, w.T])),
+        "while": lambda: lax.while_loop(lambda s: s[1] < 2, lambda s: (hidden(s[0], w), s[1] + 1), (x, 0))[0],
+        "cond": lambda: lax.cond(w[0, 0] > 0, lambda: hidden(x, w), lambda: jnp.where(mask, x, 1.0)),
+        "checkpoint": lambda: jax.checkpoint(hidden)(x, w),
+    }
+    return ways[loop]()
 
 
-def dropped(carry: Any, w: Any) -> Any:
-    """A layer with dropout, for a scan."""
-    h, key = carry
-    key, own = jax.random.split(key)
-    kept = jax.random.bernoulli(own, 0.7, h.shape)
-    return (jnp.where(kept, layer(w, h) / 0.7, 0.0), key), None
+def through(hidden: Any, x: Any, ws: Any) -> Any:
+    """Layers in a loop."""
+    return lax.scan(lambda h, w: (hidden(h, w), None), x, ws)[0]
 
 
+def over_turns(f: Any, w: Any, x: Any, start: Any = None) -> Any:
+    return lax.scan(lambda c, p: (f(c, p), None), jnp.zeros_like(w) if start is None else start, turns(x))[0]
+
+
+def dropout(w: Any, x: Any, wrap: Any = lambda f: f) -> Any:
+    """A gradient of layers with dropout in a loop."""
+
+    def hidden(carry: Any, w: Any) -> Any:
+        h, key = carry
+        key, own = jax.random.split(key)
+        kept = jax.random.bernoulli(own, 0.7, h.shape)
+        return jnp.where(kept, layer(w, h) / 0.7, 0.0), key
+
+    value = lambda ws: jnp.mean(through(wrap(hidden), (x, jax.random.key(0)), ws)[0] ** 2)
+    return jax.grad(value)(jnp.stack([w, 2 * w, w.T]))
+
+
+gradient = jax.grad(loss)
 MASKED = ["scan", "checkpoint in scan", "while", "cond", "checkpoint"]
 FLOWS: dict[str, Callable[[Any, Any], Any]] = {
     **{f"a mask, {loop}": lambda w, x, loop=loop: masked(w, x, loop) for loop in MASKED},
     **{
         f"a mask, {loop}, gradient": lambda w, x, loop=loop: jax.grad(lambda w: jnp.mean(masked(w, x, loop) ** 2))(w)
-        for loop in MASKED
-        if loop != "while"
+        for loop in MASKED if loop != "while"
     },
-    "dropout in a loop over layers, gradient": lambda w, x: jax.grad(
-        lambda ws: jnp.mean(lax.scan(dropped, (x, jax.random.key(0)), ws)[0][0] ** 2)
-    )(jnp.stack([w, 2 * w, w.T])),
-    "dropout in a loop over layers, remat": lambda w, x: jax.grad(
-        lambda ws: jnp.mean(lax.scan(jax.checkpoint(dropped), (x, jax.random.key(0)), ws)[0][0] ** 2)
-    )(jnp.stack([w, 2 * w, w.T])),
+    "dropout in a loop over layers": dropout,
+    "dropout in a loop over layers, remat": functools.partial(dropout, wrap=jax.checkpoint),
     "a mask, whole and in slices": lambda w, x: lax.scan(
         lambda c, w: ((jnp.where(c[1], c[0] @ w, 0.0), c[1]), c[1].sum()),
-        (x, jnp.ones(x.shape, bool)),
-        jnp.stack([w] * 2),
+        (x, jnp.ones(x.shape, bool)), jnp.stack([w, w]),
     ),
     "a mask that a loop also returns": lambda w, x: (
-        lambda m: lax.scan(lambda h, w: (jnp.where(m > 0, h @ w, 0), m), x, jnp.stack([w] * 2))
+        lambda m: lax.scan(lambda h, w: (jnp.where(m > 0, h @ w, 0), m), x, jnp.stack([w, w]))
     )(jnp.ones(x.shape)),
     "scan over examples": lambda w, x: lax.scan(lambda c, r: (jnp.tanh(c @ w + r), c.sum()), jnp.zeros(6), x),
     "scan over examples, added": lambda w, x: lax.scan(lambda c, r: (c + jnp.sin(r @ w), r.max()), w[0], x),
+    "a step an example": lambda w, x: lax.scan(lambda w, r: (w - 0.01 * gradient(w, r), loss(w, r)), w, x),
     "reverse": lambda w, x: lax.scan(lambda c, r: (c * 0.5 + r, c), jnp.zeros(6), x, reverse=True),
     "unrolled": lambda w, x: lax.scan(lambda h, w: (layer(w, h), None), x, jnp.stack([w] * 4), unroll=2),
-    "a sum that each turn uses": lambda w, x: lax.scan(
-        lambda c, p: (c + jax.grad(loss)(w - 0.1 * c, p), None), jnp.zeros_like(w), turns(x)
+    "a sum that each turn uses": lambda w, x: over_turns(lambda c, p: c + gradient(w - 0.1 * c, p), w, x),
+    "a clipped sum": lambda w, x: over_turns(lambda c, p: jnp.clip(c + gradient(w, p), -0.1, 0.1), w, x),
+    "a sum that starts elsewhere": lambda w, x: over_turns(lambda c, p: c + gradient(w, p), w, x, w * 3),
+    "a sum in a branch in a loop": lambda w, x: over_turns(
+        lambda c, p: lax.cond(p.sum() > 0, lambda: c + gradient(w - c, p), lambda: c * 0.5), w, x
     ),
-    "a clipped sum": lambda w, x: lax.scan(
-        lambda c, p: (jnp.clip(c + jax.grad(loss)(w, p), -0.1, 0.1), None), jnp.zeros_like(w), turns(x)
+    "picked one by one": lambda w, x: lax.fori_loop(0, 4, lambda i, c: c + gradient(w, turns(x)[i]), jnp.zeros_like(w)),
+    "the last gradient": lambda w, x: over_turns(lambda c, p: gradient(w, p), w, x),
+    "nested": lambda w, x: over_turns(
+        lambda c, p: lax.fori_loop(0, 2, lambda i, c: c + gradient(w, p) * i, c), w, x
+    ),
+    "carries of 16 bits": lambda w, x: over_turns(lambda c, p: c + p.sum(0), w[0], jnp.round(x)),
+    "carries of integers": lambda w, x: lax.scan(
+        lambda c, r: (c + (r > 0).sum().astype(jnp.uint8), c), jnp.uint8(250), x
     ),
     "a swap": lambda w, x: lax.fori_loop(0, 3, lambda i, c: (c[1], c[0] + x.sum(0)), (x.mean(0), w[0])),
-    "nested": lambda w, x: lax.scan(
-        lambda c, p: (lax.fori_loop(0, 2, lambda i, c: c + jax.grad(loss)(w, p) * i, c), None),
-        jnp.zeros_like(w),
-        turns(x),
-    ),
     "lax.map": lambda w, x: [lax.map(lambda r: jnp.sort(r) @ w, x), lax.map(lambda r: r.sum(), x, batch_size=2)],
     "while of the batch": lambda w, x: lax.while_loop(
         lambda c: jnp.abs(c[0]).max() > 0.1, lambda c: (c[0] * 0.5, c[1] + 1), (x, 0)
@@ -121,59 +134,31 @@ FLOWS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "while, the sum decides": lambda w, x: lax.while_loop(lambda c: c.sum() < 5, lambda c: c + jnp.abs(x).sum(0), w[0]),
     "power iteration": lambda w, x: lax.while_loop(
-        lambda c: c[1] < 20,
-        lambda c: ((lambda v: v / jnp.linalg.norm(v))(x.T @ (x @ c[0])), c[1] + 1),
+        lambda c: c[1] < 20, lambda c: ((lambda v: v / jnp.linalg.norm(v))(x.T @ (x @ c[0])), c[1] + 1),
         (jnp.ones(6), 0),
     )[0],
     "vmap of while, of two dimensions": lambda w, x: jax.vmap(jax.vmap(newton))(x),
     "vmap of cond": lambda w, x: jax.vmap(lambda r: lax.cond(r.sum() > 0, jnp.sin, jnp.cos, r))(x),
     "cond of the batch": lambda w, x: lax.cond(x.sum() > 0, lambda: x.mean(0), lambda: (x**2).mean(0)),
-    "cond with nothing": lambda w, x: lax.cond(x.max() > 0, lambda: jax.grad(loss)(w, x), lambda: jnp.zeros_like(w)),
+    "cond with nothing": lambda w, x: lax.cond(x.max() > 0, lambda: gradient(w, x), lambda: jnp.zeros_like(w)),
     "cond with a whole value": lambda w, x: [
         lax.cond(x.max() > c, lambda: (x.sum(0), x), lambda: (w[0], x * 2)) for c in (-100.0, 100.0)
     ],
     "cond of sums": lambda w, x: (lambda g: lax.cond(x.max() > 0, lambda g: g + 1, lambda g: -g, g))(x.sum(0)),
-    "switch": lambda w, x: lax.switch(
-        jnp.argmax(x.sum(0)) % 3, [lambda x: x.sum(0), lambda x: x.max(0), lambda x: x[0]], x
-    ),
-    "cond, gradient": lambda w, x: jax.grad(lambda w: lax.cond(w[0, 0] > 0, lambda: loss(w, x), lambda: jnp.zeros(())))(
-        jnp.abs(w)
-    ),
-    "checkpoint": lambda w, x: jax.grad(lambda w: jnp.mean(jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)) ** 2))(
-        w
-    ),
+    "cond, gradient": lambda w, x: jax.grad(
+        lambda w: lax.cond(w[0, 0] > 0, lambda: loss(w, x), lambda: jnp.zeros(()))
+    )(jnp.abs(w)),
+    "switch": lambda w, x: lax.switch(jnp.argmax(x.sum(0)) % 3, [lambda: x.sum(0), lambda: x.max(0), lambda: x[0]]),
+    "checkpoint": lambda w, x: jax.grad(lambda w: loss(w, jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x))))(w),
     "an associative scan": lambda w, x: lax.associative_scan(lambda a, b: a + 0.5 * b, x),
-    "carries of integers": lambda w, x: lax.scan(
-        lambda c, r: (c + (r > 0).sum().astype(jnp.uint8), c), jnp.uint8(250), x
-    ),
-    "carries of 16 bits": lambda w, x: lax.scan(lambda c, p: (c + p.sum(0), None), w[0] * 0, turns(jnp.round(x)))[0],
-    "a sum that starts elsewhere": lambda w, x: lax.scan(
-        lambda c, p: (c + jax.grad(loss)(w, p), None), w * 3, turns(x)
-    )[0],
-    "picked one by one": lambda w, x: lax.fori_loop(
-        0, 4, lambda i, c: c + jax.grad(loss)(w, turns(x)[i]), jnp.zeros_like(w)
-    ),
-    "a sum in a branch in a loop": lambda w, x: lax.scan(
-        lambda c, p: (lax.cond(p.sum() > 0, lambda: c + jax.grad(loss)(w - c, p), lambda: c * 0.5), p.max()),
-        jnp.zeros_like(w),
-        turns(x),
-    ),
-    "a step an example": lambda w, x: lax.scan(lambda w, r: (w - 0.01 * jax.grad(loss)(w, r), loss(w, r)), w, x),
-    "the last gradient": lambda w, x: lax.scan(lambda c, p: (jax.grad(loss)(w, p), None), jnp.zeros_like(w), turns(x))[
-        0
-    ],
     "custom root": lambda w, x: jax.grad(
         lambda a: lax.custom_root(
-            lambda y: y**3 - a * x.sum() ** 2,
-            1.0,
-            lambda f, y: lax.fori_loop(0, 60, lambda i, y: y - f(y) / (3 * y**2 + 1e-9), y),
-            lambda g, y: y / g(1.0),
+            lambda y: y**3 - a * x.sum() ** 2, 1.0,
+            lambda f, y: lax.fori_loop(0, 60, lambda i, y: y - f(y) / (3 * y**2 + 1e-9), y), lambda g, y: y / g(1.0),
         )
     )(2.0),
     "a solver": lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v) + v, w[0], maxiter=8)[0],
-}
-
-
+}  # fmt: skip
 TOGETHER = 5
 """Flows of one program: most of the time goes into compiling."""
 
@@ -221,13 +206,13 @@ def penalised(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def in_scan(ws: Any, x: Any) -> Any:
-    return jnp.mean(lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+    return jnp.mean(through(lambda h, w: layer(w, h), x, ws) ** 2)
 
 
 def in_groups(ws: Any, x: Any) -> Any:
     """Of two layers, the activations of each group computed again."""
-    group = jax.checkpoint(lambda h, ws: (lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0], None))
-    return jnp.mean(lax.scan(group, x, ws.reshape(2, 2, *ws.shape[1:]))[0] ** 2)
+    group = jax.checkpoint(lambda h, ws: through(lambda h, w: layer(w, h), h, ws))
+    return jnp.mean(through(group, x, ws.reshape(2, 2, *ws.shape[1:])) ** 2)
 
 
 def in_a_branch(ws: Any, x: Any) -> Any:
@@ -307,11 +292,7 @@ def test_at_each_level_of_zero(model: Any, level: Any) -> None:
     """What is wanted in slices is reduced into them, once too; and parameters are gathered where they are used."""
     tx = jaxdist.zero(optax.sgd(0.1, momentum=0.9), level)
 
-    def step(ws: Any, opt_state: Any, x: Any) -> Any:
-        value, grads = jaxdist.value_and_grad(model, microbatches=4)(ws, x)
-        updates, opt_state = tx.update(grads, opt_state, ws)
-        return optax.apply_updates(ws, updates), opt_state, value
-
+    step = train_step(model, tx, jaxdist.value_and_grad, microbatches=4)
     args = STACK, tx.init(STACK), ROWS
     found = [one for one in parity.collectives(parity.program(step, *args, bucket_bytes=0)) if one[1]]
     assert [one for one in found if one[0] != "all-gather"] == [
@@ -387,7 +368,7 @@ def test_a_body_is_given_slices_of_what_it_uses_in_slices(loop: str, gradient: b
 
 def test_the_masks_of_dropout_that_a_loop_stacks_up_are_slices() -> None:
     def step(w: Any, x: Any) -> Any:
-        return FLOWS["dropout in a loop over layers, gradient"](w, x)
+        return dropout(w, x)
 
     used, _ = dce_jaxpr(parity.program(step, W, X), [True], instantiate=True)
     assert [v.aval for eqn in _all(used) for v in eqn.outvars if v.aval.shape[-2:] == X.shape] == []

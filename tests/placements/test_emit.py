@@ -13,6 +13,7 @@ import optax
 import parity
 import pytest
 from jax import lax
+from steps import train_step
 
 import jaxdist
 
@@ -373,11 +374,7 @@ def test_a_gradient_with_several_uses_is_reduced_once(name: str) -> None:
     tx = OPTIMIZERS[name]
     params = {"a": W, "b": jnp.ones(6)}
 
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(x @ p["a"] + p["b"]) ** 2))(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    step = train_step(lambda p, x: jnp.mean(jnp.tanh(x @ p["a"] + p["b"]) ** 2), tx)
     found = parity.collectives(parity.program(step, params, tx.init(params), X, bucket_bytes=0))
     assert sorted(found) == [("all-reduce", (), ""), ("all-reduce", (6,), ""), ("all-reduce", (6, 6), "")]
 

@@ -5,34 +5,28 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import parity
 import pytest
+from steps import train_step
 
 import jaxdist
 
-TURNS = 20
 
-
-def apply(params: tuple[Any, Any], x: Any) -> Any:
+def pair_and_many(params: tuple[Any, Any], x: Any) -> Any:
     """One weight in two products, on two lines; another one in twenty."""
     pair, many = params
     x = jnp.tanh(x @ pair)
     x = jnp.tanh(x @ pair.T)
-    for _ in range(TURNS):
+    for _ in range(20):
         x = jnp.tanh(x @ many)
-    return x
+    return jnp.mean(x**2)
 
 
-def step_of(apply: Any, tx: Any) -> Any:
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda params: jnp.mean(apply(params, x) ** 2))(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return step
+def normed(params: tuple[Any, Any], x: Any) -> Any:
+    x = x @ params[0]
+    return jnp.mean(((x / jnp.sqrt(jnp.mean(x**2, 0))) @ params[1]) ** 2)
 
 
 @pytest.mark.parametrize(
@@ -44,22 +38,17 @@ def step_of(apply: Any, tx: Any) -> Any:
 )
 def test_what_is_worth_it_together_is_taken_together(width: int, rows: int, gathered: int, why: str) -> None:
     tx = jaxdist.zero(optax.sgd(0.1), level=3)
-    params = (jnp.zeros((width, width), "f"),) * 2
-    program = parity.program(step_of(apply, tx), params, tx.init(params), jnp.zeros((rows, width), "f"), devices=4)
+    params, x = (jnp.zeros((width, width), "f"),) * 2, jnp.zeros((rows, width), "f")
+    program = parity.program(train_step(pair_and_many, tx), params, tx.init(params), x, devices=4)
     found = [math.prod(shape) for kind, shape, _ in parity.collectives(program) if kind == "all-gather"]
     assert found.count(width * width) == gathered, why
 
 
 def test_which_messages_hold_up_what_is_computed() -> None:
     """Statistics that the next product needs; not gradients, nor weights, which are fetched ahead."""
-
-    def normed(params: Any, x: Any) -> Any:
-        x = x @ params[0]
-        return (x / jnp.sqrt(jnp.mean(x**2, 0))) @ params[1]
-
     tx = jaxdist.zero(optax.sgd(0.1), level=3)
     params, x = (jnp.ones((16, 16)),) * 2, jnp.ones((32, 16))
-    decorated: Any = parity.decorated(step_of(normed, tx), 4)
+    decorated: Any = parity.decorated(train_step(normed, tx), 4)
     (placed,) = decorated.placed(params, tx.init(params), x)
     waits = {True: set[tuple[str, int]](), False: set[tuple[str, int]]()}
     for move in placed.moves:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from steps import train_step
 
 import jaxdist
 from jaxdist.machine import KINDS, REACHED
@@ -35,14 +36,9 @@ def loss_fn(p: Any, x: Any) -> Any:
 def case(tx: optax.GradientTransformation, rows: int = ROWS) -> tuple[Any, ...]:
     """A step and the types of its arguments."""
 
-    @jaxdist.data_parallel
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
     shapes = {"layers": (LAYERS, WIDTH, WIDTH), "odd": (WIDTH, 13)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    step = jaxdist.data_parallel(train_step(loss_fn, tx))
     return step, params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
 
 

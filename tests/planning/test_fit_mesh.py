@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from steps import train_step
 
 import jaxdist
 from jaxdist.planning.elsewhere import Elsewhere
@@ -22,13 +23,8 @@ WIDTH, HIDDEN = 64, 256
 def case(tx: Any, rows: int = 8, tokens: int | None = None) -> tuple[Any, ...]:
     """A step of an MLP over rows or over tokens, and the types of its arguments."""
 
-    @jaxdist.data_parallel
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss = lambda p: jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
+    loss = lambda p, x: jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+    step = jaxdist.data_parallel(train_step(loss, tx))
     shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     batch = (rows, WIDTH) if tokens is None else (rows, tokens, WIDTH)

@@ -16,6 +16,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import Mesh
+from steps import train_step
 
 import jaxdist
 from jaxdist import compat
@@ -52,12 +53,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def step_of(tx: Any, loss: Any = loss_fn, decorate: Any = jaxdist.data_parallel, **options: Any) -> Any:
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return decorate(step, **options)
+    return decorate(train_step(loss, tx), **options)
 
 
 def abstract(tx: Any = ADAM, rows: int = 2 * N) -> tuple[Any, Any, Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from steps import train_step
 
 import jaxdist
 from jaxdist.planning import candidates as searching
@@ -63,12 +64,7 @@ def of(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
 def built(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> tuple[Any, ...]:
     tx = jaxdist.zero(ADAM, 1)
 
-    @jaxdist.data_parallel
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jaxdist.value_and_grad(loss_fn, microbatches=microbatches)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    step = jaxdist.data_parallel(train_step(loss_fn, tx, jaxdist.value_and_grad, microbatches=microbatches))
     return step, params, jax.eval_shape(tx.init, params), batch
 
 
