@@ -65,12 +65,6 @@ PASSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("devices", "rows"), WAYS)
-def test_what_summands_pass(devices: int, rows: int) -> None:
-    together = lambda w, x: {name: f(w, x) for name, f in PASSES.items()}  # most of the time goes into compiling
-    parity.check(together, W, RNG.normal(size=(rows, 6)), devices=devices)
-
-
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "divided": lambda s: lax.div(s, jnp.full_like(s, 7)),
     "divided down": lambda s: s // 7,
@@ -86,15 +80,8 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("devices", "rows", "dtypes"), [(*WAYS[0], ("uint8", "int32")), (*WAYS[1], ("int8", "uint16"))]
-)
-def test_integers_wrap_as_they_do_on_one_device(devices: int, rows: int, dtypes: tuple[str, ...]) -> None:
-    x = np.random.default_rng(rows).integers(0, 120, (rows, 6))
-    both = lambda x: {name: [f(total(x)), f(product(x))] for name, f in INTEGERS.items()}
-    parity.check(
-        lambda xs: [both(x) for x in xs], [x.astype(dtype) for dtype in dtypes], devices=devices, batch_argnums=0
-    )
+def integers(rows: int, *dtypes: str) -> list[Any]:
+    return [np.random.default_rng(rows).integers(0, 120, (rows, 6)).astype(dtype) for dtype in dtypes]
 
 
 HALVES: dict[str, Callable[[Any], Any]] = {
@@ -109,22 +96,113 @@ HALVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_a_sum_that_overflows_16_bits_is_infinite() -> None:
-    """Whatever follows: a loss scaler must take the same branch."""
-    x = np.full((96, 3), 1000, np.float16)
-    parity.check(lambda x: {n: f(product(x)) for n, f in HALVES.items()}, x, devices=8, batch_argnums=0)
+def of_opposites(w: Any, batch: Any) -> Any:
+    """Summands overflow; the sum is small, and so is what it is multiplied by on one device."""
+    x, y = batch["half"], batch["single"].sum(0)
+    return [x.sum(0), x.mean(0), product(x), y * w, y / w, y * 1e20, y / 1e-20]
 
 
-def test_a_summand_that_overflows_does_no_harm() -> None:
-    """The sum is small, and so is what it is multiplied by on one device; in 16 bits and in 32."""
-    opposite = lambda value, dtype: np.repeat([value, -value], 8)[:, None].repeat(3, 1).astype(dtype)
-    batch = {"half": opposite(30000, np.float16), "single": opposite(2.0**99, np.float32)}  # adds up exactly
+def opposite(value: float, dtype: Any) -> Any:
+    return np.repeat([value, -value], 8)[:, None].repeat(3, 1).astype(dtype)
 
-    def f(w: Any, batch: Any) -> Any:
-        x, y = batch["half"], batch["single"].sum(0)
-        return [x.sum(0), x.mean(0), product(x), y * w, y / w, y * 1e20, y / 1e-20]
 
-    parity.check(f, jnp.full(3, 1e20, jnp.float32), batch, devices=2)
+def of_the_batch(_: Any, batch: Any) -> Any:
+    x, y = batch
+    return {
+        "extremes": [f(x, axis=a) for f in (jnp.max, jnp.min, jnp.argmax, jnp.argmin) for a in (0, 1, None)],
+        "cumulative": [lax.cummax(x, 0), lax.cummin(x, 0)],
+        "sums": [x.sum(0), x.mean(), x.var(0)],
+        "sorted": [jnp.sort(x, 0), jnp.argsort(x, 0), jnp.median(x, 0), jnp.nanmax(x, 0)],
+        "products": [x.T @ y, y.T @ x, y @ y.T, x.prod(0)],
+        "choices": [jnp.any(jnp.isnan(x)), jnp.all(x > 0, 0), jnp.isfinite(x).sum(0)],
+        "norms": [jnp.linalg.norm(x, jnp.inf, 0), jnp.linalg.norm(x)],
+    }
+
+
+def with_value(value: float, rows: int) -> Any:
+    """In the first example, one in the middle, and the last: of which padding is a copy."""
+    x, y = RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 2))
+    x[0, 0] = x[rows // 2, 1] = x[-1, 2] = value
+    y[-1] = value, 0
+    return x, y
+
+
+def extremes(_: Any, xs: Any) -> Any:
+    """No extremes of complex numbers in JAX's gradients of norms either: the derivative of one."""
+    of_one = lambda x: [x.max(0), x.min(0), x.max(), x.argmax(0), jnp.any(x, 0), jnp.all(x, 0)]
+    return list(map(of_one, xs)), jax.grad(lambda x: jnp.abs(x + 1j * x**2).max())(xs[-1])
+
+
+NARROW = (np.int8, np.uint32, np.int64, np.float16, jnp.bfloat16, np.float32, np.float64)
+
+
+def empty(w: Any, x: Any) -> Any:
+    return [x[:0].sum(0), x[:, :0].sum(1), x[:, :0] @ w[:0], (x[:, :0]).T @ x, x[:0], w[:0].sum(0) + x.sum(0)]
+
+
+def alike(w: Any, x: Any) -> Any:
+    """Dimensions of the batch's size that are not the batch, and the other way round."""
+    return [x @ w, w @ x, x + w, x * w[0], (x @ w).T @ w, w[:, 0] * x[:, 0], x.T + w, x.T + x, w.sum(0) + x.sum(0),
+            jnp.stack([x, x.T]), w[x.argmax(0)], jnp.where(w > 0, x, w)]  # fmt: skip
+
+
+def counted(_: Any, xs: Any) -> Any:
+    return [x * jnp.arange(len(x), dtype=x.dtype)[:, None] for x in xs]
+
+
+def made_of_nothing(w: Any, x: Any) -> Any:
+    n = x.shape[0]
+    grid = jnp.arange(n)[:, None] * jnp.ones(6)
+    return [
+        grid * x, grid.T @ x, grid.sum() * x, (x * jnp.eye(n, 6)).sum(0), jnp.tri(n) @ x,
+        jnp.full((n, 6), w[0, 0]) * x,
+        jnp.zeros_like(x).at[3].set(x[0]), jnp.flip(jnp.arange(n)) * x[:, 0], jnp.arange(n).reshape(-1, 1) + x,
+        jnp.arange(6 * n).reshape(n, 6) * x, jnp.arange(6 * n).reshape(6, n).T * x, jnp.ones((n, n)), jnp.arange(n),
+        jnp.broadcast_to(w[0], (n, 6)) * x, jnp.squeeze(jnp.arange(n)[:, None, None]) * x[:, 1],
+    ]  # fmt: skip
+
+
+TABLE, COLUMN, NUMBER = np.arange(12.0).reshape(2, 6), jnp.asarray(X[:, 0]), np.float32(0.3)
+
+
+def closed_over(w: Any, x: Any) -> Any:
+    noise = jax.random.normal(jax.random.key(3), x.shape)
+    return [x @ (w * TABLE[0]), x[:, 0] * COLUMN, noise * x, x * NUMBER, TABLE]
+
+
+all_of = lambda fs, of=lambda x: x: lambda _, x: {name: f(of(x)) for name, f in fs.items()}
+both = all_of(INTEGERS, lambda x: jnp.stack([total(x), product(x)]))
+each = lambda f: lambda w, xs: [f(w, x) for x in xs]
+TRAPS: dict[str, tuple[Callable[[Any, Any], Any], Any, Any, int]] = {
+    **{f"what summands pass, {rows}": (lambda w, x: {name: f(w, x) for name, f in PASSES.items()},
+                                       W, RNG.normal(size=(rows, 6)), devices) for devices, rows in WAYS},
+    "integers wrap": (each(both), 0.0, integers(5, "uint8", "int32"), 4),
+    "others as well": (each(both), 0.0, integers(16, "int8", "uint16"), 8),
+    # Whatever follows: a loss scaler must take the same branch.
+    "a sum that overflows 16 bits": (all_of(HALVES, product), 0.0, np.full((96, 3), 1000, np.float16), 8),
+    "a summand that overflows": (of_opposites, jnp.full(3, 1e20, jnp.float32), {
+        "half": opposite(30000, np.float16), "single": opposite(2.0**99, np.float32)  # adds up exactly
+    }, 2),
+    "NaN, devices without any example": (of_the_batch, 0.0, with_value(np.nan, 9), 8),
+    "infinity": (of_the_batch, 0.0, with_value(np.inf, 5), 4),
+    "minus infinity": (of_the_batch, 0.0, with_value(-np.inf, 8), 2),
+    "one example": (of_the_batch, 0.0, with_value(1.0, 1), 8),
+    "extremes": (extremes, 0.0, [RNG.integers(0, 2, (13, 4)) > 0, *(
+        RNG.integers(0, 100, (13, 4)).astype(dtype) for dtype in NARROW
+    )], 8),
+    "empty arrays on the way": (empty, W, X, 4),
+    "sizes that look alike": (alike, jnp.asarray(RNG.normal(size=(16, 16))), RNG.normal(size=(16, 16)), 8),
+    "counting in small floats": (counted, 0.0, [np.ones((4101, 2), jnp.dtype(d)) for d in ("float16", "bfloat16")], 4),
+    **{f"made of nothing, {rows}": (made_of_nothing, W, RNG.normal(size=(rows, 6)), devices) for devices, rows in WAYS},
+    "closed over": (closed_over, W, X, 8),
+}  # fmt: skip
+"""Functions of state and a batch, these, and devices."""
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_as_on_one_device(name: str) -> None:
+    f, w, x, devices = TRAPS[name]
+    parity.check(f, w, x, devices=devices)
 
 
 def test_low_precision_sums_are_as_good() -> None:
@@ -151,65 +229,11 @@ def test_negative_zeros() -> None:
         np.testing.assert_array_equal(np.signbit(a), np.signbit(b), err_msg=str(i))
 
 
-# --- NaN, infinities, padding
-
-
-def of_the_batch(x: Any, y: Any) -> Any:
-    return {
-        "extremes": [f(x, axis=a) for f in (jnp.max, jnp.min, jnp.argmax, jnp.argmin) for a in (0, 1, None)],
-        "cumulative": [lax.cummax(x, 0), lax.cummin(x, 0)],
-        "sums": [x.sum(0), x.mean(), x.var(0)],
-        "sorted": [jnp.sort(x, 0), jnp.argsort(x, 0), jnp.median(x, 0), jnp.nanmax(x, 0)],
-        "products": [x.T @ y, y.T @ x, y @ y.T, x.prod(0)],
-        "choices": [jnp.any(jnp.isnan(x)), jnp.all(x > 0, 0), jnp.isfinite(x).sum(0)],
-        "norms": [jnp.linalg.norm(x, jnp.inf, 0), jnp.linalg.norm(x)],
-    }
-
-
-@pytest.mark.parametrize(("value", "devices", "rows"), [(np.nan, 8, 9), (np.inf, 4, 5), (-np.inf, 2, 8), (1.0, 8, 1)])
-def test_what_is_not_finite_stays_where_it_was(value: float, devices: int, rows: int) -> None:
-    """In the first example, one in the middle, and the last: of which padding is a copy. Some devices have none."""
-    rng = np.random.default_rng(rows)
-    x, y = rng.normal(size=(rows, 3)), rng.normal(size=(rows, 2))
-    x[0, 0] = x[rows // 2, 1] = x[-1, 2] = value
-    y[-1] = value, 0
-    parity.check(of_the_batch, x, y, devices=devices, batch_argnums=(0, 1))
-
-
-def test_extremes_of_integers_and_narrow_floats() -> None:
-    of_one = lambda x: [x.max(0), x.min(0), x.max(), x.argmax(0), jnp.any(x, 0), jnp.all(x, 0)]
-    # No extremes of complex numbers in JAX's gradients of norms either: the derivative of one.
-    gradient = jax.grad(lambda x: jnp.abs(x + 1j * x**2).max())
-    dtypes = (np.int8, np.uint32, np.int64, np.float16, jnp.bfloat16, np.float32, bool)
-    xs = [RNG.integers(0, 2 if dtype is bool else 100, (13, 4)).astype(dtype) for dtype in dtypes]
-    parity.check(lambda xs, x: (list(map(of_one, xs)), gradient(x)), xs, X[:13], devices=8, batch_argnums=(0, 1))
-
-
 def test_debug_nans_does_not_fire_on_padding() -> None:
     x = np.abs(RNG.normal(size=(5, 3))) + 0.1
     f = lambda x: [jnp.log(x).sum(0), (1 / x).mean(0), (x / x.sum(0)).max(), jnp.sqrt(x.min(0)), x.T @ jnp.log(x)]
     with jax.debug_nans(True):
         parity.check(f, x, devices=4, batch_argnums=0)
-
-
-def test_empty_arrays_on_the_way() -> None:
-    f = lambda w, x: [x[:0].sum(0), x[:, :0].sum(1), x[:, :0] @ w[:0], (x[:, :0]).T @ x, x[:0], w[:0].sum(0) + x.sum(0)]
-    parity.check(f, W, X, devices=4)
-
-
-def test_sizes_that_look_alike() -> None:
-    """Dimensions of the batch's size that are not the batch, and the other way round."""
-    w = jnp.asarray(RNG.normal(size=(16, 16)))
-    x = RNG.normal(size=(16, 16))
-
-    def f(w: Any, x: Any) -> Any:
-        return [x @ w, w @ x, x + w, x * w[0], (x @ w).T @ w, w[:, 0] * x[:, 0], x.T + w, x.T + x, w.sum(0) + x.sum(0),
-                jnp.stack([x, x.T]), w[x.argmax(0)], jnp.where(w > 0, x, w)]  # fmt: skip
-
-    parity.check(f, w, x, devices=8)
-
-
-# --- types, constants, order
 
 
 def test_weak_types_and_python_numbers() -> None:
@@ -226,38 +250,6 @@ def test_weak_types_and_python_numbers() -> None:
         assert state["n"].weak_type
         assert int(aux["n"]) == i
     assert len(step._cache.programs) == 1
-
-
-def test_counting_in_small_floats() -> None:
-    rows = 4101
-    xs = [np.ones((rows, 2), jnp.dtype(dtype)) for dtype in ("float16", "bfloat16")]
-    counted = lambda xs: [x * jnp.arange(rows, dtype=x.dtype)[:, None] for x in xs]
-    parity.check(counted, xs, devices=4, batch_argnums=0)
-
-
-def test_what_is_made_of_nothing() -> None:
-    def f(w: Any, x: Any) -> Any:
-        n = x.shape[0]
-        grid = jnp.arange(n)[:, None] * jnp.ones(6)
-        return [
-            grid * x, grid.T @ x, grid.sum() * x, (x * jnp.eye(n, 6)).sum(0), jnp.tri(n) @ x,
-            jnp.full((n, 6), w[0, 0]) * x,
-            jnp.zeros_like(x).at[3].set(x[0]), jnp.flip(jnp.arange(n)) * x[:, 0], jnp.arange(n).reshape(-1, 1) + x,
-            jnp.arange(6 * n).reshape(n, 6) * x, jnp.arange(6 * n).reshape(6, n).T * x, jnp.ones((n, n)), jnp.arange(n),
-            jnp.broadcast_to(w[0], (n, 6)) * x, jnp.squeeze(jnp.arange(n)[:, None, None]) * x[:, 1],
-        ]  # fmt: skip
-
-    for devices, rows in WAYS:
-        parity.check(f, W, RNG.normal(size=(rows, 6)), devices=devices)
-
-
-def test_closed_over_values_are_constants() -> None:
-    key, table, rows, number = jax.random.key(3), np.arange(12.0).reshape(2, 6), jnp.asarray(X[:, 0]), np.float32(0.3)
-
-    def f(w: Any, x: Any) -> Any:
-        return [x @ (w * table[0]), x[:, 0] * rows, jax.random.normal(key, x.shape) * x, x * number, table]
-
-    parity.check(f, W, X, devices=8)
 
 
 def test_what_is_random_or_impure_is_the_same_on_each_device() -> None:
@@ -288,11 +280,7 @@ def test_prints_are_of_whole_values_and_come_once(capfd: pytest.CaptureFixture[s
         jax.debug.print("sum {s:.3f} rows {n}", s=x.sum(), n=x[:, 0].shape[0])
         jax.debug.callback(lambda x: print("shape", x.shape), x)
 
-        def turn(c: Any, row: Any) -> Any:
-            jax.debug.print("turn {c}", c=c)
-            return c + 1, None
-
-        return lax.scan(turn, 0, jnp.arange(3))[0]
+        return lax.scan(lambda c, _: (jax.debug.print("turn {c}", c=c) or c + 1, None), 0, jnp.arange(3))[0]
 
     step = parity.decorated(f, 4)
     jax.block_until_ready(step(W, X))
@@ -306,12 +294,8 @@ def test_prints_are_of_whole_values_and_come_once(capfd: pytest.CaptureFixture[s
 
 def test_what_is_split_stays_split_where_the_devices_divide_it() -> None:
     f = lambda w, x: {
-        "rows": x @ w,
-        "columns": x.T,
-        "gram": x @ x.T,
-        "mean": x.mean(0),
-        "more": jnp.concatenate([x, x]),
-    }
+        "rows": x @ w, "columns": x.T, "gram": x @ x.T, "mean": x.mean(0), "more": jnp.concatenate([x, x]),
+    }  # fmt: skip
     even = parity.decorated(f, 4)(W, X)
     assert {k: v.sharding.is_fully_replicated for k, v in even.items()} == {
         "rows": False, "columns": False, "gram": False, "mean": True, "more": True,

@@ -16,7 +16,6 @@ from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import choose
 from jaxdist.placements.matrices import Component, bytes_moved, components
 from jaxdist.placements.owners import Owned, owners_p
-from jaxdist.placements.report import work
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, tile
 
@@ -106,14 +105,6 @@ def test_components(name: str) -> None:
         assert [len(one.ins) for one in components] == [1] * 4
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_the_work_is_divided(broadcast: bool) -> None:
-    f = functools.partial(by_one_of_them, broadcast=broadcast)
-    several, one = (work(placed(f, *[MATRIX] * 4, split="owners", devices=n)[1]) for n in (4, 1))
-    alone = work(placed(largest, MATRIX, devices=1)[1])
-    assert several - alone < 1.05 * (one - alone) / 4
-
-
 def test_an_entry_of_a_sorted_array_is_taken_by_its_owner() -> None:
     (one,) = found(lambda a: a * jnp.sort(a.ravel())[7], MATRIX)
     assert "sort" in names(one)
@@ -150,9 +141,8 @@ def test_the_largest_come_first() -> None:
     owners: dict[int, int | None] = {one.placed.block.avals[0].shape[0]: one.owner for one in owned.works}
     assert owners == {128: 0, 96: 1, 64: 1, 48: 1, 32: 1}
     (strategy,) = [s for s in whole.strategies if s.bodies]
-    assert sum(seconds(one, VIRTUAL) for one in strategy.bodies) == max(
-        one.seconds for one in owned.works
-    )  # of the device that has most to do
+    most = max(one.seconds for one in owned.works)  # of the device that has most to do
+    assert sum(seconds(one, VIRTUAL) for one in strategy.bodies) == most
 
 
 @pytest.mark.parametrize("split", [None, "owners"])
@@ -190,9 +180,8 @@ def test_what_others_wait_for_is_not_done_by_the_owner() -> None:
         return x @ y @ z @ (b * jnp.tanh(z))
 
     _, whole = placed(f, MATRIX, MATRIX, split="owners")
-    assert [n.name for n in whole.block.nodes if n.name in ("add", "tanh", owners_p.name)] == [
-        "add", "tanh", owners_p.name
-    ]  # fmt: skip
+    order = ["add", "tanh", owners_p.name]
+    assert [n.name for n in whole.block.nodes if n.name in order] == order
 
 
 def test_one_matrix_of_many_devices_stays_on_slices_if_they_take_less() -> None:

@@ -27,45 +27,23 @@ SMALL_GPU = dataclasses.replace(KINDS["h100"], name="cpu", target="")  # compile
 ONE_HOST, TWO_HOSTS = Topology(1, 8, SMALL_GPU), Topology.parse("2x4xcpu")
 
 
-def gpt_loss(remat: bool, p: Any, tokens: Any) -> Any:
-    """A causal transformer of 3 layers in a scan."""
-
-    def layer(x: Any, w: Any) -> Any:
-        q, k, v = jnp.split(x @ w["in"], 3, axis=-1)
-        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), jnp.einsum("bqd,bkd->bqk", q, k), -1e9)
-        x = x + jax.nn.softmax(scores) @ v
-        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
-
-    x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, p["embed"][tokens[:, :-1]], p["layers"])
-    return optax.softmax_cross_entropy_with_integer_labels(x @ p["embed"].T, tokens[:, 1:]).mean()
-
-
-def gpt(microbatches: int = 1, remat: bool = False) -> tuple[Any, ...]:
-    shapes = {"in": (3, 32, 96), "up": (3, 32, 128), "down": (3, 128, 32)}
-    params = {"embed": of((64, 32)), "layers": {name: of(shape) for name, shape in shapes.items()}}
-    return built(functools.partial(gpt_loss, remat), params, of((64, 33), jnp.int32), microbatches)
-
-
-def mlp_loss(remat: bool, p: Any, x: Any) -> Any:
-    for w in p:
-        x = (jax.checkpoint if remat else lambda f: f)(lambda x, w: jnp.tanh(x @ w))(x, w)
-    return jnp.mean(x**2)
+def loss_fn(remat: bool, p: Any, x: Any) -> Any:
+    """Layers one by one, and in a loop."""
+    layer = (jax.checkpoint if remat else lambda f: f)(lambda x, w: (jnp.tanh(x @ w), None))
+    x, _ = lax.scan(layer, layer(x, p["in"])[0], p["layers"])
+    return jnp.mean(layer(x, p["out"])[0] ** 2)
 
 
 def mlp(microbatches: int = 1, remat: bool = False, rows: int = 8192) -> tuple[Any, ...]:
-    params = [of((64, 128)), of((128, 128)), of((128, 128)), of((128, 24))]
-    return built(functools.partial(mlp_loss, remat), params, of((rows, 64)), microbatches)
+    params = {"in": of((64, 128)), "layers": of((2, 128, 128)), "out": of((128, 24))}
+    tx = jaxdist.zero(ADAM, 1)
+    loss = functools.partial(loss_fn, remat)
+    step = jaxdist.data_parallel(train_step(loss, tx, jaxdist.value_and_grad, microbatches=microbatches))
+    return step, params, jax.eval_shape(tx.init, params), of((rows, 64))
 
 
 def of(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def built(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> tuple[Any, ...]:
-    tx = jaxdist.zero(ADAM, 1)
-
-    step = jaxdist.data_parallel(train_step(loss_fn, tx, jaxdist.value_and_grad, microbatches=microbatches))
-    return step, params, jax.eval_shape(tx.init, params), batch
 
 
 def with_memory(topology: Topology, size: int) -> Topology:
@@ -91,10 +69,10 @@ VARY = {"microbatches": [1, 4], "remat": [False, True]}
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emitted_once")
-@pytest.mark.parametrize(("function", "topology"), [(gpt, ONE_HOST), (mlp, TWO_HOSTS)])
-def test_as_good_as_a_sweep(function: Any, topology: Topology, compiled: list[Any]) -> None:
+@pytest.mark.parametrize("topology", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
+def test_as_good_as_a_sweep(topology: Topology, compiled: list[Any]) -> None:
     """However much memory there is."""
-    make = functools.cache(function)
+    make = functools.cache(mlp)
     sweep: list[tuple[dict[str, Any], Candidate]] = []
     for values in itertools.product(*VARY.values()):
         choice = dict(zip(VARY, values, strict=True))
@@ -102,7 +80,7 @@ def test_as_good_as_a_sweep(function: Any, topology: Topology, compiled: list[An
         sweep += [(choice, one) for one in found.candidates]
     peaks = sorted({one.row.peak for _, one in sweep})
     best_of, counts = set(), []
-    for memory in [peaks[0] - 1, *peaks]:
+    for memory in [peaks[0] - 1, *peaks[::2]]:
         compiled.clear()
         found = jaxdist.fit(make, topology=with_memory(topology, memory), vary=VARY)
         counts.append(len(compiled))
