@@ -54,10 +54,7 @@ def test_what_a_step_returned_follows(small: bool) -> None:
         changed = [params[0] * 1, params[1]]
         origins, outside = step.origins(changed)
         assert outside == [0]
-        assert list(map(known.in_words, origins)) == [
-            OUTSIDE,
-            "leaf 1 of what step 'step' returned",
-        ]
+        assert list(map(known.in_words, origins)) == [OUTSIDE, "leaf 1 of what step 'step' returned"]
         params = [x * 1 for x in params]
     step.returned(params, [0, 1], small)
     step.forget(params)

@@ -51,6 +51,10 @@ def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: 
     return found
 
 
+def each(*xs: Any) -> Any:
+    return [all_reduce(jnp.sin(x)) for x in xs]
+
+
 @pytest.mark.parametrize(
     ("counts", "messages"),
     [
@@ -69,7 +73,7 @@ def fused(f: Any, shapes: Sequence[tuple[int, ...]], bucket_bytes: int, dtypes: 
 )
 def test_bucket_edges(counts: list[int], messages: list[int]) -> None:
     """Gradients of so many float32 each."""
-    got = [n for _, n in fused(lambda *xs: [all_reduce(jnp.sin(x)) for x in xs], [(n,) for n in counts], 400)]
+    got = [n for _, n in fused(each, [(n,) for n in counts], 400)]
     assert sum(got) == sum(counts)
     assert sorted(got) == sorted(messages)
 
@@ -92,10 +96,6 @@ def late_and_early(x: Any, y: Any) -> Any:
 
 def in_a_loop(x: Any, y: Any) -> Any:
     return lax.scan(lambda c, _: (c, (all_reduce(c), all_reduce(2 * c))), x, None, length=3), all_reduce(y)
-
-
-def each(*xs: Any) -> Any:
-    return [all_reduce(jnp.sin(x)) for x in xs]
 
 
 F32, F16 = "float32", "float16"
@@ -197,7 +197,6 @@ def test_shards_that_change_form_before_they_are_gathered_travel_together() -> N
         return jnp.mean(x**2)
 
     tx = jaxdist.zero(optax.sgd(0.1), 3)
-
     program = parity.program(train_step(loss, tx), params, tx.init(params), np.ones((16, 64)), bucket_bytes=1 << 20)
     assert [kind for kind, *_ in parity.collectives(program)].count("all-gather") == 12
 
@@ -206,12 +205,11 @@ def test_shards_that_change_form_before_they_are_gathered_travel_together() -> N
 def test_alike_parameters_are_updated_by_one_kernel() -> None:
     """XLA compiles a kernel for each place in a bucket that it knows of."""
 
-    @jaxdist.data_parallel
     def step(ws: list[jax.Array], batch: jax.Array) -> list[jax.Array]:
         grads = jax.grad(lambda ws: sum(jnp.mean(batch * w) for w in ws))(ws)
         return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)]
 
-    decorated: Any = step
+    decorated: Any = jaxdist.data_parallel(step)
     text = decorated.lower([jnp.ones(8)] * 20, jnp.ones((16, 8))).compile().as_text()
     bodies = re.findall(r"^%(?:fused|wrapped)_\S+ .*?^}", text, re.MULTILINE | re.DOTALL)
     updates = [re.sub(r"%[\w.\-]+|param_[\w.]+|, metadata=.*", "", body) for body in bodies if "dynamic-slice(" in body]

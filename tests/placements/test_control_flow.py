@@ -291,7 +291,6 @@ def test_microbatches_of_examples_that_the_devices_do_not_divide() -> None:
 def test_at_each_level_of_zero(model: Any, level: Any) -> None:
     """What is wanted in slices is reduced into them, once too; and parameters are gathered where they are used."""
     tx = jaxdist.zero(optax.sgd(0.1, momentum=0.9), level)
-
     step = train_step(model, tx, jaxdist.value_and_grad, microbatches=4)
     args = STACK, tx.init(STACK), ROWS
     found = [one for one in parity.collectives(parity.program(step, *args, bucket_bytes=0)) if one[1]]
@@ -307,16 +306,12 @@ def test_at_each_level_of_zero(model: Any, level: Any) -> None:
         parity.check(step, *args, devices=8)
 
 
-def test_a_loop_over_examples_runs_a_devices_own_turns() -> None:
+def test_loops_over_examples_run_a_devices_own_turns() -> None:
     program = parity.program(lambda w, x: lax.map(lambda r: jnp.sort(r @ w), x), W, X)
     assert parity.collectives(program) == []
     (length,) = [eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == "scan"]
     assert length == 4
-
-
-def test_a_while_over_examples_keeps_its_own_count() -> None:
-    program = parity.program(lambda w, x: jax.vmap(newton)(x[:, 0]), W, X)
-    assert parity.collectives(program) == []
+    assert parity.collectives(parity.program(lambda w, x: jax.vmap(newton)(x[:, 0]), W, X)) == []
 
 
 def test_a_checkpoint_stays_one() -> None:
@@ -348,29 +343,17 @@ def test_what_is_made_of_a_mask_in_many_ways_is_looked_at_once() -> None:
     parity.check(step, W, X, devices=4)
 
 
-# A `while` has no gradient; that of a `cond` has the branch return the mask as a residual.
-_SLICED = [(loop, False) for loop in MASKED] + [(loop, True) for loop in MASKED if loop not in ("while", "cond")]
+# The gradient of a `cond` has the branch return the mask as a residual.
+SLICED = [f"a mask, {loop}" for loop in MASKED] + [
+    f"a mask, {loop}, gradient" for loop in MASKED if loop not in ("while", "cond")
+]
 
 
-@pytest.mark.parametrize(("loop", "gradient"), _SLICED)
-def test_a_body_is_given_slices_of_what_it_uses_in_slices(loop: str, gradient: bool) -> None:
+@pytest.mark.parametrize("name", [*SLICED, "dropout in a loop over layers"])
+def test_a_body_is_given_slices_of_what_it_uses_in_slices(name: str) -> None:
     """Else each device holds masks of the whole batch: of an attention, the largest arrays there are."""
-
-    def step(w: Any, x: Any) -> Any:
-        value = lambda w: jnp.mean(masked(w, x, loop) ** 2)
-        return jax.grad(value)(w) if gradient else value(w)
-
-    program = parity.program(step, W, X)
+    program = parity.program(FLOWS[name], W, X)
     used, _ = dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    whole = [v.aval for eqn in _all(used) for v in eqn.outvars if v.aval.shape == X.shape]
-    assert whole == []
-
-
-def test_the_masks_of_dropout_that_a_loop_stacks_up_are_slices() -> None:
-    def step(w: Any, x: Any) -> Any:
-        return dropout(w, x)
-
-    used, _ = dce_jaxpr(parity.program(step, W, X), [True], instantiate=True)
     assert [v.aval for eqn in _all(used) for v in eqn.outvars if v.aval.shape[-2:] == X.shape] == []
 
 
@@ -381,32 +364,25 @@ def _all(jaxpr: Any) -> Iterator[Any]:
             yield from _all(inner)
 
 
-def test_nested_loops_are_traced_once() -> None:
+def test_nested_loops_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And placed a few times at most: not by the power of their depth."""
-    traced: list[int] = []
+    traced, walks = list[int](), list[int]()
 
     def deep(w: Any, x: Any, depth: int) -> Any:
         if not depth:
             traced.append(1)
-            return jax.grad(loss)(w, x)
+            return gradient(w, x)
         return lax.scan(lambda c, _: (c + deep(w - 0.1 * c, x, depth - 1), None), jnp.zeros_like(w), None, length=2)[0]
 
-    walks: list[int] = []
     original = walk.Walk.__init__
-
-    def counting(self: Any, *args: Any) -> None:
-        walks.append(1)
-        original(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk.Walk, "__init__", counting)
-        counts = []
-        for depth in (1, 2, 3, 4):
-            walks.clear()
-            traced.clear()
-            parity.program(lambda w, x, depth=depth: deep(w, x, depth), W, X)
-            counts.append(len(walks))
-            assert len(traced) <= 2 * depth  # jax's own
+    monkeypatch.setattr(walk.Walk, "__init__", lambda self, *args: walks.append(1) or original(self, *args))
+    counts = []
+    for depth in (1, 2, 3, 4):
+        walks.clear()
+        traced.clear()
+        parity.program(functools.partial(deep, depth=depth), W, X)
+        counts.append(len(walks))
+        assert len(traced) <= 2 * depth  # jax's own
     assert counts[3] - counts[2] <= 2 * (counts[2] - counts[1]) + 4, counts
 
 

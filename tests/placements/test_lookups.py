@@ -53,8 +53,7 @@ def test_a_vocabulary(mode: str, dtype: str, rows: int, sizes: dict[str, int]) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "rows", "dim", "sizes"),
-    [("clip", 37, 0, SIZES[0]), ("drop", 48, 0, SIZES[1]), ("clip", 48, 1, SIZES[1])],
+    ("mode", "rows", "dim", "sizes"), [("clip", 37, 0, SIZES[0]), ("drop", 48, 0, SIZES[1]), ("clip", 48, 1, SIZES[1])]
 )
 def test_rows_that_change(mode: str, rows: int, dim: int, sizes: dict[str, int]) -> None:
     """Each kind of change, of stored rows and of zeros; rows that are not there and those that come twice."""
