@@ -111,18 +111,6 @@ def test_an_entry_of_a_sorted_array_is_taken_by_its_owner() -> None:
     assert [str(node.eqn.outvars[0].aval) for node in one.nodes][-1] == "float64[1]"
 
 
-def test_a_matrix_that_is_needed_in_several_forms_travels_once() -> None:
-    def f(a: Any) -> Any:
-        x = jnp.sin(a)
-        return (0.5 * x) @ x.T @ x + (1.5 * x) @ (x + x.T)
-
-    (one,) = found(f, MATRIX)
-    assert "mul" in names(one)
-    assert "sin" not in names(one)  # of which each device does its part
-    _, whole = placed(f, MATRIX, split="owners")
-    assert sum(move.bytes for move in whole.own) == 2 * 8 * SIZE**2  # there, and back
-
-
 def test_control_flow_of_several_has_them_inside() -> None:
     def f(a: Any, b: Any, c: Any) -> Any:
         return jax.lax.fori_loop(0, 3, lambda _, xs: jax.tree.map(cube, xs), (a, b, c))
@@ -143,17 +131,6 @@ def test_the_largest_come_first() -> None:
     (strategy,) = [s for s in whole.strategies if s.bodies]
     most = max(one.seconds for one in owned.works)  # of the device that has most to do
     assert sum(seconds(one, VIRTUAL) for one in strategy.bodies) == most
-
-
-@pytest.mark.parametrize("split", [None, "owners"])
-def test_each_device_has_layers_of_a_stack(split: Any) -> None:
-    infer, whole = placed(lambda x: x @ x.mT @ x, (8, *MATRIX), split=split)
-    owned = owned_by(whole)
-    (layers,) = owned.works
-    assert layers.owner is None
-    block = layers.component.block(whole.block)
-    on_one = infer.place(block, [REPLICATED] * len(block.inputs))
-    assert layers.seconds == pytest.approx(seconds(on_one, VIRTUAL) / 4)
 
 
 def test_what_follows_waits_for_it() -> None:

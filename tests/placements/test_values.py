@@ -18,10 +18,7 @@ from jaxdist.placements.values import (
     Replicated,
     Split,
     form,
-    local_shape,
     reshaped,
-    tile,
-    wide,
 )
 
 
@@ -35,29 +32,10 @@ def held(array: np.ndarray, split: Split, device: int) -> np.ndarray:
     return np.moveaxis(own.reshape(split.rows, *rest), 0, split.dim)
 
 
-def test_slices() -> None:
-    x = np.arange(15).reshape(5, 3)
-    split = tile(0, 5, 4)
-    assert (split.chunk, split.rows, split.is_padded(4), split.is_padded(2)) == (2, 2, True, True)
-    assert local_shape(x.shape, split) == split.shape(x.shape) == (2, 3)
-    assert [held(x, split, d)[:, 0].tolist() for d in range(4)] == [[0, 3], [6, 9], [12, -1], [-1, -1]]
-    twice = Split(0, 5, 2, outer=2)
-    assert held(np.concatenate([x, -x]), twice, 1)[:, 0].tolist() == [6, 9, -6, -9]
-    assert split.at(1).dim == 1
-    assert split.at(0) is split
-    assert not tile(0, 8, 4).is_padded(4)
-
-
 def test_forms_are_what_a_device_holds() -> None:
     assert form(Split(1, 8, 2, 1, stored=True, requested=True, whole=True)) == Split(1, 8, 2)
     assert form(Replicated(3)) == form(DEFERRED) == REPLICATED
     assert form(Partial(gradient=True, made=False)) == PARTIAL
-
-
-def test_summands_of_16_bits_are_kept_in_32() -> None:
-    assert [wide(d) for d in ("float16", "bfloat16", "float32", "float64", "int8", "uint16")] == [
-        "float32", "float32", "float32", "float64", "int8", "uint16",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
