@@ -1,6 +1,6 @@
 """Where a batch is small beside a weight in slices, the batch travels: `jaxdist.placements.products`.
 
-That the numbers stay those of one device is in `test_idioms` and `test_oracle` (``few_examples``).
+That the numbers stay those of one device is also in `test_idioms` and `test_oracle` (``few_examples``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizers
 import parity
 import pytest
 from jax import lax
@@ -83,6 +84,7 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
     "heads": (heads, [array(96, 8, 128), array(128, 8, 96)], (array(8, 96), array(8, 96))),
     "table": (table, [array(4096, 96), array(*WIDE)], (jnp.zeros((ROWS, 2), int), array(ROWS, 768))),
     "tied": (tied, [array(*WIDE)], (array(ROWS, 96), array(ROWS, 96))),
+    "convolution": (convolution, [array(3, 3, 32, 96)], (array(8, 4, 4, 32), array(8, 4, 4, 96))),
 }
 # What each device has whole of rows that travel is no more than its slice: else the memory of slices would be lost.
 MODELS |= {f"{rows} rows": (mlp, layers(512), examples(rows, 512)) for rows in (64, 128)}
@@ -107,7 +109,21 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "cost", few)
 
 
-# --- numbers of what no idiom has
+# --- numbers
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("name", "devices", "within", "level"),
+    [("convolution", 8, None, 3), ("tied", 4, 2, 3), ("wide and tall", 8, 4, 2), ("heads", 8, 2, 1)],
+)
+def test_as_on_one_device(name: str, devices: int, within: int | None, level: Any) -> None:
+    apply, params, batch = MODELS[name]
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1, eps=1e-3))
+    sharded = jaxdist.zero(tx, level, within)
+    want = jax.jit(step_of(tx, apply))(params, tx.init(params), batch)
+    step = jaxdist.data_parallel(step_of(sharded, apply), mesh=parity.mesh(devices), donate=False)
+    assert optimizers.gap(want, step(params, sharded.init(params), batch)) < 1e-10
 
 
 @pytest.mark.usefixtures("always")

@@ -275,7 +275,8 @@ def test_batches_that_the_devices_do_not_divide() -> None:
 
 
 def test_what_is_refused() -> None:
-    step, args, empty = step_of(ADAM), abstract(), jax.ShapeDtypeStruct((0, 8), np.float32)
+    tx = jaxdist.zero(ADAM, 1)
+    step, args, empty = step_of(tx), abstract(tx), jax.ShapeDtypeStruct((0, 8), np.float32)
     with pytest.raises(TypeError, match=r"decorated with jaxdist\.data_parallel"):
         jaxdist.plan(lambda x: x, 1, topology="8xcpu")
     with pytest.raises(ValueError, match="no ZeRO level 4"):
