@@ -115,11 +115,12 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("name", "devices", "within", "level"),
-    [("convolution", 8, None, 3), ("tied", 4, 2, 3), ("wide and tall", 8, 4, 2), ("heads", 8, 2, 1)],
+    [("convolution", 8, None, 3), ("tied", 4, 2, 3), ("wide and tall", 4, 2, 2), ("heads", 8, 2, 1)],
 )
 def test_as_on_one_device(name: str, devices: int, within: int | None, level: Any) -> None:
+    """By an optimizer that a gradient of twice the size would not escape."""
     apply, params, batch = MODELS[name]
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1, eps=1e-3))
+    tx = optax.sgd(0.1, momentum=0.9)
     sharded = jaxdist.zero(tx, level, within)
     want = jax.jit(step_of(tx, apply))(params, tx.init(params), batch)
     step = jaxdist.data_parallel(step_of(sharded, apply), mesh=parity.mesh(devices), donate=False)
@@ -127,11 +128,11 @@ def test_as_on_one_device(name: str, devices: int, within: int | None, level: An
 
 
 @pytest.mark.usefixtures("always")
-def test_summands_of_16_bits_are_added_up_in_32() -> None:
-    params, batch = jax.tree.map(lambda x: x.astype("float16"), MODELS["wide and tall"][1:])
-    tx = jaxdist.zero(optax.sgd(0.1), 3)
-    args = params, tx.init(params), batch
-    parity.check(step_of(tx, mlp), *args, devices=4, tolerance=10 * float(jnp.finfo("float16").eps))
+def test_summands_of_16_bits_do_not_travel() -> None:
+    """They may overflow where the sum does not."""
+    w = np.repeat([800, -800], TALL[0] // 2)[:, None].repeat(TALL[1], 1).astype("float16")
+    product = jaxdist.data_parallel(lambda w, x: x @ w, donate=False)
+    np.testing.assert_array_equal(product(jaxdist.shard(w), np.ones((ROWS, TALL[0]), "float16")), 0)
 
 
 @pytest.mark.usefixtures("always")

@@ -281,7 +281,7 @@ def test_what_is_refused() -> None:
         jaxdist.plan(lambda x: x, 1, topology="8xcpu")
     with pytest.raises(ValueError, match="no ZeRO level 4"):
         jaxdist.plan(step, *args, topology="8xcpu", levels=(4,))
-    with pytest.raises(ValueError, match="x is empty"):
+    with pytest.raises(ValueError, match="batch is empty"):
         jaxdist.plan(step, *args[:-1], empty, topology="3xcpu")
     with pytest.raises(ValueError, match="no kind 'tpu'"):
         jaxdist.plan(step, *args, topology="8xtpu")
