@@ -41,7 +41,7 @@ def loss_fn(w: Any, batch: Any) -> Any:
 
 
 NONE = "no operation that the other does not have, too"
-PER = {"in_specs": jax.P("data"), "out_specs": jax.P()}
+PER: dict[str, Any] = {"in_specs": jax.P("data"), "out_specs": jax.P()}
 # An operation is where its line of this table is.
 SAID: dict[str, tuple[Callable[[int, Any, Any], Any], str, str]] = {
     "inside": (

@@ -128,7 +128,7 @@ def test_as_on_one_device(name: str, devices: int, within: int | None, level: An
 
 
 @pytest.mark.usefixtures("always")
-def test_summands_of_16_bits_do_not_travel() -> None:
+def test_summands_of_16_bits_are_added_up_in_32() -> None:
     """They may overflow where the sum does not."""
     w = np.repeat([800, -800], TALL[0] // 2)[:, None].repeat(TALL[1], 1).astype("float16")
     product = jaxdist.data_parallel(lambda w, x: x @ w, donate=False)

@@ -12,7 +12,8 @@ import parity
 import pytest
 from jax import random
 
-from jaxdist.placements.random_bits import _product
+from jaxdist.placements.random_bits import _places, _product
+from jaxdist.placements.values import Split
 
 KEY = random.key(7)
 WAYS = [(2, 8), (3, 7), (4, 8), (8, 13), (8, 16)]
@@ -116,6 +117,11 @@ def test_places_beyond_32_bits(stride: int) -> None:
     high, low = _product(jnp.asarray(index, jnp.uint32), stride)
     words = zip(np.asarray(high).tolist(), np.asarray(low).tolist(), strict=True)
     assert [a << 32 | b for a, b in words] == [i * stride % 2**64 for i in index]
+
+
+def test_places_carry_into_the_high_word() -> None:
+    high, low = _places((1 << 30, 7), Split(0, 1 << 30, 1), jnp.asarray([(2**32 - 4) // 7]))  # a slice of one row
+    assert (np.asarray(high).astype(int) << 32 | np.asarray(low)).tolist() == [[2**32 - 4 + i for i in range(7)]]
 
 
 def test_other_generators_are_made_whole() -> None:

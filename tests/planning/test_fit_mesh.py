@@ -22,7 +22,6 @@ WIDTH, HIDDEN = 64, 256
 
 def case(tx: Any, rows: int = 8, tokens: int | None = None) -> tuple[Any, ...]:
     """A step of an MLP over rows or over tokens, and the types of its arguments."""
-
     loss = lambda p, x: jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
     step = jaxdist.data_parallel(train_step(loss, tx))
     shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
