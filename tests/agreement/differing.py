@@ -50,14 +50,8 @@ def later(w: Any, opt: Any, batch: Any) -> Any:
     return w, opt, (jnp.exp(value) if ODD and batch[0].shape[0] > 32 * ctx.size else value)  # LINE later
 
 
-@functools.partial(jaxdist.data_parallel, bucket_bytes=1000 * ctx.rank)
-def option(w: Any, opt: Any, batch: Any) -> Any:
-    return plain(w, opt, batch)
-
-
-@functools.partial(jaxdist.data_parallel, donate=not ODD)
-def donation(w: Any, opt: Any, batch: Any) -> Any:
-    return plain(w, opt, batch)
+option = jaxdist.data_parallel(plain, bucket_bytes=1000 * ctx.rank)
+donation = jaxdist.data_parallel(plain, donate=not ODD)
 
 
 @jaxdist.data_parallel

@@ -93,6 +93,7 @@ HALVES: dict[str, Callable[[Any], Any]] = {
     "a branch": lambda s: lax.cond(jnp.isfinite(s).all(), lambda: 1, lambda: 2),
     "added": lambda s: (s + s) - s,
     "negated": lambda s: (-s).astype(jnp.float32),
+    "with whole values": lambda s: jnp.concatenate([s, jnp.arange(3).astype(s.dtype)]) + jnp.ones(6, s.dtype),
 }
 
 
