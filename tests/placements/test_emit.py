@@ -171,16 +171,15 @@ def closed_over(w: Any, x: Any) -> Any:
     return [x @ (w * TABLE[0]), x[:, 0] * COLUMN, noise * x, x * NUMBER, TABLE]
 
 
-all_of = lambda fs, of=lambda x: x: lambda _, x: {name: f(of(x)) for name, f in fs.items()}
-both = all_of(INTEGERS, lambda x: jnp.stack([total(x), product(x)]))
-each = lambda f: lambda w, xs: [f(w, x) for x in xs]
+passes = lambda w, x: {name: f(w, x) for name, f in PASSES.items()}
+on_integers = lambda _, xs: [{name: [f(total(x)), f(product(x))] for name, f in INTEGERS.items()} for x in xs]
+on_halves = lambda _, x: {name: f(product(x)) for name, f in HALVES.items()}
 TRAPS: dict[str, tuple[Callable[[Any, Any], Any], Any, Any, int]] = {
-    **{f"what summands pass, {rows}": (lambda w, x: {name: f(w, x) for name, f in PASSES.items()},
-                                       W, RNG.normal(size=(rows, 6)), devices) for devices, rows in WAYS},
-    "integers wrap": (each(both), 0.0, integers(5, "uint8", "int32"), 4),
-    "others as well": (each(both), 0.0, integers(16, "int8", "uint16"), 8),
+    **{f"what summands pass, {rows}": (passes, W, RNG.normal(size=(rows, 6)), devices) for devices, rows in WAYS},
+    "integers wrap": (on_integers, 0.0, integers(5, "uint8", "int32"), 4),
+    "integers wrap, evenly": (on_integers, 0.0, integers(16, "int8", "uint16"), 8),
     # Whatever follows: a loss scaler must take the same branch.
-    "a sum that overflows 16 bits": (all_of(HALVES, product), 0.0, np.full((96, 3), 1000, np.float16), 8),
+    "a sum that overflows 16 bits": (on_halves, 0.0, np.full((96, 3), 1000, np.float16), 8),
     "a summand that overflows": (of_opposites, jnp.full(3, 1e20, jnp.float32), {
         "half": opposite(30000, np.float16), "single": opposite(2.0**99, np.float32)  # adds up exactly
     }, 2),
