@@ -24,7 +24,8 @@ from jaxdist.planning.schedule import Collective
 from jaxdist.planning.topology import Topology
 
 ADAM = optax.adam(1e-3)
-WIDTH, LAYERS, ROWS = 32, 3, 64
+WIDTH, LAYERS, ROWS = 32, 3, 1 << 14
+"""So many rows that no step is small."""
 EIGHT = Topology.parse("2x4xcpu")
 
 

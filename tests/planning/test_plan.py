@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -31,7 +32,11 @@ from jaxdist.planning.report import Plan
 from jaxdist.runtime import commlog
 from jaxdist.step import tracing
 
+pytestmark = pytest.mark.usefixtures("messages_take_time")  # in a job as in a plan
+
 N, WIDTH, LAYERS = 8, 32, 3
+ROWS = 2048 * N
+"""So many that no step is small."""
 ADAM = optax.adam(1e-3)
 # `odd` has padding on 8 devices, `small` is smaller than they are many.
 SHAPES = {"layers": (LAYERS, WIDTH, WIDTH), "odd": (WIDTH, 13), "small": (3,)}
@@ -56,7 +61,7 @@ def step_of(tx: Any, loss: Any = loss_fn, decorate: Any = jaxdist.data_parallel,
     return decorate(train_step(loss, tx), **options)
 
 
-def abstract(tx: Any = ADAM, rows: int = 2 * N) -> tuple[Any, Any, Any]:
+def abstract(tx: Any = ADAM, rows: int = ROWS) -> tuple[Any, Any, Any]:
     params = jax.eval_shape(make_params)
     return params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
 
@@ -92,13 +97,13 @@ def by_kind(sent: Counter[Transfer]) -> dict[str, int]:
 def test_what_is_kept_and_sent_is_that_of_a_run(level: Any, plan: Plan, sent: list[Counter[Transfer]]) -> None:
     tx = jaxdist.zero(ADAM, level)
     params = make_params()
-    state = step_of(tx)(params, tx.init(params), np.ones((2 * N, WIDTH), np.float32))[:2]
+    state = step_of(tx)(params, tx.init(params), np.ones((ROWS, WIDTH), np.float32))[:2]
     rows = {row.kind: row.device for row in jaxdist.memory(dict(zip(("params", "opt_state"), state, strict=True))).rows}
     found = plan.levels[level]
     assert found.level == level
     assert found.bytes["parameters"] == rows["params"]
     assert found.bytes["optimizer state"] == rows["opt_state"]
-    assert found.bytes["batch"] == 2 * WIDTH * 4
+    assert found.bytes["batch"] == ROWS // N * WIDTH * 4
     assert sum(found.bytes.values()) == found.peak
     assert {row.kind: row.bytes for row in found.traffic} == by_kind(sent[0])
 
@@ -154,7 +159,7 @@ def test_no_array_is_made() -> None:
 def test_arrays_will_do_as_well() -> None:
     tx = jaxdist.zero(ADAM, 3)
     params = make_params()
-    x = np.ones((2 * N, WIDTH), np.float32)
+    x = np.ones((ROWS, WIDTH), np.float32)
     state = step_of(tx)(params, tx.init(params), x)[:2]  # in shards, some with padding
     found = jaxdist.plan(step_of(tx), *state, x, topology="4xcpu", levels=())
     assert found.own.bytes == jaxdist.plan(step_of(tx), *abstract(tx), topology="4xcpu", levels=()).own.bytes
@@ -200,7 +205,14 @@ def layers(p: Any, x: Any) -> Any:
 def test_without_their_compiler_gpus_send_what_a_job_on_gpus_sends(
     level: Any, sent: list[Counter[Transfer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradients are worth as much as the batch many times: CPUs would rather send that, GPUs one message less."""
+    """The gradients are worth as much as the batch many times: CPUs would rather send that, GPUs one message less.
+
+    (Both would compute such a small step whole, if it took them any time to send a message besides.)
+    """
+    for kind in (KINDS["cpu"], KINDS["h100"]):
+        stall = max(kind.stall, kind.latency)
+        monkeypatch.setitem(KINDS, kind.name.lower(), dataclasses.replace(kind, latency=0, stall=stall))
+    monkeypatch.setattr(jaxdist.get_context(), "kind", KINDS["cpu"].of_host(N))
     monkeypatch.setattr(compat, "gpus_elsewhere", missing)
     tx = jaxdist.zero(optax.sgd(0.1), level)
     params = {"in": jnp.ones((512, 512)), "out": jnp.ones((512, 8))}
@@ -271,7 +283,7 @@ def test_bytes_between_hosts() -> None:
 
 def test_batches_that_the_devices_do_not_divide() -> None:
     found = planned(1, "3xcpu", levels=())
-    assert found.own.bytes["batch"] == 6 * WIDTH * 4  # 16 examples: 6 on a device
+    assert found.own.bytes["batch"] == -(-ROWS // 3) * WIDTH * 4
 
 
 def test_what_is_refused() -> None:

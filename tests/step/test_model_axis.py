@@ -270,8 +270,6 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 import test_model_axis as here
-from jaxdist.placements import small
-small.fewer = 10**9  # as in tests/conftest.py
 print(json.dumps(here.in_order()))
 """
 
