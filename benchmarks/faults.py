@@ -54,6 +54,9 @@ class Setting(NamedTuple):
       limit: seconds after which a job hangs.
       late: seconds that ranks are late which may be.
       level: of `jaxdist.zero`.
+      gone: seconds within which all that ran has to be gone once the job has ended. A rank whose mpirun has ended waits
+        for 3 (`jaxdist.control.orphan`), what a rank has left behind has up to 6 (`jaxdist.control.guard`).
+      turns: of the loop; None: so many that ranks which are left alone can notice.
     """
 
     launcher: str
@@ -64,6 +67,8 @@ class Setting(NamedTuple):
     limit: float = 75.0
     late: float = 25.0
     level: int = 0
+    gone: float = 10.0
+    turns: int | None = None
 
 
 class Outcome(NamedTuple):
@@ -112,7 +117,7 @@ def run(name: str, setting: Setting) -> tuple[Outcome, str]:
             codes = [p.poll() for p in job.processes]
             left = {str(p.pid) for i, p in enumerate(job.processes) if i not in waited_for}
             hung = len(ended) < len(waited_for)
-            alive = [] if hung else job.alive(patience=3.0)
+            alive = [] if hung else job.alive(patience=setting.gone)
             orphans = [process for process in alive if process.split()[0] not in left]
         finally:
             job.kill()
@@ -131,6 +136,7 @@ def run(name: str, setting: Setting) -> tuple[Outcome, str]:
 def _start(name: str, culprit: int, setting: Setting, scratch: str, options: Sequence[str] = ()) -> jobs.Job:
     program = [str(HERE / "faulty.py"), name, "--culprit", str(culprit), "--level", str(setting.level)]
     program += ["--late", str(setting.late), "--scratch", scratch]
+    program += ["--turns", str(setting.turns)] if setting.turns else []
     env = {"JAXDIST_TIMEOUT": f"{setting.timeout:g}", "JAXDIST_COMMUNICATOR": setting.communicator}
     if setting.launcher == "mpirun":
         return jobs.start_mpirun(setting.size, program, env)

@@ -89,8 +89,8 @@ class Training:
 
     def run(self) -> None:
         """The loop of training."""
-        fault = FAULTS[self.options.fault]
-        for self.turn in range(TURNS):
+        fault, turns = FAULTS[self.options.fault], self.options.turns
+        for self.turn in range(turns):
             if self.turn == AT:
                 if self.ctx.is_root:
                     print("READY", flush=True)
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--culprit", type=int, default=1)
     parser.add_argument("--level", type=int, default=0, help="of jaxdist.zero")
     parser.add_argument("--late", type=float, default=30.0, help="seconds that a late rank is late")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of the loop")
     parser.add_argument("--scratch", default="faults-scratch", help="folder for checkpoints")
     options = parser.parse_args()
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or os.environ["RANK"])

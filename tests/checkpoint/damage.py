@@ -22,6 +22,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+from states import bits
 
 import jaxdist
 
@@ -45,19 +46,6 @@ def state(step: int) -> dict[str, Any]:
         "text": f"step {step}",
         "none": None,
     }
-
-
-def bits(tree: Any) -> list[Any]:
-    """The leaves of a state, to be compared."""
-
-    def of(x: Any) -> Any:
-        if isinstance(x, (str, bool, int, float)):
-            return type(x).__name__, x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        return str(x.dtype), x.shape, np.asarray(x).tobytes()
-
-    return [of(x) for x in jax.tree.leaves(jaxdist.unshard(tree))]
 
 
 def files(directory: Path) -> list[Path]:
@@ -123,9 +111,8 @@ def damage(path: Path, rng: random.Random) -> str:
         case "within":
             swap(file, rng.choice([f for f in mine if f != file]))
         case "directories":
-            names = ("default",) if rng.random() < 0.5 else ("",)
-            for name in names:
-                swap(last / name, other / name)
+            name = rng.choice(("default", ""))
+            swap(last / name, other / name)
         case "folder":
             folder = rng.choice([p for p in last.rglob("*") if p.is_dir()])
             shutil.rmtree(folder)
@@ -137,7 +124,8 @@ def run(count: int, seed: int, where: Path) -> collections.Counter[str]:
     good, bad = where / "good", where / "bad"
     for step in STEPS:
         jaxdist.save(good, state(step), step)
-    expected = {step: bits(state(step)) for step in STEPS}
+    leaves = lambda tree: jax.tree.map(bits, jaxdist.unshard(tree))
+    expected = {step: leaves(state(step)) for step in STEPS}
     tally: collections.Counter[str] = collections.Counter()
     for i in range(count):
         rng = random.Random(f"{seed} {i}")
@@ -155,7 +143,7 @@ def run(count: int, seed: int, where: Path) -> collections.Counter[str]:
             tally["RAW"] += 1
             print(f"RAW: {what}, number {i} of seed {seed}", flush=True)
             continue
-        found = [step for step in STEPS if bits(got) == expected[step]]
+        found = [step for step in STEPS if leaves(got) == expected[step]]
         if found == [30]:
             tally[f"{what}: the same bits"] += 1
         elif found and fallback:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import shutil
 import subprocess
@@ -196,25 +195,24 @@ SAVER = textwrap.dedent("""
     n = 0
     while True:
         n += 1
-        how = {"keep": {"step": n}, "overwrite": {"step": 7}, "both": {"step": n % 3}}[sys.argv[2]]
+        step = (n, 7, n % 3)[n // 20 % 3]  # another one each time, the same, or one that was removed
         state = {"w": np.full(100, float(n)), "n": n, "t": str(n)}
-        jaxdist.save(sys.argv[1], state, **how, keep=1, overwrite=True)
+        jaxdist.save(sys.argv[1], state, step, keep=1, overwrite=True)
         print(n, flush=True)
 """)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["keep", "overwrite", "both"])
-def test_beside_a_job(how: str, tmp_path: Path) -> None:
-    path, tally, newest = tmp_path / "run", collections.Counter(), 0
+def test_beside_a_job(tmp_path: Path) -> None:
+    path, newest, said = tmp_path / "run", 0, set[str]()
     job = subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(path), how], env=jobs.environment(), text=True, stdout=subprocess.PIPE
+        [sys.executable, "-c", SAVER, str(path)], env=jobs.environment(), text=True, stdout=subprocess.PIPE
     )
     try:
         assert job.stdout is not None
         job.stdout.readline()
-        end = time.monotonic() + 3
-        while time.monotonic() < end:
+        end = time.monotonic() + 120
+        while newest < 70 and time.monotonic() < end:
             step = jaxdist.latest_step(path)
             assert step is not None
             exported: Any = read_all(path)[1]
@@ -225,9 +223,9 @@ def test_beside_a_job(how: str, tmp_path: Path) -> None:
             try:
                 assert (jaxdist.restore(path, LIKE, step=step)["w"] >= 1).all()
             except FileNotFoundError as error:
-                tally["was removed" in str(error) or "no checkpoint of step" in str(error)] += 1
+                said.add(str(error))
     finally:
         job.kill()
         job.communicate(timeout=60)
-    assert tally[False] == 0
-    assert newest > 1
+    assert all("was removed" in text or "no checkpoint of step" in text for text in said), said
+    assert newest > 60  # all three ways

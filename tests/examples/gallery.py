@@ -1,12 +1,17 @@
 """Some steps of each example of the gallery in float64, under a decorator: losses and final state.
 
-`python gallery.py COMMUNICATOR LEVEL EXPECTED.pickle NAME…` is one rank of a job, which compares these with one device.
+`python gallery.py LEVEL EXPECTED.pickle NAME… 'SCRIPT ARGUMENT…'…` is one rank of a job over MPI, which compares the
+steps of these names with one device, and then runs these scripts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import io
 import pickle
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +44,14 @@ Part = Callable[[Any], Any]
 
 SIZE = 26
 """Examples in a batch: 4 devices do not divide them."""
+
+
+all_scans = functools.cache(digits._load_scans)
+
+
+def few_scans() -> list[tuple[np.ndarray, np.ndarray]]:
+    """In place of `digits._load_scans`: enough for some steps."""
+    return [(image[:count], label[:count]) for (image, label), count in zip(all_scans(), (320, 60), strict=True)]
 
 
 def wide(tree: Any) -> Any:
@@ -173,19 +186,36 @@ def compare(got: Any, want: Any, what: str) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 if b.dtype == np.float32 else 1e-10, err_msg=what)
 
 
-def main(communicator: str, level: int, expected: str, *names: str) -> None:
+def script(name: str, *arguments: object) -> tuple[str, str]:
+    """What `python NAME.py ARGUMENT…` prints, and what it logs."""
+    with (
+        mock.patch.object(sys, "argv", [f"{name}.py", *map(str, arguments)]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as log,
+    ):
+        importlib.import_module(name).main()
+    return out.getvalue(), log.getvalue()
+
+
+def main(level: int, expected: str, *words: str) -> None:
     """One rank."""
     jax.config.update("jax_enable_x64", True)
-    ctx = jaxdist.init(communicator=communicator)
+    ctx = jaxdist.init(communicator="mpi")
     share = SIZE // ctx.size
     part: Part = lambda batch: jax.tree.map(lambda x: x[ctx.rank * share : (ctx.rank + 1) * share], batch)
     ppo.STEPS = 6
+    digits._load_scans = few_scans
     wanted = pickle.loads(Path(expected).read_bytes())
-    for name in names:
+    for word in words:
+        name, *arguments = shlex.split(word)
+        if arguments:
+            sys.argv = [f"{name}.py", *arguments]
+            importlib.import_module(name).main()
+            continue
         got = CASES[name](lambda step, _, **settings: jaxdist.data_parallel(step, **settings), part, level)
         compare(jax.tree.leaves(got), wanted[name], name)
         print(f"SAME {name}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), *sys.argv[2:])

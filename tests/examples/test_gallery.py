@@ -1,18 +1,19 @@
 """The gallery of examples: each is, on several devices, what its step is under its own library's decorator on one.
 
-On virtual devices, and on two ranks over one of the communicators; with JAXDIST_FULL set, in every way.
+On virtual devices, and on two ranks; with JAXDIST_FULL set, in every way. So are the scripts, by their losses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
+import json
 import math
 import os
 import pickle
 import re
-import sys
+import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import gallery
 import jax
 import jobs
 import numpy as np
+import optax
 import parity
 import pytest
 import quick
@@ -39,17 +41,11 @@ EVERYTHING = "JAXDIST_FULL" in os.environ
 def _few_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gallery.ppo, "STEPS", 6)
+        patch.setattr(gallery.digits, "_load_scans", gallery.few_scans)
         yield
 
 
-@pytest.fixture(scope="module")
-def expected(_few_steps: None, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The leaves of what one device computes, in a file."""
-    path = tmp_path_factory.mktemp("gallery") / "expected.pickle"
-    with quick.compilation():
-        found = {name: jax.device_get(jax.tree.leaves(gallery.on_one_device(name))) for name in NAMES}
-    path.write_bytes(pickle.dumps(found))
-    return str(path)
+# --- steps, in float64
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,19 +62,18 @@ def decorated(mesh: Any, step: Any, _: Any, **settings: Any) -> Any:
 
 
 LAYOUTS = {"experts": {"experts": 0}, "gpt": gallery.gpt.MEGATRON}
-
-
 WAYS: list[tuple[dict[str, int], int]] = [
-    ({"data": 2, "model": 2}, 1), ({"model": 4}, 0), ({"sequence": 2, "model": 2}, 2), ({"data": 3, "model": 2}, 3),
+    ({"data": 3, "model": 2}, 3), ({"sequence": 2, "model": 2}, 2), ({"data": 2, "model": 2}, 1), ({"model": 4}, 0),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "level"),
-    [(name, *way) for k, name in enumerate(LAYOUTS) for way in (WAYS if EVERYTHING else WAYS[1 - k :: 2])],
+    [(name, *way) for k, name in enumerate(LAYOUTS) for way in (WAYS if EVERYTHING else WAYS[k : k + 1])],
     ids=str,
 )
 def test_on_meshes(name: str, sizes: dict[str, int], level: int) -> None:
+    """The scripts, below, are on others."""
     devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(list(sizes.values()))
     mesh = Mesh(devices, tuple(sizes))
     decorate = lambda step, _: jaxdist.parallel(step, mesh=mesh, layouts=LAYOUTS[name])
@@ -86,56 +81,139 @@ def test_on_meshes(name: str, sizes: dict[str, int], level: int) -> None:
     gallery.compare(found, gallery.on_one_device(name), f"{name} on {sizes} at level {level}")
 
 
-@pytest.mark.parametrize(("communicator", "level"), [("xla", 1), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
-def test_on_two_ranks(communicator: str, level: int, expected: str) -> None:
-    names = NAMES if EVERYTHING else NAMES[level - 1 :: 2]
-    arguments = [str(Path(gallery.__file__)), communicator, str(level), expected, *names]
-    if communicator == "mpi":
-        results = [jobs.mpirun(2, arguments, timeout=500)]
-    else:
-        results = jobs.spawn_env(2, arguments, timeout=500)
-    for result in results:
-        assert result.returncode == 0, result.output
-    said = "".join(result.stdout for result in results)
-    assert sorted(re.findall(r"SAME (\w+)", said)) == sorted([*names, *names])
+def test_a_run_that_goes_on_elsewhere(tmp_path: Path) -> None:
+    """MNIST on 4 devices at level 3, interrupted within an epoch, then on 2 at level 2.
+
+    With dropout, BatchNorm, clipping, and a loader whose last batch of an epoch is smaller.
+    """
+    import mnist  # pyright: ignore[reportMissingImports]
+
+    train = gallery.digits.load(None)[0]
+    examples = gallery.wide({"image": train.image_NxHxWxC[:37], "label": train.label_N[:37]})
+    model = mnist.LeNet(dropout=0.2, batchnorm=True)
+    step = mnist.train_step.__wrapped__
+
+    def run(decorated: Any, level: int, path: Path, steps: int) -> tuple[list[float], Any]:
+        stats = dict(gallery.wide(model.init(jax.random.key(0), examples["image"][:1], train=False)))
+        tx = jaxdist.zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), level)  # type: ignore[arg-type]
+        state = mnist.State.create(
+            apply_fn=model.apply, params=stats.pop("params"), tx=tx, stats=stats, key=jax.random.key(1)
+        )
+        batches = jaxdist.loader(examples, 16, seed=0, tail="keep")
+        if jaxdist.latest_step(path):
+            saved = jaxdist.restore(path, {"train": state, "data": batches.get_state()})
+            state = saved["train"]
+            batches.set_state(saved["data"])
+        losses = []
+        for batch in (batch for _ in range(2) for batch in batches):
+            state, metrics = decorated(state, batch)
+            losses.append(float(metrics["loss"]))
+            if len(losses) == steps:
+                break
+        jaxdist.save(path, {"train": state, "data": batches.get_state()}, steps)
+        return losses, (state.params, state.stats, state.key)
+
+    one, final = run(jax.jit(step), 0, tmp_path / "one", 5)
+    first, _ = run(jaxdist.data_parallel(step, mesh=parity.mesh(4)), 3, tmp_path / "cut", 2)
+    rest, found = run(jaxdist.data_parallel(step, mesh=parity.mesh(2)), 2, tmp_path / "cut", 3)
+    np.testing.assert_allclose([*first, *rest], one, rtol=0, atol=1e-10)
+    parity.compare(jaxdist.unshard(found), final)
 
 
-@functools.cache
-def first_epoch(name: str, *arguments: str) -> tuple[str, float]:
-    """What the script prints, and its loss."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as log,
-    ):
-        patch.setattr(sys, "argv", [f"{name}.py", "--epochs", "1", *arguments])
-        getattr(gallery, name).main()
-    return out.getvalue(), loss_in(log.getvalue())
+# --- scripts: their losses are those under `--single`
 
 
-def loss_in(said: str) -> float:
-    (loss,) = re.findall(r"epoch 1 loss (\S+)", said)
+def loss_in(log: str) -> float:
+    (loss,) = re.findall(r"epoch 1 loss (\S+)", log)
     return float(loss)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt"])  # test_gpt.py
+@functools.cache
+def first_epoch_alone(name: str) -> float:
+    said, log = gallery.script(name, "--epochs=1", "--single")
+    assert re.fullmatch(r"final .* devices=1\n", said)
+    return loss_in(log)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt"])
 def test_the_script(name: str) -> None:
-    """Its first epoch with `--single`, and on all devices at a level of ZeRO."""
-    losses = []
-    mesh = ["--model", "4"] if name == "experts" else []
-    for arguments, devices in ((["--single"], 1), (["--level", "2", *mesh], 8)):
-        said, loss = first_epoch(name, *arguments)
-        assert re.fullmatch(rf"final .* devices={devices}\n", said)
-        losses.append(loss)
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    said, log = gallery.script(name, "--epochs=1", "--level=2", *(["--model=4"] if name == "experts" else []))
+    assert re.fullmatch(r"final .* devices=8\n", said)
+    np.testing.assert_allclose(loss_in(log), first_epoch_alone(name), rtol=1e-4)
+
+
+GPT = [
+    "--text", subprocess.__file__, "--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=6",
+    "--steps=12", "--every=4", "--eval-batches=3", "--sample=5", "--lr=1e-2", "--dropout=0.2",
+]  # fmt: skip
+
+
+def trained(run: Path, said: str) -> list[float]:
+    """The losses of a GPT's steps, and that on held-out text."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(12))
+    (held_out,) = re.findall(r"final held_out=(\S+) nats/byte", said)
+    return [*(line["loss"] for line in lines), float(held_out)]
+
+
+def gpt(run: Path, *more: str) -> list[float]:
+    return trained(run, gallery.script("gpt", *GPT, f"--run={run}", *more)[0])
+
+
+def forget_the_end(run: Path) -> None:
+    """As if the run had been interrupted after its checkpoint of step 8."""
+    assert jaxdist.latest_step(run / "checkpoints") == 12
+    shutil.rmtree(run / "checkpoints" / "12")
+
+
+@pytest.fixture(scope="module")
+def gpt_alone(_few_steps: None, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a run on one device, that goes on from its checkpoint to the same end."""
+    run = tmp_path_factory.mktemp("gpt")
+    with quick.compilation():
+        losses = gpt(run, "--single")
+        forget_the_end(run)
+        assert gpt(run, "--single") == losses
+    assert losses[11] < losses[0] - 0.5
+    return losses
+
+
+def test_gpt_on_meshes(gpt_alone: list[float], tmp_path: Path) -> None:
+    """Weights, windows and the batch divided; and on from a checkpoint, on another mesh."""
+    np.testing.assert_allclose(gpt(tmp_path, "--mesh=data=2,model=2,sequence=2"), gpt_alone, rtol=0, atol=2e-3)
+    forget_the_end(tmp_path)
+    np.testing.assert_allclose(gpt(tmp_path, "--mesh=model=2,data=-1", "--level=3"), gpt_alone, rtol=0, atol=2e-3)
+
+
+def test_gpt_in_16_bits(gpt_alone: list[float], tmp_path: Path) -> None:
+    losses = gpt(tmp_path, "--bf16", "--level=2", "--microbatches=2")
+    np.testing.assert_allclose(losses, gpt_alone, rtol=0.2)
+
+
+def test_gpt_wants_a_window_of_text(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(SystemExit, match="too few for a window"):
+        gallery.script("gpt", "--text", tmp_path / "short.txt", f"--run={tmp_path}")
 
 
 @pytest.mark.mpi
-def test_experts_on_two_ranks() -> None:
-    two = jobs.mpirun(2, [str(EXAMPLES / "experts.py"), "--epochs=1", "--model=2"], timeout=240)
+def test_on_two_ranks(gpt_alone: list[float], tmp_path: Path) -> None:
+    """Steps at level 2, then scripts, in one job."""
+    names = NAMES if EVERYTHING else ["cnn", "vae", "ppo"]  # nnx, equinox, a batch that is state
+    wanted = {name: jax.device_get(jax.tree.leaves(gallery.on_one_device(name))) for name in names}
+    (tmp_path / "expected.pickle").write_bytes(pickle.dumps(wanted))
+    runs = {tmp_path / "level": "--level=3", tmp_path / "mesh": "--mesh=sequence=2"}
+    scripts = [shlex.join(["gpt", *GPT, f"--run={run}", how]) for run, how in runs.items()]
+    scripts.append("experts --epochs=1 --model=2")
+    words = ["2", str(tmp_path / "expected.pickle"), *names, *scripts]
+    two = jobs.mpirun(2, [gallery.__file__, *words], timeout=500)
     assert two.returncode == 0, two.output
-    assert "devices=2" in two.stdout
-    np.testing.assert_allclose(loss_in(two.stderr), first_epoch("experts", "--single")[1], rtol=1e-4)
+    assert sorted(re.findall(r"SAME (\w+)", two.stdout)) == sorted([*names, *names])
+    finals = re.findall(r"final .* devices=2.*\n", two.stdout)
+    assert len(finals) == 3, two.output  # the root's
+    for run, said in zip(runs, finals, strict=False):
+        np.testing.assert_allclose(trained(run, said), gpt_alone, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(loss_in(two.stderr), first_epoch_alone("experts"), rtol=1e-4)
 
 
 def test_the_length_of_each() -> None:

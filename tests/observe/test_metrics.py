@@ -47,10 +47,13 @@ def log_steps(path: Path, first: int, last: int, **kwargs: Any) -> None:
 
 
 def test_what_is_logged(tmp_path: Path) -> None:
+    """An evaluation at the same step is a line of its own."""
     with jaxdist.run_log(tmp_path / "a" / "run", total=3, examples_per_step=64, tokens_per_step=640) as log:
         for step in range(3):
             log(step, loss=jnp.float32(step), correct=jnp.int32(step), lr=0.5)
-    lines = read_metrics(tmp_path / "a" / "run")
+        log(2, accuracy=0.5)
+    *lines, last = read_metrics(tmp_path / "a" / "run")
+    assert (last["step"], last["accuracy"], last.get("loss")) == (2, 0.5, None)
     assert [(x["step"], x["loss"], x["correct"], x["lr"]) for x in lines] == [(i, float(i), i, 0.5) for i in range(3)]
     assert "examples_per_s" not in lines[0], "the first step is compiled: it says nothing of the throughput"
     assert all(x["tokens_per_s"] == pytest.approx(10 * x["examples_per_s"], rel=1e-4) for x in lines[1:])
@@ -152,6 +155,7 @@ def test_a_restart_leaves_no_step_twice(tmp_path: Path) -> None:
     log_steps(tmp_path, 4, 7)
     assert steps(tmp_path) == [0, 1, 2, 3, 4, 5, 6]
     assert (tmp_path / "metrics.jsonl.bak").read_text() == before
+    log_steps(tmp_path, 7, 7)  # opening alone changes nothing
     log_steps(tmp_path, 7, 8)
     assert steps(tmp_path) == list(range(8))
     assert (tmp_path / "metrics.jsonl.bak").read_text() == before, "nothing was dropped: nothing to keep"
@@ -166,13 +170,6 @@ def test_a_line_cut_off_by_a_kill_goes(tmp_path: Path) -> None:
     assert steps(tmp_path) == [0, 1, 2]
 
 
-def test_opening_alone_changes_nothing(tmp_path: Path) -> None:
-    log_steps(tmp_path, 0, 2)
-    with jaxdist.run_log(tmp_path):
-        pass
-    assert steps(tmp_path) == [0, 1]
-
-
 def test_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:
     with jaxdist.run_log(tmp_path) as log:
         log(0, a=jnp.nan, b=jnp.float32(jnp.inf), c=-jnp.inf)
@@ -185,13 +182,6 @@ def test_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:
     (back,) = read_metrics(tmp_path)
     assert back["a"] != back["a"]
     assert (back["b"], back["c"]) == (jnp.inf, -jnp.inf)
-
-
-def test_evaluation_at_the_same_step_is_a_line_of_its_own(tmp_path: Path) -> None:
-    with jaxdist.run_log(tmp_path) as log:
-        log(0, loss=1.0)
-        log(0, accuracy=0.5)
-    assert [(x["step"], x.get("accuracy")) for x in read_metrics(tmp_path)] == [(0, None), (0, 0.5)]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -264,10 +254,3 @@ def test_steps_that_are_counted_from_one(
     assert shown(3)[-1:] == [4]
     (tmp_path / "metrics.jsonl").unlink()
     assert shown(2, 4)[-1] == 4
-
-
-def test_a_bar_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "120")
-    log_steps(tmp_path, 2, 4, total=4)
-    assert "4/4" in capsys.readouterr().err
