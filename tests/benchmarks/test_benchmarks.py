@@ -79,15 +79,32 @@ def run(name: str, folder: Path, *args: str, timed: bool = True) -> Any:
     return found
 
 
+STEP_TIME = ["jaxdist mpi 3", "gloo flat", "raw allreduce", "1 rank x2: jit"]
+
+
 @pytest.mark.mpi
-def test_step_time(tmp_path: Path) -> None:
-    args = ["--models", "MLP-tiny", "--variants", "jaxdist mpi 3", "gloo flat", "raw*", "1 rank x2: jit"]
-    found = run("step_time", tmp_path, *args)["models"]["MLP-tiny"]
-    assert set(found["ms"]) == {"jaxdist mpi 3", "gloo flat", "raw allreduce", "1 rank x2: jit"}
+@pytest.mark.parametrize(
+    ("name", "args", "measured"),
+    [
+        ("step_time", ["--variants", *STEP_TIME], STEP_TIME),
+        (
+            "buckets",
+            ["--communicator", "mpi", "--kib", "0", "1", "--compress", "bf16"],
+            ["mpi bucket=0", "mpi bucket=1024", "mpi compress=bf16"],
+        ),
+        ("where", [], ["mpi", "xla", "raw", "compute"]),
+    ],
+)
+def test_steps_of_a_model(name: str, args: list[str], measured: list[str], tmp_path: Path) -> None:
+    found = run(name, tmp_path, "--models", "MLP-tiny", *args)["models"]["MLP-tiny"]
+    assert set(found["ms"]) == set(measured)
     assert all(len(times) == 2 and min(times) > 0 for times in found["ms"].values())
-    assert set(found["losses"]) == set(found["ms"]) - {"raw allreduce"}
-    assert found["largest_difference"] < 1e-4
-    assert "| jaxdist mpi 3 | " in (tmp_path / "step_time.markdown").read_text()
+    if name == "step_time":
+        assert set(found["losses"]) == set(measured) - {"raw allreduce"}
+        assert found["largest_difference"] < 1e-4
+        assert "| jaxdist mpi 3 | " in (tmp_path / "step_time.markdown").read_text()
+    if name == "where":
+        assert all(0 < share < 1 for share in found["share"].values())
 
 
 @pytest.mark.mpi
@@ -156,20 +173,6 @@ def test_what_trains_on_other_examples_is_compared_apart() -> None:
         step_time.check_losses(losses | {"1 rank: c": [2.0]})
     with pytest.raises(SystemExit, match="c does not compute what a does"):
         step_time.check_losses(losses | {"c": [float("nan")]})
-
-
-@pytest.mark.mpi
-def test_buckets(tmp_path: Path) -> None:
-    args = ["--models", "MLP-tiny", "--communicator", "mpi", "--kib", "0", "1", "--compress", "bf16"]
-    found = run("buckets", tmp_path, *args)
-    assert set(found["models"]["MLP-tiny"]["ms"]) == {"mpi bucket=0", "mpi bucket=1024", "mpi compress=bf16"}
-
-
-@pytest.mark.mpi
-def test_where(tmp_path: Path) -> None:
-    found = run("where", tmp_path, "--models", "MLP-tiny")["models"]["MLP-tiny"]
-    assert set(found["ms"]) == {"mpi", "xla", "raw", "compute"}
-    assert all(0 < share < 1 for share in found["share"].values())
 
 
 @pytest.mark.mpi

@@ -34,7 +34,7 @@ def test_cycles_of_training_go_on_from_a_checkpoint(tmp_path: Path, monkeypatch:
     path, checkpoints = tmp_path / "found.json", tmp_path / "checkpoints"
     args = ["train", "--cycles=2", "--save-every=0", f"--checkpoints={checkpoints}", f"--json={path}"]
     monkeypatch.setattr(sys, "argv", [SCRIPT, *args])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         soak.main()
     first = json.loads(path.read_text())
     lock.release_all()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,12 @@ NUMBERS = [
     5, 2**63 - 1, -(2**63), True, 1.5, float("nan"), -0.0, 1 - 2j, "", "äö\n\0", np.str_("a"), np.bool_(True),
     np.float64(1.5), np.complex128(1j), ml_dtypes.bfloat16(1.5), ml_dtypes.int4(-3), np.array(1.5),
 ]  # fmt: skip
+KINDS = {
+    "named tuple": optax.TraceState(3), "list": [jnp.ones(()), {"deep": np.array([True, False])}], "nothing": None,
+    "bfloat16": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3), "empty": jnp.zeros((0, 4)), "key": jax.random.key(1),
+    "keys": jax.random.split(jax.random.key(2, impl="rbg"), 3), "old key": jax.random.PRNGKey(0),
+    "int8": np.arange(5, dtype=np.int8), "float32": np.float32(2.5),
+}  # fmt: skip
 NAMED = ["", "a/b", "..", "\0", "a\nb", "zarr.json", "c/0", "%2F", "*", "x" * 300, 1.5]
 
 
@@ -110,6 +117,8 @@ NAMED = ["", "a/b", "..", "\0", "a\nb", "zarr.json", "c/0", "%2F", "*", "x" * 30
     "state",
     [
         NUMBERS,
+        KINDS,
+        jnp.arange(3),
         [np.ones((1,) * 31), np.ones((0,) * 64), np.ones((2, *(1,) * 30))],
         *({name: {"w": np.arange(3.0), "t": "text"}} for name in NAMED),
         # Orbax would warn that it found no arrays to put together.

@@ -13,7 +13,7 @@ import io
 import pickle
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,6 +71,26 @@ def adam(level: int) -> optax.GradientTransformation:
     return jaxdist.zero(optax.adam(1e-2, eps=1e-3), level)  # type: ignore[arg-type]
 
 
+def linen(module: Any, model: Any, inputs: Any, level: int, kind: str = "State", **more: Any) -> Any:
+    """The state of a model of flax linen."""
+    params = wide(model.init(jax.random.key(0), inputs))
+    return getattr(module, kind).create(apply_fn=model.apply, params=params, tx=adam(level), **more)
+
+
+def steps(train: Any, state: Any, each: Iterable[Any]) -> tuple[Any, list[Any]]:
+    """The last state, and what the steps return beside it."""
+    found = []
+    for batch in each:
+        state, metrics = train(state, batch)
+        found.append(metrics)
+    return state, found
+
+
+def real(part: Part, inputs: Any) -> Any:
+    """A last batch, of which three examples are padding."""
+    return part((inputs, np.arange(SIZE) < SIZE - 3))
+
+
 def of_cnn(decorate: Decorate, part: Part, level: int) -> Any:
     model = cnn.CNN(nnx.Rngs(0))
     nnx.update(model, wide(nnx.state(model)))
@@ -84,14 +104,9 @@ def of_cnn(decorate: Decorate, part: Part, level: int) -> Any:
 
 
 def of_contrastive(decorate: Decorate, part: Part, level: int) -> Any:
-    model = contrastive.Encoder()
-    params = wide(model.init(jax.random.key(0), next(batches())["image"]))
-    state = contrastive.State.create(apply_fn=model.apply, params=params, tx=adam(level), key=jax.random.key(1))
+    state = linen(contrastive, contrastive.Encoder(), next(batches())["image"], level, key=jax.random.key(1))
     train, evaluate = decorate(contrastive.train_step, jax.jit), decorate(contrastive.eval_step, jax.jit)
-    found = []
-    for batch in batches():
-        state, metrics = train(state, part(batch["image"]))
-        found.append(metrics)
+    state, found = steps(train, state, (part(batch["image"]) for batch in batches()))
     right = evaluate(state, part({**next(batches()), "real": np.arange(SIZE) < SIZE - 3}))
     return found, state.params, right
 
@@ -111,27 +126,16 @@ def of_vae(decorate: Decorate, part: Part, level: int) -> Any:
 
 
 def of_dpsgd(decorate: Decorate, part: Part, level: int) -> Any:
-    model = dpsgd.Classifier()
-    params = wide(model.init(jax.random.key(0), next(batches())["image"]))
-    state = dpsgd.State.create(apply_fn=model.apply, params=params, tx=adam(level), key=jax.random.key(1))
-    train = decorate(dpsgd.make_train_step(0.5, 1.0), jax.jit)
-    losses = []
-    for batch in batches():
-        state, loss = train(state, part(batch))
-        losses.append(loss)
+    state = linen(dpsgd, dpsgd.Classifier(), next(batches())["image"], level, key=jax.random.key(1))
+    state, losses = steps(decorate(dpsgd.make_train_step(0.5, 1.0), jax.jit), state, map(part, batches()))
     return losses, state.params
 
 
 def of_experts(decorate: Decorate, part: Part, level: int) -> Any:
-    model = experts.Classifier()
-    params = wide(model.init(jax.random.key(0), next(batches())["image"]))
-    state = experts.TrainState.create(apply_fn=model.apply, params=params, tx=adam(level))
+    state = linen(experts, experts.Classifier(), next(batches())["image"], level, "TrainState")
     train, evaluate = decorate(experts.train_step, jax.jit), decorate(experts.eval_step, jax.jit)
-    found = []
-    for batch in batches():
-        state, metrics = train(state, part(batch))
-        found.append(metrics)
-    return found, state.params, evaluate(state, part((next(batches()), np.arange(SIZE) < SIZE - 3)))
+    state, found = steps(train, state, map(part, batches()))
+    return found, state.params, evaluate(state, real(part, next(batches())))
 
 
 def attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
@@ -147,19 +151,13 @@ def of_gpt(decorate: Decorate, part: Part, level: int) -> Any:
     state = gpt.make_state(model, gpt.make_optimizer(1e-2, 14, False, level), 0)
     train, evaluate = decorate(gpt.make_train_step(1), jax.jit), decorate(gpt.held_out_loss, jax.jit)
     text = gpt.windows(np.frombuffer(Path(__file__).read_bytes(), np.uint8), 16)
-    found = []
     with mock.patch.object(jax.nn, "dot_product_attention", attention):
-        for i in range(3):
-            state, metrics = train(state, part(text[i * SIZE : (i + 1) * SIZE]))
-            found.append(metrics)
-        found.append(evaluate(state, part((text[-SIZE:], np.arange(SIZE) < SIZE - 3))))
-    return found, state.params
+        state, found = steps(train, state, (part(text[i * SIZE : (i + 1) * SIZE]) for i in range(3)))
+        return found, state.params, evaluate(state, real(part, text[-SIZE:]))
 
 
 def of_ppo(decorate: Decorate, part: Part, level: int) -> Any:
-    agent = ppo.Agent()
-    params = wide(agent.init(jax.random.key(0), np.zeros((1, 4))))
-    state = ppo.TrainState.create(apply_fn=agent.apply, params=params, tx=adam(level))
+    state = linen(ppo, ppo.Agent(), np.zeros((1, 4)), level, "TrainState")
     env = part(jax.vmap(ppo.reset)(jax.random.split(jax.random.key(1), SIZE)))
     train = decorate(ppo.train_step, jax.jit, batch_argnums="env")
     found = []
