@@ -7,6 +7,8 @@ doesn't grow, and no decision (an argmax, a sort, a threshold) is near a tie.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,25 +26,62 @@ Idiom = Callable[[Wrap], tuple[Step, tuple[Any, ...]]]
 IDIOMS: dict[str, Idiom] = {}
 """Name to a function of `wrap`, which is applied to each optimizer, giving a step ``(*state, batch) -> (*state, aux)``
 and its initial state."""
+DIVISIBLE: set[str] = set()
+"""The idioms that only work for batches of a multiple of 4 examples."""
 CLASSES, VOCAB, ACTIONS, TIME = 4, 16, 3, 7
-_coupled: set[str] = set()
-_divisible: set[str] = set()
 
 
-def idiom(*, coupled: bool = False, divisible: bool = False) -> Callable[[Idiom], Idiom]:
+def idiom(*, divisible: bool = False) -> Callable[[Idiom], Idiom]:
     """Enter a function in the catalogue under its name."""
 
     def enter(make: Idiom) -> Idiom:
         name = make.__name__  # type: ignore[attr-defined]
         assert name not in IDIOMS
-        IDIOMS[name] = make
-        if coupled:
-            _coupled.add(name)
-        if divisible:
-            _divisible.add(name)
+        IDIOMS[name] = lambda wrap: _on_device(*make(wrap))
+        DIVISIBLE.update([name] * divisible)
         return make
 
     return enter
+
+
+def _on_device(step: Step, state: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
+    return step, jax.tree.map(jnp.asarray, state)
+
+
+def fitted(tx: optax.GradientTransformation, params: Any, **entered: bool) -> Callable[[Any], Any]:
+    """Enter a loss, ``(params, batch) -> (loss, aux)`` or ``(params, key, batch) -> (loss, aux)``, in the catalogue.
+
+    The step's state is the parameters, the optimizer's state and, where the loss takes one, a key.
+    """
+
+    def enter(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(loss_fn)
+        def make(wrap: Wrap) -> Any:
+            wrapped = wrap(tx)
+
+            def step(params: Any, opt: Any, batch: Any) -> Any:
+                (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+                return *_updated(wrapped, grads, params, opt), {"loss": loss, **aux}
+
+            def keyed(params: Any, opt: Any, key: Any, batch: Any) -> Any:
+                key, now = jax.random.split(key)
+                (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, now, batch)
+                return *_updated(wrapped, grads, params, opt), key, {"loss": loss, **aux}
+
+            if "key" in inspect.signature(loss_fn).parameters:
+                return keyed, (params, wrapped.init(params), jax.random.key(7))
+            return step, (params, wrapped.init(params))
+
+        idiom(**entered)(make)
+        return loss_fn
+
+    return enter
+
+
+def _updated(tx: optax.GradientTransformation, grads: Any, params: Any, opt: Any) -> tuple[Any, Any]:
+    """The new parameters and the optimizer's new state."""
+    updates, opt = tx.update(grads, opt, params)
+    return optax.apply_updates(params, updates), opt
 
 
 def batch(i: int, size: int) -> dict[str, np.ndarray]:
@@ -66,27 +105,24 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
         "segment": np.cumsum(rng.uniform(size=(size, TIME)) < 0.3, axis=1).astype(np.int32),
         "series": series,
         "mask": mask,
-        "weight": rng.uniform(0.2, 2.0, size=size) * (0.5 + ramp),
         "group": (rng.uniform(size=size) < 0.2 + 0.6 * ramp).astype(np.int32),
         "neighbour": rng.integers(0, size, size=(size, 2)).astype(np.int32),
         "action": rng.integers(0, ACTIONS, size=size).astype(np.int32),
-        "control": np.tanh(rng.normal(size=(size, 2))),
         "reward": rng.normal(size=size) + np.tanh(x[:, 2]),
         "rewards": rng.normal(size=(size, 5)) + ramp[:, None],
         "done": rng.uniform(size=size) < 0.2,
         "logp": -1.1 + 0.1 * rng.normal(size=size),
         "advantage": rng.normal(size=size) * scale[:, 0] + 0.5,
-        "priority": rng.uniform(0.1, 1.0, size=size),
         "seed": rng.integers(0, 2**31, size=size).astype(np.uint32),
         "id": (i * size + np.arange(size)).astype(np.int32),
     }
 
 
-def _params(seed: int, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Float64 arrays of the shapes: matrices and kernels scaled by their inputs; small vectors."""
+def _params(seed: int, **shapes: tuple[int, ...]) -> dict[str, Any]:
+    """Float64 arrays of the shapes, of numpy: matrices and kernels scaled by their inputs; small vectors."""
     rng = np.random.default_rng(seed)
     fan = lambda shape: int(np.prod(shape[:-1])) if len(shape) > 1 else 25
-    return {name: jnp.asarray(rng.normal(size=shape) / np.sqrt(fan(shape))) for name, shape in shapes.items()}
+    return {name: rng.normal(size=shape) / np.sqrt(fan(shape)) for name, shape in shapes.items()}
 
 
 def _mlp_params(seed: int, inputs: int = 6, hidden: int = 8, outputs: int = 1, bias: bool = True) -> dict[str, Any]:
@@ -120,36 +156,7 @@ def _axpy(scale: Any, x: Any, y: Any) -> Any:
     return jax.tree.map(lambda a, b: scale * a + b, x, y)
 
 
-def _dot(x: Any, y: Any) -> Any:
-    return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
-
-
 _xent = optax.softmax_cross_entropy_with_integer_labels
-
-
-def _fit(wrap: Wrap, tx: optax.GradientTransformation, params: Any, loss_fn: Callable[..., Any]) -> Any:
-    """The step ``(params, optimizer's state, batch)`` of ``loss_fn(params, batch) -> (loss, aux)``."""
-    tx = wrap(tx)
-
-    def step(params: Any, opt: Any, batch: Any) -> Any:
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, {"loss": loss, **aux}
-
-    return step, (params, tx.init(params))
-
-
-def _fit_keyed(wrap: Wrap, tx: optax.GradientTransformation, params: Any, loss_fn: Callable[..., Any]) -> Any:
-    """The step ``(params, optimizer's state, key, batch)`` of ``loss_fn(params, key, batch) -> (loss, aux)``."""
-    tx = wrap(tx)
-
-    def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, now, batch)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, key, {"loss": loss, **aux}
-
-    return step, (params, tx.init(params), jax.random.key(7))
 
 
 # Vision
@@ -171,7 +178,7 @@ def _classifier(seed: int) -> dict[str, Any]:
     return _params(seed, conv=(3, 3, 2, 5), bias=(5,), head=(5, CLASSES), out=(CLASSES,))
 
 
-@idiom(coupled=True)
+@idiom()
 def cnn_batchnorm(wrap: Wrap) -> Any:
     """Convolution, batch norm with running statistics, max pooling; the statistics are state."""
     tx = wrap(_adam())
@@ -188,14 +195,13 @@ def cnn_batchnorm(wrap: Wrap) -> Any:
 
     def step(params: Any, opt: Any, stats: Any, batch: Any) -> Any:
         (loss, (stats, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, stats, batch)
-        updates, opt = tx.update(grads, opt, params)
         accuracy = jnp.mean(logits.argmax(axis=-1) == batch["label"])
-        return optax.apply_updates(params, updates), opt, stats, {"loss": loss, "accuracy": accuracy}
+        return *_updated(tx, grads, params, opt), stats, {"loss": loss, "accuracy": accuracy}
 
     return step, (params, tx.init(params), {"mean": jnp.zeros(6), "var": jnp.ones(6)})
 
 
-@idiom(coupled=True)
+@idiom()
 def flax_batchnorm_dropout(wrap: Wrap) -> Any:
     """A flax module with BatchNorm, whose statistics are a mutable collection, and Dropout."""
 
@@ -223,98 +229,61 @@ def flax_batchnorm_dropout(wrap: Wrap) -> Any:
             return jnp.mean((out - batch["y"]) ** 2), updated["batch_stats"]
 
         (loss, new_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, new_stats, key, loss
+        return *_updated(tx, grads, params, opt), new_stats, key, loss
 
     return step, (params, tx.init(params), stats, jax.random.key(3))
 
 
-@idiom()
-def depthwise_conv(wrap: Wrap) -> Any:
+@fitted(_sgd(), _params(2, depth=(3, 3, 1, 8), point=(1, 1, 8, 4), scale=(4,), head=(4, CLASSES)))
+def depthwise_conv(p: Any, batch: Any) -> Any:
     """Depthwise and pointwise convolutions with group norm and average pooling."""
-    params = _params(2, depth=(3, 3, 1, 8), point=(1, 1, 8, 4), scale=(4,), head=(4, CLASSES))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = _conv(batch["image"], p["depth"], groups=2)
-        h = jnp.tanh(_conv(h, p["point"]))
-        groups = h.reshape(*h.shape[:3], 2, 2)
-        mean = groups.mean(axis=(1, 2, 4), keepdims=True)
-        var = groups.var(axis=(1, 2, 4), keepdims=True)
-        h = ((groups - mean) * lax.rsqrt(var + 1e-3)).reshape(h.shape) * (1 + p["scale"])
-        h = lax.reduce_window(jax.nn.gelu(h), 0.0, lax.add, (1, 4, 4, 1), (1, 4, 4, 1), "VALID") / 16
-        losses = _xent(h.mean(axis=(1, 2)) @ p["head"], batch["label"])
-        return losses.mean(), {"losses": losses}
-
-    return _fit(wrap, _sgd(), params, loss_fn)
+    h = _conv(batch["image"], p["depth"], groups=2)
+    h = jnp.tanh(_conv(h, p["point"]))
+    groups = h.reshape(*h.shape[:3], 2, 2)
+    mean = groups.mean(axis=(1, 2, 4), keepdims=True)
+    var = groups.var(axis=(1, 2, 4), keepdims=True)
+    h = ((groups - mean) * lax.rsqrt(var + 1e-3)).reshape(h.shape) * (1 + p["scale"])
+    h = lax.reduce_window(jax.nn.gelu(h), 0.0, lax.add, (1, 4, 4, 1), (1, 4, 4, 1), "VALID") / 16
+    losses = _xent(h.mean(axis=(1, 2)) @ p["head"], batch["label"])
+    return losses.mean(), {"losses": losses}
 
 
-@idiom()
-def per_example_seeds(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(5))
+def per_example_seeds(p: Any, batch: Any) -> Any:
     """The batch brings seeds, from which each example has a key of its own."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (6,)))(batch["seed"])
-        return jnp.mean((_mlp(p, batch["x"] + 0.2 * noise) - batch["y"]) ** 2), {"noise": noise[:, 0]}
-
-    return _fit(wrap, _adam(), _mlp_params(5), loss_fn)
+    noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (6,)))(batch["seed"])
+    return jnp.mean((_mlp(p, batch["x"] + 0.2 * noise) - batch["y"]) ** 2), {"noise": noise[:, 0]}
 
 
-@idiom(coupled=True)
-def mixup_reverse(wrap: Wrap) -> Any:
+@fitted(_adam(), _classifier(6))
+def mixup_reverse(p: Any, key: Any, batch: Any) -> Any:
     """Mixup with the batch in reverse order."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        mix = jax.random.uniform(key, (), minval=0.2, maxval=0.9)
-        logits = _classify(p, mix * batch["image"] + (1 - mix) * batch["image"][::-1])
-        losses = mix * _xent(logits, batch["label"]) + (1 - mix) * _xent(logits, batch["label"][::-1])
-        return losses.mean(), {"mix": mix}
-
-    return _fit_keyed(wrap, _adam(), _classifier(6), loss_fn)
+    mix = jax.random.uniform(key, (), minval=0.2, maxval=0.9)
+    logits = _classify(p, mix * batch["image"] + (1 - mix) * batch["image"][::-1])
+    losses = mix * _xent(logits, batch["label"]) + (1 - mix) * _xent(logits, batch["label"][::-1])
+    return losses.mean(), {"mix": mix}
 
 
-@idiom(coupled=True)
-def mixup_permutation(wrap: Wrap) -> Any:
+@fitted(_adamw(), _mlp_params(7))
+def mixup_permutation(p: Any, key: Any, batch: Any) -> Any:
     """Mixup with a random permutation, and a weight for each example."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        first, second = jax.random.split(key)
-        size = batch["x"].shape[0]
-        order = jax.random.permutation(first, size)
-        mix = jax.random.uniform(second, (size, 1))
-        x = mix * batch["x"] + (1 - mix) * batch["x"][order]
-        y = mix * batch["y"] + (1 - mix) * jnp.take(batch["y"], order, axis=0)
-        return jnp.mean((_mlp(p, x) - y) ** 2), {"order": order}
-
-    return _fit_keyed(wrap, _adamw(), _mlp_params(7), loss_fn)
+    first, second = jax.random.split(key)
+    size = batch["x"].shape[0]
+    order = jax.random.permutation(first, size)
+    mix = jax.random.uniform(second, (size, 1))
+    x = mix * batch["x"] + (1 - mix) * batch["x"][order]
+    y = mix * batch["y"] + (1 - mix) * jnp.take(batch["y"], order, axis=0)
+    return jnp.mean((_mlp(p, x) - y) ** 2), {"order": order}
 
 
-@idiom()
-def conv_transpose_autoencoder(wrap: Wrap) -> Any:
-    """Down by a convolution, up by a transposed one."""
-    params = _params(10, down=(3, 3, 2, 5), bias=(5,), up=(3, 3, 5, 2))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = jnp.tanh(_conv(batch["image"], p["down"], stride=2) + p["bias"])
-        back = lax.conv_transpose(h, p["up"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        errors = jnp.mean((back - batch["image"]) ** 2, axis=(1, 2, 3))
-        return errors.mean(), {"worst": errors.max(), "which": errors.argmax()}
-
-    return _fit(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
-def patches_class_token(wrap: Wrap) -> Any:
+@fitted(_adamw(), _params(11, patch=(8, 8), token=(8,), mix=(8, 8), head=(8, CLASSES)))
+def patches_class_token(p: Any, batch: Any) -> Any:
     """Images cut into patches, and a learnt token put before each image's."""
-    params = _params(11, patch=(8, 8), token=(8,), mix=(8, 8), head=(8, CLASSES))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        size = batch["image"].shape[0]
-        patches = batch["image"].reshape(size, 4, 2, 4, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(size, 16, 8)
-        h = jnp.concatenate([jnp.broadcast_to(p["token"], (size, 1, 8)), patches @ p["patch"]], axis=1)
-        weights = jax.nn.softmax(jnp.einsum("btd,de,bse->bts", h, p["mix"], h) / 3)
-        return _xent((h + weights @ h)[:, 0] @ p["head"], batch["label"]).mean(), {}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
+    size = batch["image"].shape[0]
+    patches = batch["image"].reshape(size, 4, 2, 4, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(size, 16, 8)
+    h = jnp.concatenate([jnp.broadcast_to(p["token"], (size, 1, 8)), patches @ p["patch"]], axis=1)
+    weights = jax.nn.softmax(jnp.einsum("btd,de,bse->bts", h, p["mix"], h) / 3)
+    return _xent((h + weights @ h)[:, 0] @ p["head"], batch["label"]).mean(), {}
 
 
 # Language
@@ -338,14 +307,7 @@ def _block(p: Any, x: Any, mask: Any, keep: Any = 1.0) -> Any:
 
 
 def _blocks(seed: int, *layers: int) -> dict[str, Any]:
-    shapes = {
-        "qkv": (8, 24),
-        "join": (8, 8),
-        "norm1": (8,),
-        "norm2": (8,),
-        "wide": (8, 12),
-        "narrow": (12, 8),
-    }
+    shapes = {"qkv": (8, 24), "join": (8, 8), "norm1": (8,), "norm2": (8,), "wide": (8, 12), "narrow": (12, 8)}
     params = _params(seed, **{name: (*layers, *shape) for name, shape in shapes.items()})
     return {name: 0.8 * value for name, value in params.items()}
 
@@ -353,311 +315,157 @@ def _blocks(seed: int, *layers: int) -> dict[str, Any]:
 _CAUSAL = np.tril(np.ones((TIME - 1, TIME - 1), bool))
 
 
-@idiom()
-def transformer(wrap: Wrap) -> Any:
+_EMBEDDED = _params(20, embedding=(VOCAB, 8), position=(TIME - 1, 8), head=(8, VOCAB))
+
+
+@fitted(_adamw(), {**_EMBEDDED, "layers": [_blocks(21), _blocks(22)]})
+def transformer(p: Any, batch: Any) -> Any:
     """Two layers one after the other, next-token loss of every position."""
-    params = {
-        **_params(20, embedding=(VOCAB, 8), position=(TIME - 1, 8), head=(8, VOCAB)),
-        "layers": [_blocks(21), _blocks(22)],
-    }
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        tokens = batch["tokens"]
-        h = p["embedding"][tokens[:, :-1]] * 2 + p["position"]
-        for layer in p["layers"]:
-            h = _block(layer, h, _CAUSAL)
-        losses = _xent(h @ p["head"], tokens[:, 1:])
-        return losses.mean(), {"perplexity": jnp.exp(losses.mean()), "by_position": losses.mean(axis=0)}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
+    tokens = batch["tokens"]
+    h = p["embedding"][tokens[:, :-1]] * 2 + p["position"]
+    for layer in p["layers"]:
+        h = _block(layer, h, _CAUSAL)
+    losses = _xent(h @ p["head"], tokens[:, 1:])
+    return losses.mean(), {"perplexity": jnp.exp(losses.mean()), "by_position": losses.mean(axis=0)}
 
 
-@idiom()
-def transformer_scanned(wrap: Wrap) -> Any:
+@fitted(_adam(), {**_params(23, embedding=(VOCAB, 8), position=(TIME - 1, 8)), "layers": _blocks(24, 2)})
+def transformer_scanned(p: Any, key: Any, batch: Any) -> Any:
     """Layers by lax.scan, rematerialised, with attention dropout; the embedding is also the output layer."""
-    params = {**_params(23, embedding=(VOCAB, 8), position=(TIME - 1, 8)), "layers": _blocks(24, 2)}
+    tokens = batch["tokens"]
+    h = p["embedding"][tokens[:, :-1]] * 2 + p["position"]
 
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        tokens = batch["tokens"]
-        h = p["embedding"][tokens[:, :-1]] * 2 + p["position"]
+    @jax.checkpoint
+    def layer(h: Any, params_and_key: Any) -> Any:
+        params, key = params_and_key
+        keep = jax.random.bernoulli(key, 0.8, (h.shape[0], 2, TIME - 1, TIME - 1)) / 0.8
+        return _block(params, h, _CAUSAL, keep), None
 
-        @jax.checkpoint
-        def layer(h: Any, params_and_key: Any) -> Any:
-            params, key = params_and_key
-            keep = jax.random.bernoulli(key, 0.8, (h.shape[0], 2, TIME - 1, TIME - 1)) / 0.8
-            return _block(params, h, _CAUSAL, keep), None
-
-        h, _ = lax.scan(layer, h, (p["layers"], jax.random.split(key, 2)))
-        return _xent(h @ p["embedding"].T, tokens[:, 1:]).mean(), {}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
+    h, _ = lax.scan(layer, h, (p["layers"], jax.random.split(key, 2)))
+    return _xent(h @ p["embedding"].T, tokens[:, 1:]).mean(), {}
 
 
-@idiom(coupled=True)
-def packed_segments(wrap: Wrap) -> Any:
+_PACKED = _params(26, embedding=(VOCAB, 8), position=(TIME, 8), head=(8, VOCAB))
+
+
+@fitted(_adamw(), {**_PACKED, "layer": _blocks(27)})
+def packed_segments(p: Any, batch: Any) -> Any:
     """Rows hold several sequences: attention and loss stay inside one, positions begin anew."""
-    params = {**_params(26, embedding=(VOCAB, 8), position=(TIME, 8), head=(8, VOCAB)), "layer": _blocks(27)}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        tokens, segment = batch["tokens"], batch["segment"]
-        index = jnp.arange(TIME)
-        begins = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        position = index - lax.cummax(jnp.where(begins, index, 0), axis=1)
-        same = (segment[:, :, None] == segment[:, None]) & (index[:, None] >= index)
-        h = _block(p["layer"], p["embedding"][tokens] + p["position"][position], same[:, None])
-        losses = _xent(h[:, :-1] @ p["head"], tokens[:, 1:])
-        counted = (segment[:, 1:] == segment[:, :-1]).astype(jnp.float64)
-        return jnp.sum(losses * counted) / jnp.sum(counted), {"tokens": jnp.sum(counted)}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
+    tokens, segment = batch["tokens"], batch["segment"]
+    index = jnp.arange(TIME)
+    begins = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    position = index - lax.cummax(jnp.where(begins, index, 0), axis=1)
+    same = (segment[:, :, None] == segment[:, None]) & (index[:, None] >= index)
+    h = _block(p["layer"], p["embedding"][tokens] + p["position"][position], same[:, None])
+    losses = _xent(h[:, :-1] @ p["head"], tokens[:, 1:])
+    counted = (segment[:, 1:] == segment[:, :-1]).astype(jnp.float64)
+    return jnp.sum(losses * counted) / jnp.sum(counted), {"tokens": jnp.sum(counted)}
 
 
-@idiom()
-def lstm_scan(wrap: Wrap) -> Any:
-    """An LSTM by lax.scan over time, from a state of zeros of the batch's size."""
-    params = _params(28, x=(3, 20), h=(5, 20), bias=(20,), out=(5, 1))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        def cell(carry: Any, x: Any) -> Any:
-            h, c = carry
-            i, f, o, g = jnp.split(x @ p["x"] + h @ p["h"] + p["bias"], 4, axis=-1)
-            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        zeros = jnp.zeros((batch["series"].shape[0], 5))
-        (last, _), hs = lax.scan(cell, (zeros, zeros), jnp.swapaxes(batch["series"], 0, 1))
-        return jnp.mean((last @ p["out"] - batch["y"]) ** 2), {"hidden": hs.mean(axis=(1, 2)), "largest": hs.max()}
-
-    return _fit(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
-def gru_lengths(wrap: Wrap) -> Any:
+@fitted(_sgd(), _params(29, embedding=(VOCAB, 5), x=(5, 18), h=(6, 18), out=(6, CLASSES)))
+def gru_lengths(p: Any, batch: Any) -> Any:
     """A GRU over tokens, frozen after each row's length; the first example's last state goes out."""
-    params = _params(29, embedding=(VOCAB, 5), x=(5, 18), h=(6, 18), out=(6, CLASSES))
 
-    def loss_fn(p: Any, batch: Any) -> Any:
-        def cell(h: Any, time_and_token: Any) -> Any:
-            time, token = time_and_token
-            xr, xz, xn = jnp.split(p["embedding"][token] @ p["x"], 3, axis=-1)
-            hr, hz, hn = jnp.split(h @ p["h"], 3, axis=-1)
-            z = jax.nn.sigmoid(xz + hz)
-            new = (1 - z) * jnp.tanh(xn + jax.nn.sigmoid(xr + hr) * hn) + z * h
-            return jnp.where((time < batch["length"])[:, None], new, h), None
+    def cell(h: Any, time_and_token: Any) -> Any:
+        time, token = time_and_token
+        xr, xz, xn = jnp.split(p["embedding"][token] @ p["x"], 3, axis=-1)
+        hr, hz, hn = jnp.split(h @ p["h"], 3, axis=-1)
+        z = jax.nn.sigmoid(xz + hz)
+        new = (1 - z) * jnp.tanh(xn + jax.nn.sigmoid(xr + hr) * hn) + z * h
+        return jnp.where((time < batch["length"])[:, None], new, h), None
 
-        h = jnp.zeros((batch["tokens"].shape[0], 6))
-        h, _ = lax.scan(cell, h, (jnp.arange(TIME), batch["tokens"].T))
-        return _xent(h @ p["out"], batch["label"]).mean(), {"first": h[0], "longest": batch["length"].max()}
-
-    return _fit(wrap, _sgd(), params, loss_fn)
+    h = jnp.zeros((batch["tokens"].shape[0], 6))
+    h, _ = lax.scan(cell, h, (jnp.arange(TIME), batch["tokens"].T))
+    return _xent(h @ p["out"], batch["label"]).mean(), {"first": h[0], "longest": batch["length"].max()}
 
 
-@idiom()
-def time_major(wrap: Wrap) -> Any:
-    """Everything is laid out (time, batch), and flattened so for the loss."""
-    params = _params(32, embedding=(VOCAB, 6), w=(6, 6), head=(6, VOCAB))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        tokens = batch["tokens"].T
-        h = jnp.tanh(p["embedding"][tokens] @ p["w"])
-        h = jnp.cumsum(h, axis=0) / (1 + jnp.arange(TIME))[:, None, None]
-        losses = _xent((h[:-1] @ p["head"]).reshape(-1, VOCAB), tokens[1:].reshape(-1))
-        return losses.mean(), {"losses": losses.reshape(TIME - 1, -1), "worst": losses.max()}
-
-    return _fit(wrap, _adam(), params, loss_fn)
-
-
-@idiom(coupled=True)
-def flat_tokens(wrap: Wrap) -> Any:
-    """(batch, time) flattened to one axis, a loss weighted by the rows' lengths, and its mean over the valid tokens."""
-    params = _params(33, embedding=(VOCAB, 6), previous=(VOCAB, 6), head=(6, VOCAB))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        tokens = batch["tokens"]
-        now, before = tokens[:, 1:-1].reshape(-1), tokens[:, :-2].reshape(-1)
-        valid = (jnp.arange(TIME - 2) < batch["length"][:, None] - 2).reshape(-1)
-        logits = jnp.tanh(p["embedding"][now] + p["previous"][before]) @ p["head"]
-        targets = tokens[:, 2:].reshape(-1)
-        count = jnp.maximum(valid.sum(), 1)
-        hits = jnp.sum((logits.argmax(axis=-1) == targets) & valid)
-        return jnp.sum(_xent(logits, targets) * valid) / count, {"accuracy": hits / count, "count": count}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
-
-
-@idiom()
-def sampled_softmax(wrap: Wrap) -> Any:
-    """Negatives drawn from the vocabulary, the same for the whole batch; those that are the answer don't count."""
-    params = _params(34, embedding=(VOCAB, 8), out=(VOCAB, 8), bias=(VOCAB,))
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        context, answer = batch["tokens"][:, :-1], batch["tokens"][:, -1]
-        negatives = jax.random.choice(key, VOCAB, (5,), replace=False)
-        h = jnp.tanh(p["embedding"][context].sum(axis=1))
-        right = jnp.sum(h * p["out"][answer], axis=-1) + p["bias"][answer]
-        wrong = h @ p["out"][negatives].T + p["bias"][negatives]
-        wrong = jnp.where(negatives == answer[:, None], -1e9, wrong)
-        logits = jnp.concatenate([right[:, None], wrong], axis=1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - right), {"negatives": negatives}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
-
-
-@idiom(coupled=True)
-def in_batch_softmax(wrap: Wrap) -> Any:
+@fitted(_adam(), {"user": _mlp_params(35, outputs=5), "item": _params(36, table=(VOCAB, 5))["table"]})
+def in_batch_softmax(p: Any, batch: Any) -> Any:
     """Two towers; the other rows' items are the negatives, corrected for how often each occurs in the batch."""
-    params = {"user": _mlp_params(35, outputs=5), "item": _params(36, table=(VOCAB, 5))["table"]}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        item = batch["tokens"][:, 0]
-        same = item[:, None] == item
-        logits = _mlp(p["user"], batch["x"]) @ p["item"][item].T - jnp.log(same.mean(axis=1))
-        logits = jnp.where(same & ~jnp.eye(item.size, dtype=bool), -1e9, logits)
-        rank = jnp.sum(logits > jnp.diag(logits)[:, None], axis=1)
-        return _xent(logits, jnp.arange(item.size)).mean(), {"rank": rank, "mrr": jnp.mean(1 / (1 + rank))}
-
-    return _fit(wrap, _adam(), params, loss_fn)
+    item = batch["tokens"][:, 0]
+    same = item[:, None] == item
+    logits = _mlp(p["user"], batch["x"]) @ p["item"][item].T - jnp.log(same.mean(axis=1))
+    logits = jnp.where(same & ~jnp.eye(item.size, dtype=bool), -1e9, logits)
+    rank = jnp.sum(logits > jnp.diag(logits)[:, None], axis=1)
+    return _xent(logits, jnp.arange(item.size)).mean(), {"rank": rank, "mrr": jnp.mean(1 / (1 + rank))}
 
 
 # Contrastive and metric learning
 
 
-@idiom(coupled=True)
-def infonce(wrap: Wrap) -> Any:
+@fitted(_adam(), {name: _mlp_params(k, outputs=5, bias=False) for k, name in [(40, "query"), (41, "key")]})
+def infonce(p: Any, batch: Any) -> Any:
     """Every other example's second view is a negative."""
-    params = {"query": _mlp_params(40, outputs=5, bias=False), "key": _mlp_params(41, outputs=5, bias=False)}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        logits = _unit(_mlp(p["query"], batch["x"])) @ _unit(_mlp(p["key"], batch["x2"])).T / 0.3
-        right = jnp.arange(logits.shape[0])
-        return _xent(logits, right).mean(), {"accuracy": jnp.mean(logits.argmax(axis=1) == right, dtype=jnp.float64)}
-
-    return _fit(wrap, _adam(), params, loss_fn)
+    logits = _unit(_mlp(p["query"], batch["x"])) @ _unit(_mlp(p["key"], batch["x2"])).T / 0.3
+    right = jnp.arange(logits.shape[0])
+    return _xent(logits, right).mean(), {"accuracy": jnp.mean(logits.argmax(axis=1) == right, dtype=jnp.float64)}
 
 
-@idiom(coupled=True)
-def simclr(wrap: Wrap) -> Any:
+@fitted(_sgd(), _mlp_params(42, outputs=6, bias=False))
+def simclr(p: Any, batch: Any) -> Any:
     """Both views in one batch of twice the size, each example's similarity to itself masked."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z = _unit(_mlp(p, jnp.concatenate([batch["x"], batch["x2"]])))
-        size = batch["x"].shape[0]
-        logits = jnp.where(jnp.eye(2 * size, dtype=bool), -1e9, z @ z.T / 0.4)
-        return _xent(logits, (jnp.arange(2 * size) + size) % (2 * size)).mean(), {"first": logits[0, 1:3]}
-
-    return _fit(wrap, _sgd(), _mlp_params(42, outputs=6, bias=False), loss_fn)
+    z = _unit(_mlp(p, jnp.concatenate([batch["x"], batch["x2"]])))
+    size = batch["x"].shape[0]
+    logits = jnp.where(jnp.eye(2 * size, dtype=bool), -1e9, z @ z.T / 0.4)
+    return _xent(logits, (jnp.arange(2 * size) + size) % (2 * size)).mean(), {"first": logits[0, 1:3]}
 
 
-@idiom(coupled=True)
-def nt_xent(wrap: Wrap) -> Any:
-    """The views of an example are neighbours in the batch of twice the size."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z = jnp.stack([batch["x"], batch["x2"]], axis=1).reshape(-1, 6)
-        z = _unit(_mlp(p, z))
-        index = jnp.arange(z.shape[0])
-        scores = z @ z.T / 0.5
-        others = jnp.sum(jnp.exp(scores) * (1 - jnp.eye(index.size)), axis=1)
-        losses = jnp.log(others) - scores[index, index ^ 1]
-        return losses.mean(), {"losses": losses.reshape(-1, 2).sum(axis=1)}
-
-    return _fit(wrap, _adamw(), _mlp_params(43, outputs=5, bias=False), loss_fn)
-
-
-@idiom(coupled=True)
-def clip_temperature(wrap: Wrap) -> Any:
-    """Images against features both ways, with a learnt temperature."""
-    image = _params(44, conv=(3, 3, 2, 5), bias=(5,), head=(5, CLASSES))
-    params = {"image": {**image, "out": jnp.zeros(CLASSES)}, "other": _mlp_params(45, outputs=CLASSES)}
-    params["temperature"] = jnp.full((), 1.0)
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        left, right = _unit(_classify(p["image"], batch["image"])), _unit(_mlp(p["other"], batch["x"]))
-        logits = jnp.exp(p["temperature"]) * left @ right.T
-        labels = jnp.arange(logits.shape[0])
-        loss = (_xent(logits, labels).mean() + _xent(logits.T, labels).mean()) / 2
-        return loss, {"largest": logits.max()}
-
-    return _fit(wrap, _adam(), params, loss_fn)
-
-
-@idiom(coupled=True)
-def vicreg(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(47, outputs=5, bias=False))
+def vicreg(p: Any, batch: Any) -> Any:
     """Variance, invariance and covariance of two views."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        a, b = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
-        spread = covariance = 0.0
-        for z in (a, b):
-            z = z - z.mean(axis=0)
-            spread += jnp.mean(jax.nn.relu(2.0 - jnp.sqrt(z.var(axis=0) + 1e-4)))
-            cov = z.T @ z / (z.shape[0] - 1)
-            covariance += jnp.sum((cov - jnp.diag(jnp.diag(cov))) ** 2) / z.shape[1]
-        invariance = jnp.mean((a - b) ** 2)
-        return invariance + spread + 0.1 * covariance, {"parts": (invariance, spread, covariance)}
-
-    return _fit(wrap, _adam(), _mlp_params(47, outputs=5, bias=False), loss_fn)
+    a, b = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
+    spread = covariance = 0.0
+    for z in (a, b):
+        z = z - z.mean(axis=0)
+        spread += jnp.mean(jax.nn.relu(2.0 - jnp.sqrt(z.var(axis=0) + 1e-4)))
+        cov = z.T @ z / (z.shape[0] - 1)
+        covariance += jnp.sum((cov - jnp.diag(jnp.diag(cov))) ** 2) / z.shape[1]
+    invariance = jnp.mean((a - b) ** 2)
+    return invariance + spread + 0.1 * covariance, {"parts": (invariance, spread, covariance)}
 
 
 def _squared_distances(a: Any, b: Any) -> Any:
     return jnp.sum((a[:, None] - b[None]) ** 2, axis=-1)
 
 
-@idiom(coupled=True)
-def topk_hard_mining(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(50, outputs=CLASSES))
+def topk_hard_mining(p: Any, batch: Any) -> Any:
     """Only the third of the examples with the largest losses counts."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        losses = _xent(_mlp(p, batch["x"]), batch["label"])
-        hardest, which = lax.top_k(losses, losses.size // 3)
-        return hardest.mean(), {"which": which}
-
-    return _fit(wrap, _adam(), _mlp_params(50, outputs=CLASSES), loss_fn)
+    losses = _xent(_mlp(p, batch["x"]), batch["label"])
+    hardest, which = lax.top_k(losses, losses.size // 3)
+    return hardest.mean(), {"which": which}
 
 
-@idiom(coupled=True)
-def listwise_ranking(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(51, bias=False))
+def listwise_ranking(p: Any, batch: Any) -> Any:
     """The likelihood of the batch's order by reward: argsort, then a cumulative logsumexp."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        order = jnp.argsort(-batch["reward"])
-        scores = _mlp(p, batch["x"])[order, 0]
-        below = lax.cumlogsumexp(scores, reverse=True)
-        return jnp.mean(below - scores), {"order": order}
-
-    return _fit(wrap, _adam(), _mlp_params(51, bias=False), loss_fn)
+    order = jnp.argsort(-batch["reward"])
+    scores = _mlp(p, batch["x"])[order, 0]
+    below = lax.cumlogsumexp(scores, reverse=True)
+    return jnp.mean(below - scores), {"order": order}
 
 
-@idiom(coupled=True)
-def pairwise_ranking(wrap: Wrap) -> Any:
+@fitted(_sgd(), _mlp_params(52, bias=False))
+def pairwise_ranking(p: Any, batch: Any) -> Any:
     """Every pair of examples of different rewards."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        scores = _mlp(p, batch["x"])[:, 0]
-        better = batch["reward"][:, None] > batch["reward"]
-        margin = scores[:, None] - scores
-        loss = jnp.sum(jax.nn.softplus(-margin) * better) / jnp.sum(better)
-        return loss, {"auc": jnp.sum((margin > 0) & better) / jnp.sum(better)}
-
-    return _fit(wrap, _sgd(), _mlp_params(52, bias=False), loss_fn)
+    scores = _mlp(p, batch["x"])[:, 0]
+    better = batch["reward"][:, None] > batch["reward"]
+    margin = scores[:, None] - scores
+    loss = jnp.sum(jax.nn.softplus(-margin) * better) / jnp.sum(better)
+    return loss, {"auc": jnp.sum((margin > 0) & better) / jnp.sum(better)}
 
 
-@idiom(coupled=True)
-def nearest_neighbour(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(54, outputs=4, bias=False))
+def nearest_neighbour(p: Any, batch: Any) -> Any:
     """Each example's two nearest others are pulled towards it; everything else pushed off."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z = _mlp(p, batch["x"])
-        distance = _squared_distances(z, z) + 1e6 * jnp.eye(z.shape[0])
-        _, index = lax.top_k(-distance, 2)
-        near = jnp.mean((z[:, None] - z[index]) ** 2)
-        return near + jnp.mean(jnp.exp(-distance)), {"index": index}
-
-    return _fit(wrap, _adam(), _mlp_params(54, outputs=4, bias=False), loss_fn)
+    z = _mlp(p, batch["x"])
+    distance = _squared_distances(z, z) + 1e6 * jnp.eye(z.shape[0])
+    _, index = lax.top_k(-distance, 2)
+    near = jnp.mean((z[:, None] - z[index]) ** 2)
+    return near + jnp.mean(jnp.exp(-distance)), {"index": index}
 
 
-@idiom(coupled=True)
+@idiom()
 def moco_queue(wrap: Wrap) -> Any:
     """Keys of a slow encoder go into a queue that is state; the oldest fall out."""
     tx, fast = wrap(_adam()), _mlp_params(55, outputs=5, bias=False)
@@ -673,64 +481,41 @@ def moco_queue(wrap: Wrap) -> Any:
             return -jax.nn.log_softmax(logits / 0.3)[:, 0].mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(fast)
-        updates, opt = tx.update(grads, opt, fast)
         queue = jnp.concatenate([keys, queue])[: queue.shape[0]]
-        return optax.apply_updates(fast, updates), opt, slow, queue, loss
+        return *_updated(tx, grads, fast, opt), slow, queue, loss
 
     return step, (fast, tx.init(fast), _mlp_params(57, outputs=5, bias=False), queue)
 
 
-@idiom(coupled=True)
-def mmd_median_kernel(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(63, inputs=4, outputs=6))
+def mmd_median_kernel(p: Any, key: Any, batch: Any) -> Any:
     """Maximum mean discrepancy of a generator's samples, the kernel's width the median distance."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        fake = _mlp(p, jax.random.normal(key, (batch["x"].shape[0], 4)))
-        both = jnp.concatenate([batch["x"], fake])
-        distance = _squared_distances(both, both)
-        kernel = jnp.exp(-distance / lax.stop_gradient(jnp.median(distance)))
-        sign = jnp.where(jnp.arange(both.shape[0]) < fake.shape[0], 1.0, -1.0)
-        return sign @ kernel @ sign / fake.shape[0] ** 2, {"width": jnp.median(distance)}
-
-    return _fit_keyed(wrap, _adam(), _mlp_params(63, inputs=4, outputs=6), loss_fn)
-
-
-@idiom(coupled=True)
-def sliced_wasserstein(wrap: Wrap) -> Any:
-    """Random projections of samples and data, each sorted over the batch."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        first, second = jax.random.split(key)
-        fake = _mlp(p, jax.random.normal(first, (batch["x"].shape[0], 4)))
-        directions = _unit(jax.random.normal(second, (5, 6))).T
-        return jnp.mean((jnp.sort(fake @ directions, axis=0) - jnp.sort(batch["x"] @ directions, axis=0)) ** 2), {}
-
-    return _fit_keyed(wrap, _adamw(), _mlp_params(64, inputs=4, outputs=6), loss_fn)
+    fake = _mlp(p, jax.random.normal(key, (batch["x"].shape[0], 4)))
+    both = jnp.concatenate([batch["x"], fake])
+    distance = _squared_distances(both, both)
+    kernel = jnp.exp(-distance / lax.stop_gradient(jnp.median(distance)))
+    sign = jnp.where(jnp.arange(both.shape[0]) < fake.shape[0], 1.0, -1.0)
+    return sign @ kernel @ sign / fake.shape[0] ** 2, {"width": jnp.median(distance)}
 
 
 # Reinforcement learning
 
 
-@idiom(coupled=True)
-def ppo_advantage_normalised(wrap: Wrap) -> Any:
+@fitted(_adamw(), {"policy": _mlp_params(70, outputs=ACTIONS), "value": _mlp_params(71)})
+def ppo_advantage_normalised(p: Any, batch: Any) -> Any:
     """Advantages standardised over the batch, clipped ratios, entropy; the share clipped and the KL go out."""
-    params = {"policy": _mlp_params(70, outputs=ACTIONS), "value": _mlp_params(71)}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        advantage = batch["advantage"]
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        logp = jax.nn.log_softmax(_mlp(p["policy"], batch["x"]))
-        ratio = jnp.exp(jnp.take_along_axis(logp, batch["action"][:, None], axis=1)[:, 0] - batch["logp"])
-        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
-        value = jnp.mean((_mlp(p["value"], batch["x"])[:, 0] - batch["reward"]) ** 2)
-        entropy = -jnp.sum(jnp.exp(logp) * logp, axis=1).mean()
-        clipped = jnp.mean(jnp.abs(ratio - 1) > 0.2, dtype=jnp.float64)
-        return value / 2 - gain - 0.01 * entropy, {"clipped": clipped, "kl": jnp.mean(-jnp.log(ratio))}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
+    advantage = batch["advantage"]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    logp = jax.nn.log_softmax(_mlp(p["policy"], batch["x"]))
+    ratio = jnp.exp(jnp.take_along_axis(logp, batch["action"][:, None], axis=1)[:, 0] - batch["logp"])
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
+    value = jnp.mean((_mlp(p["value"], batch["x"])[:, 0] - batch["reward"]) ** 2)
+    entropy = -jnp.sum(jnp.exp(logp) * logp, axis=1).mean()
+    clipped = jnp.mean(jnp.abs(ratio - 1) > 0.2, dtype=jnp.float64)
+    return value / 2 - gain - 0.01 * entropy, {"clipped": clipped, "kl": jnp.mean(-jnp.log(ratio))}
 
 
-@idiom(divisible=True, coupled=True)
+@idiom(divisible=True)
 def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
     """Two epochs of shuffled minibatches of the batch, each an update of the optimizer, in nested lax.scan."""
     tx, params = wrap(_adam()), _mlp_params(72, outputs=ACTIONS)
@@ -747,8 +532,7 @@ def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
         def minibatch(carry: Any, part: Any) -> Any:
             params, opt = carry
             loss, grads = jax.value_and_grad(loss_fn)(params, part)
-            updates, opt = tx.update(grads, opt, params)
-            return (optax.apply_updates(params, updates), opt), loss
+            return _updated(tx, grads, params, opt), loss
 
         def epoch(carry: Any, key: Any) -> Any:
             order = jax.random.permutation(key, size).reshape(4, -1)
@@ -761,34 +545,29 @@ def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jax.random.key(9))
 
 
-@idiom(coupled=True)
-def gae_rollout(wrap: Wrap) -> Any:
+@fitted(_adamw(), {"policy": _mlp_params(77, outputs=ACTIONS), "value": _mlp_params(78)})
+def gae_rollout(p: Any, batch: Any) -> Any:
     """The batch is one rollout: advantages by a reverse lax.scan along the batch."""
-    params = {"policy": _mlp_params(77, outputs=ACTIONS), "value": _mlp_params(78)}
+    value, ahead = _mlp(p["value"], batch["x"])[:, 0], _mlp(p["value"], batch["next_x"])[:, 0]
+    on = 1.0 - batch["done"]
+    delta = batch["reward"] + 0.9 * on * ahead - value
 
-    def loss_fn(p: Any, batch: Any) -> Any:
-        value, ahead = _mlp(p["value"], batch["x"])[:, 0], _mlp(p["value"], batch["next_x"])[:, 0]
-        on = 1.0 - batch["done"]
-        delta = batch["reward"] + 0.9 * on * ahead - value
+    def back(later: Any, now: Any) -> Any:
+        delta, on = now
+        later = delta + 0.9 * 0.95 * on * later
+        return later, later
 
-        def back(later: Any, now: Any) -> Any:
-            delta, on = now
-            later = delta + 0.9 * 0.95 * on * later
-            return later, later
-
-        _, advantage = lax.scan(back, jnp.zeros(()), (delta, on), reverse=True)
-        advantage = lax.stop_gradient(advantage)
-        policy = jnp.mean(advantage * _xent(_mlp(p["policy"], batch["x"]), batch["action"]))
-        returns = advantage + lax.stop_gradient(value)
-        return policy + jnp.mean((value - returns) ** 2), {"advantage": advantage}
-
-    return _fit(wrap, _adamw(), params, loss_fn)
+    _, advantage = lax.scan(back, jnp.zeros(()), (delta, on), reverse=True)
+    advantage = lax.stop_gradient(advantage)
+    policy = jnp.mean(advantage * _xent(_mlp(p["policy"], batch["x"]), batch["action"]))
+    returns = advantage + lax.stop_gradient(value)
+    return policy + jnp.mean((value - returns) ** 2), {"advantage": advantage}
 
 
 # Generative models
 
 
-@idiom(coupled=True)
+@idiom()
 def gan_concatenated(wrap: Wrap) -> Any:
     """Real and fake examples in one batch for the discriminator, which also sees the batch's spread."""
     g_tx, d_tx = wrap(_adam()), wrap(_sgd())
@@ -811,69 +590,13 @@ def gan_concatenated(wrap: Wrap) -> Any:
             return optax.sigmoid_binary_cross_entropy(logits, targets).mean(), logits[:size] > 0
 
         (loss, real), grads = jax.value_and_grad(d_loss, has_aux=True)(d)
-        updates, d_opt = d_tx.update(grads, opts[1], d)
-        d = optax.apply_updates(d, updates)
+        d, d_opt = _updated(d_tx, grads, d, opts[1])
         g_loss = lambda g: jax.nn.softplus(-judge(d, jnp.concatenate([batch["x"], _mlp(g, noise)]))[size:]).mean()
         fooled, grads = jax.value_and_grad(g_loss)(g)
-        updates, g_opt = g_tx.update(grads, opts[0], g)
-        return optax.apply_updates(g, updates), d, (g_opt, d_opt), key, {"losses": [loss, fooled], "real": real}
+        g, g_opt = _updated(g_tx, grads, g, opts[0])
+        return g, d, (g_opt, d_opt), key, {"losses": [loss, fooled], "real": real}
 
     return step, (g, d, (g_tx.init(g), d_tx.init(d)), jax.random.key(13))
-
-
-@idiom()
-def diffusion(wrap: Wrap) -> Any:
-    """A random time and noise for each example; a moving average of the parameters."""
-    tx, params = wrap(_adamw()), _mlp_params(104, inputs=8, outputs=6)
-    kept = jnp.cumprod(1 - jnp.linspace(0.01, 0.3, 10))
-
-    def step(params: Any, opt: Any, slow: Any, key: Any, batch: Any) -> Any:
-        key, for_time, for_noise = jax.random.split(key, 3)
-        time = jax.random.randint(for_time, (batch["x"].shape[0],), 0, 10)
-        noise = jax.random.normal(for_noise, batch["x"].shape)
-        share = kept[time][:, None]
-        angle = time[:, None] * 0.3
-        noisy = jnp.sqrt(share) * batch["x"] + jnp.sqrt(1 - share) * noise
-
-        def loss_fn(p: Any) -> Any:
-            guess = _mlp(p, jnp.concatenate([noisy, jnp.sin(angle), jnp.cos(angle)], axis=1))
-            return jnp.mean((guess - noise) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt = tx.update(grads, opt, params)
-        params = optax.apply_updates(params, updates)
-        return params, opt, optax.incremental_update(params, slow, 0.05), key, (loss, jnp.bincount(time, length=10))
-
-    return step, (params, tx.init(params), _mlp_params(105, inputs=8, outputs=6), jax.random.key(14))
-
-
-@idiom(coupled=True)
-def vq_vae_ema(wrap: Wrap) -> Any:
-    """The nearest code of each example; codes follow the means of their examples, by segment_sum."""
-    tx = wrap(_adam())
-    params = {"encode": _mlp_params(109, outputs=3, bias=False), "decode": _mlp_params(110, inputs=3, outputs=6)}
-    codes = {"sum": _params(111, w=(5, 3))["w"], "count": jnp.ones(5)}
-
-    def step(params: Any, opt: Any, codes: Any, batch: Any) -> Any:
-        table = codes["sum"] / codes["count"][:, None]
-
-        def loss_fn(p: Any) -> Any:
-            z = _mlp(p["encode"], batch["x"])
-            index = _squared_distances(z, table).argmin(axis=1)
-            quantised = z + lax.stop_gradient(table[index] - z)
-            commit = jnp.mean((z - table[index]) ** 2)
-            return jnp.mean((_mlp(p["decode"], quantised) - batch["x"]) ** 2) + 0.25 * commit, (z, index)
-
-        (loss, (z, index)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        count = jax.ops.segment_sum(jnp.ones_like(z[:, 0]), index, num_segments=5)
-        total = jax.ops.segment_sum(z, index, num_segments=5)
-        codes = {"sum": 0.9 * codes["sum"] + 0.1 * total, "count": 0.9 * codes["count"] + 0.1 * count}
-        share = count / index.size
-        perplexity = jnp.exp(-jnp.sum(share * jnp.log(share + 1e-10)))
-        return optax.apply_updates(params, updates), opt, codes, {"loss": loss, "perplexity": perplexity}
-
-    return step, (params, tx.init(params), codes)
 
 
 # Mixtures of experts
@@ -883,56 +606,31 @@ def _experts(seed: int) -> dict[str, Any]:
     return _params(seed, gate=(6, 4), wide=(4, 6, 5), narrow=(4, 5, 1))
 
 
-@idiom(coupled=True)
-def moe_top1_capacity(wrap: Wrap) -> Any:
+@fitted(_adam(), _experts(120))
+def moe_top1_capacity(p: Any, batch: Any) -> Any:
     """Each example goes to one expert, if there is room: places are counted by cumsum along the batch."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        x = batch["x"]
-        gates = jax.nn.softmax(x @ p["gate"])
-        chosen = jax.nn.one_hot(gates.argmax(axis=1), 4, dtype=jnp.float64)
-        place = (jnp.cumsum(chosen, axis=0) * chosen).sum(axis=1).astype(int) - 1
-        room = -(-x.shape[0] // 4)
-        send = chosen[:, :, None] * jax.nn.one_hot(place, room, dtype=jnp.float64)[:, None]
-        h = jnp.tanh(jnp.einsum("bec,bd,edh->ech", send, x, p["wide"]))
-        out = jnp.einsum("bec,be,ech,eho->bo", send, gates, h, p["narrow"])
-        balance = 4 * jnp.sum(chosen.mean(axis=0) * gates.mean(axis=0))
-        aux = {"balance": balance, "dropped": jnp.sum(place >= room), "load": chosen.sum(axis=0)}
-        return jnp.mean((out - batch["y"]) ** 2) + 0.1 * balance, aux
-
-    return _fit(wrap, _adam(), _experts(120), loss_fn)
+    x = batch["x"]
+    gates = jax.nn.softmax(x @ p["gate"])
+    chosen = jax.nn.one_hot(gates.argmax(axis=1), 4, dtype=jnp.float64)
+    place = (jnp.cumsum(chosen, axis=0) * chosen).sum(axis=1).astype(int) - 1
+    room = -(-x.shape[0] // 4)
+    send = chosen[:, :, None] * jax.nn.one_hot(place, room, dtype=jnp.float64)[:, None]
+    h = jnp.tanh(jnp.einsum("bec,bd,edh->ech", send, x, p["wide"]))
+    out = jnp.einsum("bec,be,ech,eho->bo", send, gates, h, p["narrow"])
+    balance = 4 * jnp.sum(chosen.mean(axis=0) * gates.mean(axis=0))
+    aux = {"balance": balance, "dropped": jnp.sum(place >= room), "load": chosen.sum(axis=0)}
+    return jnp.mean((out - batch["y"]) ** 2) + 0.1 * balance, aux
 
 
-@idiom(coupled=True)
-def moe_top2_soft(wrap: Wrap) -> Any:
-    """The two best experts with renormalised gates and noise; the loads' variation is a loss."""
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        logits = batch["x"] @ p["gate"]
-        best, index = lax.top_k(logits + 0.1 * jax.random.normal(key, logits.shape), 2)
-        gates = jax.nn.softmax(best)
-        spread = jnp.zeros_like(logits).at[jnp.arange(index.shape[0])[:, None], index].set(gates)
-        h = jnp.tanh(jnp.einsum("bd,edh->beh", batch["x"], p["wide"]))
-        out = jnp.einsum("beh,eho,be->bo", h, p["narrow"], spread)
-        load = spread.sum(axis=0)
-        return jnp.mean((out - batch["y"]) ** 2) + 0.1 * load.var() / load.mean() ** 2, {"index": index}
-
-    return _fit_keyed(wrap, _adamw(), _experts(121), loss_fn)
-
-
-@idiom(coupled=True)
-def moe_expert_choice(wrap: Wrap) -> Any:
+@fitted(_sgd(), _experts(122))
+def moe_expert_choice(p: Any, batch: Any) -> Any:
     """Each expert takes the examples it scores highest, by top_k over the batch."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        x = batch["x"]
-        scores = jax.nn.softmax(x @ p["gate"])
-        gates, index = lax.top_k(scores.T, x.shape[0] // 2)
-        out = jnp.einsum("ech,eho->eco", jnp.tanh(jnp.einsum("ecd,edh->ech", x[index], p["wide"])), p["narrow"])
-        out = jnp.zeros((x.shape[0], 1)).at[index.reshape(-1)].add((gates[..., None] * out).reshape(-1, 1))
-        return jnp.mean((out - batch["y"]) ** 2), {"taken": jnp.bincount(index.reshape(-1), length=x.shape[0])}
-
-    return _fit(wrap, _sgd(), _experts(122), loss_fn)
+    x = batch["x"]
+    scores = jax.nn.softmax(x @ p["gate"])
+    gates, index = lax.top_k(scores.T, x.shape[0] // 2)
+    out = jnp.einsum("ech,eho->eco", jnp.tanh(jnp.einsum("ecd,edh->ech", x[index], p["wide"])), p["narrow"])
+    out = jnp.zeros((x.shape[0], 1)).at[index.reshape(-1)].add((gates[..., None] * out).reshape(-1, 1))
+    return jnp.mean((out - batch["y"]) ** 2), {"taken": jnp.bincount(index.reshape(-1), length=x.shape[0])}
 
 
 # Gradients of single examples, and of steps
@@ -957,14 +655,10 @@ def private_vmap(wrap: Wrap) -> Any:
         key, now = jax.random.split(key)
         grads = jax.vmap(jax.grad(_one_loss), in_axes=(None, 0, 0))(params, batch["x"], batch["y"])
         grads, norms = jax.vmap(lambda g: _clipped(g, 1.0))(grads)
-        leaves, tree = jax.tree.flatten(grads)
-        keys = jax.random.split(now, len(leaves))
-        leaves = [
-            (g.sum(axis=0) + 0.3 * jax.random.normal(k, g.shape[1:])) / g.shape[0]
-            for g, k in zip(leaves, keys, strict=True)
-        ]
-        updates, opt = tx.update(jax.tree.unflatten(tree, leaves), opt, params)
-        return optax.apply_updates(params, updates), opt, key, {"norms": norms, "clipped": jnp.sum(norms > 1)}
+        keys = dict(zip(grads, jax.random.split(now, len(grads)), strict=True))
+        noisy = lambda g, key: (g.sum(axis=0) + 0.3 * jax.random.normal(key, g.shape[1:])) / g.shape[0]
+        grads = jax.tree.map(noisy, grads, keys)
+        return *_updated(tx, grads, params, opt), key, {"norms": norms, "clipped": jnp.sum(norms > 1)}
 
     return step, (params, tx.init(params), jax.random.key(15))
 
@@ -977,14 +671,14 @@ def private_map(wrap: Wrap) -> Any:
     def step(params: Any, opt: Any, batch: Any) -> Any:
         one = lambda example: _clipped(jax.grad(_one_loss)(params, *example), 1.5)
         grads, norms = lax.map(one, (batch["x"], batch["y"]))
-        updates, opt = tx.update(jax.tree.map(lambda g: g.mean(axis=0), grads), opt, params)
-        return optax.apply_updates(params, updates), opt, {"median": jnp.median(norms), "largest": norms.max()}
+        grads = jax.tree.map(lambda g: g.mean(axis=0), grads)
+        return *_updated(tx, grads, params, opt), {"median": jnp.median(norms), "largest": norms.max()}
 
     return step, (params, tx.init(params))
 
 
-@idiom()
-def maml(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(132, inputs=2))
+def maml(p: Any, batch: Any) -> Any:
     """Each example is a task: an inner gradient step on its first times, the loss on its last."""
 
     def task(p: Any, series: Any) -> Any:
@@ -992,60 +686,29 @@ def maml(wrap: Wrap) -> Any:
         adapted = _axpy(-0.05, jax.grad(loss)(p, series[:3]), p)
         return loss(adapted, series[3:])
 
-    def loss_fn(p: Any, batch: Any) -> Any:
-        losses = jax.vmap(task, in_axes=(None, 0))(p, batch["series"])
-        return losses.mean(), {"losses": losses}
-
-    return _fit(wrap, _adam(), _mlp_params(132, inputs=2), loss_fn)
+    losses = jax.vmap(task, in_axes=(None, 0))(p, batch["series"])
+    return losses.mean(), {"losses": losses}
 
 
 # Statistics of the batch
 
 
-@idiom(coupled=True)
-def masked_mean(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(140))
+def masked_mean(p: Any, batch: Any) -> Any:
     """The mean over the examples that a mask lets count, which are spread unevenly."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        errors = jnp.sum((_mlp(p, batch["x"]) - batch["y"]) ** 2, axis=1)
-        mask = batch["mask"]
-        return jnp.sum(errors * mask) / jnp.sum(mask), {"count": mask.sum(), "worst": jnp.max(errors * mask)}
-
-    return _fit(wrap, _adam(), _mlp_params(140), loss_fn)
+    errors = jnp.sum((_mlp(p, batch["x"]) - batch["y"]) ** 2, axis=1)
+    mask = batch["mask"]
+    return jnp.sum(errors * mask) / jnp.sum(mask), {"count": mask.sum(), "worst": jnp.max(errors * mask)}
 
 
-@idiom(coupled=True)
-def quantile_clipping(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(142))
+def quantile_clipping(p: Any, batch: Any) -> Any:
     """Losses clipped at a quantile of the batch; deviations measured by the median's."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        error = (_mlp(p, batch["x"]) - batch["y"])[:, 0]
-        spread = lax.stop_gradient(jnp.median(jnp.abs(error - jnp.median(error))))
-        losses = optax.huber_loss(error / (spread + 0.1))
-        limit = lax.stop_gradient(jnp.quantile(losses, 0.8))
-        return jnp.minimum(losses, limit).mean(), {"limit": limit, "spread": spread}
-
-    return _fit(wrap, _adam(), _mlp_params(142), loss_fn)
-
-
-@idiom(coupled=True)
-def histogram_labels(wrap: Wrap) -> Any:
-    """How often each label has come so far adjusts the logits; a histogram of the outputs goes out."""
-    tx, params = wrap(_adam()), _mlp_params(143, outputs=CLASSES)
-
-    def step(params: Any, opt: Any, counts: Any, batch: Any) -> Any:
-        counts = counts + jnp.bincount(batch["label"], length=CLASSES)
-
-        def loss_fn(p: Any) -> Any:
-            logits = _mlp(p, batch["x"]) + jnp.log(counts / counts.sum() + 1e-2)
-            return _xent(logits, batch["label"]).mean(), logits
-
-        (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, opt = tx.update(grads, opt, params)
-        histogram = jnp.histogram(logits, bins=8, range=(-4.0, 2.0))[0]
-        return optax.apply_updates(params, updates), opt, counts, {"loss": loss, "histogram": histogram}
-
-    return step, (params, tx.init(params), jnp.zeros(CLASSES, int))
+    error = (_mlp(p, batch["x"]) - batch["y"])[:, 0]
+    spread = lax.stop_gradient(jnp.median(jnp.abs(error - jnp.median(error))))
+    losses = optax.huber_loss(error / (spread + 0.1))
+    limit = lax.stop_gradient(jnp.quantile(losses, 0.8))
+    return jnp.minimum(losses, limit).mean(), {"limit": limit, "spread": spread}
 
 
 @idiom()
@@ -1062,128 +725,82 @@ def examples_seen_schedule(wrap: Wrap) -> Any:
     return step, (_mlp_params(146), jnp.zeros((), int))
 
 
-@idiom(coupled=True)
-def whitening_cholesky(wrap: Wrap) -> Any:
+@fitted(_adam(), {"net": _mlp_params(149, outputs=3, bias=False), "out": _params(150, w=(3, 1))["w"]})
+def whitening_cholesky(p: Any, batch: Any) -> Any:
     """Features made uncorrelated over the batch by a triangular solve."""
-    params = {"net": _mlp_params(149, outputs=3, bias=False), "out": _params(150, w=(3, 1))["w"]}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z = _mlp(p["net"], batch["x"])
-        z = z - z.mean(axis=0)
-        factor = jnp.linalg.cholesky(z.T @ z / z.shape[0] + 0.1 * jnp.eye(3))
-        white = jax.scipy.linalg.solve_triangular(factor, z.T, lower=True).T
-        return jnp.mean((white @ p["out"] - batch["y"]) ** 2), {"factor": factor}
-
-    return _fit(wrap, _adam(), params, loss_fn)
+    z = _mlp(p["net"], batch["x"])
+    z = z - z.mean(axis=0)
+    factor = jnp.linalg.cholesky(z.T @ z / z.shape[0] + 0.1 * jnp.eye(3))
+    white = jax.scipy.linalg.solve_triangular(factor, z.T, lower=True).T
+    return jnp.mean((white @ p["out"] - batch["y"]) ** 2), {"factor": factor}
 
 
-@idiom(coupled=True)
-def covariance_eigh(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(151, outputs=3, bias=False))
+def covariance_eigh(p: Any, batch: Any) -> Any:
     """A loss of the eigenvalues of the features' covariance."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        cov = jnp.cov(_mlp(p, batch["x"]), rowvar=False)
-        values, vectors = jnp.linalg.eigh(cov + 0.2 * jnp.eye(3))
-        return jnp.sum(jnp.log(values) ** 2), {"values": values, "main": vectors[:, -1] ** 2}
-
-    return _fit(wrap, _adam(), _mlp_params(151, outputs=3, bias=False), loss_fn)
+    cov = jnp.cov(_mlp(p, batch["x"]), rowvar=False)
+    values, vectors = jnp.linalg.eigh(cov + 0.2 * jnp.eye(3))
+    return jnp.sum(jnp.log(values) ** 2), {"values": values, "main": vectors[:, -1] ** 2}
 
 
-@idiom(coupled=True)
-def concordance_loss(wrap: Wrap) -> Any:
+@fitted(_sgd(), _mlp_params(152))
+def concordance_loss(p: Any, batch: Any) -> Any:
     """One minus the concordance correlation, plus the root of the mean squared error."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        a, b = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
-        covariance = jnp.mean((a - a.mean()) * (b - b.mean()))
-        ccc = 2 * covariance / (a.var() + b.var() + (a.mean() - b.mean()) ** 2)
-        return 1 - ccc + jnp.sqrt(jnp.mean((a - b) ** 2)), {"ccc": ccc}
-
-    return _fit(wrap, _sgd(), _mlp_params(152), loss_fn)
+    a, b = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
+    covariance = jnp.mean((a - a.mean()) * (b - b.mean()))
+    ccc = 2 * covariance / (a.var() + b.var() + (a.mean() - b.mean()) ** 2)
+    return 1 - ccc + jnp.sqrt(jnp.mean((a - b) ** 2)), {"ccc": ccc}
 
 
-@idiom(coupled=True)
-def spearman_double_argsort(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(153))
+def spearman_double_argsort(p: Any, batch: Any) -> Any:
     """Ranks by argsort of argsort: of targets as weights, of predictions for a rank correlation."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        out, y = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
-        ranks = lambda v: jnp.argsort(jnp.argsort(v))
-        a, b = ranks(out), ranks(y)
-        spearman = 1 - 6 * jnp.sum((a - b) ** 2) / (a.size * (a.size**2 - 1))
-        return jnp.mean((b + 1) / b.size * (out - y) ** 2), {"ranks": a, "spearman": spearman}
-
-    return _fit(wrap, _adam(), _mlp_params(153), loss_fn)
+    out, y = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
+    ranks = lambda v: jnp.argsort(jnp.argsort(v))
+    a, b = ranks(out), ranks(y)
+    spearman = 1 - 6 * jnp.sum((a - b) ** 2) / (a.size * (a.size**2 - 1))
+    return jnp.mean((b + 1) / b.size * (out - y) ** 2), {"ranks": a, "spearman": spearman}
 
 
-@idiom(coupled=True)
-def ridge_head(wrap: Wrap) -> Any:
-    """The last layer is the least squares solution of the batch, differentiated through."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h, other = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
-        w = jnp.linalg.solve(h.T @ h + jnp.eye(5), h.T @ batch["y"])
-        return jnp.mean((other @ w - batch["y"]) ** 2), {"w": w}
-
-    return _fit(wrap, _adam(), _mlp_params(154, outputs=5), loss_fn)
-
-
-@idiom(coupled=True)
-def tilted_loss(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(156, outputs=CLASSES))
+def tilted_loss(p: Any, batch: Any) -> Any:
     """A logsumexp over the batch between the mean and the largest loss."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        losses = _xent(_mlp(p, batch["x"]), batch["label"])
-        return jax.nn.logsumexp(2 * losses, b=1 / losses.size) / 2, {"share": jax.nn.softmax(2 * losses)}
-
-    return _fit(wrap, _adam(), _mlp_params(156, outputs=CLASSES), loss_fn)
+    losses = _xent(_mlp(p, batch["x"]), batch["label"])
+    return jax.nn.logsumexp(2 * losses, b=1 / losses.size) / 2, {"share": jax.nn.softmax(2 * losses)}
 
 
-@idiom(coupled=True)
-def scaled_by_largest(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(158))
+def scaled_by_largest(p: Any, batch: Any) -> Any:
     """Features divided by the largest of the batch, targets standardised."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = jnp.tanh(batch["x"] / jnp.abs(batch["x"]).max() @ p["w1"] + p["b1"])
-        h = h / jnp.max(jnp.linalg.norm(h, axis=1))
-        y = (batch["y"] - batch["y"].mean()) / batch["y"].std(ddof=1)
-        return jnp.mean((h @ p["w2"] + p["b2"] - y) ** 2), {}
-
-    return _fit(wrap, _adam(), _mlp_params(158), loss_fn)
+    h = jnp.tanh(batch["x"] / jnp.abs(batch["x"]).max() @ p["w1"] + p["b1"])
+    h = h / jnp.max(jnp.linalg.norm(h, axis=1))
+    y = (batch["y"] - batch["y"].mean()) / batch["y"].std(ddof=1)
+    return jnp.mean((h @ p["w2"] + p["b2"] - y) ** 2), {}
 
 
-@idiom(coupled=True)
-def graph_messages(wrap: Wrap) -> Any:
+@fitted(_adam(), _params(161, own=(6, 8), near=(6, 8), far=(8, 8), head=(8, CLASSES)))
+def graph_messages(p: Any, batch: Any) -> Any:
     """Examples are nodes: messages gathered from neighbours, then scattered back to them."""
-    params = _params(161, own=(6, 8), near=(6, 8), far=(8, 8), head=(8, CLASSES))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        x, ends = batch["x"], batch["neighbour"]
-        h = jnp.tanh(x @ p["own"] + x[ends].mean(axis=1) @ p["near"])
-        degree = jnp.zeros(x.shape[0]).at[ends].add(1.0)
-        got = jax.ops.segment_sum(jnp.repeat(h, 2, axis=0), ends.reshape(-1), x.shape[0])
-        h = h + jnp.tanh(got @ p["far"] / jnp.sqrt(1 + degree)[:, None])
-        pooled = jax.ops.segment_max(h, batch["group"], 2, indices_are_sorted=False)
-        pooled = jnp.where(jnp.isfinite(pooled), pooled, 0.0)
-        return _xent((h + pooled[batch["group"]]) @ p["head"], batch["label"]).mean(), {"degree": degree}
-
-    return _fit(wrap, _adam(), params, loss_fn)
+    x, ends = batch["x"], batch["neighbour"]
+    h = jnp.tanh(x @ p["own"] + x[ends].mean(axis=1) @ p["near"])
+    degree = jnp.zeros(x.shape[0]).at[ends].add(1.0)
+    got = jax.ops.segment_sum(jnp.repeat(h, 2, axis=0), ends.reshape(-1), x.shape[0])
+    h = h + jnp.tanh(got @ p["far"] / jnp.sqrt(1 + degree)[:, None])
+    pooled = jax.ops.segment_max(h, batch["group"], 2, indices_are_sorted=False)
+    pooled = jnp.where(jnp.isfinite(pooled), pooled, 0.0)
+    return _xent((h + pooled[batch["group"]]) @ p["head"], batch["label"]).mean(), {"degree": degree}
 
 
-@idiom(coupled=True)
-def consecutive_differences(wrap: Wrap) -> Any:
+@fitted(_sgd(), _mlp_params(162))
+def consecutive_differences(p: Any, batch: Any) -> Any:
     """Neighbours in the batch: slices shifted by one, and a moving average along it."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z = _mlp(p, batch["x"])
-        change = z[1:] - z[:-1]
-        smooth = jnp.convolve(z[:, 0], jnp.array([0.25, 0.5, 0.25]), mode="same")
-        return jnp.mean((change - jnp.diff(batch["y"], axis=0)) ** 2) + jnp.mean((smooth - batch["reward"]) ** 2), {}
-
-    return _fit(wrap, _sgd(), _mlp_params(162), loss_fn)
+    z = _mlp(p, batch["x"])
+    change = z[1:] - z[:-1]
+    smooth = jnp.convolve(z[:, 0], jnp.array([0.25, 0.5, 0.25]), mode="same")
+    return jnp.mean((change - jnp.diff(batch["y"], axis=0)) ** 2) + jnp.mean((smooth - batch["reward"]) ** 2), {}
 
 
-@idiom(coupled=True)
+@idiom()
 def train_validation_split(wrap: Wrap) -> Any:
     """The last quarter is kept for validation; the best parameters so far are state."""
     tx, params = wrap(_adam()), _mlp_params(163)
@@ -1192,8 +809,7 @@ def train_validation_split(wrap: Wrap) -> Any:
         cut = batch["x"].shape[0] - batch["x"].shape[0] // 4
         loss_fn = lambda p, part: jnp.mean((_mlp(p, batch["x"][part]) - jnp.tanh(batch["y"][part])) ** 2)
         loss, grads = jax.value_and_grad(loss_fn)(params, slice(cut))
-        updates, opt = tx.update(grads, opt, params)
-        params = optax.apply_updates(params, updates)
+        params, opt = _updated(tx, grads, params, opt)
         validation = loss_fn(params, slice(cut, None))
         better = validation < best["loss"]
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), {"loss": validation, "params": params}, best)
@@ -1202,7 +818,7 @@ def train_validation_split(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), {"loss": jnp.full((), 1e3), "params": params})
 
 
-@idiom(coupled=True)
+@idiom()
 def mixture_em(wrap: Wrap) -> Any:
     """No gradients: a turn of expectation and maximisation for a Gaussian mixture."""
     del wrap
@@ -1237,13 +853,12 @@ def gradient_accumulation(wrap: Wrap) -> Any:
             return _axpy(0.25, grads, total), loss
 
         grads, losses = lax.scan(one, jax.tree.map(jnp.zeros_like, params), parts)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, {"losses": losses, "loss": losses.mean()}
+        return *_updated(tx, grads, params, opt), {"losses": losses, "loss": losses.mean()}
 
     return step, (params, tx.init(params))
 
 
-@idiom(divisible=True, coupled=True)
+@idiom(divisible=True)
 def accumulation_contrastive(wrap: Wrap) -> Any:
     """Parts of every fourth example, each with a contrastive loss of its own and a key folded from its number."""
     tx, params = wrap(_adam()), _mlp_params(171, outputs=5, bias=False)
@@ -1262,50 +877,24 @@ def accumulation_contrastive(wrap: Wrap) -> Any:
             return carry[0] + loss / 4, _axpy(0.25, grads, carry[1])
 
         loss, grads = lax.fori_loop(0, 4, one, (0.0, jax.tree.map(jnp.zeros_like, params)))
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, key, loss
+        return *_updated(tx, grads, params, opt), key, loss
 
     return step, (params, tx.init(params), jax.random.key(16))
 
 
-@idiom(divisible=True, coupled=True)
-def gradient_noise_scale(wrap: Wrap) -> Any:
-    """Norms of the gradients of the halves of the batch and of the whole, averaged in the state."""
-    tx, params = wrap(_adam()), _mlp_params(174)
-
-    def step(params: Any, opt: Any, noise: Any, batch: Any) -> Any:
-        size = batch["x"].shape[0]
-        loss_fn = lambda p, part: jnp.mean((_mlp(p, batch["x"][part]) - batch["y"][part]) ** 2)
-        halves = [jax.grad(loss_fn)(params, part) for part in (slice(size // 2), slice(size // 2, None))]
-        grads = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
-        small, big = sum(_dot(g, g) for g in halves) / 2, _dot(grads, grads)
-        noise = {
-            "signal": 0.8 * noise["signal"] + 0.2 * (2 * big - small),
-            "noise": 0.8 * noise["noise"] + 0.2 * size * (small - big),
-        }
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, noise, {"small": small, "big": big}
-
-    return step, (params, tx.init(params), {"signal": jnp.full((), 1.0), "noise": jnp.full((), 1.0)})
-
-
-@idiom()
-def adversarial_examples(wrap: Wrap) -> Any:
+@fitted(_sgd(), _mlp_params(177, outputs=CLASSES))
+def adversarial_examples(p: Any, key: Any, batch: Any) -> Any:
     """Projected steps up the loss by the batch itself, from a random start; clean and attacked losses."""
+    x = batch["x"]
+    attack_loss = lambda moved: _xent(_mlp(lax.stop_gradient(p), x + moved), batch["label"]).mean()
 
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        x = batch["x"]
-        attack_loss = lambda moved: _xent(_mlp(lax.stop_gradient(p), x + moved), batch["label"]).mean()
+    def move(_: Any, moved: Any) -> Any:
+        return jnp.clip(moved + 0.05 * jnp.sign(jax.grad(attack_loss)(moved)), -0.1, 0.1)
 
-        def move(_: Any, moved: Any) -> Any:
-            return jnp.clip(moved + 0.05 * jnp.sign(jax.grad(attack_loss)(moved)), -0.1, 0.1)
-
-        moved = lax.fori_loop(0, 3, move, jax.random.uniform(key, x.shape, minval=-0.1, maxval=0.1))
-        clean = _xent(_mlp(p, x), batch["label"]).mean()
-        attacked = _xent(_mlp(p, x + moved), batch["label"]).mean()
-        return (clean + attacked) / 2, {"clean": clean, "moved": moved}
-
-    return _fit_keyed(wrap, _sgd(), _mlp_params(177, outputs=CLASSES), loss_fn)
+    moved = lax.fori_loop(0, 3, move, jax.random.uniform(key, x.shape, minval=-0.1, maxval=0.1))
+    clean = _xent(_mlp(p, x), batch["label"]).mean()
+    attacked = _xent(_mlp(p, x + moved), batch["label"]).mean()
+    return (clean + attacked) / 2, {"clean": clean, "moved": moved}
 
 
 @jax.custom_vjp
@@ -1334,119 +923,77 @@ def _equilibrium_backward(kept: Any, g: Any) -> Any:
 _equilibrium.defvjp(_equilibrium_forward, _equilibrium_backward)
 
 
-@idiom(coupled=True)
-def deep_equilibrium(wrap: Wrap) -> Any:
+@fitted(_adam(), _params(181, inner=(5, 5), x=(6, 5), bias=(5,), out=(5, 1)))
+def deep_equilibrium(p: Any, batch: Any) -> Any:
     """A fixed point by while_loop until the whole batch has settled, and its implicit derivative."""
-    params = _params(181, inner=(5, 5), x=(6, 5), bias=(5,), out=(5, 1))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        z = _equilibrium({name: p[name] for name in ("inner", "x", "bias")}, batch["x"])
-        return jnp.mean((z @ p["out"] - batch["y"]) ** 2), {"z": z}
-
-    return _fit(wrap, _adam(), params, loss_fn)
+    z = _equilibrium({name: p[name] for name in ("inner", "x", "bias")}, batch["x"])
+    return jnp.mean((z @ p["out"] - batch["y"]) ** 2), {"z": z}
 
 
-@idiom()
-def fourier_layer(wrap: Wrap) -> Any:
+@fitted(_adam(), _params(183, real=(3, 3, 5), imaginary=(3, 3, 5), out=(5, 1)))
+def fourier_layer(p: Any, batch: Any) -> Any:
     """Weights on the frequencies of each series, by the real Fourier transform."""
-    params = _params(183, real=(3, 3, 5), imaginary=(3, 3, 5), out=(5, 1))
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        spectrum = jnp.fft.rfft(batch["series"], axis=1)
-        mixed = jnp.einsum("bfc,fch->bfh", spectrum, lax.complex(p["real"], p["imaginary"]))
-        h = jnp.tanh(jnp.fft.irfft(mixed, n=5, axis=1))
-        power = jnp.mean(jnp.abs(spectrum) ** 2, axis=(0, 2))
-        return jnp.mean((h @ p["out"] - batch["rewards"][:, :, None]) ** 2), {"power": power, "spectrum": spectrum}
-
-    return _fit(wrap, _adam(), params, loss_fn)
+    spectrum = jnp.fft.rfft(batch["series"], axis=1)
+    mixed = jnp.einsum("bfc,fch->bfh", spectrum, lax.complex(p["real"], p["imaginary"]))
+    h = jnp.tanh(jnp.fft.irfft(mixed, n=5, axis=1))
+    power = jnp.mean(jnp.abs(spectrum) ** 2, axis=(0, 2))
+    return jnp.mean((h @ p["out"] - batch["rewards"][:, :, None]) ** 2), {"power": power, "spectrum": spectrum}
 
 
-@idiom()
-def ensemble(wrap: Wrap) -> Any:
+@fitted(_adam(), jax.tree.map(lambda *leaves: np.stack(leaves), *[_mlp_params(186 + i) for i in range(3)]))
+def ensemble(p: Any, key: Any, batch: Any) -> Any:
     """Members in a leading axis by vmap, each with a random choice of the examples; they disagree in the aux."""
-    members = [_mlp_params(186 + i) for i in range(3)]
-    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
-
-    def loss_fn(p: Any, key: Any, batch: Any) -> Any:
-        chosen = jax.random.bernoulli(key, 0.7, (3, batch["x"].shape[0], 1))
-        out = jax.vmap(_mlp, in_axes=(0, None))(p, batch["x"])
-        return jnp.mean(chosen * (out - batch["y"]) ** 2), {"spread": out.std(axis=0).mean(), "chosen": chosen.sum()}
-
-    return _fit_keyed(wrap, _adam(), params, loss_fn)
-
-
-@idiom()
-def quantised_weights(wrap: Wrap) -> Any:
-    """Weights rounded to bfloat16's precision for the forward pass, straight through for the gradient."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        rounded = jax.tree.map(lambda w: w + lax.stop_gradient(lax.reduce_precision(w, 8, 7) - w), p)
-        return jnp.mean((_mlp(rounded, batch["x"]) - batch["y"]) ** 2), {}
-
-    return _fit(wrap, _sgd(), _mlp_params(193), loss_fn)
+    chosen = jax.random.bernoulli(key, 0.7, (3, batch["x"].shape[0], 1))
+    out = jax.vmap(_mlp, in_axes=(0, None))(p, batch["x"])
+    return jnp.mean(chosen * (out - batch["y"]) ** 2), {"spread": out.std(axis=0).mean(), "chosen": chosen.sum()}
 
 
 # What comes out besides the state
 
 
-@idiom()
-def aux_of_all_kinds(wrap: Wrap) -> Any:
+@fitted(_adam(), _mlp_params(195, outputs=CLASSES))
+def aux_of_all_kinds(p: Any, batch: Any) -> Any:
     """Floats, integers, booleans and counts of the batch, rows of it, and values that don't depend on it."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        logits = _mlp(p, batch["x"])
-        losses, guess = _xent(logits, batch["label"]), logits.argmax(axis=1)
-        aux = {
-            "losses": losses,
-            "extremes": (losses.max(), losses.min(), losses.argmax()),
-            "guess": guess.astype(jnp.uint8),
-            "right": jnp.sum(guess == batch["label"]),
-            "all": jnp.all(guess == batch["label"]),
-            "any": jnp.any(losses > 2.5),
-            "size": losses.size,
-            "integers": [batch["label"].sum(), batch["label"].max(), batch["id"].min(), batch["tokens"].sum(axis=0)],
-            "first": logits[0],
-            "last": batch["tokens"][-1],
-            "rows": losses[2:9:3],
-            "product": jnp.prod(1 + 0.1 * losses),
-            "spread": losses.std(),
-            "by_feature": logits.T,
-            "parameter": p["b1"].sum(),
-            "constant": 3.5,
-            "nothing": None,
-        }
-        return losses.mean(), aux
-
-    return _fit(wrap, _adam(), _mlp_params(195, outputs=CLASSES), loss_fn)
+    logits = _mlp(p, batch["x"])
+    losses, guess = _xent(logits, batch["label"]), logits.argmax(axis=1)
+    aux = {
+        "losses": losses,
+        "extremes": (losses.max(), losses.min(), losses.argmax()),
+        "guess": guess.astype(jnp.uint8),
+        "right": jnp.sum(guess == batch["label"]),
+        "all": jnp.all(guess == batch["label"]),
+        "any": jnp.any(losses > 2.5),
+        "size": losses.size,
+        "integers": [batch["label"].sum(), batch["label"].max(), batch["id"].min(), batch["tokens"].sum(axis=0)],
+        "first": logits[0],
+        "last": batch["tokens"][-1],
+        "rows": losses[2:9:3],
+        "product": jnp.prod(1 + 0.1 * losses),
+        "spread": losses.std(),
+        "by_feature": logits.T,
+        "parameter": p["b1"].sum(),
+        "constant": 3.5,
+        "nothing": None,
+    }
+    return losses.mean(), aux
 
 
-@idiom()
-def aux_in_order(wrap: Wrap) -> Any:
+@fitted(_sgd(), _mlp_params(196))
+def aux_in_order(p: Any, batch: Any) -> Any:
     """Sorted, cumulated, reversed and searched values of the batch."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        out = _mlp(p, batch["x"])[:, 0]
-        errors = (out - batch["y"][:, 0]) ** 2
-        aux = {
-            "sorted": jnp.sort(errors),
-            "order": jnp.argsort(out),
-            "sum_so_far": jnp.cumsum(errors),
-            "most_so_far": lax.cummax(errors),
-            "reversed": out[::-1],
-            "pairs": jnp.outer(out, out)[:3],
-            "labels": jnp.unique(batch["label"], size=CLASSES, fill_value=-1),
-            "done": jnp.nonzero(batch["done"], size=4, fill_value=-1)[0],
-            "place": jnp.searchsorted(jnp.sort(out), jnp.array([-0.51, 0.013, 0.57])),
-            "median": jnp.median(errors),
-            "long": jnp.stack([out, errors]).reshape(-1),
-        }
-        return errors.mean(), aux
-
-    return _fit(wrap, _sgd(), _mlp_params(196), loss_fn)
-
-
-COUPLED: frozenset[str] = frozenset(_coupled)
-"""The idioms whose new state couples examples beyond sums and means over the batch: an average of what parts
-of the batch give by themselves is something else. (In others the aux may, or random numbers have its shape.)"""
-DIVISIBLE: frozenset[str] = frozenset(_divisible)
-"""The idioms that only work for batches of a multiple of 4 examples."""
+    out = _mlp(p, batch["x"])[:, 0]
+    errors = (out - batch["y"][:, 0]) ** 2
+    aux = {
+        "sorted": jnp.sort(errors),
+        "order": jnp.argsort(out),
+        "sum_so_far": jnp.cumsum(errors),
+        "most_so_far": lax.cummax(errors),
+        "reversed": out[::-1],
+        "pairs": jnp.outer(out, out)[:3],
+        "labels": jnp.unique(batch["label"], size=CLASSES, fill_value=-1),
+        "done": jnp.nonzero(batch["done"], size=4, fill_value=-1)[0],
+        "place": jnp.searchsorted(jnp.sort(out), jnp.array([-0.51, 0.013, 0.57])),
+        "median": jnp.median(errors),
+        "long": jnp.stack([out, errors]).reshape(-1),
+    }
+    return errors.mean(), aux
