@@ -15,15 +15,8 @@ Operation = Callable[[Any, Any], Any]
 
 def state() -> dict[str, Any]:
     rng = np.random.default_rng(5)
-    return {
-        "w": jnp.asarray(rng.normal(size=(6, 6))),
-        "v": jnp.asarray(rng.normal(size=6)),
-        "table": jnp.asarray(rng.normal(size=(9, 5))),
-        "kernel": jnp.asarray(rng.normal(size=(3, 3, 2, 4))),
-        "deep": jnp.asarray(rng.normal(size=(3, 3, 1, 4))),
-        "wave": jnp.asarray(rng.normal(size=(3, 6, 2))),
-        "s": jnp.asarray(1.7),
-    }
+    shapes = {"w": (6, 6), "v": (6,), "table": (9, 5), "kernel": (3, 3, 2, 4), "deep": (3, 3, 1, 4), "wave": (3, 6, 2)}
+    return {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()} | {"s": jnp.asarray(1.7)}
 
 
 def batch(rows: int) -> dict[str, np.ndarray]:
@@ -118,9 +111,8 @@ SHAPES: dict[str, Operation] = {
     "time-major": lambda w, b: jnp.swapaxes(b["z"], 0, 1),
     "time-major, merged": lambda w, b: jnp.swapaxes(b["z"], 0, 1).reshape(-1, 3),
     "time-major, merged, summed": lambda w, b: jnp.swapaxes(b["z"], 0, 1).reshape(-1, 3).sum(0),
-    "time-major, merged, and back": lambda w, b: (
-        jnp.cos(jnp.swapaxes(b["z"], 0, 1).reshape(-1, 3)).reshape(4, -1, 3).swapaxes(0, 1).mean(1)
-    ),
+    "time-major, merged, and back": lambda w, b:
+        (jnp.cos(jnp.swapaxes(b["z"], 0, 1).reshape(-1, 3)).reshape(4, -1, 3).swapaxes(0, 1).mean(1)),
     "time-major, cut in time": lambda w, b: jnp.swapaxes(b["z"], 0, 1).reshape(-1, 3)[: b["z"].shape[0]],
     "merged last": lambda w, b: jnp.moveaxis(b["z"], 0, 2).reshape(4, -1),
     "merged last, summed": lambda w, b: jnp.moveaxis(b["z"], 0, 2).reshape(4, -1).sum(1),
@@ -155,22 +147,16 @@ SHAPES: dict[str, Operation] = {
     "every other": lambda w, b: (b["x"] @ w["w"])[::2].mean(0),
     "dynamic slice": lambda w, b: [
         lax.dynamic_slice(b["x"], (b["i"][0] % 3, b["i"][1] % 3), (2, 4)),
-        lax.dynamic_slice_in_dim(b["x"], b["i"][0] % 3, 2, 1),
-    ],
+        lax.dynamic_slice_in_dim(b["x"], b["i"][0] % 3, 2, 1)],
     "dynamic update": lambda w, b: [
-        lax.dynamic_update_slice(b["x"], w["w"][:2], (1, 0)),
-        lax.dynamic_update_slice(b["x"], b["y"][:, :2], (0, 3)),
-        lax.dynamic_update_slice(w["w"], b["x"][:1], (b["i"][0] % 3, b["i"][0] * 0)),
-    ],
+        lax.dynamic_update_slice(b["x"], w["w"][:2], (1, 0)), lax.dynamic_update_slice(b["x"], b["y"][:, :2], (0, 3)),
+        lax.dynamic_update_slice(w["w"], b["x"][:1], (b["i"][0] % 3, b["i"][0] * 0))],
     "slices out of bounds": lambda w, b: _out_of_bounds(b["x"], b["i"][-1] * 0),
     "slices out of bounds, nested": lambda w, b: _nested_out_of_bounds(b["x"], b["i"][-1] * 0),
     "set a row": lambda w, b: [b["x"].at[0].set(0.0), b["x"].at[-1].add(1.0), b["x"].at[:, 2].mul(3.0)],
     "iota": lambda w, b: [
-        b["x"][:, 0] * jnp.arange(len(b["x"])),
-        jnp.eye(len(b["x"])) * b["x"][:, :1],
-        jnp.arange(6) * b["x"],
-        jnp.linspace(0, 1, len(b["x"])) * b["x"][:, 1],
-    ],
+        b["x"][:, 0] * jnp.arange(len(b["x"])), jnp.eye(len(b["x"])) * b["x"][:, :1], jnp.arange(6) * b["x"],
+        jnp.linspace(0, 1, len(b["x"])) * b["x"][:, 1]],
     "triangle": lambda w, b: jnp.tril(b["x"] @ b["y"].T).sum(1),
     "diagonal": lambda w, b: [jnp.diagonal(b["x"] @ b["y"].T), jnp.trace(b["x"] @ b["y"].T)],
     "barrier": lambda w, b: lax.optimization_barrier({"x": b["x"] * 2, "s": b["x"].sum(), "w": w["v"], "i": b["i"]}),
@@ -178,7 +164,7 @@ SHAPES: dict[str, Operation] = {
     "clip": lambda w, b: [jnp.clip(b["x"], -1, 1), lax.clamp(w["v"] * 0 - 1, b["x"][0], w["v"] * 0 + 1)],
     "bits": lambda w, b: [lax.bitcast_convert_type(b["x"], jnp.uint32), lax.bitcast_convert_type(b["u32"], jnp.int32)],
     "a scalar of the batch": lambda w, b: b["x"] / b["x"][0, 0] + b["y"][-1, 2],
-}
+}  # fmt: skip
 
 REDUCTIONS: dict[str, Operation] = {
     "sum": lambda w, b: [b["x"].sum(0), b["x"].sum(1), b["x"].sum(), b["z"].sum((0, 2)), b["x"].sum(0, keepdims=True)],
@@ -189,44 +175,32 @@ REDUCTIONS: dict[str, Operation] = {
     "product": lambda w, b: [b["x"].prod(0), b["x"].prod(1), b["p"].prod()],
     "any and all": lambda w, b: [f(b["flags"], a) for f in (jnp.any, jnp.all) for a in (0, 1, None)],
     "bitwise": lambda w, b: [
-        f.reduce(b[k], axis=a)
-        for f in (jnp.bitwise_and, jnp.bitwise_or, jnp.bitwise_xor)
-        for k in ("u8", "i8")
-        for a in (0, 1)
-    ],
+        f.reduce(b[k], axis=a) for f in (jnp.bitwise_and, jnp.bitwise_or, jnp.bitwise_xor) for k in ("u8", "i8")
+        for a in (0, 1)],
     "logical": lambda w, b: [
-        jnp.logical_or.reduce(b["flags"], axis=0),
-        jnp.logical_and.reduce(b["flags"], axis=0),
-        jnp.logical_xor.reduce(b["flags"], axis=0),
-    ],
+        jnp.logical_or.reduce(b["flags"], axis=0), jnp.logical_and.reduce(b["flags"], axis=0),
+        jnp.logical_xor.reduce(b["flags"], axis=0)],
     "logsumexp": lambda w, b: [jax.nn.logsumexp(b["x"], 0), jax.nn.logsumexp(b["x"]), jax.nn.softmax(b["x"], 0)],
     "cumulative": lambda w, b: [f(b["x"], a) for f in (jnp.cumsum, jnp.cumprod) for a in (0, 1)],
     "more cumulative": lambda w, b: [
-        lax.cummax(b["x"], 0),
-        lax.cummin(b["x"], 1, reverse=True),
-        lax.cumlogsumexp(b["x"], 0),
-        lax.cumsum(b["i"], 0),
-    ],
+        lax.cummax(b["x"], 0), lax.cummin(b["x"], 1, reverse=True), lax.cumlogsumexp(b["x"], 0), lax.cumsum(b["i"], 0)],
     "sort": lambda w, b: [jnp.sort(b["x"], 0), jnp.sort(b["x"], 1), jnp.argsort(b["x"], 0), jnp.argsort(b["x"], 1)],
     "sort by another": lambda w, b: lax.sort((b["x"], b["y"]), dimension=0, num_keys=1),
     "top k": lambda w, b: [lax.top_k(b["x"], 2), lax.top_k(b["x"].T, 2), lax.top_k(b["y"][:, 0], 3)],
     "approximate top k": lambda w, b: lax.approx_max_k(b["x"], 2),
     "order statistics": lambda w, b: [jnp.median(b["x"], 0), jnp.quantile(b["x"], 0.3), jnp.percentile(b["x"], 70, 1)],
-    "despite NaN": lambda w, b: (lambda x: [jnp.nanmax(x, 0), jnp.nanmean(x, 1), jnp.nansum(x)])(
-        jnp.where(b["x"] > 0.5, jnp.nan, b["x"])
-    ),
+    "despite NaN": lambda w, b:
+        (lambda x: [jnp.nanmax(x, 0), jnp.nanmean(x, 1), jnp.nansum(x)])(jnp.where(b["x"] > 0.5, jnp.nan, b["x"])),
     "counts": lambda w, b: [jnp.count_nonzero(b["x"] > 0, 0), jnp.bincount(b["i"], length=9), b["flags"].sum()],
     "histogram": lambda w, b: jnp.histogram(b["x"], jnp.linspace(-2, 2, 5))[0],
     "unique": lambda w, b: jnp.unique(b["i"], size=9, fill_value=-1),
     "segments": lambda w, b: [
-        jax.ops.segment_sum(b["x"], b["i"], 9),
-        jax.ops.segment_max(b["x"], b["i"], 9),
-        jax.ops.segment_prod(b["p"], b["i"], 9),
-    ],
+        jax.ops.segment_sum(b["x"], b["i"], 9), jax.ops.segment_max(b["x"], b["i"], 9),
+        jax.ops.segment_prod(b["p"], b["i"], 9)],
     "by a function of one's own": lambda w, b: lax.reduce(b["x"], 0.0, lambda a, c: jnp.maximum(a, c) * 1.0, (0,)),
     "correlation": lambda w, b: [jnp.cov(b["x"], rowvar=False), jnp.corrcoef(b["x"].T)],
     "norms": lambda w, b: [jnp.linalg.norm(b["x"]), jnp.linalg.norm(b["x"], axis=0), jnp.linalg.norm(b["x"], 1, 1)],
-}
+}  # fmt: skip
 
 CONTRACTIONS: dict[str, Operation] = {
     "x w": lambda w, b: b["x"] @ w["w"],
@@ -238,19 +212,10 @@ CONTRACTIONS: dict[str, Operation] = {
     "a view with itself": lambda w, b: (lambda z: z @ z.T)(jnp.concatenate([b["x"], b["y"]])),
     "attention over the batch": lambda w, b: jax.nn.softmax(b["x"] @ b["x"].T) @ b["y"],
     "einsums": lambda w, b: [
-        jnp.einsum(e, *args)
-        for e, *args in (
-            ("bi,bj->bij", b["x"], b["y"]),
-            ("bi,bi->b", b["x"], b["y"]),
-            ("bi,bi->", b["x"], b["y"]),
-            ("bti,bsi->bts", b["z"], b["z"]),
-            ("bti,bsi->ts", b["z"], b["z"]),
-            ("bti,ij->btj", b["z"], b["spd"][0]),
-            ("ji,bi->bj", w["w"], b["x"]),
-            ("bi,ci,di->bcd", b["x"], b["x"], b["y"]),
-            ("bi->i", b["x"]),
-        )
-    ],
+        jnp.einsum(e, *args) for e,
+        *args in (("bi,bj->bij", b["x"], b["y"]), ("bi,bi->b", b["x"], b["y"]), ("bi,bi->", b["x"], b["y"]),
+        ("bti,bsi->bts", b["z"], b["z"]), ("bti,bsi->ts", b["z"], b["z"]), ("bti,ij->btj", b["z"], b["spd"][0]),
+        ("ji,bi->bj", w["w"], b["x"]), ("bi,ci,di->bcd", b["x"], b["x"], b["y"]), ("bi->i", b["x"]))],
     "batched": lambda w, b: [b["z"] @ b["spd"], jnp.matvec(b["spd"], b["z"][:, 0])],
     "outer": lambda w, b: jnp.outer(b["x"][:, 0], b["y"][:, 1]),
     "outer of raveled ones": lambda w, b: jnp.outer(b["x"].ravel(), w["v"]),
@@ -260,42 +225,30 @@ CONTRACTIONS: dict[str, Operation] = {
     "of integers": lambda w, b: [b["u8"].T @ b["u8"], b["i8"] @ b["i8"].T, b["u32"].T @ b["u32"]],
     "of booleans": lambda w, b: [b["flags"].T @ b["flags"], b["flags"] @ b["flags"].T],
     "of complex numbers": lambda w, b: [b["c"].conj().T @ b["c"], jnp.vdot(b["c"], b["c"])],
-    "wider result": lambda w, b: lax.dot_general(
-        b["u8"], b["u8"], (((0,), (0,)), ((), ())), preferred_element_type=jnp.int32
-    ),
+    "wider result": lambda w, b:
+        lax.dot_general(b["u8"], b["u8"], (((0,), (0,)), ((), ())), preferred_element_type=jnp.int32),
     "convolution": lambda w, b: _conv(b["image"], w["kernel"]),
     "convolution, strided": lambda w, b: _conv(b["image"], w["kernel"], window_strides=(2, 2), rhs_dilation=(2, 2)),
-    "convolution, gradients": lambda w, b: jax.grad(lambda k, x: jnp.sin(_conv(x, k)).sum(), (0, 1))(
-        w["kernel"], b["image"]
-    ),
+    "convolution, gradients": lambda w, b:
+        jax.grad(lambda k, x: jnp.sin(_conv(x, k)).sum(), (0, 1))(w["kernel"], b["image"]),
     "depthwise": lambda w, b: _conv(b["image"], w["deep"], 2),
-    "depthwise, gradients": lambda w, b: jax.grad(lambda k, x: jnp.sin(_conv(x, k, 2)).sum(), (0, 1))(
-        w["deep"], b["image"]
-    ),
-    "transposed": lambda w, b: jax.grad(lambda k: jnp.sin(lax.conv_transpose(b["image"], k, (2, 2), "SAME")).sum())(
-        w["kernel"]
-    ),
-    "along the batch": lambda w, b: lax.conv_general_dilated(
-        b["x"][None], w["wave"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-    ),
-    "groups of the batch": lambda w, b: lax.conv_general_dilated(
-        jnp.concatenate([b["image"], b["image"] * 2]),
-        w["kernel"],
-        (1, 1),
-        "SAME",
-        dimension_numbers=NHWC,
-        batch_group_count=2,
-    ),
+    "depthwise, gradients": lambda w, b:
+        jax.grad(lambda k, x: jnp.sin(_conv(x, k, 2)).sum(), (0, 1))(w["deep"], b["image"]),
+    "transposed": lambda w, b:
+        jax.grad(lambda k: jnp.sin(lax.conv_transpose(b["image"], k, (2, 2), "SAME")).sum())(w["kernel"]),
+    "along the batch": lambda w, b:
+        lax.conv_general_dilated(b["x"][None], w["wave"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+    "groups of the batch": lambda w, b:
+        lax.conv_general_dilated(jnp.concatenate([b["image"], b["image"] * 2]), w["kernel"], (1, 1), "SAME",
+        dimension_numbers=NHWC, batch_group_count=2),
     "pools": lambda w, b: [_pool(b["image"], how) for how in ("max", "sum")],
     "pools, gradients": lambda w, b: [
-        jax.grad(lambda x, how=how: jnp.sin(_pool(x, how)).sum())(b["image"]) for how in ("max", "sum")
-    ],
+        jax.grad(lambda x, how=how: jnp.sin(_pool(x, how)).sum())(b["image"]) for how in ("max", "sum")],
     "windows along the batch": lambda w, b: lax.reduce_window(b["x"], 0.0, lax.add, (3, 1), (1, 1), "SAME"),
     "attention": lambda w, b: jax.nn.dot_product_attention(b["z"][:, :, None], b["z"][:, :, None], b["z"][:, :, None]),
-    "gradient of a layer": lambda w, b: jax.grad(lambda p: jnp.tanh(b["x"] @ p["w"] + p["v"]).mean() * p["s"])(
-        {k: w[k] for k in "wvs"}
-    ),
-}
+    "gradient of a layer": lambda w, b:
+        jax.grad(lambda p: jnp.tanh(b["x"] @ p["w"] + p["v"]).mean() * p["s"])({k: w[k] for k in "wvs"}),
+}  # fmt: skip
 
 INDEXING: dict[str, Operation] = {
     "an embedding": lambda w, b: [w["table"][b["i"]], w["table"][b["i"], b["k"][:, 0] % 5]],
@@ -305,32 +258,21 @@ INDEXING: dict[str, Operation] = {
     "a few rows": lambda w, b: b["x"][jnp.array([0, -1, 2, 2])],
     "columns": lambda w, b: [b["x"][:, jnp.array([1, 1, 4])], jnp.take_along_axis(b["x"], b["k"], 1)],
     "one of each row": lambda w, b: b["x"][jnp.arange(len(b["x"])), b["k"][:, 0]],
-    "one of each row, gradient": lambda w, b: jax.grad(lambda x: jnp.sin(x[jnp.arange(len(x)), b["k"][:, 0]]).sum())(
-        b["x"]
-    ),
+    "one of each row, gradient": lambda w, b:
+        jax.grad(lambda x: jnp.sin(x[jnp.arange(len(x)), b["k"][:, 0]]).sum())(b["x"]),
     "out of bounds": lambda w, b: [
-        b["x"].at[b["i"] * 3].get(mode="fill", fill_value=-1.0),
-        b["x"].at[b["i"] * 3].get(mode="clip"),
-        w["v"].at[b["i"]].get(mode="fill", fill_value=jnp.nan),
-        w["v"].at[b["i"]].add(1.0, mode="drop"),
-    ],
+        b["x"].at[b["i"] * 3].get(mode="fill", fill_value=-1.0), b["x"].at[b["i"] * 3].get(mode="clip"),
+        w["v"].at[b["i"]].get(mode="fill", fill_value=jnp.nan), w["v"].at[b["i"]].add(1.0, mode="drop")],
     "scatters into a state": lambda w, b: [
-        getattr(w["table"].at[b["i"]], how)(b["y"][:, :5]) for how in ("add", "max", "min", "mul")
-    ],
+        getattr(w["table"].at[b["i"]], how)(b["y"][:, :5]) for how in ("add", "max", "min", "mul")],
     "unique scatters": lambda w, b: [
-        jnp.zeros((len(b["x"]), 6)).at[b["perm"]].set(b["x"]),
-        b["x"].at[b["perm"]].add(b["y"]),
-        b["x"].at[b["perm"]].subtract(b["y"]),
-    ],
+        jnp.zeros((len(b["x"]), 6)).at[b["perm"]].set(b["x"]), b["x"].at[b["perm"]].add(b["y"]),
+        b["x"].at[b["perm"]].subtract(b["y"])],
     "scatters of integers": lambda w, b: [
-        jnp.zeros(9, jnp.int8).at[b["i"]].add(b["i8"][:, 0]),
-        jnp.zeros(9, jnp.uint8).at[b["i"]].max(b["u8"][:, 0]),
-        jnp.zeros(9, bool).at[b["i"]].set(True),
-    ],
+        jnp.zeros(9, jnp.int8).at[b["i"]].add(b["i8"][:, 0]), jnp.zeros(9, jnp.uint8).at[b["i"]].max(b["u8"][:, 0]),
+        jnp.zeros(9, bool).at[b["i"]].set(True)],
     "scatters into rows": lambda w, b: [
-        b["x"].at[:, 1].set(b["y"][:, 0]),
-        b["x"].at[jnp.arange(len(b["x"])), b["k"][:, 1]].add(1.0),
-    ],
+        b["x"].at[:, 1].set(b["y"][:, 0]), b["x"].at[jnp.arange(len(b["x"])), b["k"][:, 1]].add(1.0)],
     "own rows in several ways": lambda w, b: [
         b["z"][jnp.arange(len(b["z"]))[:, None], jnp.arange(4)[None], b["k"][:, :1] % 3],
         jax.grad(lambda z: jnp.sin(z[jnp.arange(len(z))[:, None], jnp.arange(4), b["k"][:, 1:] % 3]).sum())(b["z"]),
@@ -342,29 +284,21 @@ INDEXING: dict[str, Operation] = {
         jnp.take_along_axis((b["x"] @ b["y"].T).T, jnp.arange(len(b["x"]))[:, None], 1),
         jnp.take_along_axis(b["x"] @ b["y"].T, jnp.arange(len(b["x"]))[None], 0),
         jax.grad(lambda x: jnp.take_along_axis((x @ b["y"].T).T, jnp.arange(len(x))[:, None], 1).sum())(b["x"]),
-        b["z"][jnp.arange(len(b["z"])), b["i"] % 4, :].sum(0),
-        b["x"][jnp.arange(len(b["x"])) - 1, b["k"][:, 0]],
-        b["m"][jnp.arange(len(b["m"]))],
-    ],
+        b["z"][jnp.arange(len(b["z"])), b["i"] % 4, :].sum(0), b["x"][jnp.arange(len(b["x"])) - 1, b["k"][:, 0]],
+        b["m"][jnp.arange(len(b["m"]))]],
     "batched windows": lambda w, b: jax.vmap(lambda x, k: lax.dynamic_slice(x, (k[0] % 3,), (3,)))(b["x"], b["k"]),
-    "batched updates": lambda w, b: jax.vmap(lambda x, y, k: lax.dynamic_update_slice(x, y[:2], (k[0] % 4,)))(
-        b["x"], b["y"], b["k"]
-    ),
-    "batched windows of a state": lambda w, b: jax.vmap(
-        lambda k: lax.dynamic_slice(w["w"], (k[0] % 3, k[1] % 3), (2, 3))
-    )(b["k"]),
+    "batched updates": lambda w, b:
+        jax.vmap(lambda x, y, k: lax.dynamic_update_slice(x, y[:2], (k[0] % 4,)))(b["x"], b["y"], b["k"]),
+    "batched windows of a state": lambda w, b:
+        jax.vmap(lambda k: lax.dynamic_slice(w["w"], (k[0] % 3, k[1] % 3), (2, 3)))(b["k"]),
     "batched scatters": lambda w, b: jax.vmap(lambda k, y: jnp.zeros(6).at[k].add(y[:2]))(b["k"], b["y"]),
     "one-hot": lambda w, b: [jax.nn.one_hot(b["i"], 9).sum(0), jax.nn.one_hot(b["i"], 9).T @ b["x"]],
     "search": lambda w, b: [
-        jnp.searchsorted(jnp.sort(b["x"][:, 0]), w["v"]),
-        jnp.searchsorted(jnp.sort(w["v"]), b["x"][:, 0]),
-    ],
+        jnp.searchsorted(jnp.sort(b["x"][:, 0]), w["v"]), jnp.searchsorted(jnp.sort(w["v"]), b["x"][:, 0])],
     "where it is": lambda w, b: jnp.nonzero(b["m"], size=4, fill_value=-1)[0],
     "interpolation": lambda w, b: [
-        jnp.interp(b["x"][:, 0], jnp.sort(w["v"]), w["v"]),
-        jnp.digitize(b["x"], jnp.sort(w["v"])),
-    ],
-}
+        jnp.interp(b["x"][:, 0], jnp.sort(w["v"]), w["v"]), jnp.digitize(b["x"], jnp.sort(w["v"]))],
+}  # fmt: skip
 
 OTHERS: dict[str, Operation] = {
     "cholesky": lambda w, b: jnp.linalg.cholesky(b["spd"]),
@@ -373,94 +307,37 @@ OTHERS: dict[str, Operation] = {
     "cholesky of the gram matrix": lambda w, b: jnp.linalg.cholesky(b["x"].T @ b["x"] + jnp.eye(6)),
     "qr": lambda w, b: jnp.abs(jnp.linalg.qr(b["spd"])[1]),
     "singular values": lambda w, b: [
-        jnp.linalg.svd(b["spd"], compute_uv=False),
-        jnp.linalg.svd(b["x"], compute_uv=False),
-    ],
+        jnp.linalg.svd(b["spd"], compute_uv=False), jnp.linalg.svd(b["x"], compute_uv=False)],
     "eigenvalues": lambda w, b: jnp.linalg.eigvalsh(b["spd"]),
     "determinant": lambda w, b: [jnp.linalg.det(b["spd"]), jnp.linalg.slogdet(b["spd"])[1]],
     "triangular": lambda w, b: jax.scipy.linalg.solve_triangular(b["spd"], b["z"].swapaxes(1, 2), lower=True),
     "exponential": lambda w, b: jax.scipy.linalg.expm(b["spd"] * 0.1),
     "pseudo-inverse": lambda w, b: jnp.linalg.pinv(b["spd"]),
-    "tridiagonal": lambda w, b: lax.linalg.tridiagonal_solve(
-        b["x"].at[:, 0].set(0), 9 + b["y"], b["x"].at[:, -1].set(0), b["y"][..., None]
-    ),
+    "tridiagonal": lambda w, b:
+        lax.linalg.tridiagonal_solve(b["x"].at[:, 0].set(0), 9 + b["y"], b["x"].at[:, -1].set(0), b["y"][..., None]),
     "fft": lambda w, b: [jnp.fft.fft(b["x"], axis=1), jnp.fft.rfft(b["x"], axis=0), jnp.fft.fft2(b["z"])],
     "special functions": lambda w, b: [
-        f(b["p"])
-        for f in (
-            jax.scipy.special.digamma,
-            jax.lax.lgamma,
-            jax.scipy.special.erfinv,
-            jax.scipy.special.i0e,
-            jax.scipy.special.logit,
-            jnp.sinc,
-            lambda p: jax.scipy.special.gammainc(p, p),
-            lambda p: jax.scipy.special.betainc(p, p, p),
-            lambda p: jax.scipy.special.zeta(p + 2, p),
-            lambda p: jax.scipy.special.polygamma(1, p),
-        )
-    ],
-    "elementwise": lambda w, b: (
-        [
-            f(b["p"])
-            for f in (
-                jnp.abs,
-                jnp.arccos,
-                jnp.arcsin,
-                jnp.arctan,
-                jnp.ceil,
-                jnp.cbrt,
-                jnp.cosh,
-                jnp.exp2,
-                jnp.expm1,
-                jnp.floor,
-                jnp.log1p,
-                jnp.round,
-                jnp.sign,
-                jnp.tan,
-                lax.rsqrt,
-                jax.nn.sigmoid,
-                jnp.square,
-            )
-        ]
-        + [f(b["p"], b["p"] * 2) for f in (jnp.arctan2, jnp.power, jnp.remainder, jnp.hypot, jnp.nextafter, jnp.fmax)]
-    ),
+        f(b["p"]) for f in (jax.scipy.special.digamma, jax.lax.lgamma, jax.scipy.special.erfinv, jax.scipy.special.i0e,
+        jax.scipy.special.logit, jnp.sinc, lambda p: jax.scipy.special.gammainc(p, p),
+        lambda p: jax.scipy.special.betainc(p, p, p), lambda p: jax.scipy.special.zeta(p + 2, p),
+        lambda p: jax.scipy.special.polygamma(1, p))],
+    "elementwise": lambda w, b:
+        ([f(b["p"]) for f in (jnp.abs, jnp.arccos, jnp.arcsin, jnp.arctan, jnp.ceil, jnp.cbrt, jnp.cosh, jnp.exp2,
+        jnp.expm1, jnp.floor, jnp.log1p, jnp.round, jnp.sign, jnp.tan, lax.rsqrt, jax.nn.sigmoid, jnp.square)]
+        + [f(b["p"], b["p"] * 2) for f in (jnp.arctan2, jnp.power, jnp.remainder, jnp.hypot, jnp.nextafter, jnp.fmax)]),
     "pivoted QR": lambda w, b: jax.scipy.linalg.qr(b["spd"], pivoting=True)[1:],
     "custom vmap": lambda w, b: jax.vmap(_doubled)(b["x"]),
     "size one": lambda w, b: [lax.add(b["x"], b["x"][:, :1]), lax.mul(b["x"], b["x"][:1])],
     "integers": lambda w, b: [
-        b["u32"] >> 3,
-        b["u32"] << 2,
-        ~b["u8"],
-        b["u8"] & 7,
-        b["i8"] // 5,
-        b["i8"] % 5,
-        lax.clz(b["u32"]),
-        lax.population_count(b["u32"]),
-        -b["i8"],
-        jnp.abs(b["i8"]),
-        b["i8"] ** 2,
-        jnp.bitwise_xor(b["u8"], b["i8"]),
-    ],
+        b["u32"] >> 3, b["u32"] << 2, ~b["u8"], b["u8"] & 7, b["i8"] // 5, b["i8"] % 5, lax.clz(b["u32"]),
+        lax.population_count(b["u32"]), -b["i8"], jnp.abs(b["i8"]), b["i8"] ** 2, jnp.bitwise_xor(b["u8"], b["i8"])],
     "complex": lambda w, b: [
-        b["c"].real,
-        b["c"].imag,
-        jnp.conj(b["c"]),
-        jnp.abs(b["c"]),
-        jnp.angle(b["c"]),
-        b["c"].sum(0),
-    ],
+        b["c"].real, b["c"].imag, jnp.conj(b["c"]), jnp.abs(b["c"]), jnp.angle(b["c"]), b["c"].sum(0)],
     "casts": lambda w, b: [b["x"].astype(t) for t in ("float32", "bfloat16", "int32", "bool", "complex64")],
     "less precision": lambda w, b: lax.reduce_precision(b["x"], 8, 7),
     "layers": lambda w, b: [
-        jax.nn.gelu(b["x"]),
-        jax.nn.softmax(b["x"]),
-        jax.nn.log_softmax(b["x"]),
-        jax.nn.relu6(b["x"]),
-        jax.nn.glu(b["x"]),
-        jax.nn.standardize(b["x"]),
-        jax.nn.silu(b["x"]),
-    ],
+        jax.nn.gelu(b["x"]), jax.nn.softmax(b["x"]), jax.nn.log_softmax(b["x"]), jax.nn.relu6(b["x"]),
+        jax.nn.glu(b["x"]), jax.nn.standardize(b["x"]), jax.nn.silu(b["x"])],
     "resize": lambda w, b: jax.image.resize(b["image"], (len(b["image"]), 8, 8, 2), "bilinear"),
     "an associative scan": lambda w, b: [lax.associative_scan(jnp.add, b["x"], axis=a) for a in (0, 1)],
     "a derivative of each example": lambda w, b: jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(x @ w["w"]))))(b["x"]),
@@ -469,7 +346,7 @@ OTHERS: dict[str, Operation] = {
     "a directional derivative": lambda w, b: jax.jvp(lambda v: jnp.tanh(b["x"] * v).sum(0), (w["v"],), (w["v"] * 2,)),
     "custom derivatives": lambda w, b: jax.grad(lambda v: _reversed(b["x"] * v).sum())(w["v"]),
     "stop gradient": lambda w, b: jax.grad(lambda v: (lax.stop_gradient(b["x"] * v) * v).mean())(w["v"]),
-}
+}  # fmt: skip
 
 
 @jax.custom_vjp
@@ -479,14 +356,5 @@ def _reversed(x: Any) -> Any:
 
 _reversed.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (-ct * jnp.cos(x),))
 
-OPERATIONS: dict[str, Operation] = {
-    f"{group}: {name}": f
-    for group, table in (
-        ("shape", SHAPES),
-        ("reduce", REDUCTIONS),
-        ("contract", CONTRACTIONS),
-        ("index", INDEXING),
-        ("other", OTHERS),
-    )
-    for name, f in table.items()
-}
+GROUPS = {"shape": SHAPES, "reduce": REDUCTIONS, "contract": CONTRACTIONS, "index": INDEXING, "other": OTHERS}
+OPERATIONS = {f"{group}: {name}": f for group, table in GROUPS.items() for name, f in table.items()}
