@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -56,6 +55,9 @@ def state_of(tx: Any, params: Any = PARAMS) -> Any:
 
 
 ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+SLICES = {"w": 10, "v": 10, "s": 1}
+"""Of 6x5 in slices of 2x5, of 5x8 in slices of 5x2, on four devices."""
+WHOLE = {name: x.size for name, x in PARAMS.items()}
 
 
 def held(x: Any) -> int:
@@ -69,59 +71,50 @@ def held(x: Any) -> int:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_what_a_level_keeps_in_shards(level: Any) -> None:
     tx = jaxdist.zero(ADAM, level)
-    (params, opt_state), _ = run(jaxdist.data_parallel(step_of(tx), mesh=mesh(4)), state_of(tx))
+    (params, opt_state), _ = run(jaxdist.data_parallel(step_of(tx), mesh=mesh(4)), state_of(tx), 1)
     moments = opt_state[1][0].mu
-    expected = {"w": 10, "v": 10, "s": 1}  # 6x5 in slices of 2x5, 5x8 in slices of 5x2
-    whole = {k: x.size for k, x in PARAMS.items()}
-    assert jax.tree.map(held, moments) == (expected if level else whole)
-    assert jax.tree.map(held, params) == (expected if level == 3 else whole)
+    assert jax.tree.map(held, moments) == (SLICES if level else WHOLE)
+    assert jax.tree.map(held, params) == (SLICES if level == 3 else WHOLE)
     assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, PARAMS)
     assert jax.tree.structure(opt_state) == jax.tree.structure(ADAM.init(PARAMS))
     assert isinstance(moments["w"], Padded) == bool(level)
     assert not isinstance(moments["v"], Padded)
 
 
-@pytest.mark.parametrize(("level", "devices"), [(1, 2), (2, 3), (3, 4), (3, 8)])
-def test_shapes_of_all_kinds(level: Any, devices: int) -> None:
-    tx = jaxdist.zero(ADAM, level)
-    step, state, x = jaxdist.data_parallel(step_of(tx, _loss_of_all_kinds), mesh=mesh(devices)), *_all_kinds()
-    b = [*state, None]
-    for _ in range(3):
-        b = step(*b[:2], x)
-    assert gap(_expected_of_all_kinds(), b) < 1e-12
-
-
-def _loss_of_all_kinds(p: Any, x: Any) -> Any:
-    return sum(jnp.mean(jnp.sum(jnp.tanh(w - x[f"{i}"]).reshape(len(x["0"]), -1) ** 2, 1)) for i, w in enumerate(p))
-
-
-@functools.cache
-def _all_kinds() -> Any:
-    """State and batch."""
+@pytest.mark.parametrize(("level", "devices"), [(1, 3), (3, 8)])
+def test_leaves_of_all_kinds(level: Any, devices: int) -> None:
+    """Of all shapes, in less precision, frozen, and one array as two of them."""
     shapes = [(), (1,), (3,), (7, 5), (2, 3, 5, 7), (0, 4), (33, 1)]
     rng = np.random.default_rng(0)
-    x = {f"{i}": np.random.default_rng(i).normal(size=(24, *s)) for i, s in enumerate(shapes)}
-    return state_of(ADAM, [jnp.asarray(rng.normal(size=s)) for s in shapes]), x
+    params = {f"{i}": jnp.asarray(rng.normal(size=shape)) for i, shape in enumerate(shapes)}
+    params |= {"half": params["3"].astype(jnp.float32), "frozen": params["3"].T, "tied": params["3"]}
+    x = {name: rng.normal(size=(24, *p.shape)).astype(p.dtype) for name, p in params.items()}
+    labels = {name: "freeze" if name == "frozen" else "train" for name in params}
+    adamw = optax.masked(optax.adamw(1e-2), lambda p: True)
+    inner = optax.partition({"freeze": optax.set_to_zero(), "train": adamw}, labels)
 
+    def loss(p: Any, x: Any) -> Any:
+        each = {name: jnp.sum(jnp.tanh(w - x[name]).reshape(24, -1) ** 2, 1) for name, w in p.items()}
+        return sum(jnp.mean(y, dtype=float) for y in each.values()) + jnp.sum(p["3"] * p["tied"] * p["frozen"].T)
 
-@functools.cache
-def _expected_of_all_kinds() -> Any:
-    step, (state, x) = jax.jit(step_of(ADAM, _loss_of_all_kinds)), _all_kinds()
-    a = [*state, None]
+    a, b = state_of(inner, params), state_of(inner, params)
+    plain, tx = jax.jit(step_of(inner, loss)), jaxdist.zero(inner, level)  # type: ignore[arg-type]
+    decorated = jaxdist.data_parallel(step_of(tx, loss), mesh=mesh(devices))
     for _ in range(3):
-        a = step(*a[:2], x)
-    return a
+        (*a, _), (*b, _) = plain(*a, x), decorated(*b, x)
+    assert gap(a, b) < 1e-6
+    assert gap(params["frozen"], b[0]["frozen"]) == 0
+    del a[0]["half"], b[0]["half"]  # float32
+    assert gap(a[0], b[0]) < 1e-12
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_large_leaves(level: Any) -> None:
+def test_large_leaves() -> None:
     params = {"a": jnp.asarray(RNG.normal(size=(1023, 1023))), "b": jnp.asarray(RNG.normal(size=(50257, 64)))}
     x = {"a": RNG.normal(size=(8, 1023)), "b": RNG.integers(0, 50257, 8)}
     loss = lambda p, x: jnp.mean(jnp.tanh(x["a"] @ p["a"])[:, :64] * p["b"][x["b"]])
-    tx = jaxdist.zero(ADAM, level)
-    a, b = state_of(ADAM, params), state_of(tx, params)
-    *a, _ = jax.jit(step_of(ADAM, loss))(*a, x)
-    *b, _ = jaxdist.data_parallel(step_of(tx, loss))(*b, x)
+    tx = optax.sgd(0.1, momentum=0.9)
+    *a, _ = jax.jit(step_of(tx, loss))(*state_of(tx, params), x)
+    *b, _ = jaxdist.data_parallel(step_of(jaxdist.zero(tx, 3), loss))(*state_of(tx, params), x)
     assert gap(a, b) < 1e-10
 
 
@@ -132,45 +125,20 @@ def test_one_device_keeps_everything() -> None:
 
 
 def test_outside_a_decorated_step_it_is_the_transformation() -> None:
-    tx = jaxdist.zero(ADAM, 3)
-    assert gap(run(jax.jit(step_of(tx)), state_of(tx)), run(jax.jit(step_of(ADAM)), state_of(ADAM))) == 0
-    tx = jaxdist.zero(ADAM, 0)
-    assert gap(run(jax.jit(step_of(tx)), state_of(tx)), run(jax.jit(step_of(ADAM)), state_of(ADAM))) == 0
+    want = run(jax.jit(step_of(ADAM)), state_of(ADAM))
+    for level in (3, 0):
+        tx = jaxdist.zero(ADAM, level)
+        assert gap(run(jax.jit(step_of(tx)), state_of(tx)), want) == 0
 
 
 def test_levels_can_change_on_the_way() -> None:
-    expected, state = state_of(ADAM), state_of(ADAM)
-    for level in (1, 3, 2, 0):
+    expected, state, plain = state_of(ADAM), state_of(ADAM), jax.jit(step_of(ADAM))
+    for level in (1, 3, 0):
         tx = jaxdist.zero(ADAM, level)
-        expected, _ = run(jax.jit(step_of(ADAM)), expected)
-        state, _ = run(jaxdist.data_parallel(step_of(tx)), state)
+        expected, _ = run(plain, expected, 1)
+        state, _ = run(jaxdist.data_parallel(step_of(tx)), state, 1)
         assert gap(expected, state) < 1e-12
     assert isinstance(state[0]["w"], Padded)  # what is in shards stays so, until it is made whole
-
-
-def test_frozen_tied_masked_and_mixed_leaves() -> None:
-    params = {**PARAMS, "half": PARAMS["v"].astype(jnp.float32), "frozen": PARAMS["w"].T, "empty": jnp.zeros((0, 3))}
-    labels = {k: "freeze" if k == "frozen" else "train" for k in params}
-    inner = optax.partition({"freeze": optax.set_to_zero(), "train": optax.masked(ADAM, lambda p: True)}, labels)
-
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.mean((x @ p["w"] @ p["half"]) ** 2) + jnp.mean((x @ p["frozen"].T @ p["v"]) ** 2) * p["s"]
-
-    for level in (1, 2, 3):
-        tx = jaxdist.zero(inner, level)  # type: ignore[arg-type]
-        a, _ = run(jax.jit(step_of(inner, loss)), state_of(inner, params))
-        b, _ = run(jaxdist.data_parallel(step_of(tx, loss)), state_of(tx, params))
-        assert gap(a, b) < 1e-6  # float32
-        assert gap(a[0]["frozen"], b[0]["frozen"]) == 0
-
-
-def test_the_same_array_twice_in_the_state() -> None:
-    tx = jaxdist.zero(optax.sgd(0.1, momentum=0.9), 3)
-    params = {"a": PARAMS["v"], "b": PARAMS["v"], "w": PARAMS["w"], "s": PARAMS["s"]}
-    loss = lambda p, x: jnp.mean((x @ p["w"] @ (p["a"] + 2 * p["b"])) ** 2)
-    plain = optax.sgd(0.1, momentum=0.9)
-    a = run(jax.jit(step_of(plain, loss)), state_of(plain, params))
-    assert gap(a, run(jaxdist.data_parallel(step_of(tx, loss)), state_of(tx, params))) < 1e-12
 
 
 def test_elementwise_work_of_the_users_own_runs_on_shards() -> None:
@@ -183,13 +151,11 @@ def test_elementwise_work_of_the_users_own_runs_on_shards() -> None:
 
     state, _ = run(jaxdist.data_parallel(step), (*state_of(tx), jaxdist.shard(PARAMS)))
     assert isinstance(state[2]["w"], Padded)
-    tx0 = tx
-    expected, _ = run(jax.jit(step), (*state_of(tx0), PARAMS))
+    expected, _ = run(jax.jit(step), (*state_of(tx), PARAMS))
     assert gap(expected, state) < 1e-12
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_step_that_needs_whole_gradients_and_parameters(level: Any) -> None:
+def test_a_step_that_needs_whole_gradients_and_parameters() -> None:
     def of(tx: Any) -> Any:
         def step(params: Any, opt_state: Any, x: Any) -> Any:
             grads = jax.grad(loss_fn)(params, x)
@@ -201,8 +167,8 @@ def test_a_step_that_needs_whole_gradients_and_parameters(level: Any) -> None:
 
         return step
 
-    a = run(jax.jit(of(ADAM)), state_of(ADAM))
-    b = run(jaxdist.data_parallel(of(jaxdist.zero(ADAM, level))), state_of(ADAM))
+    a = run(jax.jit(of(ADAM)), state_of(ADAM), 2)
+    b = run(jaxdist.data_parallel(of(jaxdist.zero(ADAM, 3)), mesh=mesh(4)), state_of(ADAM), 2)
     assert gap(a, b) < 1e-12
     assert isinstance(b[1]["all"]["w"], jax.Array)  # aux values are whole
 
@@ -215,32 +181,18 @@ def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptur
     sorting = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), median)
     for tx in (jaxdist.zero(sorting, 2, split="slices"), jaxdist.zero(sorting, 3, split="slices")):
         say_once.cache_clear()  # a step that is decorated anew says nothing new
-        step = jaxdist.data_parallel(step_of(tx))
         with caplog.at_level(logging.WARNING, "jaxdist"):
-            run(step, state_of(tx))
+            jaxdist.data_parallel(step_of(tx)).lower(*state_of(tx), BATCH)
         (said,) = caplog.messages
         assert "gathers 560 B from shards: sort needs all of it" in said
         assert "test_zero.py:" in said
         caplog.clear()
     for tx in (jaxdist.zero(ADAM, 3), jaxdist.zero(optax.contrib.muon(1e-2), 2), jaxdist.zero(sorting, 2)):
-        run(jaxdist.data_parallel(step_of(tx)), state_of(tx))
+        jaxdist.data_parallel(step_of(tx)).lower(*state_of(tx), BATCH)
         assert not caplog.messages
 
 
-# --- accumulation and mixed precision
-
-
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_gradient_accumulation(level: Any) -> None:
-    tx = jaxdist.zero(ADAM, level)
-
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss, grads = jaxdist.value_and_grad(loss_fn, microbatches=2)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": loss, "norm": optax.global_norm(grads)}
-
-    a, b = run(jax.jit(step_of(ADAM)), state_of(ADAM)), run(jaxdist.data_parallel(step, mesh=mesh(4)), state_of(tx))
-    assert gap(a, b) < 1e-12
+# --- mixed precision
 
 
 def test_compressed_gradients() -> None:
@@ -250,10 +202,9 @@ def test_compressed_gradients() -> None:
     assert 0 < gap(expected, state) < 1e-2
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_dynamic_loss_scaling_skips_the_step_on_all_devices(level: Any) -> None:
+def test_dynamic_loss_scaling_skips_the_step_on_all_devices() -> None:
     """flax's DynamicScale; one device's part of the batch overflows."""
-    tx = jaxdist.zero(optax.adam(1e-2), level)
+    tx = jaxdist.zero(optax.adam(1e-2), 3)
 
     def step(params: Any, opt_state: Any, scale: Any, x: Any) -> Any:
         scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, x)
@@ -276,7 +227,7 @@ def test_dynamic_loss_scaling_skips_the_step_on_all_devices(level: Any) -> None:
     assert float(b[2].scale) == 2.0**15
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", [0, 1, 3])
 def test_master_weights(level: Any) -> None:
     """bfloat16 parameters; updates of 1e-4 that they can't hold add up in the float32 copy, which is in shards."""
     params = {"a": jnp.ones((16, 24), jnp.bfloat16), "b": jnp.ones((9, 4), jnp.bfloat16)}
@@ -293,27 +244,21 @@ def test_master_weights(level: Any) -> None:
     assert all(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(b[0]))
     assert held(b[1].master["a"]) == (16 * 24 // 8 if level else 16 * 24)
     assert held(b[0]["a"]) == (16 * 24 // 8 if level == 3 else 16 * 24)
-    if level == 0:
-        with pytest.raises(ValueError, match="params"):
-            plain.update(params, plain.init(params))
+    with pytest.raises(ValueError, match="params"):
+        plain.update(params, plain.init(params))
 
 
 # --- shard, unshard, evaluation
 
 
-def test_evaluating_functions_take_shards() -> None:
+def test_evaluating_functions_take_shards_and_a_copy_survives_the_next_step() -> None:
     tx = jaxdist.zero(ADAM, 3)
-    state, _ = run(jaxdist.data_parallel(step_of(tx)), state_of(tx))
+    step = jaxdist.data_parallel(step_of(tx))
+    state, _ = run(step, state_of(tx))
     evaluate = jaxdist.data_parallel(loss_fn, donate=False)
     got = float(evaluate(state[0], BATCH))
     assert got == pytest.approx(float(loss_fn(jaxdist.unshard(state[0]), BATCH)), rel=1e-12)
     assert float(evaluate(state[0], BATCH)) == got  # not donated
-
-
-def test_a_copy_made_whole_survives_the_next_step() -> None:
-    tx = jaxdist.zero(ADAM, 1)
-    step = jaxdist.data_parallel(step_of(tx))
-    state, _ = run(step, state_of(tx))
     copy = jaxdist.unshard(state)
     before = jax.tree.map(np.array, copy)
     run(step, state)
@@ -349,7 +294,7 @@ def test_a_padded_leaf_looks_like_the_array() -> None:
 def test_memory_names_replicated_and_padding() -> None:
     tx = jaxdist.zero(optax.adam(1e-2), 3)
     step = jaxdist.data_parallel(step_of(tx), mesh=mesh(4))
-    (params, opt_state), _ = run(step, state_of(tx))
+    (params, opt_state), _ = run(step, state_of(tx), 1)
     table = jaxdist.memory({"params": params, "opt_state": opt_state}, step.lower(params, opt_state, BATCH).compile())
     rows = {r.kind: r for r in table.rows}
     assert rows["params"].whole == 8 * (30 + 40 + 1)
@@ -385,8 +330,7 @@ def test_parameters_other_than_those_at_init() -> None:
         step({**PARAMS, "w": jnp.ones((6, 9)), "v": jnp.ones((9, 8))}, tx.init(PARAMS), BATCH)
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_gradients_of_each_example(level: Any) -> None:
+def test_gradients_of_each_example() -> None:
     """`dpsgd` is given those: it clips and adds them up itself."""
 
     def step_with(tx: Any) -> Any:
@@ -398,15 +342,13 @@ def test_gradients_of_each_example(level: Any) -> None:
         return step
 
     tx = optax.contrib.dpsgd(0.1, 0.01, 1.3, 0, momentum=0.9)
-    expected, _ = run(jax.jit(step_with(tx)), state_of(tx))
-    found, _ = run(jaxdist.data_parallel(step_with(jaxdist.zero(tx, level)), mesh=mesh(4)), state_of(tx))
+    expected, _ = run(jax.jit(step_with(tx)), state_of(tx), 2)
+    found, _ = run(jaxdist.data_parallel(step_with(jaxdist.zero(tx, 3)), mesh=mesh(4)), state_of(tx), 2)
     drop = lambda state: [x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     assert gap(drop(expected), drop(found)) < 1e-12
     of_sgd = lambda state: isinstance(state, optax.TraceState)
     (trace,) = [state.trace for state in jax.tree.leaves(found[1], is_leaf=of_sgd) if of_sgd(state)]
-    slices = {"w": 10, "v": 10, "s": 1}
-    assert jax.tree.map(held, trace) == slices
-    assert jax.tree.map(held, found[0]) == (slices if level == 3 else {k: x.size for k, x in PARAMS.items()})
+    assert jax.tree.map(held, trace) == jax.tree.map(held, found[0]) == SLICES
 
 
 def without_parameters(tx: Any, apply: Any = optax.apply_updates) -> Any:
@@ -417,7 +359,7 @@ def without_parameters(tx: Any, apply: Any = optax.apply_updates) -> Any:
     return step
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [1, 3])
 def test_parameters_not_given(level: Any) -> None:
     """They are what the updates are added to, and kept and updated as if they were given."""
     adam, tx = optax.adam(1e-2), jaxdist.zero(optax.adam(1e-2), level)
@@ -425,9 +367,8 @@ def test_parameters_not_given(level: Any) -> None:
     step = jaxdist.data_parallel(without_parameters(tx), mesh=mesh(4))
     found, _ = run(step, state_of(tx))
     assert gap(expected, found) < 1e-12
-    slices = {"w": 10, "v": 10, "s": 1}
-    assert jax.tree.map(held, found[1][0].mu) == slices
-    assert jax.tree.map(held, found[0]) == (slices if level == 3 else {k: x.size for k, x in PARAMS.items()})
+    assert jax.tree.map(held, found[1][0].mu) == SLICES
+    assert jax.tree.map(held, found[0]) == (SLICES if level == 3 else WHOLE)
 
 
 def test_parameters_that_are_needed_or_not_found() -> None:
@@ -441,10 +382,10 @@ def test_parameters_that_are_needed_or_not_found() -> None:
 
 def test_state_of_another_number_of_devices() -> None:
     tx = jaxdist.zero(ADAM, 1)
-    state, _ = run(jaxdist.data_parallel(step_of(tx), mesh=mesh(4)), state_of(tx))
+    state, _ = run(jaxdist.data_parallel(step_of(tx), mesh=mesh(4)), state_of(tx), 1)
     with pytest.raises(ValueError, match=r"opt_state.*in shards over the devices 0 to 3.*on 0 to 7\..*checkpoint"):
         jaxdist.data_parallel(step_of(tx))(*state, BATCH)
-    state, _ = run(jaxdist.data_parallel(step_of(tx)), jaxdist.unshard(state))
+    run(jaxdist.data_parallel(step_of(tx)), jaxdist.unshard(state), 1)
 
 
 def test_gradients_of_other_shapes() -> None:
@@ -459,7 +400,7 @@ def test_gradients_of_other_shapes() -> None:
         jaxdist.data_parallel(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
-@pytest.mark.parametrize("devices", [3, 4, 8])
+@pytest.mark.parametrize("devices", [3, 8])
 def test_what_is_in_shards_over_other_devices_as_a_batch(devices: int) -> None:
     whole = -1.0 - jnp.arange(60.0).reshape(6, 10)
     kept = jaxdist.shard(whole)  # over eight: two rows of padding

@@ -24,7 +24,8 @@ BATCH = 24  # parts for 2, 3, 4 and 8 devices
 STEPS = 5
 Shapes = Mapping[str, tuple[int, ...]]
 SHAPES: Shapes = {"scalar": (), "one": (1,), "vector": (3,), "matrix": (7, 5), "tensor": (2, 3, 5, 7), "tall": (33, 8)}
-BIG: Shapes = {"square": (1023, 1023), "embedding": (50257, 64)}
+FEW: Shapes = {name: SHAPES[name] for name in ("scalar", "matrix", "tall")}
+"""For what does the same to every entry of every leaf."""
 
 
 class Told(NamedTuple):
@@ -70,9 +71,10 @@ class Entry:
 
 
 def parameters(shapes: Shapes = SHAPES) -> dict[str, np.ndarray]:
-    """The model's first parameters."""
+    """The model's first parameters; those of one name and shape are the same beside any others."""
     rng = np.random.default_rng(0)
-    return {k: 0.5 * rng.normal(size=shape) for k, shape in shapes.items()}
+    drawn = {k: 0.5 * rng.normal(size=shapes.get(k, shape)) for k, shape in SHAPES.items()}
+    return {k: drawn[k] for k in shapes}
 
 
 def batch(i: int) -> dict[str, np.ndarray]:
@@ -89,10 +91,8 @@ def features(data: dict[str, Any], shapes: Shapes = SHAPES) -> dict[str, Any]:
     out = {}
     for name, shape in shapes.items():
         rows = shape[0] if shape else 1
-        out[name] = (
-            jnp.cos(first * jnp.arange(1, rows + 1)),
-            jnp.sin(second * jnp.arange(1, np.prod(shape, dtype=int) // rows + 1)),
-        )
+        columns = np.prod(shape, dtype=int) // rows
+        out[name] = jnp.cos(first * jnp.arange(1, rows + 1)), jnp.sin(second * jnp.arange(1, columns + 1))
     return {"leaves": out, "goal": first[:, 0], "poison": data["poison"]}
 
 
@@ -109,10 +109,7 @@ def loss(params: dict[str, Any], seen: dict[str, Any], poisoned: bool = False) -
 
 
 def step_of(
-    names: Sequence[str],
-    levels: Sequence[Any] | None = None,
-    shapes: Shapes = SHAPES,
-    **asked: Any,
+    names: Sequence[str], levels: Sequence[Any] | None = None, shapes: Shapes = SHAPES, **asked: Any
 ) -> Callable[..., Any]:
     """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
 
@@ -163,16 +160,9 @@ def run_plain(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
 
 
 def run_sharded(
-    names: Sequence[str],
-    levels: Sequence[Any],
-    rank: int = 0,
-    size: int = 1,
-    shapes: Shapes = SHAPES,
-    within: int | None = None,
-    split: Any = None,
-    offload: bool = False,
-    **settings: Any,
-) -> Any:
+    names: Sequence[str], levels: Sequence[Any], rank: int = 0, size: int = 1, shapes: Shapes = SHAPES,
+    within: int | None = None, split: Any = None, offload: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
     """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
     asked = {"within": within, "split": split, "offload": offload}
     step = jaxdist.data_parallel(step_of(names, levels, shapes, **asked), **settings)
@@ -531,6 +521,9 @@ ENTRIES: dict[str, Entry] = {
         fired=lambda params, _: abs(params["scalar"] - parameters()["scalar"]) > 0.01,
     ),
 }  # fmt: skip
+
+MASKED = {"freeze", "selective_transform"}
+"""Made for the leaves of `SHAPES`."""
 
 # The rest of what is public, other than types and modules.
 NO_TRANSFORMATIONS = {
