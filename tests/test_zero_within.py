@@ -19,21 +19,11 @@ import jaxdist
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.planning.schedule import collectives
 
-MESHES = [(4, 2), (8, 4), (8, 2)]
-"""Devices, and how many of them share a leaf: 2x2, 2x4, 4x2."""
-
-
 # --- as on one device
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "devices", "within", "level"),
-    [
-        ("clip_adamw", *MESHES[0], 3), ("lamb", *MESHES[1], 2), ("multisteps", *MESHES[2], 1),
-        ("odd_parameters", *MESHES[1], 3), ("transformer", *MESHES[0], 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "devices", "within", "level"), [("clip_adamw", 4, 2, 3), ("odd_parameters", 8, 4, 2)])
 def test_as_on_one_device(name: str, devices: int, within: int, level: int) -> None:
     case = oracle.case(name, level, within)
     got = oracle.run_decorated(case, mesh=mesh(devices))
@@ -41,13 +31,10 @@ def test_as_on_one_device(name: str, devices: int, within: int, level: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [(*m, level) for m, level in zip(MESHES, (1, 2, 3), strict=True)], ids=str)
-def test_optimizers_as_on_one_device(way: tuple[int, int, int]) -> None:
-    devices, within, level = way
-    names = ["chain", "lamb", "adafactor", "muon"]
-    want = optimizers.run_plain(names)
-    got = optimizers.run_sharded(names, [level] * len(names), within=within, mesh=mesh(devices))
-    assert optimizers.gap(want, got) < 1e-10
+def test_optimizers_as_on_one_device() -> None:
+    names = ["lamb", "adafactor", "muon"]
+    got = optimizers.run_sharded(names, [1, 2, 2], within=2, mesh=mesh(8))
+    assert optimizers.gap(optimizers.run_plain(names), got) < 1e-10
 
 
 # --- what is sent, and what is kept
@@ -73,7 +60,7 @@ IN, ACROSS, ALL = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [1, 3])
 def test_nothing_crosses_the_groups_but_slices(level: Any) -> None:
     step, state, x = mlp(level, 2)
     decorated = jaxdist.data_parallel(step, mesh=mesh(4))
@@ -86,7 +73,7 @@ def test_nothing_crosses_the_groups_but_slices(level: Any) -> None:
     assert sums == {ACROSS: (16 * 24 + 24 * 7) // 2, ALL: 1}  # half of the gradients; the loss
 
 
-@pytest.mark.parametrize(("devices", "level"), [(4, 1), (8, 2), (4, 3), (8, 3)])
+@pytest.mark.parametrize(("devices", "level"), [(4, 2), (8, 3)])
 def test_a_group_keeps_what_all_devices_would(level: Any, devices: int) -> None:
     step, state, x = mlp(level, 2)
     *state, _ = jaxdist.data_parallel(step, mesh=mesh(devices))(*state, x)
@@ -100,13 +87,10 @@ def test_a_group_keeps_what_all_devices_would(level: Any, devices: int) -> None:
     assert params["a"].shape == (16, 24)
 
 
-def test_a_group_of_all_devices_is_none() -> None:
+def test_a_group_of_all_devices_is_none_and_groups_of_one_keep_everything() -> None:
     step, state, x = mlp(3, 4)
     (params, _, _) = jaxdist.data_parallel(step, mesh=mesh(4))(*state, x)
     assert isinstance(params["a"], jax.Array)
-
-
-def test_groups_of_one_keep_everything() -> None:
     step, state, x = mlp(3, 1)
     *state, _ = jaxdist.data_parallel(step, mesh=mesh(4))(*state, x)
     assert jaxdist.memory(state).total.device == jaxdist.memory(state).total.whole
@@ -142,11 +126,11 @@ def test_a_group_whose_copy_differs_is_named(shape: tuple[int, ...]) -> None:
 
 def test_a_state_can_change_its_groups_on_the_way() -> None:
     expected, found = mlp(0, None), None
-    for level, within in ((3, 2), (3, 4), (2, None), (1, 2), (3, None)):
+    for level, within in ((3, 2), (3, 4), (2, None), (1, 2)):
         step, state, x = mlp(level, within)
         *found, _ = jaxdist.data_parallel(step, mesh=mesh(8))(*(found or state), x)
     state = expected[1]
-    for _ in range(5):
+    for _ in range(4):
         *state, _ = jax.jit(expected[0])(*state, expected[2])
     assert oracle.difference(oracle.leaves(state), jaxdist.unshard(found)) < 1e-10
 

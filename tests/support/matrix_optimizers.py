@@ -7,8 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
+import optimizers
+import parity
+
+import jaxdist
 
 
 def shampoo(rate: float = 0.05, every: int = 2) -> optax.GradientTransformation:
@@ -54,12 +59,8 @@ def soap(rate: float = 0.02, every: int = 2) -> optax.GradientTransformation:
     def init(params: Any) -> Any:
         bases = of_matrices(lambda p: jnp.eye(p.shape[0], dtype=p.dtype), params)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return {
-            "count": jnp.zeros((), jnp.int32),
-            "second": zeros,
-            "sums": jax.tree.map(jnp.zeros_like, bases),
-            "bases": bases,
-        }
+        sums = jax.tree.map(jnp.zeros_like, bases)
+        return {"count": jnp.zeros((), jnp.int32), "second": zeros, "sums": sums, "bases": bases}
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         count = state["count"] + 1
@@ -147,13 +148,15 @@ MAKERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """``(params, opt_state, batch) -> (params, opt_state, loss)`` of a chain of matrices."""
+def chain(params: Any, x: Any) -> Any:
+    """The loss of a chain of matrices."""
+    for w in params:
+        x = jnp.tanh(jnp.einsum("bi,...io->bo", x, w))
+    return jnp.mean(x**2)
 
-    def loss(params: Any, x: Any) -> Any:
-        for w in params:
-            x = jnp.tanh(jnp.einsum("bi,...io->bo", x, w))
-        return jnp.mean(x**2)
+
+def step_of(tx: optax.GradientTransformation, loss: Callable[..., Any] = chain) -> Callable[..., Any]:
+    """``(params, opt_state, batch) -> (params, opt_state, loss)``."""
 
     def step(params: Any, opt_state: Any, x: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, x)
@@ -167,3 +170,22 @@ def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
     """Random ones, for a chain."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(k, s) / s[-2] ** 0.5 for k, s in zip(keys, shapes, strict=True)]
+
+
+def trained(step: Any, params: Any, opt_state: Any, steps: int = 3) -> Any:
+    """Parameters, optimizer's state and loss after some steps."""
+    loss: Any = None
+    for i in range(steps):
+        x = np.random.default_rng(i).normal(size=(24, params[0].shape[-2]))
+        params, opt_state, loss = step(params, opt_state, x)
+    return params, opt_state, loss
+
+
+def difference(
+    tx: Any, shapes: Any, devices: int = 4, level: Any = 2, loss: Callable[..., Any] = chain, **asked: Any
+) -> float:
+    """The largest one between training on one device and on several, with what is asked of `jaxdist.zero`."""
+    sharded, params = jaxdist.zero(tx, level, **asked), parameters(*shapes)
+    want = trained(jax.jit(step_of(tx, loss)), params, tx.init(params))
+    step = jaxdist.data_parallel(step_of(sharded, loss), mesh=parity.mesh(devices))
+    return optimizers.gap(want, trained(step, params, sharded.init(params)))
