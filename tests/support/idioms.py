@@ -26,29 +26,25 @@ Idiom = Callable[[Wrap], tuple[Step, tuple[Any, ...]]]
 IDIOMS: dict[str, Idiom] = {}
 """Name to a function of `wrap`, which is applied to each optimizer, giving a step ``(*state, batch) -> (*state, aux)``
 and its initial state."""
-DIVISIBLE: set[str] = set()
-"""The idioms that only work for batches of a multiple of 4 examples."""
+DIVISIBLE = {"ppo_shuffled_minibatches", "gradient_accumulation", "accumulation_contrastive"}
+"""Those that only work for batches of a multiple of 4 examples."""
 CLASSES, VOCAB, ACTIONS, TIME = 4, 16, 3, 7
 
 
-def idiom(*, divisible: bool = False) -> Callable[[Idiom], Idiom]:
-    """Enter a function in the catalogue under its name."""
+def idiom(make: Idiom) -> Idiom:
+    """Enter a function in the catalogue under its name; its state may be of numpy."""
+    name = make.__name__  # type: ignore[attr-defined]
 
-    def enter(make: Idiom) -> Idiom:
-        name = make.__name__  # type: ignore[attr-defined]
-        assert name not in IDIOMS
-        IDIOMS[name] = lambda wrap: _on_device(*make(wrap))
-        DIVISIBLE.update([name] * divisible)
-        return make
+    def on_device(wrap: Wrap) -> tuple[Step, tuple[Any, ...]]:
+        step, state = make(wrap)
+        return step, jax.tree.map(jnp.asarray, state)
 
-    return enter
-
-
-def _on_device(step: Step, state: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
-    return step, jax.tree.map(jnp.asarray, state)
+    assert name not in IDIOMS
+    IDIOMS[name] = on_device
+    return make
 
 
-def fitted(tx: optax.GradientTransformation, params: Any, **entered: bool) -> Callable[[Any], Any]:
+def fitted(tx: optax.GradientTransformation, params: Any) -> Callable[[Any], Any]:
     """Enter a loss, ``(params, batch) -> (loss, aux)`` or ``(params, key, batch) -> (loss, aux)``, in the catalogue.
 
     The step's state is the parameters, the optimizer's state and, where the loss takes one, a key.
@@ -72,7 +68,7 @@ def fitted(tx: optax.GradientTransformation, params: Any, **entered: bool) -> Ca
                 return keyed, (params, wrapped.init(params), jax.random.key(7))
             return step, (params, wrapped.init(params))
 
-        idiom(**entered)(make)
+        idiom(make)
         return loss_fn
 
     return enter
@@ -139,16 +135,9 @@ def _unit(x: Any) -> Any:
     return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
-def _adam(rate: float = 2e-2) -> optax.GradientTransformation:
-    return optax.adam(rate, eps=1e-2)
-
-
-def _sgd(rate: float = 2e-2) -> optax.GradientTransformation:
-    return optax.sgd(rate, momentum=0.9)
-
-
-def _adamw(rate: float = 2e-2) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(rate, eps=1e-2))
+ADAM = optax.adam(2e-2, eps=1e-2)
+SGD = optax.sgd(2e-2, momentum=0.9)
+ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(2e-2, eps=1e-2))
 
 
 def _axpy(scale: Any, x: Any, y: Any) -> Any:
@@ -157,9 +146,6 @@ def _axpy(scale: Any, x: Any, y: Any) -> Any:
 
 
 _xent = optax.softmax_cross_entropy_with_integer_labels
-
-
-# Vision
 
 
 def _conv(x: Any, kernel: Any, stride: int = 1, groups: int = 1) -> Any:
@@ -178,10 +164,10 @@ def _classifier(seed: int) -> dict[str, Any]:
     return _params(seed, conv=(3, 3, 2, 5), bias=(5,), head=(5, CLASSES), out=(CLASSES,))
 
 
-@idiom()
+@idiom
 def cnn_batchnorm(wrap: Wrap) -> Any:
     """Convolution, batch norm with running statistics, max pooling; the statistics are state."""
-    tx = wrap(_adam())
+    tx = wrap(ADAM)
     params = {**_params(1, conv=(3, 3, 2, 6), shift=(6,), head=(6, CLASSES), out=(CLASSES,)), "scale": jnp.ones(6)}
 
     def loss_fn(p: Any, stats: Any, batch: Any) -> Any:
@@ -201,7 +187,7 @@ def cnn_batchnorm(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), {"mean": jnp.zeros(6), "var": jnp.ones(6)})
 
 
-@idiom()
+@idiom
 def flax_batchnorm_dropout(wrap: Wrap) -> Any:
     """A flax module with BatchNorm, whose statistics are a mutable collection, and Dropout."""
 
@@ -213,7 +199,7 @@ def flax_batchnorm_dropout(wrap: Wrap) -> Any:
             h = nn.Dropout(0.2, deterministic=False)(jnp.tanh(h))
             return nn.Dense(1, param_dtype=jnp.float64)(h)
 
-    tx, net = wrap(_adamw()), Net()
+    tx, net = wrap(ADAMW), Net()
     rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
     variables = net.init(rngs, jnp.zeros((2, 6)))
     params = variables["params"]
@@ -234,7 +220,7 @@ def flax_batchnorm_dropout(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), stats, jax.random.key(3))
 
 
-@fitted(_sgd(), _params(2, depth=(3, 3, 1, 8), point=(1, 1, 8, 4), scale=(4,), head=(4, CLASSES)))
+@fitted(SGD, _params(2, depth=(3, 3, 1, 8), point=(1, 1, 8, 4), scale=(4,), head=(4, CLASSES)))
 def depthwise_conv(p: Any, batch: Any) -> Any:
     """Depthwise and pointwise convolutions with group norm and average pooling."""
     h = _conv(batch["image"], p["depth"], groups=2)
@@ -248,14 +234,14 @@ def depthwise_conv(p: Any, batch: Any) -> Any:
     return losses.mean(), {"losses": losses}
 
 
-@fitted(_adam(), _mlp_params(5))
+@fitted(ADAM, _mlp_params(5))
 def per_example_seeds(p: Any, batch: Any) -> Any:
     """The batch brings seeds, from which each example has a key of its own."""
     noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (6,)))(batch["seed"])
     return jnp.mean((_mlp(p, batch["x"] + 0.2 * noise) - batch["y"]) ** 2), {"noise": noise[:, 0]}
 
 
-@fitted(_adam(), _classifier(6))
+@fitted(ADAM, _classifier(6))
 def mixup_reverse(p: Any, key: Any, batch: Any) -> Any:
     """Mixup with the batch in reverse order."""
     mix = jax.random.uniform(key, (), minval=0.2, maxval=0.9)
@@ -264,7 +250,7 @@ def mixup_reverse(p: Any, key: Any, batch: Any) -> Any:
     return losses.mean(), {"mix": mix}
 
 
-@fitted(_adamw(), _mlp_params(7))
+@fitted(ADAMW, _mlp_params(7))
 def mixup_permutation(p: Any, key: Any, batch: Any) -> Any:
     """Mixup with a random permutation, and a weight for each example."""
     first, second = jax.random.split(key)
@@ -276,7 +262,7 @@ def mixup_permutation(p: Any, key: Any, batch: Any) -> Any:
     return jnp.mean((_mlp(p, x) - y) ** 2), {"order": order}
 
 
-@fitted(_adamw(), _params(11, patch=(8, 8), token=(8,), mix=(8, 8), head=(8, CLASSES)))
+@fitted(ADAMW, _params(11, patch=(8, 8), token=(8,), mix=(8, 8), head=(8, CLASSES)))
 def patches_class_token(p: Any, batch: Any) -> Any:
     """Images cut into patches, and a learnt token put before each image's."""
     size = batch["image"].shape[0]
@@ -284,9 +270,6 @@ def patches_class_token(p: Any, batch: Any) -> Any:
     h = jnp.concatenate([jnp.broadcast_to(p["token"], (size, 1, 8)), patches @ p["patch"]], axis=1)
     weights = jax.nn.softmax(jnp.einsum("btd,de,bse->bts", h, p["mix"], h) / 3)
     return _xent((h + weights @ h)[:, 0] @ p["head"], batch["label"]).mean(), {}
-
-
-# Language
 
 
 def _layer_norm(x: Any, scale: Any) -> Any:
@@ -318,7 +301,7 @@ _CAUSAL = np.tril(np.ones((TIME - 1, TIME - 1), bool))
 _EMBEDDED = _params(20, embedding=(VOCAB, 8), position=(TIME - 1, 8), head=(8, VOCAB))
 
 
-@fitted(_adamw(), {**_EMBEDDED, "layers": [_blocks(21), _blocks(22)]})
+@fitted(ADAMW, {**_EMBEDDED, "layers": [_blocks(21), _blocks(22)]})
 def transformer(p: Any, batch: Any) -> Any:
     """Two layers one after the other, next-token loss of every position."""
     tokens = batch["tokens"]
@@ -329,7 +312,7 @@ def transformer(p: Any, batch: Any) -> Any:
     return losses.mean(), {"perplexity": jnp.exp(losses.mean()), "by_position": losses.mean(axis=0)}
 
 
-@fitted(_adam(), {**_params(23, embedding=(VOCAB, 8), position=(TIME - 1, 8)), "layers": _blocks(24, 2)})
+@fitted(ADAM, {**_params(23, embedding=(VOCAB, 8), position=(TIME - 1, 8)), "layers": _blocks(24, 2)})
 def transformer_scanned(p: Any, key: Any, batch: Any) -> Any:
     """Layers by lax.scan, rematerialised, with attention dropout; the embedding is also the output layer."""
     tokens = batch["tokens"]
@@ -345,24 +328,7 @@ def transformer_scanned(p: Any, key: Any, batch: Any) -> Any:
     return _xent(h @ p["embedding"].T, tokens[:, 1:]).mean(), {}
 
 
-_PACKED = _params(26, embedding=(VOCAB, 8), position=(TIME, 8), head=(8, VOCAB))
-
-
-@fitted(_adamw(), {**_PACKED, "layer": _blocks(27)})
-def packed_segments(p: Any, batch: Any) -> Any:
-    """Rows hold several sequences: attention and loss stay inside one, positions begin anew."""
-    tokens, segment = batch["tokens"], batch["segment"]
-    index = jnp.arange(TIME)
-    begins = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    position = index - lax.cummax(jnp.where(begins, index, 0), axis=1)
-    same = (segment[:, :, None] == segment[:, None]) & (index[:, None] >= index)
-    h = _block(p["layer"], p["embedding"][tokens] + p["position"][position], same[:, None])
-    losses = _xent(h[:, :-1] @ p["head"], tokens[:, 1:])
-    counted = (segment[:, 1:] == segment[:, :-1]).astype(jnp.float64)
-    return jnp.sum(losses * counted) / jnp.sum(counted), {"tokens": jnp.sum(counted)}
-
-
-@fitted(_sgd(), _params(29, embedding=(VOCAB, 5), x=(5, 18), h=(6, 18), out=(6, CLASSES)))
+@fitted(SGD, _params(29, embedding=(VOCAB, 5), x=(5, 18), h=(6, 18), out=(6, CLASSES)))
 def gru_lengths(p: Any, batch: Any) -> Any:
     """A GRU over tokens, frozen after each row's length; the first example's last state goes out."""
 
@@ -379,7 +345,7 @@ def gru_lengths(p: Any, batch: Any) -> Any:
     return _xent(h @ p["out"], batch["label"]).mean(), {"first": h[0], "longest": batch["length"].max()}
 
 
-@fitted(_adam(), {"user": _mlp_params(35, outputs=5), "item": _params(36, table=(VOCAB, 5))["table"]})
+@fitted(ADAM, {"user": _mlp_params(35, outputs=5), "item": _params(36, table=(VOCAB, 5))["table"]})
 def in_batch_softmax(p: Any, batch: Any) -> Any:
     """Two towers; the other rows' items are the negatives, corrected for how often each occurs in the batch."""
     item = batch["tokens"][:, 0]
@@ -390,10 +356,7 @@ def in_batch_softmax(p: Any, batch: Any) -> Any:
     return _xent(logits, jnp.arange(item.size)).mean(), {"rank": rank, "mrr": jnp.mean(1 / (1 + rank))}
 
 
-# Contrastive and metric learning
-
-
-@fitted(_adam(), {name: _mlp_params(k, outputs=5, bias=False) for k, name in [(40, "query"), (41, "key")]})
+@fitted(ADAM, {name: _mlp_params(k, outputs=5, bias=False) for k, name in [(40, "query"), (41, "key")]})
 def infonce(p: Any, batch: Any) -> Any:
     """Every other example's second view is a negative."""
     logits = _unit(_mlp(p["query"], batch["x"])) @ _unit(_mlp(p["key"], batch["x2"])).T / 0.3
@@ -401,7 +364,7 @@ def infonce(p: Any, batch: Any) -> Any:
     return _xent(logits, right).mean(), {"accuracy": jnp.mean(logits.argmax(axis=1) == right, dtype=jnp.float64)}
 
 
-@fitted(_sgd(), _mlp_params(42, outputs=6, bias=False))
+@fitted(SGD, _mlp_params(42, outputs=6, bias=False))
 def simclr(p: Any, batch: Any) -> Any:
     """Both views in one batch of twice the size, each example's similarity to itself masked."""
     z = _unit(_mlp(p, jnp.concatenate([batch["x"], batch["x2"]])))
@@ -410,7 +373,7 @@ def simclr(p: Any, batch: Any) -> Any:
     return _xent(logits, (jnp.arange(2 * size) + size) % (2 * size)).mean(), {"first": logits[0, 1:3]}
 
 
-@fitted(_adam(), _mlp_params(47, outputs=5, bias=False))
+@fitted(ADAM, _mlp_params(47, outputs=5, bias=False))
 def vicreg(p: Any, batch: Any) -> Any:
     """Variance, invariance and covariance of two views."""
     a, b = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
@@ -428,7 +391,7 @@ def _squared_distances(a: Any, b: Any) -> Any:
     return jnp.sum((a[:, None] - b[None]) ** 2, axis=-1)
 
 
-@fitted(_adam(), _mlp_params(50, outputs=CLASSES))
+@fitted(ADAM, _mlp_params(50, outputs=CLASSES))
 def topk_hard_mining(p: Any, batch: Any) -> Any:
     """Only the third of the examples with the largest losses counts."""
     losses = _xent(_mlp(p, batch["x"]), batch["label"])
@@ -436,7 +399,7 @@ def topk_hard_mining(p: Any, batch: Any) -> Any:
     return hardest.mean(), {"which": which}
 
 
-@fitted(_adam(), _mlp_params(51, bias=False))
+@fitted(ADAM, _mlp_params(51, bias=False))
 def listwise_ranking(p: Any, batch: Any) -> Any:
     """The likelihood of the batch's order by reward: argsort, then a cumulative logsumexp."""
     order = jnp.argsort(-batch["reward"])
@@ -445,7 +408,7 @@ def listwise_ranking(p: Any, batch: Any) -> Any:
     return jnp.mean(below - scores), {"order": order}
 
 
-@fitted(_sgd(), _mlp_params(52, bias=False))
+@fitted(SGD, _mlp_params(52, bias=False))
 def pairwise_ranking(p: Any, batch: Any) -> Any:
     """Every pair of examples of different rewards."""
     scores = _mlp(p, batch["x"])[:, 0]
@@ -455,7 +418,7 @@ def pairwise_ranking(p: Any, batch: Any) -> Any:
     return loss, {"auc": jnp.sum((margin > 0) & better) / jnp.sum(better)}
 
 
-@fitted(_adam(), _mlp_params(54, outputs=4, bias=False))
+@fitted(ADAM, _mlp_params(54, outputs=4, bias=False))
 def nearest_neighbour(p: Any, batch: Any) -> Any:
     """Each example's two nearest others are pulled towards it; everything else pushed off."""
     z = _mlp(p, batch["x"])
@@ -465,10 +428,10 @@ def nearest_neighbour(p: Any, batch: Any) -> Any:
     return near + jnp.mean(jnp.exp(-distance)), {"index": index}
 
 
-@idiom()
+@idiom
 def moco_queue(wrap: Wrap) -> Any:
     """Keys of a slow encoder go into a queue that is state; the oldest fall out."""
-    tx, fast = wrap(_adam()), _mlp_params(55, outputs=5, bias=False)
+    tx, fast = wrap(ADAM), _mlp_params(55, outputs=5, bias=False)
     queue = _unit(_params(56, queue=(40, 5))["queue"])
 
     def step(fast: Any, opt: Any, slow: Any, queue: Any, batch: Any) -> Any:
@@ -487,7 +450,7 @@ def moco_queue(wrap: Wrap) -> Any:
     return step, (fast, tx.init(fast), _mlp_params(57, outputs=5, bias=False), queue)
 
 
-@fitted(_adam(), _mlp_params(63, inputs=4, outputs=6))
+@fitted(ADAM, _mlp_params(63, inputs=4, outputs=6))
 def mmd_median_kernel(p: Any, key: Any, batch: Any) -> Any:
     """Maximum mean discrepancy of a generator's samples, the kernel's width the median distance."""
     fake = _mlp(p, jax.random.normal(key, (batch["x"].shape[0], 4)))
@@ -498,10 +461,7 @@ def mmd_median_kernel(p: Any, key: Any, batch: Any) -> Any:
     return sign @ kernel @ sign / fake.shape[0] ** 2, {"width": jnp.median(distance)}
 
 
-# Reinforcement learning
-
-
-@fitted(_adamw(), {"policy": _mlp_params(70, outputs=ACTIONS), "value": _mlp_params(71)})
+@fitted(ADAMW, {"policy": _mlp_params(70, outputs=ACTIONS), "value": _mlp_params(71)})
 def ppo_advantage_normalised(p: Any, batch: Any) -> Any:
     """Advantages standardised over the batch, clipped ratios, entropy; the share clipped and the KL go out."""
     advantage = batch["advantage"]
@@ -515,10 +475,10 @@ def ppo_advantage_normalised(p: Any, batch: Any) -> Any:
     return value / 2 - gain - 0.01 * entropy, {"clipped": clipped, "kl": jnp.mean(-jnp.log(ratio))}
 
 
-@idiom(divisible=True)
+@idiom
 def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
     """Two epochs of shuffled minibatches of the batch, each an update of the optimizer, in nested lax.scan."""
-    tx, params = wrap(_adam()), _mlp_params(72, outputs=ACTIONS)
+    tx, params = wrap(ADAM), _mlp_params(72, outputs=ACTIONS)
 
     def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
         key, now = jax.random.split(key)
@@ -545,7 +505,7 @@ def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jax.random.key(9))
 
 
-@fitted(_adamw(), {"policy": _mlp_params(77, outputs=ACTIONS), "value": _mlp_params(78)})
+@fitted(ADAMW, {"policy": _mlp_params(77, outputs=ACTIONS), "value": _mlp_params(78)})
 def gae_rollout(p: Any, batch: Any) -> Any:
     """The batch is one rollout: advantages by a reverse lax.scan along the batch."""
     value, ahead = _mlp(p["value"], batch["x"])[:, 0], _mlp(p["value"], batch["next_x"])[:, 0]
@@ -564,13 +524,10 @@ def gae_rollout(p: Any, batch: Any) -> Any:
     return policy + jnp.mean((value - returns) ** 2), {"advantage": advantage}
 
 
-# Generative models
-
-
-@idiom()
+@idiom
 def gan_concatenated(wrap: Wrap) -> Any:
     """Real and fake examples in one batch for the discriminator, which also sees the batch's spread."""
-    g_tx, d_tx = wrap(_adam()), wrap(_sgd())
+    g_tx, d_tx = wrap(ADAM), wrap(SGD)
     g, d = _mlp_params(100, inputs=4, outputs=6), _mlp_params(101, inputs=7)
 
     def judge(d: Any, x: Any) -> Any:
@@ -599,14 +556,11 @@ def gan_concatenated(wrap: Wrap) -> Any:
     return step, (g, d, (g_tx.init(g), d_tx.init(d)), jax.random.key(13))
 
 
-# Mixtures of experts
-
-
 def _experts(seed: int) -> dict[str, Any]:
     return _params(seed, gate=(6, 4), wide=(4, 6, 5), narrow=(4, 5, 1))
 
 
-@fitted(_adam(), _experts(120))
+@fitted(ADAM, _experts(120))
 def moe_top1_capacity(p: Any, batch: Any) -> Any:
     """Each example goes to one expert, if there is room: places are counted by cumsum along the batch."""
     x = batch["x"]
@@ -622,7 +576,7 @@ def moe_top1_capacity(p: Any, batch: Any) -> Any:
     return jnp.mean((out - batch["y"]) ** 2) + 0.1 * balance, aux
 
 
-@fitted(_sgd(), _experts(122))
+@fitted(SGD, _experts(122))
 def moe_expert_choice(p: Any, batch: Any) -> Any:
     """Each expert takes the examples it scores highest, by top_k over the batch."""
     x = batch["x"]
@@ -631,9 +585,6 @@ def moe_expert_choice(p: Any, batch: Any) -> Any:
     out = jnp.einsum("ech,eho->eco", jnp.tanh(jnp.einsum("ecd,edh->ech", x[index], p["wide"])), p["narrow"])
     out = jnp.zeros((x.shape[0], 1)).at[index.reshape(-1)].add((gates[..., None] * out).reshape(-1, 1))
     return jnp.mean((out - batch["y"]) ** 2), {"taken": jnp.bincount(index.reshape(-1), length=x.shape[0])}
-
-
-# Gradients of single examples, and of steps
 
 
 def _clipped(grads: Any, limit: float) -> Any:
@@ -646,10 +597,10 @@ def _one_loss(p: Any, x: Any, y: Any) -> Any:
     return jnp.sum((_mlp(p, x) - y) ** 2)
 
 
-@idiom()
+@idiom
 def private_vmap(wrap: Wrap) -> Any:
     """Differential privacy: gradients of the examples by vmap, each clipped, summed, and noise."""
-    tx, params = wrap(_sgd()), _mlp_params(130)
+    tx, params = wrap(SGD), _mlp_params(130)
 
     def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
         key, now = jax.random.split(key)
@@ -663,10 +614,10 @@ def private_vmap(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jax.random.key(15))
 
 
-@idiom()
+@idiom
 def private_map(wrap: Wrap) -> Any:
     """The same one example after the other, by lax.map."""
-    tx, params = wrap(_adam()), _mlp_params(131)
+    tx, params = wrap(ADAM), _mlp_params(131)
 
     def step(params: Any, opt: Any, batch: Any) -> Any:
         one = lambda example: _clipped(jax.grad(_one_loss)(params, *example), 1.5)
@@ -677,7 +628,7 @@ def private_map(wrap: Wrap) -> Any:
     return step, (params, tx.init(params))
 
 
-@fitted(_adam(), _mlp_params(132, inputs=2))
+@fitted(ADAM, _mlp_params(132, inputs=2))
 def maml(p: Any, batch: Any) -> Any:
     """Each example is a task: an inner gradient step on its first times, the loss on its last."""
 
@@ -690,10 +641,7 @@ def maml(p: Any, batch: Any) -> Any:
     return losses.mean(), {"losses": losses}
 
 
-# Statistics of the batch
-
-
-@fitted(_adam(), _mlp_params(140))
+@fitted(ADAM, _mlp_params(140))
 def masked_mean(p: Any, batch: Any) -> Any:
     """The mean over the examples that a mask lets count, which are spread unevenly."""
     errors = jnp.sum((_mlp(p, batch["x"]) - batch["y"]) ** 2, axis=1)
@@ -701,7 +649,7 @@ def masked_mean(p: Any, batch: Any) -> Any:
     return jnp.sum(errors * mask) / jnp.sum(mask), {"count": mask.sum(), "worst": jnp.max(errors * mask)}
 
 
-@fitted(_adam(), _mlp_params(142))
+@fitted(ADAM, _mlp_params(142))
 def quantile_clipping(p: Any, batch: Any) -> Any:
     """Losses clipped at a quantile of the batch; deviations measured by the median's."""
     error = (_mlp(p, batch["x"]) - batch["y"])[:, 0]
@@ -711,7 +659,7 @@ def quantile_clipping(p: Any, batch: Any) -> Any:
     return jnp.minimum(losses, limit).mean(), {"limit": limit, "spread": spread}
 
 
-@idiom()
+@idiom
 def examples_seen_schedule(wrap: Wrap) -> Any:
     """No optimizer: the rate falls with the examples seen, which the state counts by the batch's shape."""
     del wrap
@@ -725,7 +673,7 @@ def examples_seen_schedule(wrap: Wrap) -> Any:
     return step, (_mlp_params(146), jnp.zeros((), int))
 
 
-@fitted(_adam(), {"net": _mlp_params(149, outputs=3, bias=False), "out": _params(150, w=(3, 1))["w"]})
+@fitted(ADAM, {"net": _mlp_params(149, outputs=3, bias=False), "out": _params(150, w=(3, 1))["w"]})
 def whitening_cholesky(p: Any, batch: Any) -> Any:
     """Features made uncorrelated over the batch by a triangular solve."""
     z = _mlp(p["net"], batch["x"])
@@ -735,7 +683,7 @@ def whitening_cholesky(p: Any, batch: Any) -> Any:
     return jnp.mean((white @ p["out"] - batch["y"]) ** 2), {"factor": factor}
 
 
-@fitted(_adam(), _mlp_params(151, outputs=3, bias=False))
+@fitted(ADAM, _mlp_params(151, outputs=3, bias=False))
 def covariance_eigh(p: Any, batch: Any) -> Any:
     """A loss of the eigenvalues of the features' covariance."""
     cov = jnp.cov(_mlp(p, batch["x"]), rowvar=False)
@@ -743,7 +691,7 @@ def covariance_eigh(p: Any, batch: Any) -> Any:
     return jnp.sum(jnp.log(values) ** 2), {"values": values, "main": vectors[:, -1] ** 2}
 
 
-@fitted(_sgd(), _mlp_params(152))
+@fitted(SGD, _mlp_params(152))
 def concordance_loss(p: Any, batch: Any) -> Any:
     """One minus the concordance correlation, plus the root of the mean squared error."""
     a, b = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
@@ -752,7 +700,7 @@ def concordance_loss(p: Any, batch: Any) -> Any:
     return 1 - ccc + jnp.sqrt(jnp.mean((a - b) ** 2)), {"ccc": ccc}
 
 
-@fitted(_adam(), _mlp_params(153))
+@fitted(ADAM, _mlp_params(153))
 def spearman_double_argsort(p: Any, batch: Any) -> Any:
     """Ranks by argsort of argsort: of targets as weights, of predictions for a rank correlation."""
     out, y = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
@@ -762,14 +710,14 @@ def spearman_double_argsort(p: Any, batch: Any) -> Any:
     return jnp.mean((b + 1) / b.size * (out - y) ** 2), {"ranks": a, "spearman": spearman}
 
 
-@fitted(_adam(), _mlp_params(156, outputs=CLASSES))
+@fitted(ADAM, _mlp_params(156, outputs=CLASSES))
 def tilted_loss(p: Any, batch: Any) -> Any:
     """A logsumexp over the batch between the mean and the largest loss."""
     losses = _xent(_mlp(p, batch["x"]), batch["label"])
     return jax.nn.logsumexp(2 * losses, b=1 / losses.size) / 2, {"share": jax.nn.softmax(2 * losses)}
 
 
-@fitted(_adam(), _mlp_params(158))
+@fitted(ADAM, _mlp_params(158))
 def scaled_by_largest(p: Any, batch: Any) -> Any:
     """Features divided by the largest of the batch, targets standardised."""
     h = jnp.tanh(batch["x"] / jnp.abs(batch["x"]).max() @ p["w1"] + p["b1"])
@@ -778,7 +726,7 @@ def scaled_by_largest(p: Any, batch: Any) -> Any:
     return jnp.mean((h @ p["w2"] + p["b2"] - y) ** 2), {}
 
 
-@fitted(_adam(), _params(161, own=(6, 8), near=(6, 8), far=(8, 8), head=(8, CLASSES)))
+@fitted(ADAM, _params(161, own=(6, 8), near=(6, 8), far=(8, 8), head=(8, CLASSES)))
 def graph_messages(p: Any, batch: Any) -> Any:
     """Examples are nodes: messages gathered from neighbours, then scattered back to them."""
     x, ends = batch["x"], batch["neighbour"]
@@ -791,7 +739,7 @@ def graph_messages(p: Any, batch: Any) -> Any:
     return _xent((h + pooled[batch["group"]]) @ p["head"], batch["label"]).mean(), {"degree": degree}
 
 
-@fitted(_sgd(), _mlp_params(162))
+@fitted(SGD, _mlp_params(162))
 def consecutive_differences(p: Any, batch: Any) -> Any:
     """Neighbours in the batch: slices shifted by one, and a moving average along it."""
     z = _mlp(p, batch["x"])
@@ -800,10 +748,10 @@ def consecutive_differences(p: Any, batch: Any) -> Any:
     return jnp.mean((change - jnp.diff(batch["y"], axis=0)) ** 2) + jnp.mean((smooth - batch["reward"]) ** 2), {}
 
 
-@idiom()
+@idiom
 def train_validation_split(wrap: Wrap) -> Any:
     """The last quarter is kept for validation; the best parameters so far are state."""
-    tx, params = wrap(_adam()), _mlp_params(163)
+    tx, params = wrap(ADAM), _mlp_params(163)
 
     def step(params: Any, opt: Any, best: Any, batch: Any) -> Any:
         cut = batch["x"].shape[0] - batch["x"].shape[0] // 4
@@ -818,7 +766,7 @@ def train_validation_split(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), {"loss": jnp.full((), 1e3), "params": params})
 
 
-@idiom()
+@idiom
 def mixture_em(wrap: Wrap) -> Any:
     """No gradients: a turn of expectation and maximisation for a Gaussian mixture."""
     del wrap
@@ -837,13 +785,10 @@ def mixture_em(wrap: Wrap) -> Any:
     return step, (state,)
 
 
-# Ways to optimise
-
-
-@idiom(divisible=True)
+@idiom
 def gradient_accumulation(wrap: Wrap) -> Any:
     """The step's own accumulation: lax.scan over quarters of the batch."""
-    tx, params = wrap(_adamw()), _mlp_params(170)
+    tx, params = wrap(ADAMW), _mlp_params(170)
 
     def step(params: Any, opt: Any, batch: Any) -> Any:
         parts = {name: batch[name].reshape(4, -1, *batch[name].shape[1:]) for name in ("x", "y")}
@@ -858,10 +803,10 @@ def gradient_accumulation(wrap: Wrap) -> Any:
     return step, (params, tx.init(params))
 
 
-@idiom(divisible=True)
+@idiom
 def accumulation_contrastive(wrap: Wrap) -> Any:
     """Parts of every fourth example, each with a contrastive loss of its own and a key folded from its number."""
-    tx, params = wrap(_adam()), _mlp_params(171, outputs=5, bias=False)
+    tx, params = wrap(ADAM), _mlp_params(171, outputs=5, bias=False)
 
     def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
         key, now = jax.random.split(key)
@@ -882,7 +827,7 @@ def accumulation_contrastive(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jax.random.key(16))
 
 
-@fitted(_sgd(), _mlp_params(177, outputs=CLASSES))
+@fitted(SGD, _mlp_params(177, outputs=CLASSES))
 def adversarial_examples(p: Any, key: Any, batch: Any) -> Any:
     """Projected steps up the loss by the batch itself, from a random start; clean and attacked losses."""
     x = batch["x"]
@@ -923,14 +868,14 @@ def _equilibrium_backward(kept: Any, g: Any) -> Any:
 _equilibrium.defvjp(_equilibrium_forward, _equilibrium_backward)
 
 
-@fitted(_adam(), _params(181, inner=(5, 5), x=(6, 5), bias=(5,), out=(5, 1)))
+@fitted(ADAM, _params(181, inner=(5, 5), x=(6, 5), bias=(5,), out=(5, 1)))
 def deep_equilibrium(p: Any, batch: Any) -> Any:
     """A fixed point by while_loop until the whole batch has settled, and its implicit derivative."""
     z = _equilibrium({name: p[name] for name in ("inner", "x", "bias")}, batch["x"])
     return jnp.mean((z @ p["out"] - batch["y"]) ** 2), {"z": z}
 
 
-@fitted(_adam(), _params(183, real=(3, 3, 5), imaginary=(3, 3, 5), out=(5, 1)))
+@fitted(ADAM, _params(183, real=(3, 3, 5), imaginary=(3, 3, 5), out=(5, 1)))
 def fourier_layer(p: Any, batch: Any) -> Any:
     """Weights on the frequencies of each series, by the real Fourier transform."""
     spectrum = jnp.fft.rfft(batch["series"], axis=1)
@@ -940,7 +885,7 @@ def fourier_layer(p: Any, batch: Any) -> Any:
     return jnp.mean((h @ p["out"] - batch["rewards"][:, :, None]) ** 2), {"power": power, "spectrum": spectrum}
 
 
-@fitted(_adam(), jax.tree.map(lambda *leaves: np.stack(leaves), *[_mlp_params(186 + i) for i in range(3)]))
+@fitted(ADAM, jax.tree.map(lambda *leaves: np.stack(leaves), *[_mlp_params(186 + i) for i in range(3)]))
 def ensemble(p: Any, key: Any, batch: Any) -> Any:
     """Members in a leading axis by vmap, each with a random choice of the examples; they disagree in the aux."""
     chosen = jax.random.bernoulli(key, 0.7, (3, batch["x"].shape[0], 1))
@@ -948,52 +893,32 @@ def ensemble(p: Any, key: Any, batch: Any) -> Any:
     return jnp.mean(chosen * (out - batch["y"]) ** 2), {"spread": out.std(axis=0).mean(), "chosen": chosen.sum()}
 
 
-# What comes out besides the state
-
-
-@fitted(_adam(), _mlp_params(195, outputs=CLASSES))
+@fitted(ADAM, _mlp_params(195, outputs=CLASSES))
 def aux_of_all_kinds(p: Any, batch: Any) -> Any:
     """Floats, integers, booleans and counts of the batch, rows of it, and values that don't depend on it."""
     logits = _mlp(p, batch["x"])
     losses, guess = _xent(logits, batch["label"]), logits.argmax(axis=1)
+    label = batch["label"]
     aux = {
-        "losses": losses,
-        "extremes": (losses.max(), losses.min(), losses.argmax()),
-        "guess": guess.astype(jnp.uint8),
-        "right": jnp.sum(guess == batch["label"]),
-        "all": jnp.all(guess == batch["label"]),
-        "any": jnp.any(losses > 2.5),
-        "size": losses.size,
-        "integers": [batch["label"].sum(), batch["label"].max(), batch["id"].min(), batch["tokens"].sum(axis=0)],
-        "first": logits[0],
-        "last": batch["tokens"][-1],
-        "rows": losses[2:9:3],
-        "product": jnp.prod(1 + 0.1 * losses),
-        "spread": losses.std(),
-        "by_feature": logits.T,
-        "parameter": p["b1"].sum(),
-        "constant": 3.5,
-        "nothing": None,
-    }
+        "losses": losses, "extremes": (losses.max(), losses.min(), losses.argmax()), "guess": guess.astype(jnp.uint8),
+        "right": jnp.sum(guess == label), "all": jnp.all(guess == label), "any": jnp.any(losses > 2.5),
+        "size": losses.size, "integers": [label.sum(), label.max(), batch["id"].min(), batch["tokens"].sum(axis=0)],
+        "first": logits[0], "last": batch["tokens"][-1], "rows": losses[2:9:3], "product": jnp.prod(1 + 0.1 * losses),
+        "spread": losses.std(), "by_feature": logits.T, "parameter": p["b1"].sum(), "constant": 3.5, "nothing": None,
+    }  # fmt: skip
     return losses.mean(), aux
 
 
-@fitted(_sgd(), _mlp_params(196))
+@fitted(SGD, _mlp_params(196))
 def aux_in_order(p: Any, batch: Any) -> Any:
     """Sorted, cumulated, reversed and searched values of the batch."""
     out = _mlp(p, batch["x"])[:, 0]
     errors = (out - batch["y"][:, 0]) ** 2
     aux = {
-        "sorted": jnp.sort(errors),
-        "order": jnp.argsort(out),
-        "sum_so_far": jnp.cumsum(errors),
-        "most_so_far": lax.cummax(errors),
-        "reversed": out[::-1],
-        "pairs": jnp.outer(out, out)[:3],
-        "labels": jnp.unique(batch["label"], size=CLASSES, fill_value=-1),
-        "done": jnp.nonzero(batch["done"], size=4, fill_value=-1)[0],
+        "sorted": jnp.sort(errors), "order": jnp.argsort(out), "sum_so_far": jnp.cumsum(errors),
+        "most_so_far": lax.cummax(errors), "reversed": out[::-1], "pairs": jnp.outer(out, out)[:3],
+        "labels": jnp.unique(batch["label"], size=CLASSES, fill_value=-1), "median": jnp.median(errors),
+        "done": jnp.nonzero(batch["done"], size=4, fill_value=-1)[0], "long": jnp.stack([out, errors]).reshape(-1),
         "place": jnp.searchsorted(jnp.sort(out), jnp.array([-0.51, 0.013, 0.57])),
-        "median": jnp.median(errors),
-        "long": jnp.stack([out, errors]).reshape(-1),
-    }
+    }  # fmt: skip
     return errors.mean(), aux

@@ -160,15 +160,6 @@ def _vectors(i: int) -> dict[str, np.ndarray]:
     return {"x": rng.normal(size=(BATCH, 7)), "y": rng.integers(0, 5, BATCH)}
 
 
-def _images(i: int) -> dict[str, np.ndarray]:
-    rng = _rng(i)
-    return {"x": rng.normal(size=(BATCH, 12, 12, 1)), "y": rng.integers(0, 10, BATCH)}
-
-
-def _tokens(i: int) -> np.ndarray:
-    return _rng(i).integers(0, 11, (BATCH, 9))
-
-
 def _dense(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]))
 
@@ -195,9 +186,9 @@ def _mlp_loss(p: Any, batch: Any) -> Any:
     return _xent(_mlp(p, batch["x"]), batch["y"])
 
 
-def _params_step(loss_fn: Any, tx: Any, value_and_grad: Any = jax.value_and_grad) -> Any:
+def _params_step(loss_fn: Any, tx: Any) -> Any:
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = value_and_grad(loss_fn)(params, batch)
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, {"loss": loss}
 
@@ -206,57 +197,6 @@ def _params_step(loss_fn: Any, tx: Any, value_and_grad: Any = jax.value_and_grad
 
 def _params_case(name: str, loss_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Case:
     return Case(name, _params_step(loss_fn, tx), (params, tx.init(params)), _vectors, **kwargs)
-
-
-@functools.cache
-def _init(model: nn.Module, *shape: int, dtype: Any = float) -> Any:
-    return jax.jit(model.init)(jax.random.key(0), jnp.zeros(shape, dtype))
-
-
-class LeNet(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.avg_pool(nn.relu(nn.Conv(6, (5, 5), param_dtype=jnp.float64)(x)), (2, 2), (2, 2))
-        x = nn.avg_pool(nn.relu(nn.Conv(16, (3, 3), param_dtype=jnp.float64)(x)), (2, 2), (2, 2))
-        x = nn.relu(nn.Dense(20, param_dtype=jnp.float64)(x.reshape(x.shape[0], -1)))
-        return nn.Dense(10, param_dtype=jnp.float64)(x)
-
-
-def lenet_train_state() -> Case:
-    model = LeNet()
-    state = TrainState.create(
-        apply_fn=model.apply,
-        params=_init(model, 1, 12, 12, 1)["params"],
-        tx=_zero(optax.sgd(0.1, momentum=0.9)),
-    )
-
-    def step(state: TrainState, batch: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            logits = state.apply_fn({"params": params}, batch["x"])
-            return _xent(logits, batch["y"]), jnp.sum(logits.argmax(-1) == batch["y"])
-
-        (loss, correct), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss, "correct": correct}
-
-    return Case("LeNet, flax TrainState", step, (state,), _images)
-
-
-class Lstm(nn.Module):
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        x = nn.Embed(11, 6, param_dtype=jnp.float64)(tokens)
-        x = nn.RNN(nn.LSTMCell(8, param_dtype=jnp.float64))(x)
-        return nn.Dense(11, param_dtype=jnp.float64)(x)
-
-
-def lstm() -> Case:
-    """With `jaxdist.value_and_grad`."""
-    model = Lstm()
-    params = _init(model, 1, 4, dtype=int)
-    loss_fn = lambda p, tokens: _xent(model.apply(p, tokens[:, :-1]), tokens[:, 1:])
-    tx = _zero(optax.adam(1e-2))
-    step = _params_step(loss_fn, tx, jaxdist.value_and_grad)
-    return Case("LSTM", step, (params, tx.init(params)), _tokens)
 
 
 def odd_parameters() -> Case:
@@ -313,7 +253,7 @@ def sync_batch_norm() -> Case:
             x = nn.BatchNorm(use_running_average=False, axis_name=self.axis, param_dtype=jnp.float64)(x)
             return nn.Dense(5, param_dtype=jnp.float64)(nn.relu(x))
 
-    variables = _init(Net(None), 2, 7)
+    variables = jax.jit(Net(None).init)(jax.random.key(0), jnp.zeros((2, 7)))
     tx = _zero(optax.sgd(0.1))  # not Adam: the bias before a BatchNorm has a gradient of rounding errors alone
 
     def step_of(model: Net) -> Any:
@@ -405,8 +345,19 @@ def with_equinox() -> Case:
 
 
 def clip_adamw() -> Case:
+    """In flax's TrainState."""
     tx = _zero(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
-    return _params_case("MLP, clip+adamw", _mlp_loss, _mlp_params(), tx)
+    state = TrainState.create(apply_fn=_mlp, params=_mlp_params(), tx=tx)
+
+    def step(state: TrainState, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            logits = state.apply_fn(params, batch["x"])
+            return _xent(logits, batch["y"]), jnp.sum(logits.argmax(-1) == batch["y"])
+
+        (loss, correct), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss, "correct": correct}
+
+    return Case("MLP, clip+adamw, TrainState", step, (state,), _vectors)
 
 
 @functools.cache
@@ -434,11 +385,11 @@ def few_examples() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "clip_adamw": clip_adamw, "lenet": lenet_train_state, "lstm": lstm, "odd_parameters": odd_parameters,
+    "clip_adamw": clip_adamw, "odd_parameters": odd_parameters,
     "low_precision": low_precision, "microbatches": microbatches, "sync_batch_norm": sync_batch_norm,
     "averaged_loss": averaged_loss, "summed_loss": summed_loss, "running_loss": running_loss, "nnx": with_nnx,
     "equinox": with_equinox, "few_examples": few_examples,
 }  # fmt: skip
 
-IN_SHARDS = {"clip_adamw": 1, "lenet": 2, "lstm": 3, "odd_parameters": 3, "microbatches": 2, "few_examples": 3}
+IN_SHARDS = {"clip_adamw": 1, "odd_parameters": 3, "microbatches": 2, "few_examples": 3}
 """Cases to run under `jaxdist.zero` between processes too, and their level."""
