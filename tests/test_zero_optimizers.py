@@ -71,7 +71,8 @@ def trained(name: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("group", "devices", "level"), CASES)
 def test_as_on_one_device(group: int, devices: int, level: int) -> None:
     names, shapes = GROUPS[group]
-    got = optimizers.run_sharded(names, [level] * len(names), shapes=shapes, mesh=mesh(devices))
+    state = optimizers.start_in_shards(names, level, shapes, mesh=mesh(devices))
+    got = optimizers.run_sharded(names, [level] * len(names), shapes=shapes, state=state, mesh=mesh(devices))
     gaps = {name: optimizers.gap(expected(group)[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
     assert {name: gap for name, gap in gaps.items() if gap > 1e-10} == {}
 

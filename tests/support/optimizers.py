@@ -150,6 +150,17 @@ def start(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
     return tuple(state)
 
 
+def start_in_shards(names: Sequence[str], level: Any, shapes: Shapes = SHAPES, **settings: Any) -> tuple[Any, ...]:
+    """The same, made in a decorated function: as steps leave it, so that one program is compiled for all of them."""
+    txs = [jaxdist.zero(ENTRIES[name].make(), level) for name in names]
+
+    def init(*params: Any) -> Any:
+        pairs = zip(params, txs, strict=True)
+        return tuple(x for p, tx in pairs for x in (jaxdist.shard(p) if level == 3 else p, tx.init(p)))
+
+    return jaxdist.data_parallel(init, batch_argnums=(), donate=False, **settings)(*start(names, shapes)[::2])
+
+
 def run_plain(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
     """Parameters and state of each, after all steps on one device."""
     step = jax.jit(step_of(names, None, shapes))
@@ -161,12 +172,12 @@ def run_plain(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
 
 def run_sharded(
     names: Sequence[str], levels: Sequence[Any], rank: int = 0, size: int = 1, shapes: Shapes = SHAPES,
-    within: int | None = None, split: Any = None, offload: bool = False, **settings: Any,
+    within: int | None = None, split: Any = None, offload: bool = False, state: Any = None, **settings: Any,
 ) -> Any:  # fmt: skip
-    """The same decorated, with `jaxdist.zero`; this process passes its part of each batch."""
+    """The same decorated, with `jaxdist.zero`, from `state` if given; this process passes its part of each batch."""
     asked = {"within": within, "split": split, "offload": offload}
     step = jaxdist.data_parallel(step_of(names, levels, shapes, **asked), **settings)
-    state = start(names, shapes)
+    state = start(names, shapes) if state is None else state
     n = BATCH // size
     for i in range(STEPS):
         state = step(*state, {k: x[rank * n : (rank + 1) * n] for k, x in batch(i).items()})
