@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -36,12 +37,12 @@ ROWS = dict(
 # Parts that are tested with the optimizer of their name, unless another entry is compared with them.
 PARTS = {f"scale_by_{name}" for name in ENTRIES} - {entry.unlike for entry in ENTRIES.values()}
 NAMES = [name for name in ENTRIES if EVERYTHING or name not in PARTS]
-# Few leaves will do for these; but masks are of all of them.
-ALIKE = [
-    name for name in NAMES if ROWS.get(name, "").startswith("slices, elementwise") and name not in optimizers.MASKED
-]
-OTHERS = [name for name in NAMES if name not in ALIKE]
-GROUPS = [(ALIKE[i::4], FEW) for i in range(4)] + [(OTHERS[i::8], SHAPES) for i in range(8)]
+LOOPS = [name for name in NAMES if ENTRIES[name].extra is optimizers.line_search]
+# What works on slices needs few leaves, and loops over losses take long to compile; but masks are of all leaves.
+OF_FEW = {name for name, row in ROWS.items() if re.match(r"slices(, elementwise)? \|", row)} | {*LOOPS}
+ON_SLICES = [name for name in NAMES if name in OF_FEW - optimizers.MASKED]
+OTHERS = [name for name in NAMES if name not in ON_SLICES]
+GROUPS = [(ON_SLICES[i::8], FEW) for i in range(8)] + [(OTHERS[i::4], SHAPES) for i in range(4)]
 COMBINATIONS = list(itertools.product((2, 3, 4, 8), (1, 2, 3)))
 CASES = (
     [(i, *combination) for i in range(len(GROUPS)) for combination in COMBINATIONS]
