@@ -88,7 +88,6 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
     scale = np.exp(2 * ramp - 1 + 0.1 * i)[:, None]
     mask = (rng.uniform(size=size) < 0.1 + ramp).astype(np.float64)
     mask[0], mask[-2:] = 0.0, 1.0
-    series = np.cumsum(rng.normal(size=(size, 5, 3)) * 0.6, axis=1)
     return {
         "x": x,
         "x2": x + 0.3 * rng.normal(size=x.shape),
@@ -98,8 +97,7 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
         "image": rng.normal(size=(size, 8, 8, 2)) * (0.6 + 0.8 * ramp[:, None, None, None]),
         "tokens": rng.integers(0, VOCAB, size=(size, TIME)).astype(np.int32),
         "length": rng.integers(1, TIME + 1, size=size).astype(np.int32),
-        "segment": np.cumsum(rng.uniform(size=(size, TIME)) < 0.3, axis=1).astype(np.int32),
-        "series": series,
+        "series": np.cumsum(rng.normal(size=(size, 5, 3)) * 0.6, axis=1),
         "mask": mask,
         "group": (rng.uniform(size=size) < 0.2 + 0.6 * ramp).astype(np.int32),
         "neighbour": rng.integers(0, size, size=(size, 2)).astype(np.int32),
