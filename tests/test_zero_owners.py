@@ -112,7 +112,7 @@ def collectives(text: str) -> Counter[str]:
 @pytest.mark.parametrize(("name", "devices"), [("muon", 8), ("soap", 4)])
 def test_no_device_computes_what_another_one_does(name: str, devices: int) -> None:
     tx, params = MAKERS[name](), parameters(*SQUARES)
-    one = jax.jit(step_of(tx)).lower(params, tx.init(params), np.zeros((32, 128))).compile()
+    one: Any = jax.jit(step_of(tx)).lower(params, tx.init(params), np.zeros((32, 128))).compile()
     many = program(name, devices)
     assert many.cost_analysis()["flops"] <= 1.1 / devices * one.cost_analysis()["flops"]
     # XLA counts no FLOPs of these, but each is a call, in the program of one device.
