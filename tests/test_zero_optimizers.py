@@ -38,9 +38,9 @@ ROWS = dict(
 PARTS = {f"scale_by_{name}" for name in ENTRIES} - {entry.unlike for entry in ENTRIES.values()}
 NAMES = [name for name in ENTRIES if EVERYTHING or name not in PARTS]
 LOOPS = [name for name in NAMES if ENTRIES[name].extra is optimizers.line_search]
-# What works on slices needs few leaves, and loops over losses take long to compile; but masks are of all leaves.
+# What works on slices needs few leaves, and loops over losses take long to compile; but some want all.
 OF_FEW = {name for name, row in ROWS.items() if re.match(r"slices(, elementwise)? \|", row)} | {*LOOPS}
-ON_SLICES = [name for name in NAMES if name in OF_FEW - optimizers.MASKED]
+ON_SLICES = [name for name in NAMES if name in OF_FEW - optimizers.OF_ALL]
 OTHERS = [name for name in NAMES if name not in ON_SLICES]
 GROUPS = [(ON_SLICES[i::8], FEW) for i in range(8)] + [(OTHERS[i::4], SHAPES) for i in range(4)]
 COMBINATIONS = list(itertools.product((2, 3, 4, 8), (1, 2, 3)))

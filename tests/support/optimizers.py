@@ -533,8 +533,8 @@ ENTRIES: dict[str, Entry] = {
     ),
 }  # fmt: skip
 
-MASKED = {"freeze", "selective_transform"}
-"""Made for the leaves of `SHAPES`."""
+OF_ALL = {"freeze", "selective_transform", "skip_large_updates", "prodigy"}
+"""Their masks and limits are made for all leaves of `SHAPES`."""
 
 # The rest of what is public, other than types and modules.
 NO_TRANSFORMATIONS = {
