@@ -57,11 +57,15 @@ def test_dtypes_of_one_process() -> None:
         (lambda: jaxdist.reduce(jnp.ones(2, "int4")), TypeError, "int4"),
         (lambda: jaxdist.allreduce(X, groups=[[0, 0]]), ValueError, "rank 0 is listed twice"),
         (lambda: jaxdist.allreduce(X, groups=[[1]]), ValueError, "rank 1 in groups=.* is out of range; valid: 0..0"),
+        (lambda: jaxdist.allreduce(X, groups=[[0], []]), ValueError, "empty"),
+        (lambda: jaxdist.allreduce(X, groups=[0]), ValueError, "list of lists"),  # type: ignore[list-item]
+        (lambda: jaxdist.broadcast(X, 0.5), ValueError, "not an integer"),  # type: ignore[arg-type]
         (lambda: jaxdist.gather(X, root=1), ValueError, "root=1 is not a rank"),
         (lambda: jaxdist.allgather([X, 1.0], axis=1), ValueError, r"x\[1\] of shape \(\) has no axis 1"),
         (lambda: jaxdist.all_to_all({"w": X}, 2), ValueError, r"x\['w'\] of shape \(4, 2\) has no split_axis 2"),
         (lambda: jaxdist.scatter(1.0), ValueError, "has no dimension"),
         (lambda: jaxdist.permute(X, [(0, 0), (0, 0)]), ValueError, "source twice"),
+        (lambda: jaxdist.permute(X, [(0, 1)]), ValueError, "destination 1"),
         (lambda: jaxdist.permute(X, [0]), ValueError, "pairs"),  # type: ignore[list-item]
         (lambda: jaxdist.broadcast("text"), TypeError, "'text', not an array"),
         (lambda: jaxdist.broadcast(np.array(["a"])), TypeError, "dtype <U1"),

@@ -1,4 +1,4 @@
-"""What each collective of `jaxdist` gives inside a step, on one device, and random calls of them."""
+"""What each collective of `jaxdist` gives, on one device, and random calls of them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,9 @@ import jaxdist
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 COMPLEX = ["complex64", "complex128"]
-OPS = {"sum": operator.add, "avg": operator.add, "prod": operator.mul, "min": jnp.minimum, "max": jnp.maximum}
-KINDS = [
-    "allreduce",
-    "reduce",
-    "reduce_scatter",
-    "allgather",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "scatter",
-    "permute",
-]
+OPS = ["sum", "avg", "prod", "min", "max"]
+KINDS = ["allreduce", "reduce", "reduce_scatter", "allgather", "all_to_all", "broadcast", "gather", "scatter",
+         "permute"]  # fmt: skip
 Call = dict[str, Any]
 """``kind``, ``shape``, ``dtype`` and the arguments of the collective."""
 
@@ -43,89 +34,123 @@ def on_each(f: Any) -> Any:
 
 
 def apply(call: Call, x: Any) -> Any:
-    """The collective itself, inside a step."""
+    """The collective itself."""
     args = {k: v for k, v in call.items() if k not in ("kind", "shape", "dtype")}
     return getattr(jaxdist, call["kind"])(x, **args)
 
 
 def expected(call: Call, xs: Sequence[Any]) -> list[Any]:
-    """The result on each device, from the devices' arrays; differentiable."""
+    """The result on each device: of JAX's arrays inside a step, differentiable; of NumPy's between processes."""
     kind = call["kind"]
     if kind == "permute":
-        return [sum((xs[s] for s, t in call["perm"] if t == d), jnp.zeros_like(xs[d])) for d in range(len(xs))]
+        nothing = _numpy(xs[0]).zeros_like(xs[0])
+        return [next((xs[s] for s, t in call["perm"] if t == d), nothing) for d in range(len(xs))]
     groups = call.get("groups") or [list(range(len(xs)))]
     groups = [*groups, *([d] for d in range(len(xs)) if not any(d in g for g in groups))]
     return [_one(kind, call, [xs[i] for i in g], g.index(d), xs[d]) for d in range(len(xs)) for g in groups if d in g]
 
 
+def _numpy(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
 def _one(kind: str, call: Call, xs: list[Any], me: int, mine: Any) -> Any:
+    xp = _numpy(mine)
     n, axis = len(xs), call.get("axis", 0)
     alone = call.get("groups") and n == 1
     root = 0 if alone else call.get("root", 0)
+    if xp is np and kind in ("reduce", "gather") and me != root:
+        return mine
     if kind in ("allreduce", "reduce", "reduce_scatter"):
-        total = _reduced(xs, call.get("op", "sum"))
+        total = _reduced(xp, xs, call.get("op", "sum"))
         if kind == "reduce_scatter":
-            return jnp.split(total, n, axis)[me]
+            return xp.split(total, n, axis)[me]
         return total if kind == "allreduce" or me == root else mine.astype(total.dtype)
     if kind in ("allgather", "gather"):
-        whole = jnp.concatenate([jnp.atleast_1d(x) for x in xs], axis)
-        return whole if kind == "allgather" or me == root else jnp.zeros_like(whole)
+        whole = xp.concatenate([xp.atleast_1d(x) for x in xs], axis)
+        return whole if kind == "allgather" or me == root else xp.zeros_like(whole)
     if kind == "broadcast":
         return xs[root]
     if kind == "scatter":
-        return jnp.split(xs[root], n, 0)[me]
+        return xp.split(xs[root], n, 0)[me]
     assert kind == "all_to_all"
-    return jnp.concatenate([jnp.split(x, n, call["split_axis"])[me] for x in xs], call["concat_axis"])
+    return xp.concatenate([xp.split(x, n, call["split_axis"])[me] for x in xs], call["concat_axis"])
 
 
-def _reduced(xs: list[Any], op: str) -> Any:
+def _reduced(xp: Any, xs: list[Any], op: str) -> Any:
     dtype = xs[0].dtype
     if dtype.kind == "b" and op != "avg":
-        return functools.reduce(jnp.logical_or if op in ("sum", "max") else jnp.logical_and, xs)
+        return functools.reduce(xp.logical_or if op in ("sum", "max") else xp.logical_and, xs)
+    two = {"sum": operator.add, "avg": operator.add, "prod": operator.mul, "min": xp.minimum, "max": xp.maximum}[op]
     if op == "avg":
         out = jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
-        return (
-            functools.reduce(operator.add, [x.astype(jnp.promote_types(out, "float64")) for x in xs]) / len(xs)
-        ).astype(out)
-    wide = [x.astype("float64") for x in xs] if jnp.issubdtype(dtype, jnp.floating) else xs
-    return functools.reduce(OPS[op], wide).astype(dtype)
+        wide = jnp.promote_types(out, "float64")
+        return (functools.reduce(two, [x.astype(wide) for x in xs]) / len(xs)).astype(out)
+    wide = "float64" if jnp.issubdtype(dtype, jnp.floating) else dtype
+    with np.errstate(over="ignore"):
+        return xp.asarray(functools.reduce(two, [x.astype(wide) for x in xs])).astype(dtype)
 
 
-def random_call(rng: np.random.Generator, n: int, kinds: Sequence[str] = (), dtypes: Sequence[str] = ()) -> Call:
-    """One of the calls that are legal inside a step on `n` devices."""
-    kind = str(rng.choice(kinds or KINDS))
+def dtypes(call: Call, eager: bool = False) -> list[str]:
+    """Those that the call takes."""
+    reduces = "reduce" in call["kind"]
+    more = COMPLEX * (call.get("op") not in ("min", "max")) + ["int4", "float8_e4m3fn"] * (eager and not reduces)
+    return [*FLOATS, *INTS, "bool", *more]
+
+
+def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
+    """One of the calls that are legal inside a step on `n` devices, or between as many processes."""
+    kind = str(rng.choice(KINDS))
     call: Call = {"kind": kind}
-    reduces = "reduce" in kind
-    if reduces:
-        call["op"] = str(rng.choice(list(OPS)))
-    ordered = call.get("op") not in ("min", "max")
-    call["dtype"] = str(rng.choice(dtypes or [*FLOATS, *INTS, "bool", *COMPLEX * ordered]))
+    if "reduce" in kind:
+        call["op"] = str(rng.choice(OPS))
+    call["dtype"] = str(rng.choice(dtypes(call, eager)))
     order = [int(d) for d in rng.permutation(n)]
     if kind == "permute":
         k = int(rng.integers(1, n + 1))
         call["perm"] = list(zip(order[:k], [int(d) for d in rng.permutation(n)[:k]], strict=True))
     else:
         halves = [order[: n // 2], order[n // 2 :]] if n % 2 == 0 else [[d] for d in order]
-        any_size = [[order[:1], order[1:]], [order[: n - 1]]] if kind in ("allreduce", "reduce", "broadcast") else []
+        any_size = [[order[:1], order[1:]], [order[: n - 1]]]
+        if not eager and kind not in ("allreduce", "reduce", "broadcast"):
+            any_size = []
         choices = [None, None, [order], halves, *any_size]
         if groups := choices[rng.integers(len(choices))]:
             call["groups"] = groups
-    size = min(map(len, call.get("groups") or [order]))
+    sizes = [len(group) for group in call.get("groups") or [order]]
     if kind in ("reduce", "broadcast", "gather", "scatter"):
-        call["root"] = int(rng.integers(size))
+        call["root"] = int(rng.integers(min(sizes)))
     least = kind in ("reduce_scatter", "all_to_all", "scatter")
-    shape = [int(rng.integers(0, 3)) * n for _ in range(int(rng.integers(least, 4)))]
-    if shape and kind in ("allgather", "reduce_scatter"):
-        call["axis"] = int(rng.integers(-len(shape), len(shape)))
+    unit = int(np.lcm.reduce(sizes)) if eager else n
+    shape = [int(rng.integers(0, 3)) * unit for _ in range(int(rng.integers(least, 4)))]
+    if eager and shape and rng.random() < 0.2:  # to where the algorithms change
+        shape = [max(size, unit) for size in shape]
+        shape[0] = unit * (int(2 ** rng.uniform(10, 19)) // int(np.prod(shape[1:])))
+    if (shape or eager) and kind in ("allgather", "reduce_scatter"):
+        dims = max(1, len(shape))
+        call["axis"] = int(rng.integers(-dims, dims))
     if kind == "all_to_all":
-        call["split_axis"], call["concat_axis"] = (int(a) for a in rng.integers(len(shape), size=2))
+        call["split_axis"], call["concat_axis"] = (int(a) for a in rng.integers(-len(shape), len(shape), size=2))
     return {**call, "shape": tuple(shape)}
 
 
 def data(call: Call, rng: np.random.Generator, n: int) -> np.ndarray:
     """The devices' arrays, stacked; small integers, so that sums and products are exact."""
-    top = 2 if call["dtype"] == "bool" else 3
-    return rng.integers(0, top, (n, *call["shape"])).astype(jnp.dtype(call["dtype"]))
+    shape, dtype = (n, *call["shape"]), call["dtype"]
+    x = rng.integers(0, 2 if dtype == "bool" else 3, shape)
+    return np.asarray(x + 1j * rng.integers(0, 3, shape) if dtype in COMPLEX else x).astype(jnp.dtype(dtype))
+
+
+def compare(got: Any, want: Any, what: Any) -> None:
+    """Types, shapes and numbers: exactly those of integers."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), (what, got.dtype, got.shape, want.dtype, want.shape)
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        np.testing.assert_array_equal(got, want, err_msg=str(what))
+        return
+    tolerance = float(jnp.finfo(want.dtype).eps) * 4
+    wide = complex if jnp.issubdtype(want.dtype, jnp.complexfloating) else "float64"
+    np.testing.assert_allclose(got.astype(wide), want.astype(wide), tolerance, tolerance, err_msg=str(what))
 
 
 def check(calls: Sequence[Call], xs: Sequence[np.ndarray], first: int, mine: int) -> int:
@@ -148,17 +173,7 @@ def check(calls: Sequence[Call], xs: Sequence[np.ndarray], first: int, mine: int
     for call, want, out in zip(calls, wants, outs, strict=True):
         shards = sorted(out.addressable_shards, key=lambda s: s.device.id)
         for d, shard in enumerate(shards):
-            got, right = np.asarray(shard.data), np.asarray(want[first + d])[None]
-            if not right.size:  # XLA does not shard what is empty
-                assert (got.dtype, got.shape[1:]) == (right.dtype, right.shape[1:]), (call, got.shape, right.shape)
-                continue
-            assert (got.dtype, got.shape) == (right.dtype, right.shape), (call, got.dtype, got.shape, right.shape)
-            tolerance = float(jnp.finfo(right.dtype).eps) * 4 if jnp.issubdtype(right.dtype, jnp.inexact) else 0
-            wide = complex if jnp.issubdtype(right.dtype, jnp.complexfloating) else "float64"
-            if right.dtype.kind in "iub":
-                np.testing.assert_array_equal(got, right, err_msg=str(call))
-            else:
-                np.testing.assert_allclose(
-                    got.astype(wide), right.astype(wide), tolerance, tolerance, err_msg=str(call)
-                )
+            right = np.asarray(want[first + d])
+            # XLA does not shard what is empty
+            compare(np.asarray(shard.data)[0] if right.size else np.empty(shard.data.shape[1:], out.dtype), right, call)
     return len(calls)
