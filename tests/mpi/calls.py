@@ -315,7 +315,6 @@ def debugging() -> None:
     expected = W - jax.grad(loss_of)(W, whole(X), whole(Y)), loss_of(W, whole(X), whole(Y))
     with jax.disable_jit():
         alike("disable_jit", step(W, X[ctx.rank], Y[ctx.rank]), expected)
-    keys_of_their_own()
     bad = X[ctx.rank] * (np.nan if ctx.rank == 1 else 1.0)
     with jax.debug_nans(True):
         alike("debug_nans, none", step(W, X[ctx.rank], Y[ctx.rank]), expected)
@@ -375,18 +374,3 @@ def an_array_that_is_typed_as_a_number() -> None:
     for _ in range(2):
         w, _ = step(w, np.full((4, 2), ctx.rank, np.float32))
     assert float(w[0]) == 4.0
-
-
-def main(levels: list[int]) -> None:
-    arguments()
-    state_of_its_own_later()
-    leaves()
-    graphs_of_the_page()
-    forgotten_split()
-    for level in levels:
-        modules(level)
-    numbers()
-    debugging()
-    threads_that_take_turns()
-    an_average_in_shards()
-    an_array_that_is_typed_as_a_number()

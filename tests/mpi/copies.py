@@ -125,6 +125,7 @@ def train(leaf: str) -> None:
         step, p, q = jaxdist.data_parallel(exchange), W, W + 1
         for i in range(6):
             p, q = step(*((q, p) if i == 3 and ctx.rank == 1 else (p, q)), MINE)
+        jax.block_until_ready((p, q))
         return
 
     @jaxdist.data_parallel
@@ -137,6 +138,7 @@ def train(leaf: str) -> None:
         if i == 3 and ctx.rank == 1:
             w, key = (w * 3, key) if leaf == "w" else (w, jax.random.fold_in(key, 7))
         w, key = step(w, key, MINE)
+    jax.block_until_ready((w, key))
 
 
 def exchange(p: Any, q: Any, x: Any) -> Any:

@@ -51,7 +51,7 @@ def expected(call: Call, xs: Sequence[Any]) -> list[Any]:
 
 
 def _numpy(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else jnp
+    return np if isinstance(x, np.ndarray | np.generic) else jnp
 
 
 def _one(kind: str, call: Call, xs: list[Any], me: int, mine: Any) -> Any:
