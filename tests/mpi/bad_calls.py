@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdist
+from jaxdist.control import watchdog
 
 MODE = ""
 ctx = jaxdist.get_context()
@@ -42,7 +43,7 @@ def slowly(value: Any) -> Any:  # on the root
 
 def stuck_in_the_loader() -> Any:
     if ODD:
-        if MODE == "stops":
+        if MODE == "stops":  # the others ask it, and wait for an answer
             os.kill(os.getpid(), signal.SIGSTOP)
         while MODE == "spins":
             pass
@@ -140,6 +141,7 @@ def main(mode: str) -> None:
             except TypeError:
                 print("CAUGHT", flush=True)
     elif MODE in ("stuck", "spins", "stops", "stuck first"):
+        watchdog._ANSWER_SECONDS = 3.0
         for _ in range(0 if MODE == "stuck first" else 2):
             s, _ = step(s, batch())
         for _ in range(100):

@@ -46,10 +46,10 @@ OPTIMIZERS = list(optimizers.ENTRIES) if EVERYTHING else [
 KINDS: dict[int, list[str]] = {
     2: ["cases", "idioms", "mesh", "zero", "offload", "choice"],
     3: ["cases", "idioms", "zero", "offload"],
-    4: ["mesh", "zero", "choice", "places"],
+    4: ["places", "mesh", "zero", "choice"],
 }
-JOBS = {(2, "xla"): KINDS[2], (3, "mpi"): KINDS[3], (4, "xla"): ["mesh", "zero", "places"],
-        (4, "mpi"): ["mesh", "choice", "places"]}  # fmt: skip
+JOBS = {(2, "xla"): KINDS[2], (3, "mpi"): KINDS[3], (4, "xla"): ["places", "mesh", "zero"],
+        (4, "mpi"): ["places", "mesh", "choice"]}  # fmt: skip
 if EVERYTHING:
     JOBS = {(ranks, wire): kinds for ranks, kinds in KINDS.items() for wire in ("xla", "mpi")}
 

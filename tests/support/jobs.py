@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,20 +21,8 @@ import pytest
 import quick
 
 _MARK = "JAXDIST_TEST_JOB"  # in the environment of every process of a job, to find it again
-_FOREIGN = (
-    "OMPI_",
-    "PMIX_",
-    "PMI_",
-    "PRTE_",
-    "MPI_",
-    "HYDI_",
-    "MV2_",
-    "MVP_",
-    "I_MPI_",
-    "SLURM_",
-    "JAXDIST_",
-    "TORCHELASTIC",
-)
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "MV2_", "MVP_", "I_MPI_", "SLURM_", "JAXDIST_",
+            "TORCHELASTIC")  # fmt: skip
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
                   "MASTER_PORT", "NPROC", "PJRT_NPROC")  # fmt: skip
 
@@ -131,17 +120,14 @@ class Job:
         end = time.monotonic() + patience
         while True:
             found = []
-            for entry in Path("/proc").iterdir():
-                if not entry.name.isdigit():
-                    continue
+            for entry in Path("/proc").glob("[0-9]*"):
                 try:
-                    if f"{_MARK}={self.id}".encode() not in (entry / "environ").read_bytes():
-                        continue
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if command:  # empty: a zombie
-                        found.append(f"{entry.name} {command}")
-                except OSError:
+                    marked = f"{_MARK}={self.id}".encode() in (entry / "environ").read_bytes()
+                    command = marked and (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:  # it ended meanwhile
                     continue
+                if command:  # empty: a zombie
+                    found.append(f"{entry.name} {command}")
             if not found or time.monotonic() > end:
                 return found
             time.sleep(0.1)
@@ -156,10 +142,8 @@ class Job:
     def kill(self) -> None:
         """SIGKILL to every process with the job's mark."""
         for entry in self.alive():
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(int(entry.split()[0]), signal.SIGKILL)
-            except OSError:
-                continue
         for process in self.processes:
             process.wait()
 
@@ -171,17 +155,12 @@ def _hear_ctrl_c() -> None:
 
 def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """The environment for a job: nothing of a launcher that this test runs under; None removes."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
-    env |= OPEN_MPI | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    own = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
     # Each rank compiles for itself, and that is most of what a job does. What the code computes is the same; the tests
     # on virtual devices, in this process, are compiled as a user's step is.
-    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {quick.XLA_FLAGS}".strip()
-    for name, value in (extra or {}).items():
-        if value is None:
-            env.pop(name, None)
-        else:
-            env[name] = value
-    return env
+    flags = f"{own.get('XLA_FLAGS', '')} {quick.XLA_FLAGS}".strip()
+    given = own | OPEN_MPI | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": flags} | dict(extra or {})
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def mpirun_path() -> str:
@@ -214,12 +193,7 @@ def start_env(n: int, args: Sequence[str], env: Mapping[str, str | None] | None 
     return job
 
 
-def mpirun(
-    n: int,
-    args: Sequence[str],
-    env: Mapping[str, str | None] | None = None,
-    timeout: float = 120.0,
-) -> Result:
+def mpirun(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None, timeout: float = 120.0) -> Result:
     """Run `mpirun -np n python args` to its end."""
     return start_mpirun(n, args, env).finish(timeout)[0]
 
@@ -237,10 +211,7 @@ def cases(
 
 
 def spawn_env(
-    n: int,
-    args: Sequence[str],
-    env: Mapping[str, str | None] | None = None,
-    timeout: float = 120.0,
+    n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None, timeout: float = 120.0
 ) -> list[Result]:
     """Run n env:// processes to their end; one result per rank."""
     return start_env(n, args, env).finish(timeout)
