@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -256,38 +255,6 @@ def modules(level: Any) -> None:
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in expected]
     data = [[jax.random.key_data(x) if k else x for x, k in zip(xs, keys, strict=True)] for xs in (found, expected)]
     alike(f"nnx, level {level}", *data)
-
-
-def numbers() -> None:
-    class Model(eqx.Module):
-        w: jax.Array
-        power: int
-        name: str
-        activation: Any
-
-        def __call__(self, x: Any) -> Any:
-            out = x @ self.w
-            for _ in range(self.power):
-                out = self.activation(out)
-            return out
-
-    @jaxdist.data_parallel
-    def step(model: Any, x: Any) -> Any:
-        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
-
-    @eqx.filter_jit
-    def alone(model: Any, x: Any) -> Any:
-        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
-
-    mine = twin = Model(W, 2, "small", jnp.tanh)
-    losses: list[Any] = []
-    for k in (1.0, 2.0):
-        (mine, a), (twin, b) = step(mine, X[ctx.rank] * k), alone(twin, whole(X) * k)
-        assert mine.power == 2, mine
-        losses.append((a, b))
-    alike("equinox", [mine.w, [a for a, _ in losses]], [twin.w, [b for _, b in losses]])
 
 
 def keys_of_their_own() -> None:

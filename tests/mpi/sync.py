@@ -76,10 +76,7 @@ def main() -> dict[str, str]:
     other = ones.copy()
     other[1, 2] += 1e-6 * ODD
     case("bits", lambda: jaxdist.check_sync(same | {"w": [replicated(ones), replicated(other)]}))
-    case("keys", lambda: jaxdist.check_sync({"key": jax.random.key(int(ODD))}))
-    case("number", lambda: jaxdist.check_sync({"epoch": 3 + ODD}))
     case("tree", lambda: jaxdist.check_sync({"a": 1} | ({"extra": ones} if ODD else {})))
-    case("dtype", lambda: jaxdist.check_sync(jnp.zeros(2, jnp.bfloat16 if ODD else jnp.float32)))
     gone = jnp.ones(2)
     if ODD:
         gone.delete()
