@@ -86,4 +86,6 @@ def main() -> dict[str, float]:
     if ctx.is_root:  # sends nothing, as the processes are connected
         assert "func.func" in new().lower(W, part).as_text()
     ctx.barrier()
+    if ctx.is_root:
+        print("PLACES ARE THROUGH", flush=True)
     return gaps
