@@ -39,12 +39,12 @@ def expected(path: str) -> dict[str, Any]:
 
 
 def cases(path: str, names: list[str]) -> dict[str, float]:
-    """Cases of `oracle`, some of them also in shards."""
+    """Cases of `oracle`, some of them in shards."""
     found = {}
     for name in names:
-        for level in [0, *([oracle.IN_SHARDS[name]] if name in oracle.IN_SHARDS else [])]:
-            got = oracle.run_decorated(oracle.case(name, level), ctx.rank, ctx.size)
-            found[f"{name}:{level}"] = oracle.difference(expected(path)[name], got) / oracle.case(name).tolerance
+        case = oracle.case(name, oracle.IN_SHARDS.get(name, 0))
+        got = oracle.run_decorated(case, ctx.rank, ctx.size)
+        found[name] = oracle.difference(expected(path)[name], got) / case.tolerance
     return found
 
 
