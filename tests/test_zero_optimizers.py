@@ -98,6 +98,7 @@ def zero_table() -> ModuleType:
     return module
 
 
+@pytest.mark.usefixtures("messages_take_time")
 @pytest.mark.parametrize("name", ["adam", "chain", "adafactor", "flatten", "prodigy", "muon"])
 def test_the_documentation_says_how_they_run(name: str, zero_table: Any) -> None:
     row = zero_table.row(name)

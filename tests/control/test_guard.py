@@ -179,7 +179,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    command = [sys.executable, "-W", "ignore:This process", "-c", script, str(tmp_path)]  # forks, and has threads
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("none\n", "")
     assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {str(i): 0 for i in range(64)}

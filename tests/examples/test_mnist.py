@@ -44,7 +44,7 @@ def on_one_device(*flags: str) -> list[float]:
     return losses(gallery.script("mnist_single", "--epochs", 2, *flags)[1])
 
 
-@pytest.mark.filterwarnings("ignore:step 'train_step' was called inside", "ignore:step 'eval_step' was called inside")
+@pytest.mark.filterwarnings("ignore:step '(train|eval)_step.*' was called inside")
 def test_it_learns() -> None:
     """And `--single` is the script for one device."""
     said, log = gallery.script("mnist", "--single")

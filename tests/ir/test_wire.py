@@ -64,6 +64,7 @@ def test_buckets_and_loops(seen: list[Counter[Transfer]]) -> None:
     assert sum(one.sent for one in found) == (3 * WIDTH + 4) * 4 * 2 * 7 // 8 + 4 * WIDTH * WIDTH * 4 * 2 * 7 // 8
 
 
+@pytest.mark.usefixtures("messages_take_time")
 def test_small_gradients_of_a_loop_travel_after_it(seen: list[Counter[Transfer]]) -> None:
     small = jax.tree.map(lambda x: x[tuple(slice(min(n, 16)) for n in x.shape)], weights())
     jaxdist.data_parallel(sgd)(small, BATCH[:, :16])

