@@ -30,6 +30,7 @@ TITLES = {
     "memory": "Memory by ZeRO level",
     "overhead": "What the host pays",
     "buckets": "Buckets",
+    "estimates": "Estimates",
 }
 BESIDE_TORCH = ("step_time", "one_example", "collectives")
 INTRO = """# Performance

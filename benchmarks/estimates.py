@@ -1,10 +1,11 @@
-"""Estimated beside measured: whether the mesh and level that an estimate prefers are the fastest.
+"""What an estimate says that a step takes, beside what it takes; and whether the mesh that it prefers is the fastest.
 
-    mpirun -np 2 python benchmarks/estimates.py --json estimates.json
+    python benchmarks/estimates.py --json estimates.json --markdown estimates.md --png estimates.png
 
-Ten models on two ranks, each on every mesh of two devices (data, model, sequence) that it can be on, at ZeRO levels 0
-and 3 of the axis of data: what `mesh="auto"` goes by (`jaxdist.step.choice`) beside the median time of a step. All
-candidates of a model take turns in each round.
+Ten models on two ranks, a core each, over MPI and gloo, each on every mesh of two devices that it can be on and at ZeRO
+levels 0 and 3 of the axis of data: what `mesh="auto"` goes by beside the median time of a step. All candidates of a
+model take turns in each round. The table has the candidate that the estimate prefers, what it is estimated and measured
+to take in milliseconds, and that over the fastest of all candidates.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import argparse
 import itertools
 import json
 import os
-import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import report
 
 import jaxdist
 from jaxdist.mesh import mesh_of
 from jaxdist.runtime.context import machine_of
 from jaxdist.step.choice import Estimate
 
+NEAR = 1.05
+"""What the preferred candidate may take of the fastest to be counted as right: more than rounds differ by."""
 RNG = np.random.default_rng(0)
 
 
@@ -133,45 +140,89 @@ class Candidate:
         return (time.perf_counter() - start) / steps
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    ctx = jaxdist.init()
-    os.sched_setaffinity(0, {ctx.local_rank % (os.cpu_count() or 1)})
+def measure(models: Sequence[str], rounds: int, steps: int) -> dict[str, list[Sequence[Any]]]:
+    """Of each model its candidates, in the order of their estimates: the name, the seconds of the estimate, and the
+    median, least and most of a step that were measured."""
     found: dict[str, list[Sequence[Any]]] = {}
-    for model in args.models:
+    for model in models:
         x = MODELS[model][2]
         meshes = [({"data": 2}, 0), ({"data": 2}, 3), ({"model": 2}, 0), ({"sequence": 2}, 0)]
-        meshes = [
-            (m, level)
-            for m, level in meshes
-            if ("data" not in m or len(x) > 1) and ("sequence" not in m or x.ndim == 3)
+        candidates = [
+            Candidate(model, mesh, level)
+            for mesh, level in meshes
+            if ("data" not in mesh or len(x) > 1) and ("sequence" not in mesh or x.ndim == 3)
         ]
-        candidates = [Candidate(model, mesh, level) for mesh, level in meshes]
         took: list[list[float]] = [[] for _ in candidates]
-        for _ in range(args.rounds):
+        for _ in range(rounds):
             for each, one in zip(took, candidates, strict=True):
-                each.append(one.run(args.steps))
+                each.append(one.run(steps))
         rows = [
-            (one.name, one.estimate.times.seconds, statistics.median(each), min(each), max(each))
+            (one.name, one.estimate.times.seconds, *report.spread(each))
             for one, each in zip(candidates, took, strict=True)
         ]
         found[model] = sorted(rows, key=lambda row: row[1])
+    return found
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A row for each model, and how often the estimate is right."""
+    wires, rows, right = results["found"], [], Counter[str]()
+    for model in results["models"]:
+        cells = []
+        for wire, found in wires.items():
+            name, estimated, took, *_ = found[model][0]
+            over = took / min(row[2] for row in found[model])
+            right[wire] += over <= NEAR
+            cells += [name, report.three(1e3 * estimated), report.three(1e3 * took), f"{over:.2f}"]
+        rows.append([model, *cells])
+    head = ["", *(f"{wire}: {what}" for wire in wires for what in ("preferred", "estimated", "measured", "of fastest"))]
+    said = [f"over {wire} in {right[wire]} of {len(rows)}" for wire in wires]
+    text = f"Within {NEAR - 1:.0%} of the fastest: {', '.join(said)}. Medians of {results['rounds']} rounds."
+    return f"{text}\n\n{report.table(head, rows)}"
+
+
+def draw(results: dict[str, Any], figure: Any) -> None:
+    """Measured over estimated, a panel for each wire."""
+    panels = figure.subplots(1, len(results["found"]), sharey=True, squeeze=False)[0]
+    for panel, (wire, found) in zip(panels, results["found"].items(), strict=True):
+        for model in results["models"]:
+            panel.plot(*([1e3 * row[k] for row in found[model]] for k in (1, 2)), "o", markersize=4, label=model)
+        panel.axline((10, 10), (100, 100), color="gray", linewidth=0.8)
+        panel.set(xscale="log", yscale="log", title=wire, xlabel="estimated, ms")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("measured, ms a step")
+    panels[0].legend(fontsize="small")
+
+
+def main() -> None:
+    """Measure and report; a rank writes what it has measured to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    report.add_arguments(parser)
+    args = parser.parse_args()
+    if args.rank:
+        ctx = jaxdist.init()
+        os.sched_setaffinity(0, {ctx.local_rank % (os.cpu_count() or 1)})
+        found = measure(args.models, args.rounds, args.steps)
         if ctx.is_root:
-            fastest = min(row[2] for row in rows)
-            print(f"{model}: the first by the estimate takes {found[model][0][2] / fastest:.2f} of the fastest")
-            for name, estimated, median, least, most in found[model]:
-                print(
-                    f"  {name:18} {1e3 * estimated:9.3f} {1e3 * median:9.2f} ({1e3 * least:.2f}–{1e3 * most:.2f})",
-                    flush=True,
-                )
-    if ctx.is_root and args.json:
-        args.json.write_text(json.dumps({"communicator": ctx.communicator, "found": found}, indent=1))
+            args.rank.write_text(json.dumps(found))
+        return
+    wires = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for wire in ("mpi", "xla"):
+            path = Path(folder, wire)
+            own = [__file__, "--rank", path, "--rounds", args.rounds, "--steps", args.steps, "--models", *args.models]
+            job = [sys.executable, "-m", "jaxdist", "run", "-n", 2, "--communicator", wire, *own]
+            subprocess.run(list(map(str, job)), check=True, stdout=subprocess.DEVNULL)
+            wires["MPI" if wire == "mpi" else "gloo"] = json.loads(path.read_text())
+    results = {
+        "command": report.command(), "machine": report.machine(), "rounds": args.rounds, "models": args.models,
+        "found": wires,
+    }  # fmt: skip
+    report.write(args, results, markdown, draw)
 
 
 if __name__ == "__main__":
