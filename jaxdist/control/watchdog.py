@@ -116,16 +116,18 @@ class Watchdog:
         finally:
             ended.set()
 
-    def at_the_end(self, ranks: Collection[int]) -> tuple[list[str], list[str]]:
+    def at_the_end(self, ranks: Collection[int]) -> tuple[dict[int, str], list[str]]:
         """Where ranks are that have not said goodbye: those that hang at their end, and those still at work."""
         reports = self._ask(ranks)
-        hanging, working = [], []
+        hanging, working = dict[int, str](), list[str]()
         for rank in ranks:
             who, report = self._control.who(rank), reports.get(rank)
             if report is None:
-                hanging.append(f"{who} {_SILENT}")
+                hanging[rank] = f"{who} {_SILENT}"
+            elif report.over:
+                hanging[rank] = f"{who} is at {report.at}"
             else:
-                (hanging if report.over else working).append(f"{who} is at {report.at}")
+                working.append(f"{who} is at {report.at}")
         return hanging, working
 
     def _has_been_in(self, step: str, call: int) -> bool:

@@ -63,8 +63,9 @@ def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, t
 
 
 def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
-    """Until every rank has said goodbye, or the job has failed. Who hangs at the end of its script is named."""
-    start, turns = time.monotonic(), 0
+    """Until every rank has said goodbye, or the job has failed. Who hangs at the end of its script is named: it does so
+    at two looks, a timeout apart, for at the first it may just have come there."""
+    start, turns, suspected = time.monotonic(), 0, set[int]()
     while not control.all_left(timeout):
         turns += 1
         left = {control.rank, *control.notices.get("bye", {})}
@@ -72,10 +73,11 @@ def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
         waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"
         if control.all_left(0):
             return
-        if hanging:
-            control.fail(f"rank {control.rank}: {waited}: {'; '.join(hanging)}")
+        if found := suspected & hanging.keys():
+            control.fail(f"rank {control.rank}: {waited}: {'; '.join(hanging[rank] for rank in sorted(found))}")
             return
-        if min(left) == control.rank and turns.bit_count() == 1:  # 1, 2, 4, 8, ...
+        suspected = set(hanging)
+        if working and min(left) == control.rank and turns.bit_count() == 1:  # 1, 2, 4, 8, ...
             control.say(f"{waited}: {'; '.join(working)}")
 
 
