@@ -67,14 +67,19 @@ def or_whole(
       A step that takes its arguments and returns its results in the same forms.
     """
     examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
+    if not examples:
+        return placed
     link, machine = infer.link, infer.machine
     size = sum(nbytes(block.avals[block.inputs[k]]) for k in examples)
     gathered, computed = link.seconds("all-gather", size), seconds(placed, machine)
-    if not examples or max(gathered, computed) > moves(placed) * link.latency:  # it can't be worth it
+    if max(gathered, computed) > moves(placed) * link.latency:  # whichever of these travel together
         return placed
     whole = infer.place(block, ins, placed.outs, whole=frozenset(examples))
-    saved = (messages(placed) - messages(whole)) * link.latency
-    more = gathered + seconds(whole, machine) - computed - saved
+    more = gathered + seconds(whole, machine) - computed
+    before = messages(placed)
+    if more >= before * link.latency:  # nor if all of them were saved: it need not be traced
+        return placed
+    more -= (before - messages(whole)) * link.latency
     sent = link.sent("all-gather", size) + sent_by(whole, infer) - sent_by(placed, infer)
     one = Weighed((), ALL, more < 0, abs(more), -sent if more < 0 else sent)
     taken = replace(whole, whole=True) if one.taken else placed

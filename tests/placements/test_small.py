@@ -17,6 +17,7 @@ import pytest
 
 import jaxdist
 from jaxdist.machine import VIRTUAL
+from jaxdist.placements.options import ALL
 from jaxdist.step.decorated import DataParallel
 
 pytestmark = pytest.mark.usefixtures("messages_take_time")
@@ -143,6 +144,7 @@ def test_it_is_said_when_asked_and_no_warning(caplog: pytest.LogCaptureFixture) 
     decorated = parity.decorated(ranked, 4)
     text = str(jaxdist.explain(decorated, *args))
     assert "the step is small" in text
+    assert f"all of it: {ALL}; otherwise: +" in text
     assert "100.0% of the FLOPs" in text
     with caplog.at_level(logging.WARNING, "jaxdist"):
         decorated(*args)
