@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -56,8 +55,14 @@ def named(platform: str) -> Kind | None:
         raise ValueError(f"JAXDIST_MACHINE={asked!r}: there is no such kind of device; valid: {names}")
     numbers: dict[str, Any] = {}
     for field, _, value in (one.partition("=") for one in others):
-        numbers[field] = float(value) if re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", value) else -1
-        if field not in (*_KEPT, *_TIMES_LOST) or not (numbers[field] > 0 or (value == "0" and field in _TIMES_LOST)):
+        number = None
+        with contextlib.suppress(ValueError):
+            number = numbers[field] = float(value)
+        if (
+            number is None
+            or field not in (*_KEPT, *_TIMES_LOST)
+            or not (_LEAST < number < _MOST or (number == 0 and field in _TIMES_LOST))
+        ):
             names = ", ".join(dict.fromkeys((*_KEPT, *_TIMES_LOST)))
             raise ValueError(f"JAXDIST_MACHINE={asked!r}: after the kind, expected NAME=NUMBER with a name of {names}")
     target = "" if platform == "cpu" else KINDS["h100"].target

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
+import types
+from typing import Any, cast
 
 import jobs
 import pytest
+
+from jaxdist.runtime import farewell
 
 pytestmark = pytest.mark.slow  # together
 
@@ -64,6 +69,22 @@ def test_who_ends_later_than_the_timeout_is_waited_for(what: str, culprit: int) 
     assert "LATE" in results[culprit].stdout
     assert f"for the others: rank {culprit} (" in results[1 - culprit].stderr
     assert "Traceback" not in results[culprit].stderr
+
+
+@pytest.mark.parametrize(("looks", "said"), [([{1}, set()], []), ([{1}, {1}], ["rank 1"]), ([{1}, {2}, set()], [])])
+def test_who_has_just_come_to_its_end_does_not_hang_there(looks: list[set[int]], said: list[str]) -> None:
+    """Until it says goodbye it is at its end for a moment: who is seen there twice in a row hangs."""
+    failed: list[str] = []
+    seen = iter(looks)
+
+    def at_the_end(ranks: Any) -> tuple[dict[int, str], list[str]]:
+        return {rank: f"rank {rank}" for rank in next(seen)}, ["another one at work"]
+
+    turns = itertools.count()
+    control: Any = types.SimpleNamespace(rank=0, size=3, notices={}, fail=failed.append, say=lambda text: None)
+    control.all_left = lambda timeout: timeout > 0 and next(turns) >= len(looks)
+    farewell._wait_for_all(control, cast(Any, types.SimpleNamespace(at_the_end=at_the_end)), 1.0)
+    assert [text.rpartition(": ")[2] for text in failed] == said
 
 
 def test_who_hangs_at_its_end_is_named() -> None:

@@ -111,7 +111,8 @@ NO_NUMBER = "after the kind, expected NAME=NUMBER with a name of link, network"
     [
         ("h1000", "JAXDIST_MACHINE='h1000': there is no such kind of device; valid: A100-40"),
         *((f"cpu,{what}", NO_NUMBER)
-          for what in ("network", "network=", "network=0", "network=-1", "latency=nan", "memory=1", "=1", "")),
+          for what in ("network", "network=", "network=0", "network=-1", "network=1.2.3", "flops=1e400", "latency=nan",
+                       "memory=1", "=1", "")),
     ],
 )  # fmt: skip
 def test_no_such_kind_or_number(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
