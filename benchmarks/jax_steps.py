@@ -35,6 +35,7 @@ from worker import Variant
 
 import jaxdist
 from jaxdist.observe.profile import share
+from jaxdist.runtime import measured
 
 tx = optax.adam(models.LEARNING_RATE)
 
@@ -51,6 +52,7 @@ class Steps:
 
     def __init__(self, model: str):
         self.ctx = jaxdist.init()
+        self.kinds = {self.ctx.communicator: self.ctx.kind}
         self.model = models.find(model)
         self.loss = loss_of(self.model)
         self.params = models.init(self.model)
@@ -128,9 +130,14 @@ class Steps:
         return _stepping(self._with(communicator, step), (self.params, tx.init(self.params)), batch)
 
     def _with(self, communicator: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        if communicator == "auto":
+            return step
+        if communicator not in self.kinds:  # what is measured of the other one when the job starts
+            own = measured.measure(self.ctx.mesh, self.ctx.hosts, communicator)
+            self.kinds[communicator] = self.ctx.control.exchange("what a second is", own)[0]
+
         def call(*args: Any) -> Any:
-            if communicator != "auto":
-                self.ctx.communicator = communicator  # read when a program is built
+            self.ctx.communicator, self.ctx.kind = communicator, self.kinds[communicator]  # read when it is built
             return step(*args)
 
         return call

@@ -13,12 +13,13 @@ References:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxdist.placements.block import TO_A_SUM, Block, Node
-from jaxdist.placements.cost import cost, moves, seconds, sent_by
+from jaxdist.placements.cost import cost, moves, moves_of, seconds, sent_by
 from jaxdist.placements.marked import used_in_slices
 from jaxdist.placements.strategy import Placed, Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split
@@ -26,6 +27,8 @@ from jaxdist.placements.walk import Choice, Walk
 
 _OPERATIONS, _FEWEST = 30_000, 8
 """How often a block is walked at most: less often the more operations it has, but not less than so often."""
+_SURE = 1 / 5
+"""How much longer messages are taken to be that only a switched option sends: estimates are no better than that."""
 
 IN_SLICES = "sums that are used in slices are made so"
 ALL = "computed whole on every device, of examples that are gathered first"
@@ -100,6 +103,7 @@ class _Descent:
         self._infer, self._block, self._ins, self._loose, self._groups = infer, walk.block, ins, loose, groups
         self._whole, self._offers = walk.choice.whole, walk.offers
         self._left = max(_FEWEST, _OPERATIONS // max(len(walk.block.nodes), 1))
+        self._usual = _messages(walk.placed)
         self._known: dict[On, tuple[float, Placed]] = {On(): (self._cost(walk.placed), walk.placed)}
 
     def best(self) -> Placed:
@@ -146,7 +150,9 @@ class _Descent:
             )
             placed = Walk(self._infer, self._block, self._ins, self._loose, choice).placed
             self._known[on] = self._cost(placed), placed
-        return self._known[on][0]
+        others = _messages(self._known[on][1]) - self._usual
+        unsure = sum(times * self._infer.link.seconds(*message) for message, times in others.items())
+        return self._known[on][0] + _SURE * unsure
 
     def _cost(self, placed: Placed) -> float:
         """What the block costs, with its summands added up if nothing else does it. Options differ little in what a
@@ -155,6 +161,15 @@ class _Descent:
             wants = [REPLICATED if isinstance(p, Partial) else None for p in placed.given]
             placed = placed.returning(self._infer, wants)
         return cost(placed, self._infer, memory=False)
+
+
+def _messages(placed: Placed) -> Counter[tuple[str, int]]:
+    """The kind and bytes of what travels, and how often."""
+    found = Counter[tuple[str, int]]()
+    for move, times in moves_of(placed):
+        if not move.again:
+            found[move.kind, move.bytes] += times
+    return found
 
 
 def _groups(walk: Walk) -> list[Choice]:

@@ -29,7 +29,8 @@ from jaxdist.mesh import AXIS, GROUP, axes_of_mesh, bound, in_groups, in_host
 from jaxdist.runtime import gloo
 
 _SIDE = 512  # of matrices that are multiplied
-_LARGE, _CHAIN = 1 << 20, 8  # entries of a large message; small ones in a row
+_LARGE, _CHAIN = 1 << 18, 8  # entries of a large message, as much as travels together (buckets); small ones in a row
+_TOUCHED = 1 << 22  # entries that are read and written
 _TIMES = 5
 _NAME = "machines.json"
 _KEPT = ("link", "network", "latency", "network_latency", "flops", "bandwidth")
@@ -131,7 +132,7 @@ def measure(mesh: Mesh, hosts: tuple[str, ...], communicator: str) -> Kind:
 
 def _computed() -> dict[str, float]:
     """FLOPs, and bytes that are read and written, in a second."""
-    square, row = np.ones((_SIDE, _SIDE), np.float32), np.ones(4 * _LARGE, np.float32)
+    square, row = np.ones((_SIDE, _SIDE), np.float32), np.ones(_TOUCHED, np.float32)
     product = _best(lambda: jnp.matmul(square, square))
     touched = _best(lambda: np.multiply(row, 2.0))
     return {"flops": _rounded(2 * _SIDE**3 / product / REACHED), "bandwidth": _rounded(row.nbytes / touched)}

@@ -33,7 +33,7 @@ def normed(params: tuple[Any, Any], x: Any) -> Any:
     ("width", "rows", "gathered", "why"),
     [
         (512, 32, 2, "neither product of the pair is worth it alone, and all twenty of the other weight are not"),
-        (1024, 16, 0, "what the rows are gathered for by one weight's products the other's need as well"),
+        (1536, 16, 0, "what the rows are gathered for by one weight's products the other's need as well"),
     ],
 )
 def test_what_is_worth_it_together_is_taken_together(width: int, rows: int, gathered: int, why: str) -> None:
