@@ -112,7 +112,7 @@ def main() -> None:
     train, evaluate = jit(train_step), jit(eval_step)
 
     train_set, test_set = ({"image": split.image_NxHxWxC, "label": split.label_N} for split in load(None))
-    share = args.batch_size // ctx.part(mesh)[1]  # processes along the model axis pass the same rows
+    share = args.batch_size // ctx.parts(mesh)[1]  # processes along the model axis pass the same rows
     batches = jaxdist.loader(train_set, share, seed=args.seed, mesh=mesh)
     tests = jaxdist.loader(test_set, share, shuffle=False, tail="pad", mesh=mesh)
     model = Classifier()

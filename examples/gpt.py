@@ -102,7 +102,7 @@ def main() -> None:
 
     ctx = jaxdist.init()
     mesh = {axis.split("=")[0]: int(axis.split("=")[1]) for axis in args.mesh.split(",")} if args.mesh else {}
-    _, parts = ctx.part(mesh or None)  # processes that differ on another axis than data pass the same windows
+    _, parts = ctx.parts(mesh or None)  # processes that differ on another axis than data pass the same windows
     if args.batch_size % parts or (args.single and ctx.size > 1):
         raise SystemExit(f"{parts} parts share --batch-size {args.batch_size} equally; --single is for one process")
     jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts=MEGATRON) if mesh else jaxdist.data_parallel

@@ -134,12 +134,17 @@ def ranks_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 @functools.cache
-def parts_of_batch(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """For each part of a batch the processes that pass it, in the order of their places on the axis of data: these
-    differ on other axes only."""
+def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...], ...]:
+    """For each part of a batch the processes that pass it: there is a part for each place on the axis of data.
+
+    Args:
+      mesh: the devices.
+      in_lanes: whether a process alone passes parts as well; else it passes one, for all of its devices.
+    """
     k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
     rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
-    return tuple(dict.fromkeys(tuple(sorted({d.process_index for d in row})) for row in rows))
+    parts = tuple(tuple(sorted({d.process_index for d in row})) for row in rows)
+    return parts if in_lanes or len(set(ranks_of(mesh))) > 1 else parts[:1]
 
 
 def data_size(mesh: Mesh) -> int:

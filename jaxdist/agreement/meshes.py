@@ -36,7 +36,8 @@ class Meshes:
         """
         ranks, names = ranks_of(mesh), [axis.name for axis in passes(mesh)]
         size = self._context.size
-        if size == 1 or mesh in self._connected or (len(names) < 2 and ranks == tuple(range(size))):
+        in_order = list(mesh.devices.flat) == self._context.devices
+        if size == 1 or mesh in self._connected or (len(names) < 2 and in_order):
             return
         said = f"mesh={dict(mesh.shape)} over the ranks {', '.join(map(str, ranks))}"
         meshes = by_value(self._context.control.exchange("the mesh of a step", said, self._context.timeout, said))

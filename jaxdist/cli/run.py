@@ -71,6 +71,10 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Start the job again when a rank fails, so many times: from its last checkpoint.")
     ] = 0,
+    lanes: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU devices of all ranks together: the same bits on any number of ranks up to it."),
+    ] = None,
     shrink: Annotated[
         bool,
         typer.Option("--shrink", help="Without the hosts that don't answer any more; if all do, with one rank fewer."),
@@ -88,7 +92,11 @@ def run(
             if advice:
                 say(advice)
         mpirun = choose(launcher, connector, communicator)
+        if lanes and size > lanes:
+            raise ValueError(f"{size} ranks for --lanes {lanes}: a lane is not divided. Start at most {lanes} ranks")
         environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
+        if lanes:
+            environment["JAXDIST_LANES"] = str(lanes)
         # When this process is killed Linux sends mpirun a SIGTERM for each of its threads; at the second one Open MPI
         # leaves its ranks alone.
         guard.start(whole_job=True)

@@ -42,6 +42,7 @@ class XlaWire:
 
     def __init__(self, ctx: Any, timeout: float):
         self._ctx, self._timeout = ctx, timeout
+        self._first = {d.process_index: d for d in reversed(ctx.devices)}  # of each process
         self._counts: dict[tuple[int, int], int] = {}  # messages so far, by source and destination
 
     def differ(self, fingerprint: int, sequence: int, what: Callable[[], str]) -> bool:
@@ -58,13 +59,13 @@ class XlaWire:
 
     def load(self, leaf: Any) -> jax.Array:
         """A leaf on this process's device, once it is computed."""
-        return jax.block_until_ready(jax.device_put(leaf, self._ctx.devices[self._ctx.rank]))
+        return jax.block_until_ready(jax.device_put(leaf, self._first[self._ctx.rank]))
 
     def run(self, call: Call, leaves: Sequence[jax.Array], group: Group) -> list[jax.Array | None]:
         """The results; None where this rank's own value stays. All ranks of the group are in this call."""
         if not leaves:
             return []
-        mesh = _mesh(tuple(self._ctx.devices[r] for r in group.ranks))
+        mesh = _mesh(tuple(self._first[r] for r in group.ranks))
         sharding = NamedSharding(mesh, P())  # a lie that spares a reshape: each device holds its own
         inputs: list[jax.Array] = [jax.make_array_from_single_device_arrays(x.shape, sharding, [x]) for x in leaves]
         over_gloo = mesh.devices.flat[0].platform == "cpu"

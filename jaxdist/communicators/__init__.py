@@ -57,7 +57,7 @@ def lowering(communicator: str | Rules, mesh: Mesh, hosts: tuple[int, int] = (0,
     """The lowering rules of a communicator.
 
     Args:
-      communicator: ``"xla"``, ``"mpi"``, or a table of rules.
+      communicator: ``"xla"``, ``"lanes"``, ``"mpi"``, or a table of rules.
       mesh: the devices.
       hosts: how many in a row are on one host, if there are several, 0: that is no matter; bytes from which it matters.
 
@@ -73,7 +73,11 @@ def lowering(communicator: str | Rules, mesh: Mesh, hosts: tuple[int, int] = (0,
         from jaxdist.communicators.mpi import MpiLowering
 
         return MpiLowering(axes_of_mesh(mesh), ranks_of(mesh), hosts)
-    raise ValueError(f"unknown communicator {communicator!r}; there are 'xla' and 'mpi'")
+    if communicator == "lanes":
+        from jaxdist.communicators.lanes import LanesLowering
+
+        return LanesLowering()
+    raise ValueError(f"unknown communicator {communicator!r}; there are 'xla', 'lanes' and 'mpi'")
 
 
 def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine) -> int:
@@ -84,13 +88,13 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine
     own combiner does it: it merges the reductions without copying them (see ``docs/communication.md``).
 
     Args:
-      communicator: ``"xla"`` or ``"mpi"``.
+      communicator: ``"xla"``, ``"lanes"`` or ``"mpi"``.
       mesh: the devices.
       machine: what they stand for.
     """
     if not machine.kind.is_cpu:
         return 0
-    return 1 << 20 if communicator == "mpi" or _over_gloo(mesh) else 1 << 18
+    return 1 << 20 if communicator in ("mpi", "lanes") or _over_gloo(mesh) else 1 << 18
 
 
 # Seen in the schedules that it makes for 8 H100s of a 12-layer transformer (`jaxdist plan`, see docs/plan.md).

@@ -41,8 +41,21 @@ def reduce_scatter(x: Any, dim: int, wire: str | None, size: int, all_to_all: Mo
 
 def added_up(parts: Any, wire: Any, all_to_all: Move) -> Any:
     """The sum of the devices' parts for this one, of which each device has `parts`, one for each."""
-    wide = jnp.promote_types(parts.dtype, jnp.float32) if jnp.issubdtype(parts.dtype, jnp.floating) else parts.dtype
-    return all_to_all(parts.astype(wire)).astype(wide).sum(0)
+    wide = _wide(parts.dtype)
+    return summed(all_to_all(parts.astype(wire)).astype(wide))
+
+
+def summed(parts: Any) -> Any:
+    """The sum over the first dimension, by a binary tree: neighbours first. In float32 or wider."""
+    parts = parts.astype(_wide(parts.dtype))
+    while (n := len(parts)) > 1:
+        pairs = parts[: n - n % 2].reshape(n // 2, 2, *parts.shape[1:])
+        parts = jnp.concatenate([pairs[:, 0] + pairs[:, 1], parts[n - n % 2 :]])
+    return parts[0]
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def bits(x: Any) -> tuple[Any, Move]:

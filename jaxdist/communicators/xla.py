@@ -41,9 +41,9 @@ class XlaLowering(Interpreter):
                 all_reduce_p: lambda _, eqn, x: reduced(x, **eqn.params),
                 reduce_shard_p: lambda _, eqn, x: _reduce_shard(eqn, x),
                 gather_shards_p: lambda _, eqn, x: _gather_shards(eqn, x),
-                p.pmax_p: lambda _, eqn, x: _extreme(eqn, x, "max"),
-                p.pmin_p: lambda _, eqn, x: _extreme(eqn, x, "min"),
-                group_reduce_p: lambda _, eqn, x: _extreme(eqn, x, eqn.params["op"]),
+                p.pmax_p: lambda _, eqn, x: extreme(eqn, x, "max"),
+                p.pmin_p: lambda _, eqn, x: extreme(eqn, x, "min"),
+                group_reduce_p: lambda _, eqn, x: extreme(eqn, x, eqn.params["op"]),
                 **FETCHED,
             }
         )
@@ -128,7 +128,7 @@ class GlooLowering(XlaLowering):
 
     def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
         axes = eqn.params["axes"]
-        to_all, from_all, total = (functools.partial(move, axes) for move in (_all_to_all, _all_gather, _all_reduce))
+        to_all, from_all, total = (functools.partial(move, axes) for move in (all_to_all, all_gather, self._total))
         return ByHosts(to_all, from_all, total, *(self._hosts if len(axes) == self._axes else (0, 0)))
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
@@ -137,16 +137,16 @@ class GlooLowering(XlaLowering):
         size = len(groups[0]) if groups else lax.axis_size(eqn.params["axis_name"])
         parts = slices(x, dim, size)
         parts = lax.all_to_all(parts, eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups)
-        total = parts.sum(0).astype(x.dtype)
+        total = exchange.summed(parts).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
 
-
-def _all_reduce(axes: Axes, x: Any, wire: str | None, groups: Groups | None) -> Any:
-    if wire is None:
-        return lax.psum(x, axes, axis_index_groups=groups)
-    size = len(groups[0]) if groups else lax.axis_size(axes)
-    all_to_all, all_gather = (functools.partial(move, axes, groups=groups) for move in (_all_to_all, _all_gather))
-    return exchange.all_reduce(x, wire, size, all_to_all, all_gather)
+    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Groups | None) -> Any:
+        """The sum of `x` over the devices along some axes, or within groups of these."""
+        if wire is None:
+            return lax.psum(x, axes, axis_index_groups=groups)
+        size = len(groups[0]) if groups else lax.axis_size(axes)
+        to_all, from_all = (functools.partial(move, axes, groups=groups) for move in (all_to_all, all_gather))
+        return exchange.all_reduce(x, wire, size, to_all, from_all)
 
 
 def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
@@ -155,11 +155,12 @@ def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
 
 
 def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
-    parts = _all_gather(eqn.params["axes"], x)
+    parts = all_gather(eqn.params["axes"], x)
     return joined(parts, eqn.params["dim"], eqn.params["size"])
 
 
-def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
+def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
+    """The largest or smallest over devices, or a sum, as XLA makes it; NaN if one is."""
     def reduce(x: Any) -> Any:
         return compat.bind(eqn, eqn.params, [x])[0]
 
@@ -168,11 +169,13 @@ def _extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
     return exchange.extreme(x, op, reduce)
 
 
-def _all_to_all(axes: Axes, parts: Any, groups: Any) -> Any:
+def all_to_all(axes: Axes, parts: Any, groups: Any) -> Any:
+    """Row i of `parts` from the i-th device along the axes, or of the group."""
     raw, back = exchange.bits(parts)
     return back(lax.all_to_all(raw, axes, 0, 0, tiled=True, axis_index_groups=groups))
 
 
-def _all_gather(axes: Axes, part: Any, groups: Any = None) -> Any:
+def all_gather(axes: Axes, part: Any, groups: Any = None) -> Any:
+    """The parts of all devices along the axes, or of the group, in a new leading dimension."""
     raw, back = exchange.bits(part)
     return back(lax.all_gather(raw, axes, axis_index_groups=groups))

@@ -32,7 +32,7 @@ class Sampling:
     Attributes:
       length: of the data set.
       batch_size: of a part.
-      index: of the part of each batch that this rank reads.
+      own: the parts of each batch that this rank reads, one after the other.
       parts: of a batch.
       shuffle: whether each epoch has an order of its own.
       seed: of that order.
@@ -42,7 +42,7 @@ class Sampling:
 
     length: int
     batch_size: int
-    index: int
+    own: tuple[int, ...]
     parts: int
     shuffle: bool
     seed: int
@@ -72,14 +72,23 @@ class Sampling:
         left = self.length - position
         return left if self.keep and left < self.whole else None
 
-    def part(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def alone(self) -> bool:
+        """Whether this rank reads all of a batch."""
+        return len(self.own) == self.parts
+
+    def examples(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
         """This rank's examples of a batch, and whether each is real (the others fill up the tail)."""
         if (left := self.tail(position)) is not None:
-            rows = -(-left // self.parts)
-            places = position + np.minimum(self.index * rows + np.arange(rows), left - 1)  # copies of the last one
-            return self.order(epoch, places), np.ones(rows, bool)
-        places = position + self.index * self.batch_size + np.arange(self.batch_size)
+            rows = self._rows(-(-left // self.parts))
+            rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last one
+            return self.order(epoch, position + rows), np.ones(len(rows), bool)
+        places = position + self._rows(self.batch_size)
         return self.order(epoch, places % self.length), places < self.length
+
+    def _rows(self, each: int) -> np.ndarray:
+        """Those of a batch that this rank reads, with so many in a part."""
+        return np.concatenate([part * each + np.arange(each) for part in self.own])
 
     def order(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """The examples at these places of an epoch."""
@@ -110,7 +119,7 @@ class BatchReader:
 
     def __call__(self, step: int) -> Any:
         epoch, position = self.sampling.seek(*self.start, step)
-        indices, real = self.sampling.part(epoch, position)
+        indices, real = self.sampling.examples(epoch, position)
         if isinstance(self.source, Arrays) and self.transform is None:
             batch = jax.tree.map(lambda x: x[indices], self.source.tree)
         else:
@@ -156,7 +165,7 @@ def known(sampling: Sampling, read: Any) -> Any:
     if not sampling.keep:
         return read
     batch, left = read
-    return jax.tree.map(lambda x: batch_part(x, left), batch) if left and sampling.parts > 1 else batch
+    return jax.tree.map(lambda x: batch_part(x, left), batch) if left and not sampling.alone else batch
 
 
 def to_devices(context: Any, sampling: Sampling, mesh: Mesh | Sizes | None = None) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.collectives.public import allgather
 from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, stream, to_devices
-from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
+from jaxdist.mesh import Sizes
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.zero import unshard
 
@@ -49,7 +49,7 @@ def loader(
         grain source or ``MapDataset``, or anything else with ``__len__`` and ``__getitem__``. An example is a pytree of
         arrays and numbers.
       batch_size: examples a process and step: ``256 // ctx.size`` for 256 in all. They are divided over the process's
-        devices.
+        devices. In lanes: examples a lane and step, ``256 // ctx.num_devices``.
       shuffle: in an order given by seed and epoch; False: in the source's.
       seed: of the order, and of a random `transform`.
       tail: what to do at the end of an epoch that can't fill a batch on every rank. ``"drop"`` it: the loader yields
@@ -66,7 +66,7 @@ def loader(
       on_devices: yield global arrays that are on the mesh of the job already, moved there ahead in the background,
         instead of this process's part as numpy arrays. Costs the memory of `prefetch` batches there.
       mesh: that of `jaxdist.parallel`, on which processes that differ on other axes than that of data read the same
-        examples (see `Context.part`: ``256 // ctx.part(mesh)[1]`` for 256 in all); default: each reads its own.
+        examples (see `Context.parts`: ``256 // ctx.parts(mesh)[1]`` for 256 in all); default: each reads its own.
 
     Returns:
       A `Loader`.
@@ -139,7 +139,7 @@ class Loader:
             if tail not in ("drop", "pad", "keep"):
                 raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
             self._source, length = open_source(source)
-            part, parts = context.part(mesh)
+            own, parts = context.parts(mesh)
             size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * parts
             if not 0 < length <= MOST:
                 raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
@@ -149,7 +149,7 @@ class Loader:
                     f"{parts}, {whole} in all): with tail='drop' there would be no step. Use a smaller "
                     "batch_size or tail='keep'"
                 )
-            self._sampling = Sampling(length, size, part, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            self._sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
             if on_devices:
                 self._place = to_devices(context, self._sampling, mesh)
             return {
@@ -363,13 +363,21 @@ def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None)
     """
 
     ctx = get_context()
-    once = [ranks[0] for ranks in parts_of_batch(mesh_of(mesh, ctx.devices) if mesh else ctx.mesh)]
+    own, parts = ctx.parts(mesh)
+    passed = ctx.parts_of_all(mesh)
+    once = [next((r, of.index(part)) for r, of in enumerate(passed) if part in of) for part in range(parts)]
 
     def whole(x: Any) -> np.ndarray:
         if isinstance(x, jax.Array) and isinstance(x.sharding, jax.sharding.NamedSharding):
             return np.asarray(unshard(x))
-        rows = np.asarray(allgather(x))
-        return rows.reshape(ctx.size, -1, *rows.shape[1:])[once].reshape(-1, *rows.shape[1:]) if rows.ndim else rows
+        rows = np.asarray(x)
+        if not rows.ndim or len(own) == parts:
+            return rows
+        most = max(map(len, passed))  # a rank with fewer parts fills up
+        rows = rows.reshape(len(own), -1, *rows.shape[1:])
+        rows = np.concatenate([rows, np.repeat(rows[:1], most - len(own), 0)])
+        everyone = np.asarray(allgather(rows)).reshape(ctx.size, *rows.shape)
+        return np.concatenate([everyone[at] for at in once])
 
     real = whole(weight) > 0
 

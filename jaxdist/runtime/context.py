@@ -26,13 +26,13 @@ from jaxdist.control.sequence import CallSequence
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
-from jaxdist.runtime import commlog, farewell, start, transfer
+from jaxdist.runtime import commlog, farewell, in_lanes, start, transfer
 
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
 
 _context: Context | None = None
-_requested: tuple[Any, Any, int | None, int | None] | None = None
+_requested: tuple[Any, ...] | None = None
 _lock = threading.RLock()
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Context:
       devices: those devices, in rank order.
       hosts: of each rank, the name of its host.
       mesh: over them, with the one axis "data".
-      communicator: "xla" or "mpi".
+      communicator: "xla", "mpi", or "lanes": "xla" with sums in one order.
       kind: of its devices: what they compute and send in a second (`jaxdist.machine`).
       rules: a communicator of the user's own, for steps; None: there is none.
       timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
@@ -125,10 +125,11 @@ class Context:
         at = np.unravel_index(own, made.devices.shape)
         return {name: tuple(map(int, np.unique(k))) for name, k in zip(made.axis_names, at, strict=True)}
 
-    def part(self, mesh: Mesh | Sizes | None = None) -> tuple[int, int]:
-        """The number of the part of a batch that this process passes, and the number of parts.
+    def parts(self, mesh: Mesh | Sizes | None = None) -> tuple[tuple[int, ...], int]:
+        """The parts of a batch that this process passes, one after the other, and the number of parts of a batch.
 
-        Processes with the same place on the axis of data pass the same part. `jaxdist.loader` goes by it.
+        Processes with the same place on the axis of data pass the same part. In lanes a part is a lane's, and a process
+        passes that of each of its lanes; else it passes one. `jaxdist.loader` goes by it.
 
         Args:
           mesh: as for `jaxdist.parallel`; default: that of `jaxdist.data_parallel`, on which each process has its own.
@@ -137,13 +138,19 @@ class Context:
           ValueError: the job's devices don't make such a mesh.
 
         Example:
-          >>> import jaxdist
-          >>> part, parts = jaxdist.init().part()
-          >>> list(range(10))[part::parts]
+          >>> import jaxdist, numpy as np
+          >>> own, parts = jaxdist.init().parts()
+          >>> np.split(np.arange(10), parts)[own[0]].tolist()
           [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
         """
-        parts = parts_of_batch(mesh_of(mesh, self.devices) if mesh else self.mesh)
-        return next(k for k, ranks in enumerate(parts) if self.rank in ranks), len(parts)
+        passed = self.parts_of_all(mesh)
+        return passed[self.rank], len(set().union(*passed))
+
+    def parts_of_all(self, mesh: Mesh | Sizes | None = None) -> list[tuple[int, ...]]:
+        """Of each rank, the parts of a batch that it passes; see `parts`."""
+        made = mesh_of(mesh, self.devices) if mesh else self.mesh
+        parts = parts_of_batch(made, in_lanes=self.communicator == "lanes")
+        return [tuple(k for k, ranks in enumerate(parts) if rank in ranks) for rank in range(self.size)]
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process is here.
@@ -215,6 +222,7 @@ def init(
     timeout: float | None = None,
     rank: int | None = None,
     size: int | None = None,
+    lanes: int | None = None,
 ) -> Context:
     """Join the job; before any JAX computation.
 
@@ -229,6 +237,9 @@ def init(
         step; then the job ends with an error that names them. Default: JAXDIST_TIMEOUT, else 300.
       rank: for tcp:// and env://, instead of RANK.
       size: for tcp:// and env://, instead of WORLD_SIZE.
+      lanes: CPU devices of all processes together, of which there may be from one to as many: the bits of what steps
+        return depend on this number, and not on that of the processes. Default: JAXDIST_LANES, else a device for each
+        process.
 
     Returns:
       The context; a second call returns the same one.
@@ -236,7 +247,8 @@ def init(
     Raises:
       RuntimeError: a JAX backend was already in use by one of several processes, or `init` was
         called before with other arguments.
-      ValueError: unknown connector or communicator, missing variables, too few GPUs, a timeout of no length.
+      ValueError: unknown connector or communicator, missing variables, too few GPUs, a timeout of no length, lanes
+        that can't be.
       ImportError: MPI is asked for and not installed; with the command.
       TimeoutError: not everyone came; says who, or which address was not reached.
 
@@ -247,7 +259,7 @@ def init(
       (0, 1)
     """
     global _context, _requested
-    requested = (connector, communicator, rank, size)
+    requested = (connector, communicator, rank, size, lanes)
     with _lock:
         if _context is not None:
             assert _requested is not None
@@ -263,6 +275,9 @@ def init(
             wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
             if wanted not in COMMUNICATORS:
                 raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
+        number = in_lanes.asked(lanes)
+        if number and not isinstance(communicator, str):
+            raise ValueError("lanes: a communicator of your own adds up in an order of its own. Leave one of them out")
         timeout = _timeout(timeout)
         streams.open_closed()  # a daemon may have closed them since the import
         failfast.one_line_for_interrupts()
@@ -276,7 +291,7 @@ def init(
         failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
         if ctx.size > 1 and (problem := streams.taken()):
             raise RuntimeError(f"rank {ctx.rank}: {problem}")
-        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout)
+        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, number, timeout)
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
@@ -335,12 +350,12 @@ def _timeout(given: float | None) -> float:
 
 
 def _check_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    names = ("connector", "communicator", "rank", "size")
-    defaults = ("auto", "auto", None, None)
+    names = ("connector", "communicator", "rank", "size", "lanes")
+    defaults = ("auto", "auto", None, None, None)
     for name, old, new, default in zip(names, before, now, defaults, strict=True):
         if new is not old and new != old and new != default:
             assert _context is not None
-            actual = getattr(_context, name)
+            actual = _context.num_devices if name == "lanes" else getattr(_context, name)
             actual = getattr(actual, "name", actual)
             if actual == new:
                 continue  # spells out what auto found
@@ -381,8 +396,13 @@ def machine_of(mesh: Mesh) -> Machine:
 
 
 def hosts_of(mesh: Mesh) -> list[Any]:
-    """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process."""
+    """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process.
+
+    Lanes are on one host, wherever they are: bits follow from it.
+    """
     job = _job_of(mesh)
+    if job and job.communicator == "lanes":
+        return [job.hosts[0]] * mesh.size
     return [job.hosts[d.process_index] if job else d.process_index for d in mesh.devices.flat]
 
 

@@ -31,11 +31,12 @@ def connect(mesh: Mesh, names: Sequence[str]) -> None:
     (A constant in XLA. The later collectives wait for half an hour.)
 
     Args:
-      mesh: over one device of each process.
+      mesh: over the devices of all processes.
       names: of the axes, in the order in which programs sum over them.
     """
     cut = PartitionSpec(mesh.axis_names)
-    ones = jax.make_array_from_process_local_data(NamedSharding(mesh, cut), np.ones(1, np.int32))
+    each = NamedSharding(mesh, cut)
+    ones = jax.make_array_from_callback((mesh.size,), each, lambda _: np.ones(1, np.int32))
     sum_of = jax.shard_map(lambda x: lax.psum(x, tuple(names)), mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
     devices = tuple(device.id for device in mesh.devices.flat)
     quietly(devices if len(mesh.axis_names) == 1 else (devices, *names), lambda: jax.jit(sum_of)(ones))

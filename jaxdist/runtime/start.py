@@ -18,7 +18,17 @@ from jaxdist.control.keys import is_loopback
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, kind_of
 from jaxdist.mesh import AXIS, in_host
-from jaxdist.runtime import communicator_of, compiler, coordinator, devices, executables, gloo, measured, order
+from jaxdist.runtime import (
+    communicator_of,
+    compiler,
+    coordinator,
+    devices,
+    executables,
+    gloo,
+    in_lanes,
+    measured,
+    order,
+)
 
 _log = logging.getLogger("jaxdist")
 _PATIENCE = 60  # seconds that JAX gets longer, for our own message
@@ -31,7 +41,7 @@ class Started(NamedTuple):
       devices: of all processes, in rank order.
       hosts: of each process, the name of its host.
       mesh: over them.
-      communicator: "xla" or "mpi".
+      communicator: "xla", "lanes" or "mpi".
       kind: of the devices, as the root knows it.
     """
 
@@ -54,9 +64,12 @@ class _Told(NamedTuple):
     host: str
     named: Kind | None
     remembered: dict[str, Kind]  # of the root
+    lanes: int | None
 
 
-def jax_started(connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float) -> Started:
+def jax_started(
+    connector: Connector, control: Control, watchdog: Watchdog, wanted: str, lanes: int | None, timeout: float
+) -> Started:
     """Choose platform, devices, threads and communicator, and start jax.distributed.
 
     Args:
@@ -64,6 +77,7 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
       control: of the job.
       watchdog: of the job.
       wanted: the communicator: "auto", "xla" or "mpi".
+      lanes: of all processes; None: each has one device.
       timeout: seconds to wait for the other ranks.
 
     Raises:
@@ -73,6 +87,8 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
       ImportError: it is not installed.
     """
     rank, size = control.rank, control.size
+    if size == 1 and lanes:
+        return _alone_in_lanes(lanes, wanted)
     if size == 1:
         found = list(jax.local_devices())
         kind = measured.named(found[0].platform) or kind_of(found[0])
@@ -96,28 +112,34 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
     own = _Told(
         mine,
         compiler.compiler_of(os.environ.get("XLA_FLAGS", "")),
-        *communicator_of.several(size, connector.name, wanted, mine.platform),
+        *communicator_of.several(size, connector.name, "xla" if lanes else wanted, mine.platform),
         executables.offer(connector.local_rank),
         over_gloo,
         measured.this_host(),
         measured.named(mine.platform),
         measured.remembered() if rank == 0 else {},
+        lanes,
     )
     told: list[_Told] = control.exchange("init", own, timeout)
     resources = [each.resources for each in told]
     _check_platforms(control, resources)
+    in_lanes.check(control, [each.lanes for each in told], mine.platform, wanted)
     compiler.check_same([each.compiler for each in told], control.who)
     errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
         raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
-    communicator = "mpi" if {each.communicator for each in told} == {"mpi"} else "xla"
+    communicator = "mpi" if {each.communicator for each in told} == {"mpi"} else "lanes" if lanes else "xla"
     if errors and rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
     local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
     if over_gloo:
-        jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
-        compat.cpu_threads(devices.fair_threads(resources, rank))
+        # Whatever XLA_FLAGS asks for.
+        jax.config.update("jax_num_cpu_devices", in_lanes.of_each(lanes, size)[rank] if lanes else 1)
+        if lanes:
+            in_lanes.set_threads(lanes)
+        else:
+            compat.cpu_threads(devices.fair_threads(resources, rank))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if not platforms:
             jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
@@ -126,14 +148,15 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         compat.gloo_at(_reachable_ip(control))
     found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     per_process = [d.process_index for d in found]
-    if per_process != list(range(size)):
-        raise RuntimeError(f"rank {rank}: expected one device on each of {size} processes, JAX found {found}")
+    expected = in_lanes.of_each(lanes, size) if lanes else [1] * size
+    if per_process != [r for r, count in enumerate(expected) for _ in range(count)]:
+        raise RuntimeError(f"rank {rank}: expected {expected} devices on the {size} processes, JAX found {found}")
     mesh = _mesh(found)
     if mine.platform == "cpu":
         executables.share(control, timeout, [each.offer for each in told])
         order.compare(control)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
-    if over_gloo and (communicator == "xla" or _one_host(control)):
+    if over_gloo and (communicator != "mpi" or _one_host(control)):
         control.barrier(timeout)
         gloo.connect(mesh, mesh.axis_names)
     if communicator == "mpi":
@@ -142,11 +165,28 @@ def jax_started(connector: Connector, control: Control, watchdog: Watchdog, want
         # Made by all ranks together: now, not when one of them first compiles a step.
         with_hosts(rank, size, in_host([each.host for each in resources]))
     hosts = tuple(each.host for each in resources)
-    kind = told[0].named or (None if all(each.over_gloo for each in told) else kind_of(found[0]))
+    # What is measured differs from job to job, and bits with it.
+    kind = told[0].named or (None if all(each.over_gloo for each in told) and not lanes else kind_of(found[0]))
     if kind is None:
         key = measured.key_of(told[0].host, hosts, communicator)
         kind = told[0].remembered.get(key) or _measured(control, watchdog, mesh, hosts, communicator, key)
     return Started(found, hosts, mesh, communicator, kind)
+
+
+def _alone_in_lanes(lanes: int, wanted: str) -> Started:
+    in_lanes.check_communicator(wanted, 0)
+    if not compat.backend_started():
+        jax.config.update("jax_num_cpu_devices", lanes)
+        jax.config.update("jax_platforms", "cpu")
+        in_lanes.set_threads(lanes)
+    found = list(jax.local_devices())
+    if found[0].platform != "cpu" or len(found) != lanes:
+        raise RuntimeError(
+            f"a JAX backend with {len(found)} {found[0].platform} devices was already in use when jaxdist.init(lanes="
+            f"{lanes}) was called: call it first, before jax.devices(), any jnp array or jitted call"
+        )
+    kind = measured.named("cpu") or kind_of(found[0])
+    return Started(found, (socket.gethostname(),), _mesh(found), "lanes", kind)
 
 
 def _measured(

@@ -15,7 +15,7 @@ from jaxdist.ir.wire import Collective
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, in_a_row, mesh_of, on_each_host
 from jaxdist.placements.layouts import physical
-from jaxdist.runtime.context import Context, machine_of
+from jaxdist.runtime.context import Context, hosts_of, machine_of
 from jaxdist.step.forecast import Forecast
 
 
@@ -208,7 +208,7 @@ def choose(first: Forecast, context: Context) -> Choice:
             mesh = in_a_row(own.mesh)
             if set(mesh.axis_names) <= set(NAMES):
                 return Choice(mesh, f"{said(mesh.shape)}: {name} lies in slices on it")
-    in_host = on_each_host([context.hosts[d.process_index] for d in devices]) or 1
+    in_host = on_each_host(hosts_of(context.mesh)) or 1
     if context.communicator == "mpi":  # which brings no batch from one mesh to another
         return Choice(context.mesh, f"{said(context.mesh.shape)}: over MPI a batch stays where it was passed")
     among = list(meshes(len(devices), in_host, first.batch)) or [{AXIS: len(devices)}]

@@ -18,7 +18,7 @@ from jaxdist.agreement.copies import CHANGED, Copies, Results
 from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
-from jaxdist.placements.layouts import Layout
+from jaxdist.placements.layouts import Layout, physical
 from jaxdist.runtime.compiler import settings as of_jax
 from jaxdist.runtime.context import Context
 from jaxdist.step.batch import INDICES, BatchPart
@@ -144,7 +144,17 @@ class Entering:
 
     def kind_of_call(self, signature: Signature, batch: Sequence[Any]) -> StepCall:
         names = [signature.names[i] for i in signature.batch]
-        return StepCall(self._name, tuple(zip(names, map(_type_of, batch), strict=True)), signature.constants)
+        return StepCall(self._name, tuple(zip(names, map(self._type_of_part, batch), strict=True)), signature.constants)
+
+    def _type_of_part(self, x: Any) -> str:
+        """The type of a leaf of the batch, of a lane where ranks hold several numbers of them."""
+        if self._context.communicator != "lanes" or spans(physical(x)) or not np.ndim(x):
+            return _type_of(x)
+        rows, own = len(x), len(self._placer.own)
+        if rows % own:
+            return f"{_type_of(x)} for {own} lanes"
+        total = f" of {x.total} in all" if isinstance(x, BatchPart) else ""
+        return f"{type_text(_dtype_of(x), (rows // own, *np.shape(x)[1:]))} a lane{total}"
 
     def agree(
         self,
@@ -170,7 +180,7 @@ class Entering:
         entries += [(f"setting {name}", value) for name, value in of_jax().items()]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             if is_batch:
-                entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))
+                entries.append((f"leaf {name}", f"{self._type_of_part(x)} (batch)"))
                 continue
             how = self._placer.layout(x)
             where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dims}"
@@ -209,9 +219,10 @@ class Entering:
                 self._agreement.check(StepCall(self._name), problem=in_words(error))
 
 
-def _type_of(x: Any) -> str:
+def _dtype_of(x: Any) -> Any:
     # As it travels: with jax_enable_x64 on one rank alone float64 of NumPy is not the same everywhere.
-    dtype = (
-        jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
-    )
-    return type_text(dtype, np.shape(x)) + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")
+    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
+
+
+def _type_of(x: Any) -> str:
+    return type_text(_dtype_of(x), np.shape(x)) + (f" of {x.total} in all" if isinstance(x, BatchPart) else "")

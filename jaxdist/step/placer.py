@@ -35,7 +35,8 @@ class Placer:
     Attributes:
       processes: number of those with some of the devices.
       parts: of which a batch is made up.
-      shared: for each the processes that pass it.
+      own: the parts that this process passes.
+      shared: for each part the processes that pass it.
     """
 
     def __init__(self, context: Context, mesh: Mesh, passed: Mesh | None = None):
@@ -45,6 +46,7 @@ class Placer:
         self.processes = len({d.process_index for d in mesh.devices.flat})
         self.shared = parts_of_batch(self._passed)
         self.parts = len(self.shared)
+        self.own = tuple(k for k, ranks in enumerate(self.shared) if jax.process_index() in ranks)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
         self._known: dict[int, tuple[Any, Any]] = {}
         self._layouts: dict[int, Any] = {}  # of a sharding, by its id: a state may come with others each time
@@ -181,12 +183,14 @@ class Placer:
         if batch.is_keys(x):
             data = self._shard(jax.random.key_data(x), how, place)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
-        rows, total, first = x.shape[0], getattr(x, "total", x.shape[0] * self.parts), place
+        rows, first = self._everywhere(x.shape[0]), place
+        total = getattr(x, "total", rows)
         if moves := self._passed != self.mesh:
-            first = sharding(self._passed, of_batch((rows * self.parts,), self._passed))
+            first = sharding(self._passed, of_batch((rows,), self._passed))
         x = _lengthened(x, [cut for cut in how.cuts if cut.axis != AXIS and not moves])
-        shape = (rows * self.parts, *x.shape[1:])
-        parts = [(device, x if index is None else x[index]) for device, index in _own_slices(first, shape, rows)]
+        shape = (rows, *x.shape[1:])
+        slices = _own_slices(first, shape, rows // self.parts, self.own)
+        parts = [(device, x if index is None else x[index]) for device, index in slices]
         shards = [jax.device_put(part, device) for device, part in parts]
         array = jax.make_array_from_single_device_arrays(shape, first, shards)
         return _mover(place, how, (total, *shape[1:]))(array) if moves else array
@@ -206,9 +210,13 @@ class Placer:
         aval = jax.typeof(physical(x))
         if type(x) is Padded:
             return jax.ShapeDtypeStruct(x.shape, aval.dtype)
-        rows = getattr(x, "total", aval.shape[0] * (1 if spans(x) else self.parts))
+        rows = getattr(x, "total", aval.shape[0] if spans(x) else self._everywhere(aval.shape[0]))
         weak = self.processes == 1 and aval.weak_type
         return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
+
+    def _everywhere(self, rows: int) -> int:
+        """The examples of all processes, of which this one passes so many."""
+        return rows * self.parts // max(1, len(self.own))
 
     def abstract_batch(self, x: Any, how: Layout) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch once all processes' parts are on the mesh."""
@@ -228,7 +236,7 @@ class Placer:
         placed = [x for x in leaves if type(x) is not Padded]
         names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         everywhere = data_size(self.mesh)
-        own = 1 if self.processes == 1 else max(1, everywhere // self.parts)
+        own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
         return batch.problem(names, placed, [everywhere if spans(x) else own for x in placed])
 
 
@@ -260,20 +268,26 @@ def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callabl
 
 
 @functools.lru_cache(1024)
-def _own_slices(place: NamedSharding, shape: tuple[int, ...], rows: int) -> list[tuple[Any, tuple[slice, ...] | None]]:
-    """The slices of this process's part of a batch that its devices have; None: all of it.
+def _own_slices(
+    place: NamedSharding, shape: tuple[int, ...], rows: int, own: tuple[int, ...]
+) -> list[tuple[Any, tuple[slice, ...] | None]]:
+    """The slices of what this process passes of a batch that its devices have; None: all of it.
 
     Args:
       place: of the batch of all processes.
       shape: of that.
-      rows: of this process's part.
+      rows: of a part.
+      own: the parts that this process passes, one after the other.
     """
-    ends = {device: [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
-            for device, index in place.addressable_devices_indices_map(shape).items()}  # fmt: skip
-    first = min(at[0][0] for at in ends.values())
-    part = [(first, first + rows), *((0, n) for n in shape[1:])]
-    own = {d: (slice(at[0][0] - first, at[0][1] - first), *(slice(*one) for one in at[1:])) for d, at in ends.items()}
-    return [(device, None if ends[device] == part else index) for device, index in own.items()]
+    found: list[tuple[Any, tuple[slice, ...] | None]] = []
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        ends = [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
+        first, end = ends[0]
+        moved = (own.index(first // rows) - first // rows) * rows if rows else 0
+        ends[0] = first + moved, end + moved
+        whole = ends == [(0, rows * len(own)), *((0, n) for n in shape[1:])]
+        found.append((device, None if whole else tuple(slice(*one) for one in ends)))
+    return found
 
 
 def _ids(devices: Iterable[Any]) -> str:

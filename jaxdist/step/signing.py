@@ -125,7 +125,7 @@ class Signer:
         if seen and parts > 1 and not any(i in differs for i in seen) and not self._warned:
             self._warned = True
             if context.is_root:
-                of = "rank::size]" if parts == context.size else "part::parts], where part, parts = ctx.part(mesh)"
+                of = "rank::size]" if parts == context.size else "own[0]::parts], where own, parts = ctx.parts(mesh)"
                 _log.warning(
                     "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
                     "its own part: jaxdist.loader does, or take x[%s",
@@ -205,7 +205,7 @@ class Signer:
                         f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "
                         f"{dict(self._placer.mesh.shape)} they have the same place on the axis {AXIS!r}. Read the "
                         "examples of that place on each of them: jaxdist.loader(..., mesh=) does, or "
-                        "take x[part::parts], where part, parts = ctx.part(mesh)"
+                        "take x[own[0]::parts], where own, parts = ctx.parts(mesh)"
                     )
 
     def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ def main() -> dict[str, float]:
         ("wide", (ctx.size, 64, 4096), models),
     ):
         w, x = case(rows, *sizes)
-        part, parts = ctx.part()
+        (part,), parts = ctx.parts()
         step = jaxdist.parallel(mlp, mesh="auto")
         got, value = step(w, x[part * rows // parts :][: rows // parts])
         gaps[name] = oracle.difference(jax.jit(mlp)(w, x), (jaxdist.unshard(got), value))

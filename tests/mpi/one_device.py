@@ -63,7 +63,7 @@ def idioms(path: str, words: list[str], whole: bool) -> dict[str, float]:
 def mesh(path: str, folder: str, sizes: dict[str, int], words: list[str]) -> dict[str, float]:
     """Idioms on a mesh of several axes, and what is around a step."""
     found = {}
-    part, parts = ctx.part(sizes)
+    (part,), parts = ctx.parts(sizes)
     for word in words:
         name, _, level = word.partition(":")
         case = oracle.idiom(name, ROWS, int(level))
@@ -92,7 +92,7 @@ def around(sizes: dict[str, int], folder: Path) -> float:
     """How far a loader's batches, a checkpoint, `disable_jit`, and arrays on the mesh are from one device."""
     rng = np.random.default_rng(1)
     params = {"in": rng.normal(size=(5, 7)), "out": rng.normal(size=(7, 3))}
-    tx, parts = optax.adam(1e-2), ctx.part(sizes)[1]
+    tx, parts = optax.adam(1e-2), ctx.parts(sizes)[1]
     want = params, tx.init(params)
     plain = jax.jit(step(tx))
     got = want
@@ -114,7 +114,7 @@ def around(sizes: dict[str, int], folder: Path) -> float:
     flat = params, tx.init(params)
     read = [jaxdist.restore(folder, like) for like in (flat, tuple(got))]
     gaps += [oracle.difference(want, jaxdist.unshard(one)) for one in read]
-    part = ctx.part(sizes)[0]
+    (part,), _ = ctx.parts(sizes)
     own = X[:8].reshape(parts, -1, 5)[part]
     *later, _, _ = plain(*want, X[:8])
     with jax.disable_jit():

@@ -50,12 +50,12 @@ def refused(call: Any, *words: str) -> None:
 def main() -> dict[str, float]:
     gaps: dict[str, float] = {}
     place = {"data": (ctx.rank // 2,), "model": (ctx.rank % 2,)}
-    assert (ctx.places(MESH), ctx.part(MESH), ctx.part()) == (place, (ctx.rank // 2, 2), (ctx.rank, 4))
+    assert (ctx.places(MESH), ctx.parts(MESH), ctx.parts()) == (place, ((ctx.rank // 2,), 2), ((ctx.rank,), 4))
     part = X[4 * (ctx.rank // 2) :][:4]
 
     # Meshes that differ, rows of one place that do, sizes.
     refused(lambda: new(MESH if ctx.rank else {"model": 2, "data": 2})(W, part), "different meshes", "on rank 0")
-    refused(lambda: new()(W, part + (ctx.rank == 3)), "batch leaf x", "rank 2 and rank 3", "ctx.part(mesh)")
+    refused(lambda: new()(W, part + (ctx.rank == 3)), "batch leaf x", "rank 2 and rank 3", "ctx.parts(mesh)")
     refused(lambda: new({"data": 3, "model": 2})(W, part), "4 devices")
     refused(lambda: new(Mesh(np.array(ctx.devices[:2]).reshape(2, 1), ("data", "model")))(W, part), "runs on all of")
     refused(lambda: new()(W, part[: 4 - ctx.rank // 2]), "batch", "3", "4")
@@ -69,7 +69,7 @@ def main() -> dict[str, float]:
 
     for mesh in (MESH, {"model": 2, "data": 2}, {"model": 4}, {"model": 4, "data": 1}):
         said.clear()
-        index, parts = ctx.part(mesh)
+        (index,), parts = ctx.parts(mesh)
         state, loss = new(mesh)(W, X.reshape(parts, -1, 6)[index])
         whole = jaxdist.unshard(state)["w"]
         gaps[str(mesh)] = oracle.difference(want, ({"w": whole}, loss))

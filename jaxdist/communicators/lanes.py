@@ -1,0 +1,59 @@
+"""The communicator of lanes: XLA's, with every sum in one order, so that its bits do not depend on who holds which lane.
+
+A lane is a CPU device. XLA compiles one program for all of them, so what a lane computes by itself is the same in
+whichever process it is. What is left is the order of sums over lanes: XLA adds up in one order in a process and gloo in
+another one between them. Here the summands are only moved, and added up by a binary tree over the lanes' places.
+Maxima, minima and gathers have no order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from jaxdist.communicators import exchange
+from jaxdist.communicators.xla import GlooLowering, all_gather, all_to_all, extreme
+from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
+from jaxdist.ir.primitives import group_reduce_p
+from jaxdist.mesh import Groups
+
+_AT_ONCE = 1 << 12
+"""Bytes on all lanes up to which a sum is one message: each lane gets all summands and adds them up itself."""
+
+
+class LanesLowering(GlooLowering):
+    """Evaluates a step's jaxpr on one lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rules |= {p.psum_p: self._sum, group_reduce_p: self._group_sum}
+
+    def _total(self, axes: tuple[str, ...], x: Any, wire: str | None, groups: Groups | None) -> Any:
+        size = len(groups[0]) if groups else lax.axis_size(axes)
+        gather = functools.partial(all_gather, axes, groups=groups)
+        if x.nbytes * size <= _AT_ONCE:
+            return exchange.summed(gather(x.astype(wire or x.dtype))).astype(x.dtype)
+        exchanged = functools.partial(all_to_all, axes, groups=groups)
+        return exchange.all_reduce(x, wire or x.dtype, size, exchanged, gather)
+
+    def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        return [self._total(axes_of(eqn), x, None, groups_of(eqn)) if x.size else x]
+
+    def _group_sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+        if eqn.params["op"] != "sum":
+            return extreme(eqn, x, eqn.params["op"])
+        axes, groups = eqn.params["axes"], eqn.params["groups"]
+        if len(sizes := {len(group) for group in groups}) == 1:
+            return self._total(axes, x, None, groups)
+        lanes = sum(map(len, groups))
+        members = np.full((lanes, max(sizes)), lanes)  # of each lane's group; beyond the last one: zeros
+        for group in groups:
+            members[list(group), : len(group)] = group
+        mine = jnp.asarray(members)[lax.axis_index(axes)]
+        return exchange.summed(all_gather(axes, x).at[mine].get(mode="fill", fill_value=0)).astype(x.dtype)

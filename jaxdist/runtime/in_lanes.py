@@ -1,0 +1,93 @@
+"""Lanes: the devices of a job whose bits do not depend on the number of its processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from jaxdist.control.channel import Control
+
+
+def asked(given: int | None) -> int | None:
+    """The number of lanes that `init` or `JAXDIST_LANES` asks for; None: none do.
+
+    Args:
+      given: to `init`.
+
+    Raises:
+      ValueError: it is no positive whole number.
+    """
+    name, value = ("lanes", given) if given is not None else ("JAXDIST_LANES", os.environ.get("JAXDIST_LANES") or None)
+    if value is None:
+        return None
+    number = value if type(value) is int else int(value) if isinstance(value, str) and value.isdecimal() else 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r}: expected a positive number of lanes, such as 8")
+    return number
+
+
+def of_each(lanes: int, size: int) -> list[int]:
+    """The number of lanes that each of so many processes holds: in a row, one more on the first ones.
+
+    Example:
+      >>> of_each(8, 3)
+      [3, 3, 2]
+    """
+    return [lanes // size + (rank < lanes % size) for rank in range(size)]
+
+
+def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: str) -> None:
+    """Refuse lanes that can't be.
+
+    Args:
+      control: of the job.
+      lanes: that each rank asks for.
+      platform: of the devices.
+      wanted: the communicator.
+
+    Raises:
+      ValueError: ranks ask for several numbers, there are more processes than lanes, they would be GPUs, or the
+        communicator adds up in an order of its own.
+    """
+    rank, size = control.rank, control.size
+    if len(set(lanes)) > 1:
+        other = next(r for r, n in enumerate(lanes) if n != lanes[0])
+        raise ValueError(
+            f"rank {rank}: lanes={lanes[0]} on {control.who(0)} and lanes={lanes[other]} on {control.who(other)}: give "
+            "the same number (or JAXDIST_LANES) on every rank"
+        )
+    if lanes[0] is None:
+        return
+    if platform != "cpu":
+        raise ValueError(
+            f"rank {rank}: lanes={lanes[0]} are CPU devices, and this job would run on GPUs, where a process has one. "
+            "Set JAX_PLATFORMS=cpu, or leave lanes out: the same number of GPUs gives the same sums"
+        )
+    if size > lanes[0]:
+        raise ValueError(
+            f"rank {rank}: {size} processes for lanes={lanes[0]}, and a lane is not divided: start at most {lanes[0]} "
+            "processes"
+        )
+    check_communicator(wanted, rank)
+
+
+def check_communicator(wanted: str, rank: int) -> None:
+    """Refuse a communicator that adds up in an order of its own.
+
+    Raises:
+      ValueError: it is MPI's.
+    """
+    if wanted == "mpi":
+        raise ValueError(
+            f"rank {rank}: communicator 'mpi' adds up in MPI's order, which depends on the number of processes. With "
+            "lanes use communicator 'xla' (or leave it out)"
+        )
+
+
+def set_threads(lanes: int) -> None:
+    """As many threads for XLA on each process, however many cores it has; before the backend starts.
+
+    XLA divides a program's work, and Eigen the inner dimension of a long product, by the number of threads
+    (`compat.cpu_threads`): another number is another order of sums.
+    """
+    os.environ["PJRT_NPROC"] = str(lanes)
