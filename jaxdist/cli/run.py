@@ -79,11 +79,18 @@ def run(
         bool,
         typer.Option("--shrink", help="Without the hosts that don't answer any more; if all do, with one rank fewer."),
     ] = False,
+    grow: Annotated[
+        bool,
+        typer.Option("--grow", help="After that, with the places that were left out, as soon as a restart finds them."),
+    ] = False,
 ) -> None:
     """Runs SCRIPT on N ranks, here or on several hosts. The exit code is that of the first rank that fails."""
     try:
         placed = _hosts(hosts, hostfile)
         size = total_ranks(placed, ranks) if placed else ranks or 1
+        if grow and not shrink:
+            raise ValueError("--grow takes back what --shrink left out: give both")
+        everywhere = placed, size
         if only_rank is not None and only_rank >= size:
             raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
         command = program_command(script)
@@ -122,7 +129,9 @@ def run(
                 raise typer.Exit(code)
             if at_once > 1:  # what it fails of (a full disk, a host that is still down) may pass
                 time.sleep(2.0 ** (at_once - 2))
-            if shrink and size > 1:
+            if grow and (found := _found_again(placed, size, *everywhere)):
+                placed, size = found
+            elif shrink and size > 1:
                 placed = _what_remains(placed)
                 size = sum(host.slots for host in placed) if placed else size - 1
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
@@ -137,6 +146,13 @@ def _what_remains(hosts: list[Host]) -> list[Host]:
         return answering
     *others, last = hosts
     return [*others, Host(last.name, last.slots - 1)] if last.slots > 1 else others
+
+
+def _found_again(placed: list[Host], size: int, all_hosts: list[Host], whole: int) -> tuple[list[Host], int] | None:
+    """The hosts that answer, and the number of ranks, if these are more than now."""
+    answering = that_answer(all_hosts) if size < whole else []
+    ranks = sum(host.slots for host in answering) if all_hosts else whole
+    return (answering, ranks) if ranks > size else None
 
 
 def _hosts(hosts: str | None, hostfile: Path | None) -> list[Host]:

@@ -43,7 +43,8 @@ class LanesLowering(GlooLowering):
         return exchange.all_reduce(x, wire or x.dtype, size, exchanged, gather)
 
     def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return [self._total(axes_of(eqn), x, None, groups_of(eqn)) if x.size else x]
+        total = self._total(axes_of(eqn), x, None, groups_of(eqn)) if x.size else x
+        return [total] if eqn.primitive.multiple_results else total
 
     def _group_sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         if eqn.params["op"] != "sum":

@@ -25,7 +25,7 @@ from jaxdist.step.batch import INDICES, BatchPart
 from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
 from jaxdist.step.program import Program
 from jaxdist.step.settings import Settings
-from jaxdist.step.signature import Signature
+from jaxdist.step.signature import Signature, is_array
 
 _log = logging.getLogger("jaxdist")
 ORIGINS = 64
@@ -99,6 +99,15 @@ class Entering:
         placed = self._placer.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x
+
+    def lengths(self, leaves: Sequence[Any]) -> list[int | None] | None:
+        """The lengths that arguments have on the root, if ranks hold several numbers of lanes, and so of examples; None:
+        this rank's are as good. What is no array has none."""
+        if len(set(map(len, self._context.parts_of_all(self._placer.mesh)))) == 1:
+            return None
+        mine = [int((*np.shape(x), 0)[0]) if is_array(x) else None for x in leaves]
+        everyone = self._context.control.exchange(f"lengths for step {self._name}", mine, self._context.timeout)
+        return everyone[0] if len(everyone[0]) == len(mine) else None
 
     def _compare(
         self,

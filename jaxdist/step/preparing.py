@@ -92,6 +92,7 @@ class Preparing:
             fresh = False
             signature: Signature | None = latest.signature if latest else self._signatures.get((tree, constants))
             if signature is None:
+                self._signer.lengths = self._entering.lengths(leaves)
                 fresh, signature = True, self._signer.describe(args, keywords)
                 if signature.numbers:
                     self._signatures.numbers[tree] = signature.numbers

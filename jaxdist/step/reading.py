@@ -26,12 +26,20 @@ class Reader:
       leaves: of its arguments, without constants.
       placer: onto the devices of the step.
       cache: traces the step.
+      lengths: of the leaves on the root, where ranks have parts of several lengths; default: those of `leaves`.
 
     Attributes:
       failed: why it could not be traced for these leaves.
     """
 
-    def __init__(self, signature: Signature, leaves: Sequence[Any], placer: Placer, cache: ProgramCache):
+    def __init__(
+        self,
+        signature: Signature,
+        leaves: Sequence[Any],
+        placer: Placer,
+        cache: ProgramCache,
+        lengths: Sequence[int | None] | None = None,
+    ):
         self._signature, self._leaves, self._placer, self._cache = signature, leaves, placer, cache
         self.failed: Exception | None = None
         self._at = [at for _, at, _ in signature.arguments]
@@ -39,7 +47,7 @@ class Reader:
         self._sizes: dict[int, int | None] = {}  # of each leaf: how many entries may be cut
         for at in self._at:
             found = batch.sizes([leaves[i] for i in at], lambda x: is_kept(x, placer))
-            self._sizes.update(zip(at, found, strict=True))
+            self._sizes.update((i, n and lengths[i] if lengths else n) for i, n in zip(at, found, strict=True))
         self._keys = {i for i, n in self._sizes.items() if n and batch.is_keys(leaves[i])}
 
     def read(self, differs: Collection[int] | None, several: bool) -> Signature:

@@ -35,6 +35,7 @@ class Signer:
 
     Attributes:
       failed: why the step could not be traced for the latest call; None: it could, or did not have to be.
+      lengths: of the leaves of the call on the root, where ranks have parts of several lengths: all read the root's.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Signer:
         self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
         self.failed: Exception | None = None
+        self.lengths: Sequence[int | None] | None = None
         self._several = True  # devices that a batch would be split over
         self._warned = False  # that all ranks come with the same batch
 
@@ -115,7 +117,7 @@ class Signer:
             first = signature.arguments[0][1]
             own = {i for i in differs if mine[i] is not None or i not in first}
             if any(mine[i] is None for i in own):  # nor is it the batch if the step returns its next value
-                kept = Reader(signature, leaves, self._placer, self._cache).carried()
+                kept = self._reader(signature, leaves).carried()
                 own = {i for i in own if mine[i] is not None or i not in kept}
             signature = self._one(self._read(signature, leaves, own))
         self._check_shared(signature, everyone)
@@ -168,7 +170,7 @@ class Signer:
         return None
 
     def _read(self, signature: Signature, leaves: Sequence[Any], differs: Collection[int] | None = None) -> Signature:
-        reader = Reader(signature, leaves, self._placer, self._cache)
+        reader = self._reader(signature, leaves)
         try:
             return reader.read(differs, self._several)
         except batch.AmbiguousError as error:
@@ -176,10 +178,15 @@ class Signer:
         finally:
             self.failed = reader.failed
 
+    def _reader(self, signature: Signature, leaves: Sequence[Any]) -> Reader:
+        lengths = enumerate(self.lengths or ())
+        own = [n for i, n in lengths if n is not None and i not in signature.numbers]
+        return Reader(signature, leaves, self._placer, self._cache, own)
+
     def _check_alike(self, signature: Signature, leaves: Sequence[Any], differs: Collection[int]) -> None:
         """Refuse an array in the batch that is the same on all ranks, where it may be one for all examples as well."""
         named = {n for n in self._declared or () if isinstance(n, str)}
-        found = Reader(signature, leaves, self._placer, self._cache).alike(differs, named)
+        found = self._reader(signature, leaves).alike(differs, named)
         if found is None:
             return
         names, own = signature.names, next(at for _, at, _ in signature.arguments if found in at)

@@ -19,7 +19,7 @@ import training
 from typer.testing import CliRunner, Result
 
 from jaxdist.cli import app
-from jaxdist.cli.run import _what_remains
+from jaxdist.cli.run import _found_again, _what_remains
 from jaxdist.launch.hosts import Host, parse_hosts
 from jaxdist.launch.processes import Failed
 
@@ -122,3 +122,33 @@ def test_hosts_that_remain(hosts, silent, left, monkeypatch):
     module = importlib.import_module("jaxdist.cli.run")  # `jaxdist.cli.run` is the function
     monkeypatch.setattr(module, "that_answer", lambda hosts: [h for h in hosts if h.name != silent])
     assert _what_remains(parse_hosts(hosts)) == left
+
+
+@pytest.mark.parametrize(
+    ("placed", "size", "silent", "found"),
+    [
+        ([], 3, "", ([], 4)),
+        ([], 4, "", None),
+        (parse_hosts("b:2"), 2, "a", None),
+        (parse_hosts("b:2"), 2, "", (parse_hosts("a:2,b:2"), 4)),
+        (parse_hosts("a:2,b:1"), 3, "", (parse_hosts("a:2,b:2"), 4)),
+    ],
+)
+def test_places_that_are_there_again(placed, size, silent, found, monkeypatch):
+    module = importlib.import_module("jaxdist.cli.run")
+    monkeypatch.setattr(module, "that_answer", lambda hosts: [h for h in hosts if h.name != silent])
+    assert _found_again(placed, size, parse_hosts("a:2,b:2") if placed else [], 4) == found
+
+
+def test_in_lanes_a_killed_rank_costs_not_a_bit_on_fewer_and_on_more_ranks(jaxdist, tmp_path):
+    """4 lanes: alone; and on 3 ranks, without the one that is killed on 2, after another kill on 3 again."""
+    run = ["run", "--lanes", 4, "--launcher", "env"]
+    alone = jaxdist(*run, TRAINING, tmp_path / "alone", 17, 3, timeout=180)
+    assert alone.returncode == 0, alone.stderr
+    args = [TRAINING, tmp_path / "cut", 17, 3, "--die-at", 7, 12, "--rank", 1]
+    more = ["-n", 3, "--max-restarts", 2, "--shrink", "--grow"]
+    done = jaxdist(*run, *more, *args, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 2, with 2 ranks\n" in done.stderr
+    assert "restart 2 of 2, with 3 ranks\n" in done.stderr
+    assert found(done.stdout)["bits"] == found(alone.stdout)["bits"]

@@ -7,7 +7,7 @@ between processes (mpi/).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,15 +60,15 @@ def run_plain(case: Case, steps: int = STEPS, rows: int = BATCH) -> Any:
 
 
 def run_decorated(
-    case: Case, rank: int = 0, size: int = 1, steps: int = STEPS, rows: int = BATCH,
+    case: Case, rank: int | Sequence[int] = 0, size: int = 1, steps: int = STEPS, rows: int = BATCH,
     with_: Callable[..., Any] = jaxdist.data_parallel, **settings: Any,
 ) -> Any:  # fmt: skip
-    """The same, decorated; this process passes its part of each batch."""
+    """The same, decorated; this process passes its part of each batch, or its parts."""
     step = with_(case.step, **settings)
 
     def part(x: Any) -> Any:
-        n = rows // size
-        return x[rank * n : (rank + 1) * n]
+        n, own = rows // size, [rank] if isinstance(rank, int) else rank
+        return np.concatenate([x[k * n : (k + 1) * n] for k in own])
 
     state, losses = _run(lambda state, i: step(*state, jax.tree.map(part, case.batch(i))), case.state, steps)
     return jaxdist.unshard(state), losses

@@ -1,4 +1,4 @@
-"""A training run to be interrupted: `python training.py PATH STEPS LEVEL [--die-at STEP] [--rank R]`.
+"""A training run to be interrupted: `python training.py PATH STEPS LEVEL [--die-at STEP …] [--rank R]`.
 
 It goes on from the last checkpoint in PATH, saves every 5 steps and after the last, and then the root prints the
 parameters' sum of squares and a digest of their bits. The batch of a step is the same on any number of devices.
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,12 +33,12 @@ def init(dtype: Any) -> dict[str, Any]:
 
 
 def batch(step: int, dtype: Any) -> dict[str, np.ndarray]:
-    """This process's part of a step's batch."""
-    ctx = jaxdist.get_context()
+    """What this process passes of a step's batch."""
+    own, parts = jaxdist.get_context().parts()
     rng = np.random.default_rng(step)
     x = rng.normal(size=(BATCH, 7)).astype(dtype)
     whole = {"x": x, "y": np.sin(x[:, :3])}
-    return {k: v[ctx.rank * BATCH // ctx.size : (ctx.rank + 1) * BATCH // ctx.size] for k, v in whole.items()}
+    return {name: np.concatenate([np.split(x, parts)[k] for k in own]) for name, x in whole.items()}
 
 
 def make_step(level: int) -> tuple[Any, Any]:
@@ -59,9 +60,9 @@ def make_step(level: int) -> tuple[Any, Any]:
     return tx, train
 
 
-def run(path: str, steps: int, level: int, die_at: int | None = None, rank: int | None = None) -> dict[str, Any]:
-    """Train until `steps`; what the parameters have become."""
-    ctx = jaxdist.get_context()
+def run(path: str, steps: int, level: int, die_at: Sequence[int] = (), rank: int | None = None) -> dict[str, Any]:
+    """Train until `steps`; what the parameters have become. The rank dies at one step of each start."""
+    ctx, start = jaxdist.get_context(), int(os.environ.get("JAXDIST_RESTARTS", "0"))
     dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
     tx, train = make_step(level)
     state = init(dtype)
@@ -75,7 +76,7 @@ def run(path: str, steps: int, level: int, die_at: int | None = None, rank: int 
         state.pop("loss")
         if state["step"] % 5 == 0 or state["step"] == steps:
             jaxdist.save(path, state, state["step"])
-        if state["step"] == die_at and rank in (None, ctx.rank) and os.environ.get("JAXDIST_RESTARTS", "0") == "0":
+        if [state["step"]] == list(die_at[start : start + 1]) and rank in (None, ctx.rank):
             os.kill(os.getpid(), signal.SIGKILL)
     params = {k: np.asarray(v) for k, v in jaxdist.unshard(state["params"]).items()}
     bits = hashlib.sha256(b"".join(params[k].tobytes() for k in sorted(params))).hexdigest()
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("path")
     parser.add_argument("steps", type=int)
     parser.add_argument("level", type=int)
-    parser.add_argument("--die-at", type=int)
+    parser.add_argument("--die-at", type=int, nargs="*", default=[])
     parser.add_argument("--rank", type=int)
     parser.add_argument("--x64", action="store_true")
     args = parser.parse_args()

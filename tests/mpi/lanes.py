@@ -1,0 +1,102 @@
+"""SHA-256 of what steps return in lanes: the same on any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import oracle
+
+import jaxdist
+
+ctx = jaxdist.get_context()
+WIDTH = 600
+"""Of a product that Eigen divides among threads, and along its inner dimension."""
+
+
+def bits(words: list[str], rows: int, steps: int) -> dict[str, str]:
+    """Cases, each ``NAME:LEVEL`` or ``NAME:LEVEL:MODEL``, over a model axis of so many lanes."""
+    found = {}
+    for word in words:
+        name, level, *model = word.split(":")
+        mesh = {"data": -1, "model": int(model[0])} if model else {"data": -1}
+        own, parts = ctx.parts(mesh)
+        if name == "padded":
+            found[word] = padded(int(level))
+            continue
+        case = OWN[name](int(level)) if name in OWN else oracle.idiom(name, rows, int(level))
+        got = oracle.run_decorated(case, own, parts, steps, rows, with_=jaxdist.parallel, mesh=mesh)
+        found[word] = digest(got)
+    return found
+
+
+def digest(tree: Any) -> str:
+    """Of all bytes of a result."""
+    return hashlib.sha256(b"".join(x.tobytes() for x in oracle.leaves(tree))).hexdigest()[:16]
+
+
+def wide(level: int) -> oracle.Case:
+    """Layers wider than the batch, in float32, and a gradient of which the inner dimension is long."""
+    rng = np.random.default_rng(0)
+    state = {f"w{i}": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 25 for i in range(2)}
+    tx = optax.chain(optax.clip_by_global_norm(0.5), jaxdist.zero(optax.adamw(1e-3), level))  # type: ignore[arg-type]
+
+    def step(w: Any, opt: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = jnp.tanh(jnp.repeat(x, 40, 0) @ w["w0"]) @ w["w1"]
+            return jnp.mean(h**2) + jnp.mean(jax.nn.logsumexp(h, axis=1))
+
+        value, grads = jax.value_and_grad(loss)(w)
+        updates, opt = tx.update(grads, opt, w)
+        return optax.apply_updates(w, updates), opt, value
+
+    def batch(i: int) -> np.ndarray:
+        return np.random.default_rng(i).normal(size=(96, WIDTH)).astype(np.float32)
+
+    return oracle.Case("wide", step, (state, tx.init(state)), batch)
+
+
+def matrices(level: int) -> oracle.Case:
+    """Muon, whose matrices are worked on by one lane each."""
+    rng = np.random.default_rng(0)
+    state = {f"w{i}": rng.normal(size=(40, 56)).astype(np.float32) for i in range(3)}
+    tx = jaxdist.zero(optax.contrib.muon(1e-2), level, split="owners")  # type: ignore[arg-type]
+
+    def step(w: Any, opt: Any, x: Any) -> Any:
+        loss = lambda w: jnp.mean(sum(jnp.tanh(x @ one) for one in w.values()) ** 2)
+        value, grads = jax.value_and_grad(loss)(w)
+        updates, opt = tx.update(grads, opt, w)
+        return optax.apply_updates(w, updates), opt, value
+
+    def batch(i: int) -> np.ndarray:
+        return np.random.default_rng(i).normal(size=(96, 40)).astype(np.float32)
+
+    return oracle.Case("matrices", step, (state, tx.init(state)), batch)
+
+
+def padded(level: int) -> str:
+    """An epoch of a loader whose last batch is smaller, and a gather of what its steps return for each example."""
+    case = wide(level)
+    step, (w, opt) = jaxdist.data_parallel(case.step), case.state
+    found = []
+    for batch in jaxdist.loader(case.batch(0)[:22], 8 // ctx.parts()[1], seed=3, tail="keep"):
+        w, opt, loss = step(w, opt, batch)
+        found.append(loss)
+    each = jaxdist.data_parallel(lambda w, x: jnp.tanh(x @ w["w0"]).sum(1))
+    for batch, weight in jaxdist.loader(case.batch(0)[:22], 8 // ctx.parts()[1], tail="pad"):
+        found.append(jaxdist.gather_for_metrics((each(w, batch), np.asarray(batch)), weight))
+    jaxdist.check_sync((w, opt))
+    return digest((jaxdist.unshard((w, opt)), found))
+
+
+def _oracle(name: str) -> Callable[[int], oracle.Case]:
+    return lambda level: oracle.case(name, level)
+
+
+OWN: dict[str, Callable[[int], oracle.Case]] = {"wide": wide, "matrices": matrices, **{name: _oracle(name) for name in oracle.CASES}}
