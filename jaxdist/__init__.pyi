@@ -20,6 +20,7 @@ from jaxdist.data.loader import Loader, gather_for_metrics, loader
 from jaxdist.errors import CheckpointError, StepError, SyncError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.launch.spawn import spawn
+from jaxdist.observe.digest import digest
 from jaxdist.observe.explain import explain
 from jaxdist.observe.metrics import read_metrics, run_log
 from jaxdist.observe.profile import profile
@@ -51,6 +52,7 @@ __all__ = [
     "check_finite",
     "check_sync",
     "data_parallel",
+    "digest",
     "explain",
     "fit",
     "fold_rank",

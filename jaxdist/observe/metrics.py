@@ -23,13 +23,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.checkpoint import replay
+from jaxdist.observe.digest import digest
 from jaxdist.runtime.context import Context, get_context
 
 FILE = "metrics.jsonl"
 _MOST = 1000  # steps held back: a host that runs ahead of its device by more waits
 _WINDOW = 5.0  # seconds over which the throughput that is shown is taken
 _EVERY = 10.0  # seconds between lines where there is no terminal
-_OWN = ("step", "time", "examples_per_s", "tokens_per_s")
+_OWN = ("step", "time", "hash", "examples_per_s", "tokens_per_s")
 _GET_TENSORBOARD = "tensorboard=True needs tensorboardX: pip install 'jaxdist[tensorboard]'"
 
 
@@ -59,9 +61,18 @@ class RunLog:
     nothing waits for the device before the end of the ``with`` block.
     """
 
-    def __init__(self, path: Path, ctx: Context, total: int | None, per_step: dict[str, float], tensorboard: bool):
+    def __init__(
+        self,
+        path: Path,
+        ctx: Context,
+        total: int | None,
+        per_step: dict[str, float],
+        tensorboard: bool,
+        hash_every: int | None = None,
+    ):
         self._path, self._is_root, self._size = path, ctx.is_root, ctx.num_devices
         self._total, self._per_step, self._tensorboard = total, per_step, tensorboard
+        self._hash_every, self._replay = hash_every, replay.asked()
         self._last: int | None = None  # step given
         self._pending: deque[_Entry] = deque()
         self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -70,16 +81,18 @@ class RunLog:
         self._events: Any = None
         self._show = _Display(total)
 
-    def __call__(self, step: int, **metrics: Any) -> None:
+    def __call__(self, step: int, *, state: Any = None, **metrics: Any) -> None:
         """Log the metrics of a step.
 
         Args:
           step: counted from 0 (or from 1) over the whole run, restarts included; not less than in the call before. The
             first call of a restarted run removes what was logged for this step and later ones.
+          state: after the step: every `hash_every` steps its `jaxdist.digest` is logged as ``hash``.
           **metrics: numbers, or scalar arrays that the next step does not take (aux values; of state, ``float(x)``).
 
         Raises:
-          ValueError: a metric is no scalar, or has a name of our own; the step is before the last one (on every rank).
+          ValueError: a metric is no scalar, or has a name of our own; the step is before the last one; `hash_every` is
+            set, and there is no state (on every rank).
           RuntimeError: the array of a metric was donated before it could be read; says which.
         """
         step = int(step)
@@ -90,6 +103,13 @@ class RunLog:
                 raise ValueError(f"metric {name!r} of step {step} has shape {np.shape(value)}; expected a scalar")
         if self._last is not None and step < self._last:
             raise ValueError(f"step {step} was logged after step {self._last}: the steps of a log go upwards")
+        if state is None and (self._hash_every or self._replay):
+            raise ValueError(f"log({step}, …): without state= there is nothing to take the hash of")
+        if self._replay:
+            replay.seen(self._replay, step, state, digest)
+            return
+        if self._hash_every and step % self._hash_every == 0:
+            metrics["hash"] = digest(state)
         first, self._last = self._last is None, step
         if not self._is_root:
             return
@@ -130,7 +150,7 @@ class RunLog:
         if self._events is not None:
             for name, x in {**metrics, **rates}.items():
                 self._events.add_scalar(name, x, step, now)
-        self._show.update(step, metrics, lately)
+        self._show.update(step, {name: x for name, x in metrics.items() if name != "hash"}, lately)
 
     def _throughput(self, step: int, now: float) -> tuple[dict[str, float], dict[str, float]]:
         """Examples and tokens per second since the step before, for the file, and over the last seconds, for the eye.
@@ -171,6 +191,7 @@ def run_log(
     examples_per_step: float | None = None,
     tokens_per_step: float | None = None,
     tensorboard: bool = False,
+    hash_every: int | None = None,
 ) -> Iterator[RunLog]:
     """Log a training run: progress on the root's standard error, metrics into ``path/metrics.jsonl``.
 
@@ -189,12 +210,15 @@ def run_log(
       examples_per_step: of all devices together.
       tokens_per_step: of all devices together.
       tensorboard: write event files for TensorBoard as well.
+      hash_every: steps from one hash of the state to the next (`jaxdist.digest`); None: none. ``jaxdist replay``
+        compares with it.
 
     Returns:
       A context manager that gives the log, ``log(step, loss=...)`` (`jaxdist.observe.metrics.RunLog`).
 
     Raises:
       OSError: the root can't write there (on every rank).
+      ValueError: `hash_every` is no positive number of steps.
       ImportError: tensorboardX is missing on the root (on every rank).
 
     Example:
@@ -206,15 +230,17 @@ def run_log(
       [1.0, 0.5]
     """
     ctx, folder = get_context(), Path(path)
+    if hash_every is not None and (isinstance(hash_every, bool) or hash_every != int(hash_every) or hash_every < 1):
+        raise ValueError(f"hash_every={hash_every!r}: expected a positive number of steps")
 
     def prepare() -> Part[None]:
-        if ctx.is_root:
+        if ctx.is_root and not replay.asked():
             _make_ready(folder, tensorboard)
         return Part(None)
 
     on_every_rank(ctx, "run_log", prepare, raises=(OSError, ImportError))
     per_step = {"examples": examples_per_step, "tokens": tokens_per_step}
-    log = RunLog(folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard)
+    log = RunLog(folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard, hash_every)
     try:
         yield log
     except BaseException:
