@@ -27,8 +27,8 @@ FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 _ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 _REARRANGED = 1.7
-"""How much longer a byte of an exchange takes CPUs than one of an all-reduce, for what is sent in parts is copied before
-and after: the geometric mean over Open MPI and gloo of 0.25, 1.6 and 8 MB between two ranks with a core each."""
+"""How many times as long a byte of an exchange takes CPUs as one of an all-reduce: what is sent in parts is copied
+before and after. The geometric mean over Open MPI and gloo of 0.25, 1.6 and 8 MB, two ranks with a core each."""
 _FOLD = 8  # devices of a host of CPUs that nobody measured
 
 

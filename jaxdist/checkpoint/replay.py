@@ -1,7 +1,7 @@
 """Steps again from a checkpoint, on one process: what `jaxdist replay` makes of a script's calls.
 
-The script restores that checkpoint, whichever it asks for, saves and logs nothing, and ends after the step that is asked
-for, of whose state the hash is printed.
+The script restores that checkpoint, whichever it asks for, saves and logs nothing, and ends after the last step, of
+whose state the hash is printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The communicator of lanes: XLA's, with every sum in one order, so that its bits do not depend on who holds which lane.
+"""The communicator of lanes: XLA's, with every sum in one order: its bits do not depend on who holds which lane.
 
 A lane is a CPU device. XLA compiles one program for all of them, so what a lane computes by itself is the same in
 whichever process it is. What is left is the order of sums over lanes: XLA adds up in one order in a process and gloo in
@@ -9,6 +9,7 @@ Maxima, minima and gathers have no order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from jaxdist.communicators import exchange
 from jaxdist.communicators.xla import GlooLowering, all_gather, all_to_all, extreme
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import group_reduce_p
-from jaxdist.mesh import Groups
 
 _AT_ONCE = 1 << 12
 """Bytes on all lanes up to which a sum is one message: each lane gets all summands and adds them up itself."""
@@ -34,7 +34,7 @@ class LanesLowering(GlooLowering):
         super().__init__()
         self.rules |= {p.psum_p: self._sum, group_reduce_p: self._group_sum}
 
-    def _total(self, axes: tuple[str, ...], x: Any, wire: str | None, groups: Groups | None) -> Any:
+    def _total(self, axes: tuple[str, ...], x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None) -> Any:
         size = len(groups[0]) if groups else lax.axis_size(axes)
         gather = functools.partial(all_gather, axes, groups=groups)
         if x.nbytes * size <= _AT_ONCE:

@@ -27,7 +27,7 @@ from jaxdist.ir.primitives import (
     reduced,
     slices,
 )
-from jaxdist.mesh import AXIS, Groups
+from jaxdist.mesh import AXIS
 
 Axes = tuple[str, ...]
 
@@ -140,7 +140,7 @@ class GlooLowering(XlaLowering):
         total = exchange.summed(parts).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
 
-    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Groups | None) -> Any:
+    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None) -> Any:
         """The sum of `x` over the devices along some axes, or within groups of these."""
         if wire is None:
             return lax.psum(x, axes, axis_index_groups=groups)
@@ -161,6 +161,7 @@ def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
 
 def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
     """The largest or smallest over devices, or a sum, as XLA makes it; NaN if one is."""
+
     def reduce(x: Any) -> Any:
         return compat.bind(eqn, eqn.params, [x])[0]
 

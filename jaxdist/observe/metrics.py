@@ -240,7 +240,9 @@ def run_log(
 
     on_every_rank(ctx, "run_log", prepare, raises=(OSError, ImportError))
     per_step = {"examples": examples_per_step, "tokens": tokens_per_step}
-    log = RunLog(folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard, hash_every)
+    log = RunLog(
+        folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard, hash_every
+    )
     try:
         yield log
     except BaseException:

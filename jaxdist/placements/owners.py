@@ -2,7 +2,8 @@
 
 What works on whole matrices (`jaxdist.placements.matrices`) is given to devices by the time it takes, the longest first
 to the device that has least. A stack of matrices, as of layers that a loop runs over, is split along its leading
-dimension instead. Where slices do it for less they keep it.
+dimension instead. Where slices do it for less they keep it. This is no part of the search for options:
+what an owner costs a matrix depends on who owns the others, which is an assignment of all of them at once.
 
 References:
   Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer

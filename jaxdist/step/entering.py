@@ -101,8 +101,8 @@ class Entering:
             leaves[i] = x
 
     def lengths(self, leaves: Sequence[Any]) -> list[int | None] | None:
-        """The lengths that arguments have on the root, if ranks hold several numbers of lanes, and so of examples; None:
-        this rank's are as good. What is no array has none."""
+        """The lengths of arguments on the root, where ranks hold several numbers of lanes, and so of examples. None: this
+        rank's are as good. What is no array has none."""
         if len(set(map(len, self._context.parts_of_all(self._placer.mesh)))) == 1:
             return None
         mine = [int((*np.shape(x), 0)[0]) if is_array(x) else None for x in leaves]
@@ -230,7 +230,9 @@ class Entering:
 
 def _dtype_of(x: Any) -> Any:
     # As it travels: with jax_enable_x64 on one rank alone float64 of NumPy is not the same everywhere.
-    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
+    return (
+        jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
+    )
 
 
 def _type_of(x: Any) -> str:

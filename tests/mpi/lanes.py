@@ -99,4 +99,8 @@ def _oracle(name: str) -> Callable[[int], oracle.Case]:
     return lambda level: oracle.case(name, level)
 
 
-OWN: dict[str, Callable[[int], oracle.Case]] = {"wide": wide, "matrices": matrices, **{name: _oracle(name) for name in oracle.CASES}}
+OWN: dict[str, Callable[[int], oracle.Case]] = {
+    "wide": wide,
+    "matrices": matrices,
+    **{name: _oracle(name) for name in oracle.CASES},
+}
