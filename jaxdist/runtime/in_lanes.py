@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import jax
+
+from jaxdist import compat
 from jaxdist.control.channel import Control
 
 
@@ -68,15 +71,6 @@ def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: 
             f"rank {rank}: {size} processes for lanes={lanes[0]}, and a lane is not divided: start at most {lanes[0]} "
             "processes"
         )
-    check_communicator(wanted, rank)
-
-
-def check_communicator(wanted: str, rank: int) -> None:
-    """Refuse a communicator that adds up in an order of its own.
-
-    Raises:
-      ValueError: it is MPI's.
-    """
     if wanted == "mpi":
         raise ValueError(
             f"rank {rank}: communicator 'mpi' adds up in MPI's order, which depends on the number of processes. With "
@@ -84,10 +78,31 @@ def check_communicator(wanted: str, rank: int) -> None:
         )
 
 
-def set_threads(lanes: int) -> None:
-    """As many threads for XLA on each process, however many cores it has; before the backend starts.
+def start(control: Control, lanes: int) -> None:
+    """Have this process's lanes as its devices; before the backend starts.
 
-    XLA divides a program's work, and Eigen the inner dimension of a long product, by the number of threads
-    (`compat.cpu_threads`): another number is another order of sums.
+    As many threads for XLA on each process, however many cores it has: XLA divides a program's work, and Eigen the
+    inner dimension of a long product, by the number of threads (`compat.cpu_threads`), and another number is another
+    order of sums.
+
+    Args:
+      control: of the job.
+      lanes: of all processes.
+
+    Raises:
+      RuntimeError: a backend has started, with other threads.
     """
+    if compat.backend_started():
+        raise too_late(control, lanes)
+    jax.config.update("jax_num_cpu_devices", of_each(lanes, control.size)[control.rank])
+    jax.config.update("jax_platforms", "cpu")
     os.environ["PJRT_NPROC"] = str(lanes)
+
+
+def too_late(control: Control, lanes: int) -> RuntimeError:
+    """The error of a process whose backend has started before `start`."""
+    return RuntimeError(
+        f"rank {control.rank}: a JAX backend was already in use when jaxdist.init was called, with other devices and "
+        f"threads than those of lanes={lanes}. Call jaxdist.init first: before jax.distributed.initialize, "
+        "jax.devices(), any jnp array or jitted call"
+    )

@@ -88,7 +88,7 @@ def jax_started(
     """
     rank, size = control.rank, control.size
     if size == 1 and lanes:
-        return _alone_in_lanes(lanes, wanted)
+        return _alone_in_lanes(control, lanes, wanted)
     if size == 1:
         found = list(jax.local_devices())
         kind = measured.named(found[0].platform) or kind_of(found[0])
@@ -132,13 +132,14 @@ def jax_started(
     communicator = "mpi" if {each.communicator for each in told} == {"mpi"} else "lanes" if lanes else "xla"
     if errors and rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
+    if lanes and not over_gloo:
+        raise in_lanes.too_late(control, lanes)
     local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
     if over_gloo:
-        # Whatever XLA_FLAGS asks for.
-        jax.config.update("jax_num_cpu_devices", in_lanes.of_each(lanes, size)[rank] if lanes else 1)
         if lanes:
-            in_lanes.set_threads(lanes)
+            in_lanes.start(control, lanes)
         else:
+            jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
             compat.cpu_threads(devices.fair_threads(resources, rank))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if not platforms:
@@ -173,18 +174,10 @@ def jax_started(
     return Started(found, hosts, mesh, communicator, kind)
 
 
-def _alone_in_lanes(lanes: int, wanted: str) -> Started:
-    in_lanes.check_communicator(wanted, 0)
-    if not compat.backend_started():
-        jax.config.update("jax_num_cpu_devices", lanes)
-        jax.config.update("jax_platforms", "cpu")
-        in_lanes.set_threads(lanes)
+def _alone_in_lanes(control: Control, lanes: int, wanted: str) -> Started:
+    in_lanes.check(control, [lanes], devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus()), wanted)
+    in_lanes.start(control, lanes)
     found = list(jax.local_devices())
-    if found[0].platform != "cpu" or len(found) != lanes:
-        raise RuntimeError(
-            f"a JAX backend with {len(found)} {found[0].platform} devices was already in use when jaxdist.init(lanes="
-            f"{lanes}) was called: call it first, before jax.devices(), any jnp array or jitted call"
-        )
     kind = measured.named("cpu") or kind_of(found[0])
     return Started(found, (socket.gethostname(),), _mesh(found), "lanes", kind)
 

@@ -101,8 +101,10 @@ class Entering:
             leaves[i] = x
 
     def lengths(self, leaves: Sequence[Any]) -> list[int | None] | None:
-        """The lengths of arguments on the root, where ranks hold several numbers of lanes, and so of examples. None: this
-        rank's are as good. What is no array has none."""
+        """The lengths of arguments on the root, where ranks hold several numbers of lanes, and so of examples.
+
+        What is no array has none. None: this rank's are as good.
+        """
         if len(set(map(len, self._context.parts_of_all(self._placer.mesh)))) == 1:
             return None
         mine = [int((*np.shape(x), 0)[0]) if is_array(x) else None for x in leaves]
