@@ -16,7 +16,7 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.collectives.public import allgather
 from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, stream, to_devices
 from jaxdist.mesh import Sizes
-from jaxdist.runtime.context import Context, get_context
+from jaxdist.runtime.context import Context, get_context, parts_of_ranks
 from jaxdist.zero import unshard
 
 Tail = Literal["drop", "pad", "keep"]
@@ -364,7 +364,7 @@ def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None)
 
     ctx = get_context()
     own, parts = ctx.parts(mesh)
-    passed = ctx.parts_of_all(mesh)
+    passed = parts_of_ranks(ctx, mesh)
     once = [next((r, of.index(part)) for r, of in enumerate(passed) if part in of) for part in range(parts)]
 
     def whole(x: Any) -> np.ndarray:

@@ -143,14 +143,8 @@ class Context:
           >>> np.split(np.arange(10), parts)[own[0]].tolist()
           [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
         """
-        passed = self.parts_of_all(mesh)
+        passed = parts_of_ranks(self, mesh)
         return passed[self.rank], len(set().union(*passed))
-
-    def parts_of_all(self, mesh: Mesh | Sizes | None = None) -> list[tuple[int, ...]]:
-        """Of each rank, the parts of a batch that it passes; see `parts`."""
-        made = mesh_of(mesh, self.devices) if mesh else self.mesh
-        parts = parts_of_batch(made, in_lanes=self.communicator == "lanes")
-        return [tuple(k for k, ranks in enumerate(parts) if rank in ranks) for rank in range(self.size)]
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process is here.
@@ -291,13 +285,20 @@ def init(
         failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
         if ctx.size > 1 and (problem := streams.taken()):
             raise RuntimeError(f"rank {ctx.rank}: {problem}")
-        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, number, timeout)
+        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout, number)
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, ctx.exit, timeout)
         _context, _requested = ctx, requested
         return ctx
+
+
+def parts_of_ranks(context: Context, mesh: Mesh | Sizes | None = None) -> list[tuple[int, ...]]:
+    """The parts of a batch that each rank passes; see `Context.parts`."""
+    made = mesh_of(mesh, context.devices) if mesh else context.mesh
+    parts = parts_of_batch(made, in_lanes=context.communicator == "lanes")
+    return [tuple(k for k, ranks in enumerate(parts) if rank in ranks) for rank in range(context.size)]
 
 
 def started() -> Context | None:

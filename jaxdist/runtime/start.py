@@ -68,7 +68,7 @@ class _Told(NamedTuple):
 
 
 def jax_started(
-    connector: Connector, control: Control, watchdog: Watchdog, wanted: str, lanes: int | None, timeout: float
+    connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float, lanes: int | None = None
 ) -> Started:
     """Choose platform, devices, threads and communicator, and start jax.distributed.
 
@@ -77,8 +77,8 @@ def jax_started(
       control: of the job.
       watchdog: of the job.
       wanted: the communicator: "auto", "xla" or "mpi".
-      lanes: of all processes; None: each has one device.
       timeout: seconds to wait for the other ranks.
+      lanes: of all processes; None: each has one device.
 
     Raises:
       RuntimeError: a JAX backend was already in use by one of several processes, or not every process has one device.

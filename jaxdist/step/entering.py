@@ -20,7 +20,7 @@ from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout, physical
 from jaxdist.runtime.compiler import settings as of_jax
-from jaxdist.runtime.context import Context
+from jaxdist.runtime.context import Context, parts_of_ranks
 from jaxdist.step.batch import INDICES, BatchPart
 from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
 from jaxdist.step.program import Program
@@ -105,7 +105,7 @@ class Entering:
 
         What is no array has none. None: this rank's are as good.
         """
-        if len(set(map(len, self._context.parts_of_all(self._placer.mesh)))) == 1:
+        if len(set(map(len, parts_of_ranks(self._context, self._placer.mesh)))) == 1:
             return None
         mine = [int((*np.shape(x), 0)[0]) if is_array(x) else None for x in leaves]
         everyone = self._context.control.exchange(f"lengths for step {self._name}", mine, self._context.timeout)

@@ -30,7 +30,11 @@ from jaxdist.data.loader import Loader, gather_for_metrics
 def job(rank: int, size: int, exchange: Callable[[str, Any, float], list[Any]]) -> Any:
     """A context, as far as a loader needs one."""
     return SimpleNamespace(
-        rank=rank, size=size, timeout=1.0, control=SimpleNamespace(exchange=exchange), part=lambda mesh: (rank, size)
+        rank=rank,
+        size=size,
+        timeout=1.0,
+        control=SimpleNamespace(exchange=exchange),
+        parts=lambda mesh: ((rank,), size),
     )
 
 

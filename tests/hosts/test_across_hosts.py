@@ -168,3 +168,17 @@ def test_the_links_within_and_between_hosts_are_measured(hosts: Hosts, tmp_path:
     assert kind["network"] < 400e6 / 8 / 2  # the ranks of a host share it, and packets count for more than they are
     assert kind["link"] > 4 * kind["network"]
     assert kind["network_latency"] > kind["latency"]
+
+
+def test_in_lanes_the_bits_are_those_of_one_process(hosts: Hosts, tmp_path: Path) -> None:
+    """Four lanes, two on a rank of one host and one on each of the other's."""
+    word = f"lanes:bits{json.dumps([['clip_adamw:3', 'few_examples:0', 'few_examples:1:2'], 96, 3])}"
+    found = []
+    for where in ("alone", "hosts"):
+        (folder := tmp_path / where).mkdir()
+        runner = [jobs.RUNNER, "auto", str(folder), word]
+        run = ["--hosts", "node1:1,node2:2"] if where == "hosts" else []
+        result = hosts.run("node1", [*JAXDIST_RUN, "--lanes", "4", *run, "--launcher", "env", *runner])
+        assert result.returncode == 0, result.output
+        found.append((folder / "rank0.json").read_text())
+    assert found[0] == found[1]
