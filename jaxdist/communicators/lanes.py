@@ -43,7 +43,10 @@ class LanesLowering(GlooLowering):
         return exchange.all_reduce(x, wire or x.dtype, size, exchanged, gather)
 
     def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        total = self._total(axes_of(eqn), x, None, groups_of(eqn)) if x.size else x
+        axes = axes_of(eqn)
+        x = x.sum([one for one in axes if isinstance(one, int)])  # of the operand's own, which vmap put there
+        named = tuple(one for one in axes if not isinstance(one, int))
+        total = self._total(named, x, None, groups_of(eqn)) if x.size and named else x
         return [total] if eqn.primitive.multiple_results else total
 
     def _group_sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:

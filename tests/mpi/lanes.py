@@ -42,7 +42,8 @@ def digest(tree: Any) -> str:
 
 
 def wide(level: int) -> oracle.Case:
-    """Layers wider than the batch, in float32, and a gradient of which the inner dimension is long."""
+    """Layers wider than the batch, a gradient of which the inner dimension is long, and sums of tall columns, whose bits
+    depend on the number of threads (on jax 0.10)."""
     rng = np.random.default_rng(0)
     state = {f"w{i}": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 25 for i in range(2)}
     tx = optax.chain(optax.clip_by_global_norm(0.5), jaxdist.zero(optax.adamw(1e-3), level))  # type: ignore[arg-type]
@@ -50,7 +51,8 @@ def wide(level: int) -> oracle.Case:
     def step(w: Any, opt: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
             h = jnp.tanh(jnp.repeat(x, 40, 0) @ w["w0"]) @ w["w1"]
-            return jnp.mean(h**2) + jnp.mean(jax.nn.logsumexp(h, axis=1))
+            tall = jnp.repeat(x, 840, 0) @ w["w0"][:, :37]
+            return jnp.mean(h**2) + jnp.mean(jax.nn.logsumexp(h, axis=1)) + jnp.mean(tall.mean(0) ** 2)
 
         value, grads = jax.value_and_grad(loss)(w)
         updates, opt = tx.update(grads, opt, w)
