@@ -19,18 +19,16 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import replay
 from jaxdist.observe.digest import digest
+from jaxdist.observe.display import Display
 from jaxdist.runtime.context import Context, get_context
 
 FILE = "metrics.jsonl"
 _MOST = 1000  # steps held back: a host that runs ahead of its device by more waits
 _WINDOW = 5.0  # seconds over which the throughput that is shown is taken
-_EVERY = 10.0  # seconds between lines where there is no terminal
 _OWN = ("step", "time", "hash", "examples_per_s", "tokens_per_s")
 _GET_TENSORBOARD = "tensorboard=True needs tensorboardX: pip install 'jaxdist[tensorboard]'"
 
@@ -79,7 +77,7 @@ class RunLog:
         self._ended: deque[tuple[float, int]] = deque()  # when a step was seen to have ended, and which
         self._file: TextIO | None = None
         self._events: Any = None
-        self._show = _Display(total)
+        self._show = Display(total)
 
     def __call__(self, step: int, *, state: Any = None, **metrics: Any) -> None:
         """Log the metrics of a step.
@@ -364,55 +362,3 @@ def drop_from(file: Path, step: int) -> None:
     backup.unlink(missing_ok=True)
     backup.hardlink_to(file)  # so that at any moment the whole log is there
     rest.replace(file)
-
-
-# --- what is shown
-
-
-class _Display:
-    """A bar on a terminal, lines elsewhere."""
-
-    def __init__(self, total: int | None):
-        self._total = total
-        self._console = Console(stderr=True, highlight=False)
-        self._bar: Progress | None = None
-        self._from_one = False
-        self._printed_at = -math.inf
-        self._pending = ""
-
-    def start(self, step: int, first: int) -> None:
-        self._from_one = first == 1
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[shown]}"), console=self._console, refresh_per_second=4,
-            )  # fmt: skip
-            self._task = self._bar.add_task("step", total=self._total, completed=self._done(step) - 1, shown="")
-            self._bar.start()
-
-    def update(self, step: int, metrics: dict[str, float | int], rates: dict[str, float]) -> None:
-        shown = [f"{name}={x:.4g}" for name, x in metrics.items()]
-        shown += [f"{rate:,.0f} {name.removesuffix('_per_s')}/s" for name, rate in rates.items()]
-        done = self._done(step)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, shown="  ".join(shown))
-            return
-        of = "" if self._total is None else f"/{self._total}"
-        self._pending = "  ".join([f"step {done}{of}", *shown])
-        if time.monotonic() - self._printed_at > _EVERY:
-            self._print()
-
-    def _done(self, step: int) -> int:
-        """How many steps there have been; who logs a step that is the total counts from 1, too."""
-        self._from_one = self._from_one or step == self._total
-        return step + (not self._from_one)
-
-    def _print(self) -> None:
-        self._console.print(self._pending, markup=False, soft_wrap=True)
-        self._pending, self._printed_at = "", time.monotonic()
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif self._pending:
-            self._print()

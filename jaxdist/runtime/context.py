@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import secrets
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -19,14 +17,14 @@ from jaxdist import communicators, connectors, streams
 from jaxdist.communicators import Rules
 from jaxdist.compat import under_no_mesh
 from jaxdist.connectors import Connector
-from jaxdist.control import failfast, guard, rendezvous
+from jaxdist.control import failfast, guard
 from jaxdist.control.channel import Control, ControlError
-from jaxdist.control.keys import Key
 from jaxdist.control.sequence import CallSequence
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
 from jaxdist.runtime import commlog, farewell, in_lanes, start, transfer
+from jaxdist.runtime.control_of import control_of
 
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
@@ -279,7 +277,7 @@ def init(
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         if found.name != "local":
             guard.start(whole_job=True)
-        ctx = Context(found, _control(found, timeout), timeout)
+        ctx = Context(found, control_of(found, timeout), timeout)
         if ctx.size > 1:
             _write_whole_lines()
         failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
@@ -365,29 +363,6 @@ def _check_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
                 f"{name}={old!r} (in use: {actual!r}). Call init once, at the start of the "
                 "script, or with the same arguments"
             )
-
-
-def _control(connector: Connector, timeout: float) -> Control:
-    """The connector's own control channel, else a new one on a free port of the root."""
-    own = getattr(connector, "control", None)
-    if isinstance(own, Control):
-        return own
-    rank, size = connector.rank, connector.size
-    if size == 1:
-        return Control(0, 1)
-    one_host = connector.local_size == size
-    server = rendezvous.bind("127.0.0.1" if one_host else "", [0]) if rank == 0 else None
-    where = None
-    if server is not None:
-        ips = [] if one_host else rendezvous.interface_addresses()
-        where = (socket.gethostname(), ips, server.getsockname()[1], secrets.token_bytes())
-    host, ips, port, secret = connector.broadcast(where, 0)
-    names = ["127.0.0.1"] if one_host or host == socket.gethostname() else []
-    names += [] if one_host else [*ips, host]
-    return Control(
-        rank, size, [(name, port) for name in names], server=server,
-        key=Key(secret), timeout=timeout, abort=connector.abort,
-    )  # fmt: skip
 
 
 def machine_of(mesh: Mesh) -> Machine:

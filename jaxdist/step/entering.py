@@ -105,7 +105,7 @@ class Entering:
 
         What is no array has none. None: this rank's are as good.
         """
-        if len(set(map(len, parts_of_ranks(self._context, self._placer.mesh)))) == 1:
+        if len(set(map(len, parts_of_ranks(self._context, self._placer.passed)))) == 1:
             return None
         mine = [int((*np.shape(x), 0)[0]) if is_array(x) else None for x in leaves]
         everyone = self._context.control.exchange(f"lengths for step {self._name}", mine, self._context.timeout)

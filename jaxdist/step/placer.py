@@ -33,6 +33,7 @@ class Placer:
         `mesh`.
 
     Attributes:
+      passed: `passed`.
       processes: number of those with some of the devices.
       parts: of which a batch is made up.
       own: the parts that this process passes.
@@ -40,11 +41,11 @@ class Placer:
     """
 
     def __init__(self, context: Context, mesh: Mesh, passed: Mesh | None = None):
-        self.context, self.mesh, self._passed = context, mesh, passed or mesh
+        self.context, self.mesh, self.passed = context, mesh, passed or mesh
         self.state_sharding = sharding(mesh, None)
         self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
-        self.shared = parts_of_batch(self._passed)
+        self.shared = parts_of_batch(self.passed)
         self.parts = len(self.shared)
         self.own = tuple(k for k, ranks in enumerate(self.shared) if jax.process_index() in ranks)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
@@ -185,8 +186,8 @@ class Placer:
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
         rows, first = self._everywhere(x.shape[0]), place
         total = getattr(x, "total", rows)
-        if moves := self._passed != self.mesh:
-            first = sharding(self._passed, of_batch((rows,), self._passed))
+        if moves := self.passed != self.mesh:
+            first = sharding(self.passed, of_batch((rows,), self.passed))
         x = _lengthened(x, [cut for cut in how.cuts if cut.axis != AXIS and not moves])
         shape = (rows, *x.shape[1:])
         slices = _own_slices(first, shape, rows // self.parts, self.own)

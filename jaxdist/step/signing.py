@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import jax
 from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import StepError
 from jaxdist.mesh import AXIS
-from jaxdist.placements.layouts import Padded
-from jaxdist.runtime.context import Context
+from jaxdist.placements.layouts import Padded, physical
+from jaxdist.runtime.context import Context, parts_of_ranks
 from jaxdist.step import batch
 from jaxdist.step.placer import Placer, checksum, spans
 from jaxdist.step.program_cache import ProgramCache
@@ -120,7 +120,7 @@ class Signer:
                 kept = self._reader(signature, leaves).carried()
                 own = {i for i in own if mine[i] is not None or i not in kept}
             signature = self._one(self._read(signature, leaves, own))
-        self._check_shared(signature, everyone)
+        self._check_shared(signature, self._by_parts(signature, leaves, everyone, call, context))
         self._check_alike(signature, leaves, differs)
         seen = [i for i in signature.batch if getattr(leaves[i], "size", 1)]  # without entries all are alike
         parts = self._placer.parts
@@ -202,11 +202,31 @@ class Signer:
             f"batch_argnums={each!r}: each rank has its own part of it. {batch.INDICES}"
         )
 
-    def _check_shared(self, signature: Signature, everyone: Sequence[Sequence[int | None]]) -> None:
+    def _by_parts(
+        self,
+        signature: Signature,
+        leaves: Sequence[Any],
+        everyone: Sequence[Sequence[int | None]],
+        call: int,
+        context: Context,
+    ) -> list[dict[int, Sequence[int | None]]]:
+        """What each rank passes as each of its parts of the batch: a value for each leaf."""
+        passed = parts_of_ranks(context, self._placer.passed)
+        if all(len({passed[rank] for rank in ranks}) == 1 for ranks in self._placer.shared):
+            return [dict.fromkeys(own, values) for own, values in zip(passed, everyone, strict=True)]
+        mine: dict[int, list[int | None]] = {part: [None] * len(leaves) for part in passed[context.rank]}
+        for i in signature.batch:
+            if not spans(physical(leaves[i])):
+                rows = len(leaves[i]) // len(mine)
+                for k, values in enumerate(mine.values()):
+                    values[i] = checksum(leaves[i][k * rows : (k + 1) * rows])
+        return context.control.exchange(f"parts of step {self._name}, call {call}", mine, context.timeout)
+
+    def _check_shared(self, signature: Signature, everyone: Sequence[Mapping[int, Sequence[int | None]]]) -> None:
         """Refuse a batch of which ranks that have one part of it pass others."""
-        for ranks in self._placer.shared:
+        for part, ranks in enumerate(self._placer.shared):
             for i in signature.batch:
-                if others := unlike_the_root([everyone[rank][i] for rank in ranks]):
+                if others := unlike_the_root([everyone[rank][part][i] for rank in ranks]):
                     raise ValueError(
                         f"step {self._name!r}: batch leaf {signature.names[i]} is not the same on rank {ranks[0]} and "
                         f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "

@@ -42,8 +42,10 @@ def digest(tree: Any) -> str:
 
 
 def wide(level: int) -> oracle.Case:
-    """Layers wider than the batch, a gradient of which the inner dimension is long, and sums of tall columns, whose bits
-    depend on the number of threads (on jax 0.10)."""
+    """Layers wider than the batch, a gradient of which the inner dimension is long, and sums of tall columns.
+
+    Bits of the latter depend on the number of threads, on jax 0.10.
+    """
     rng = np.random.default_rng(0)
     state = {f"w{i}": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 25 for i in range(2)}
     tx = optax.chain(optax.clip_by_global_norm(0.5), jaxdist.zero(optax.adamw(1e-3), level))  # type: ignore[arg-type]
