@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import resource
 from collections.abc import Sequence
 
 import jax
 
 from jaxdist import compat
 from jaxdist.control.channel import Control
+
+_MOST = 1024
+_OTHERS = 200
+"""Files that a process opens beside its lanes' connections."""
 
 
 def asked(given: int | None) -> int | None:
@@ -18,14 +24,18 @@ def asked(given: int | None) -> int | None:
       given: to `init`.
 
     Raises:
-      ValueError: it is no positive whole number.
+      ValueError: it is no whole number from 1 to 1024.
     """
     name, value = ("lanes", given) if given is not None else ("JAXDIST_LANES", os.environ.get("JAXDIST_LANES") or None)
     if value is None:
         return None
-    number = value if type(value) is int else int(value) if isinstance(value, str) and value.isdecimal() else 0
-    if number < 1:
-        raise ValueError(f"{name}={value!r}: expected a positive number of lanes, such as 8")
+    number = 0
+    if isinstance(value, str):
+        number = int(value) if value.isdecimal() else 0
+    elif hasattr(value, "__index__") and not isinstance(value, bool):
+        number = operator.index(value)
+    if not 1 <= number <= _MOST:
+        raise ValueError(f"{name}={value!r}: expected a positive number of lanes, such as 8, and at most {_MOST}")
     return number
 
 
@@ -49,8 +59,8 @@ def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: 
       wanted: the communicator.
 
     Raises:
-      ValueError: ranks ask for several numbers, there are more processes than lanes, they would be GPUs, or the
-        communicator adds up in an order of its own.
+      ValueError: ranks ask for several numbers, there are more processes than lanes, they would be GPUs, the
+        communicator adds up in an order of its own, or there would be too many connections.
     """
     rank, size = control.rank, control.size
     if len(set(lanes)) > 1:
@@ -70,6 +80,13 @@ def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: 
         raise ValueError(
             f"rank {rank}: {size} processes for lanes={lanes[0]}, and a lane is not divided: start at most {lanes[0]} "
             "processes"
+        )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = of_each(lanes[0], size)[rank] * (lanes[0] - 1) if size > 1 else 0
+    if connections > files - _OTHERS:
+        raise ValueError(
+            f"rank {rank}: lanes={lanes[0]}: gloo connects each lane with each other one, {connections} connections of "
+            f"this process, and it may open {files} files (ulimit -n). Use fewer lanes, or more processes"
         )
     if wanted == "mpi":
         raise ValueError(

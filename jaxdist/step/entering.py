@@ -159,9 +159,10 @@ class Entering:
 
     def _type_of_part(self, x: Any) -> str:
         """The type of a leaf of the batch, of a lane where ranks hold several numbers of them."""
-        if self._context.communicator != "lanes" or spans(physical(x)) or not np.ndim(x):
+        several = self._context.communicator == "lanes" and self._context.size > 1
+        if not several or spans(physical(x)) or not np.ndim(x):
             return _type_of(x)
-        rows, own = len(x), len(self._placer.own)
+        rows, own = np.shape(x)[0], len(self._placer.own)
         if rows % own:
             return f"{_type_of(x)} for {own} lanes"
         total = f" of {x.total} in all" if isinstance(x, BatchPart) else ""

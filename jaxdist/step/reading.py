@@ -44,6 +44,9 @@ class Reader:
         self.failed: Exception | None = None
         self._at = [at for _, at, _ in signature.arguments]
         self._types = [abstract(x) for x in leaves]
+        if lengths:
+            pairs = zip(self._types, lengths, strict=True)
+            self._types = [a.update(shape=(n, *a.shape[1:])) if a.shape else a for a, n in pairs]
         self._sizes: dict[int, int | None] = {}  # of each leaf: how many entries may be cut
         for at in self._at:
             found = batch.sizes([leaves[i] for i in at], lambda x: is_kept(x, placer))
@@ -153,7 +156,8 @@ class Reader:
     def _traced(self, cut: Collection[int]) -> StepJaxpr | None:
         """The step if these leaves are the batch, with more entries than they have; None: it can't be traced."""
         tried = self._signature.with_batch(cut)
-        types = self._cache.types(tried, self._leaves)
+        logical = self._cache.types(tried, self._leaves)
+        types = [a if b else own for a, own, b in zip(logical, self._types, tried.is_batch, strict=True)]
         if self._placer.parts == 1:  # what is no batch can't be twice as long
             types = [
                 jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a

@@ -21,11 +21,13 @@ WIDTH = 600
 
 
 def bits(words: list[str], rows: int, steps: int) -> dict[str, str]:
-    """Cases, each ``NAME:LEVEL`` or ``NAME:LEVEL:MODEL``, over a model axis of so many lanes."""
+    """Cases, each ``NAME:LEVEL``, or ``NAME:LEVEL:MODEL:inner`` (or ``outer``) over a model axis of so many lanes."""
     found = {}
     for word in words:
         name, level, *model = word.split(":")
         mesh = {"data": -1, "model": int(model[0])} if model else {"data": -1}
+        if model and model[1] == "outer":  # then ranks pass parts of which others pass some
+            mesh = {"model": int(model[0]), "data": -1}
         own, parts = ctx.parts(mesh)
         if name == "padded":
             found[word] = padded(int(level))
@@ -85,18 +87,32 @@ def matrices(level: int) -> oracle.Case:
 
 
 def padded(level: int) -> str:
-    """An epoch of a loader whose last batch is smaller, and a gather of what its steps return for each example."""
+    """Epochs of a loader whose last batch is smaller, and a gather of what its steps return for each example."""
     case = wide(level)
     step, (w, opt) = jaxdist.data_parallel(case.step), case.state
     found = []
-    for batch in jaxdist.loader(case.batch(0)[:22], 8 // ctx.parts()[1], seed=3, tail="keep"):
-        w, opt, loss = step(w, opt, batch)
-        found.append(loss)
+    for on_devices in (False, True):
+        kept: dict[str, Any] = {"seed": 3, "tail": "keep", "on_devices": on_devices}
+        for batch in jaxdist.loader(case.batch(0)[:22], 8 // ctx.parts()[1], **kept):
+            w, opt, loss = step(w, opt, batch)
+            found.append(loss)
     each = jaxdist.data_parallel(lambda w, x: jnp.tanh(x @ w["w0"]).sum(1))
     for batch, weight in jaxdist.loader(case.batch(0)[:22], 8 // ctx.parts()[1], tail="pad"):
         found.append(jaxdist.gather_for_metrics((each(w, batch), np.asarray(batch)), weight))
     jaxdist.check_sync((w, opt))
     return digest((jaxdist.unshard((w, opt)), found))
+
+
+def whole(level: int) -> oracle.Case:
+    """A step that has no meaning for the examples of one process, with one argument beside them."""
+    w = np.random.default_rng(0).normal(size=5)
+
+    def step(w: Any, x: Any) -> Any:
+        assert x.shape == (24, 5), x.shape
+        turn = lambda w, x: (w - 0.1 * jnp.tanh(x @ w).mean() * x.mean(0), None)
+        return jax.lax.scan(turn, w, x.reshape(8, 3, 5))[0], jnp.max(x @ w)
+
+    return oracle.Case("whole", step, (w,), lambda i: np.random.default_rng(i).normal(size=(24, 5)))
 
 
 def _oracle(name: str) -> Callable[[int], oracle.Case]:
@@ -106,5 +122,6 @@ def _oracle(name: str) -> Callable[[int], oracle.Case]:
 OWN: dict[str, Callable[[int], oracle.Case]] = {
     "wide": wide,
     "matrices": matrices,
+    "whole": whole,
     **{name: _oracle(name) for name in oracle.CASES},
 }

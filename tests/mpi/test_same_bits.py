@@ -14,8 +14,9 @@ pytestmark = pytest.mark.slow  # together
 
 LANES, ROWS, STEPS = 4, 24, 3
 EVERYTHING = "JAXDIST_FULL" in os.environ
-WORDS = ["wide:0", "wide:3", "wide:1:2", "cnn_batchnorm:1", "transformer_scanned:3", "infonce:0", "gru_lengths:1",
-         "microbatches:0", "matrices:1", "padded:3"]  # fmt: skip
+WORDS = ["wide:0", "wide:3", "wide:1:2:inner", "cnn_batchnorm:1", "transformer_scanned:3", "infonce:0", "gru_lengths:1",
+         "microbatches:0", "matrices:1", "padded:3", "whole:0",
+         "microbatches:3:2:outer"]  # fmt: skip
 """An MLP wide enough that Eigen divides its products, also on a mesh with a model axis; BatchNorm, dropout in a scan, a
 contrastive loss, a recurrent net, accumulation, Muon by owners, an uneven tail of the loader."""
 
