@@ -49,7 +49,7 @@ def loader(
         grain source or ``MapDataset``, or anything else with ``__len__`` and ``__getitem__``. An example is a pytree of
         arrays and numbers.
       batch_size: examples a process and step: ``256 // ctx.size`` for 256 in all. They are divided over the process's
-        devices. In lanes: examples a lane and step, ``256 // ctx.num_devices``.
+        devices. In lanes: examples a lane and step, ``256 // ctx.parts()[1]``.
       shuffle: in an order given by seed and epoch; False: in the source's.
       seed: of the order, and of a random `transform`.
       tail: what to do at the end of an epoch that can't fill a batch on every rank. ``"drop"`` it: the loader yields
