@@ -9,6 +9,7 @@ joins in, and finds the difference; one that has is stopped by its watcher threa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -155,10 +156,11 @@ class Agreement:
         fingerprints = self.control.exchange(tag, mine.fingerprint, self.context.timeout, f"{what}{more}")
         if len(set(fingerprints)) > 1 or problem:
             everyone = self.control.exchange(f"{tag} details", mine, self.context.timeout, f"{what}{more}")
-            raise ValueError(difference(everyone, _advice))
+            in_lanes = self.context.communicator == "lanes"
+            raise ValueError(difference(everyone, functools.partial(_advice, in_lanes=in_lanes)))
 
 
-def _advice(name: str) -> str:
+def _advice(name: str, in_lanes: bool) -> str:
     if name == _OUTCOME:
         return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
     if name == TRACE:
@@ -171,4 +173,9 @@ def _advice(name: str) -> str:
         return "Decorate the step with the same options of jaxdist.data_parallel on every rank"
     if name.startswith("setting "):
         return "Settings of JAX must be the same on every rank"
-    return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"
+    batches = (
+        "pass as many examples for each lane: those of the parts that ctx.parts() names"
+        if in_lanes
+        else ("pass batches of the same shape (drop or pad the tail of the data)")
+    )
+    return f"Build the same model on every rank, and {batches}"
