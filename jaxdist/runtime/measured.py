@@ -12,6 +12,7 @@ import json
 import math
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from jaxdist.runtime import gloo
 _SIDE = 512  # of matrices that are multiplied
 _LARGE, _CHAIN = 1 << 18, 8  # entries of a large message, as much as travels together (buckets); small ones in a row
 _TOUCHED = 1 << 22  # entries that are read and written
-_TIMES = 5
+_TIMES = 9
 _NAME = "machines.json"
 _KEPT = ("link", "network", "latency", "network_latency", "flops", "bandwidth")
 _TIMES_LOST = ("latency", "network_latency", "stall")  # which may be 0
@@ -133,8 +134,8 @@ def measure(mesh: Mesh, hosts: tuple[str, ...], communicator: str) -> Kind:
 def _computed() -> dict[str, float]:
     """FLOPs, and bytes that are read and written, in a second."""
     square, row = np.ones((_SIDE, _SIDE), np.float32), np.ones(_TOUCHED, np.float32)
-    product = _best(lambda: jnp.matmul(square, square))
-    touched = _best(lambda: np.multiply(row, 2.0))
+    product = _usual(lambda: jnp.matmul(square, square))
+    touched = _usual(lambda: np.multiply(row, 2.0))
     return {"flops": _rounded(2 * _SIDE**3 / product / REACHED), "bandwidth": _rounded(row.nbytes / touched)}
 
 
@@ -159,20 +160,20 @@ def _sent(mesh: Mesh, axis: str, communicator: str) -> tuple[float, float]:
         gloo.quietly((ids, axis) if len(mesh.shape) > 1 else ids, lambda: program(given))
         return lambda: program(given)
 
-    small, large = _best(run(1, _CHAIN)) / _CHAIN, _best(run(_LARGE, 1))
+    small, large = _usual(run(1, _CHAIN)) / _CHAIN, _usual(run(_LARGE, 1))
     link = Machine(VIRTUAL.kind).link(axes_of_mesh(mesh)[mesh.axis_names.index(axis)])
     return _rounded(small), _rounded(link.sent("all-reduce", 4 * _LARGE) / max(large - small, small))
 
 
-def _best(run: Callable[[], Any]) -> float:
-    """The seconds of the fastest of a few."""
+def _usual(run: Callable[[], Any]) -> float:
+    """The seconds that a run takes: the median of a few, for a step waits for messages as they usually are."""
     jax.block_until_ready(run())
     times = []
     for _ in range(_TIMES):
         began = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - began)
-    return min(times)
+    return statistics.median(times)
 
 
 def _is_whole(entry: Any) -> bool:
