@@ -102,7 +102,8 @@ def zero_table() -> ModuleType:
 @pytest.mark.parametrize("name", ["adam", "chain", "adafactor", "flatten", "prodigy", "muon"])
 def test_the_documentation_says_how_they_run(name: str, zero_table: Any) -> None:
     row = zero_table.row(name)
-    assert row.others < 1.02  # the new parameters, and rows and columns of adafactor: nothing that goes unsaid
+    # The new parameters, rows and columns of adafactor, and examples in place of a sum: nothing that goes unsaid.
+    assert row.others < 1.05
     assert row.line == ROWS[name]
 
 
