@@ -76,7 +76,7 @@ def step_of(tx: Any) -> Any:
     return step
 
 
-TOKENS = np.random.default_rng(2).integers(0, VOCAB, (2 * N, 17))
+TOKENS = np.random.default_rng(2).integers(0, VOCAB, (4 * N, 17))
 
 
 class Compiled(NamedTuple):
