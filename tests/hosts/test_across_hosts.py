@@ -172,7 +172,7 @@ def test_the_links_within_and_between_hosts_are_measured(hosts: Hosts, tmp_path:
 
 def test_in_lanes_the_bits_are_those_of_one_process(hosts: Hosts, tmp_path: Path) -> None:
     """Four lanes, two on a rank of one host and one on each of the other's."""
-    word = f"lanes:bits{json.dumps([['clip_adamw:3', 'few_examples:0', 'few_examples:1:2'], 96, 3])}"
+    word = f"lanes:bits{json.dumps([['clip_adamw:3', 'few_examples:0', 'few_examples:1:2:inner'], 96, 3])}"
     found = []
     for where in ("alone", "hosts"):
         (folder := tmp_path / where).mkdir()

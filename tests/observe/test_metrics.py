@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist
-from jaxdist.observe import metrics
+from jaxdist.observe import display
 from jaxdist.observe.metrics import FILE, _Entry, read_metrics
 
 
@@ -235,7 +235,7 @@ def test_steps_that_are_counted_from_one(
     terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of 4 steps never shows a fifth; also where it started again, and where not each step is logged."""
-    monkeypatch.setattr(metrics, "_EVERY", -1.0)
+    monkeypatch.setattr(display, "_EVERY", -1.0)
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "120")
