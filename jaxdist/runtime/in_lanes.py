@@ -98,9 +98,8 @@ def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: 
 def start(control: Control, lanes: int) -> None:
     """Have this process's lanes as its devices; before the backend starts.
 
-    As many threads for XLA on each process, however many cores it has: XLA divides a program's work, and Eigen the
-    inner dimension of a long product, by the number of threads (`compat.cpu_threads`), and another number is another
-    order of sums.
+    As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
+    threads (`compat.cpu_threads`), and sums over the rows of a tall array had other bits with another number.
 
     Args:
       control: of the job.

@@ -17,7 +17,7 @@ import jaxdist
 
 ctx = jaxdist.get_context()
 WIDTH = 600
-"""Of a product that Eigen divides among threads, and along its inner dimension."""
+"""Of products that Eigen may divide among threads, one of them along its inner dimension."""
 
 
 def bits(words: list[str], rows: int, steps: int) -> dict[str, str]:

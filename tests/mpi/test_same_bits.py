@@ -6,9 +6,14 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jobs
+import numpy as np
 import pytest
+
+from jaxdist.runtime import in_lanes
 
 pytestmark = pytest.mark.slow  # together
 
@@ -17,8 +22,9 @@ EVERYTHING = "JAXDIST_FULL" in os.environ
 WORDS = ["wide:0", "wide:3", "wide:1:2:inner", "cnn_batchnorm:1", "transformer_scanned:3", "infonce:0", "gru_lengths:1",
          "microbatches:0", "matrices:1", "padded:3", "whole:0",
          "microbatches:3:2:outer"]  # fmt: skip
-"""An MLP wide enough that Eigen divides its products, also on a mesh with a model axis; BatchNorm, dropout in a scan, a
-contrastive loss, a recurrent net, accumulation, Muon by owners, an uneven tail of the loader."""
+"""An MLP of products that Eigen may divide among threads, also on a mesh with a model axis; BatchNorm, dropout in a
+scan, a contrastive loss, a recurrent net, accumulation, Muon by owners, an uneven tail of the loader, a step of the
+whole batch alone, parts that several ranks pass."""
 
 
 def bits(ranks: int, folder: Path) -> dict[str, str]:
@@ -58,6 +64,7 @@ jaxdist.init(communicator=sys.argv[1], lanes=lanes[min(rank + 1, len(lanes) - 1)
         (["mpi", "4"], {}, 1, "communicator 'mpi' adds up in MPI's order.*use communicator 'xla'"),
         (["mpi", "4"], {}, 2, "communicator 'mpi' adds up in MPI's order.*use communicator 'xla'"),
         (["xla"], {"JAXDIST_LANES": "many"}, 1, "JAXDIST_LANES='many': expected a positive number of lanes"),
+        (["xla", "1025"], {}, 1, "lanes=1025: expected a positive number of lanes, such as 8, and at most 1024"),
     ],
 )
 def test_lanes_that_cannot_be(args: list[str], env: dict[str, str], ranks: int, said: str, tmp_path: Path) -> None:
@@ -67,3 +74,18 @@ def test_lanes_that_cannot_be(args: list[str], env: dict[str, str], ranks: int, 
     for result in job.finish(60):
         assert result.returncode != 0
         assert re.search(said, result.stderr), result.output
+
+
+def test_more_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 256 lanes, each connected with 255 others."""
+    control: Any = SimpleNamespace(rank=1, size=2)
+    monkeypatch.setattr(in_lanes.resource, "getrlimit", lambda _: (20000, 20000))
+    with pytest.raises(ValueError, match=r"rank 1: lanes=256: gloo connects .* 32640 .* may open 20000 files"):
+        in_lanes.check(control, [256, 256], "cpu", "auto")
+    in_lanes.check(control, [128, 128], "cpu", "auto")
+
+
+def test_any_integer_is_a_number_of_lanes() -> None:
+    assert (in_lanes.asked(np.int64(4)), in_lanes.asked(None)) == (4, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"lanes=True: expected a positive number"):
+        in_lanes.asked(True)
