@@ -8,7 +8,6 @@ Maxima, minima and gathers have no order.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from jaxdist.communicators import exchange
-from jaxdist.communicators.xla import GlooLowering, all_gather, all_to_all, extreme
+from jaxdist.communicators.xla import GlooLowering, all_gather, extreme
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import group_reduce_p
 
@@ -36,11 +35,9 @@ class LanesLowering(GlooLowering):
 
     def _total(self, axes: tuple[str, ...], x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None) -> Any:
         size = len(groups[0]) if groups else lax.axis_size(axes)
-        gather = functools.partial(all_gather, axes, groups=groups)
         if x.nbytes * size <= _AT_ONCE:
-            return exchange.summed(gather(x.astype(wire or x.dtype))).astype(x.dtype)
-        exchanged = functools.partial(all_to_all, axes, groups=groups)
-        return exchange.all_reduce(x, wire or x.dtype, size, exchanged, gather)
+            return exchange.summed(all_gather(axes, x.astype(wire or x.dtype), groups)).astype(x.dtype)
+        return super()._total(axes, x, wire or x.dtype, groups)
 
     def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes = axes_of(eqn)

@@ -87,7 +87,7 @@ class Sampling:
         return self.order(epoch, places % self.length), places < self.length
 
     def _rows(self, each: int) -> np.ndarray:
-        """Those of a batch that this rank reads, with so many in a part."""
+        """The places within a batch of the examples that this rank reads, with so many in a part."""
         return np.concatenate([part * each + np.arange(each) for part in self.own])
 
     def order(self, epoch: int, places: np.ndarray) -> np.ndarray:

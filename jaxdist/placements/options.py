@@ -104,7 +104,8 @@ class _Descent:
         self._whole, self._offers = walk.choice.whole, walk.offers
         self._left = max(_FEWEST, _OPERATIONS // max(len(walk.block.nodes), 1))
         self._usual = _messages(walk.placed)
-        self._known: dict[On, tuple[float, Placed]] = {On(): (self._cost(walk.placed), walk.placed)}
+        cost = self._cost(walk.placed)
+        self._known: dict[On, tuple[float, float, Placed]] = {On(): (cost, cost, walk.placed)}
 
     def best(self) -> Placed:
         """The end of a descent from all or none of them, whichever costs less: a group after the other is switched, as
@@ -116,16 +117,16 @@ class _Descent:
             better = min(on, on ^ {k}, key=self._value)
             since = since + 1 if better == on else 0
             on, k = better, (k + 1) % count
-        return replace(self._known[on][1], weighed=self._weighed(on))
+        return replace(self._known[on][2], weighed=self._weighed(on))
 
     def _weighed(self, on: On) -> list[Weighed]:
         """What it would cost to switch each group once more."""
-        cost, placed = self._known[on]
+        _, cost, placed = self._known[on]
         sent, found = sent_by(placed, self._infer), list[Weighed]()
         for k, group in enumerate(self._groups):
             if (other := self._known.get(on ^ {k})) is not None:
                 name, nodes = self._what(group)
-                found.append(Weighed(nodes, name, k in on, other[0] - cost, sent_by(other[1], self._infer) - sent))
+                found.append(Weighed(nodes, name, k in on, other[1] - cost, sent_by(other[2], self._infer) - sent))
         return found
 
     def _what(self, group: Choice) -> tuple[str, list[Node]]:
@@ -149,10 +150,10 @@ class _Descent:
                 self._whole,
             )
             placed = Walk(self._infer, self._block, self._ins, self._loose, choice).placed
-            self._known[on] = self._cost(placed), placed
-        others = _messages(self._known[on][1]) - self._usual
-        unsure = sum(times * self._infer.link.seconds(*message) for message, times in others.items())
-        return self._known[on][0] + _SURE * unsure
+            cost, others = self._cost(placed), _messages(placed) - self._usual
+            unsure = sum(times * self._infer.link.seconds(*message) for message, times in others.items())
+            self._known[on] = cost + _SURE * unsure, cost, placed
+        return self._known[on][0]
 
     def _cost(self, placed: Placed) -> float:
         """What the block costs, with its summands added up if nothing else does it. Options differ little in what a
