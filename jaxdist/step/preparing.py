@@ -92,8 +92,8 @@ class Preparing:
             fresh = False
             signature: Signature | None = latest.signature if latest else self._signatures.get((tree, constants))
             if signature is None:
-                self._signer.lengths = self._entering.lengths(leaves)
-                fresh, signature = True, self._signer.describe(args, keywords)
+                lengths = self._entering.lengths(leaves)
+                fresh, signature = True, self._signer.describe(args, keywords, lengths=lengths)
                 if signature.numbers:
                     self._signatures.numbers[tree] = signature.numbers
                     constants = self._signatures.constants(tree, leaves)

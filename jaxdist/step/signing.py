@@ -35,7 +35,6 @@ class Signer:
 
     Attributes:
       failed: why the step could not be traced for the latest call; None: it could, or did not have to be.
-      lengths: of the leaves of the call on the root, where ranks have parts of several lengths: all read the root's.
     """
 
     def __init__(
@@ -49,11 +48,17 @@ class Signer:
         self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
         self.failed: Exception | None = None
-        self.lengths: Sequence[int | None] | None = None
+        self._lengths: Sequence[int | None] | None = None  # of the latest call's leaves on the root: all read these
         self._several = True  # devices that a batch would be split over
         self._warned = False  # that all ranks come with the same batch
 
-    def describe(self, args: tuple[Any, ...], keywords: tuple[str, ...] = (), several: bool | None = None) -> Signature:
+    def describe(
+        self,
+        args: tuple[Any, ...],
+        keywords: tuple[str, ...] = (),
+        several: bool | None = None,
+        lengths: Sequence[int | None] | None = None,
+    ) -> Signature:
         """The signature of a call, as far as this rank can tell by itself.
 
         A Python number is data, as under `jax.jit`, unless the step needs it as a number, to choose a branch or a
@@ -63,11 +68,13 @@ class Signer:
           args: of the call, in order.
           keywords: names of the last ones.
           several: whether it is for several devices; None: as the placer's mesh is.
+          lengths: of its leaves on the root, where ranks have parts of several lengths.
 
         Raises:
           TypeError: an argument that is said to be a batch is none.
         """
         self._several = self._placer.mesh.size > 1 if several is None else several
+        self._lengths = lengths
         leaves = jax.tree.leaves(args)
         fixed = _in_equinox(args)
         signature = self._sign(args, keywords, fixed)
@@ -179,7 +186,7 @@ class Signer:
             self.failed = reader.failed
 
     def _reader(self, signature: Signature, leaves: Sequence[Any]) -> Reader:
-        lengths = enumerate(self.lengths or ())
+        lengths = enumerate(self._lengths or ())
         own = [n for i, n in lengths if n is not None and i not in signature.numbers]
         return Reader(signature, leaves, self._placer, self._cache, own)
 
