@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 _BLOCK = 1 << 14  # places along an axis that have factors of their own; the next block's are those times one more
@@ -59,6 +60,16 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
         factors = _within(axis, a - lo, b - lo, per_word) * _of_block(axis, lo // turn)
         total += _sum(rows[:, a - first : b - first], of_rows, factors)
     return total % MODULUS
+
+
+def share_of(x: jax.Array) -> int:
+    """The share that this process's shards have in an array's checksum; each slice counts on one device of all.
+
+    Args:
+      x: in shards, over any devices.
+    """
+    own = (s for s in x.addressable_shards if s.replica_id == 0)
+    return sum(checksum(np.asarray(s.data), [at.start or 0 for at in s.index]) for s in own) % MODULUS
 
 
 def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:

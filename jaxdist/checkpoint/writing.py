@@ -23,7 +23,7 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, lock, orbax_writer, record, replay
 from jaxdist.checkpoint.agreement import together
 from jaxdist.checkpoint.background import Saving, at_exit, await_pending
-from jaxdist.checkpoint.checksum import MODULUS, checksum
+from jaxdist.checkpoint.checksum import MODULUS, checksum, share_of
 from jaxdist.checkpoint.files import (
     ITEM,
     UNFINISHED,
@@ -253,7 +253,7 @@ class _PendingLeaf(NamedTuple):
     def share(self, root: bool) -> int:
         """This rank's share in the checksum."""
         if self.shards:
-            return sum(_checksum(s.data, s.index) for s in self.value.addressable_shards if s.replica_id == 0) % MODULUS
+            return share_of(self.value)
         return checksum(self.value, (0,) * self.value.ndim) if root and isinstance(self.value, np.ndarray) else 0
 
     def leaf(self, sums: Sequence[dict[str, int]]) -> LeafRecord:
@@ -261,10 +261,6 @@ class _PendingLeaf(NamedTuple):
         if self.about.dtype == "str":
             return self.about
         return self.about._replace(value=sum(s.get(".".join(self.name), 0) for s in sums) % MODULUS)
-
-
-def _checksum(data: jax.Array, index: tuple[slice, ...]) -> int:
-    return checksum(np.asarray(data), [s.start or 0 for s in index])
 
 
 def _parts(ctx: Context, names: list[tuple[str, ...]], leaves: list[Any], copy: bool) -> list[_PendingLeaf]:

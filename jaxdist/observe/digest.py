@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.checkpoint.checksum import MODULUS, checksum
+from jaxdist.checkpoint.checksum import MODULUS, checksum, share_of
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import get_context
 from jaxdist.zero import unshard
@@ -45,13 +45,12 @@ def digest(tree: Any) -> int:
             x = jax.random.key_data(x)
         if isinstance(x, Padded):
             x = unshard(x)
-        in_parts = isinstance(x, jax.Array) and not x.is_fully_replicated
-        parts = [(s.data, s.index) for s in x.addressable_shards if s.replica_id == 0] if in_parts else []
-        if not in_parts:
+        if isinstance(x, jax.Array) and not x.is_fully_replicated:
+            shares.append(share_of(x))
+        else:
             x = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
-            parts = [(x, (slice(None),) * x.ndim)] if ctx.is_root else []
+            shares.append(checksum(x, (0,) * x.ndim) if ctx.is_root else 0)
         names.append(f"{jax.tree_util.keystr(path)}: {x.dtype}{list(x.shape)}")
-        shares.append(sum(checksum(np.asarray(part), [s.start or 0 for s in at]) for part, at in parts))
     everyone = ctx.control.exchange("digest", shares, ctx.timeout)
     sums = [sum(of) % MODULUS for of in zip(*everyone, strict=True)]
     return int(hashlib.sha256(repr((names, sums)).encode()).hexdigest()[:13], 16)
