@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,3 +75,14 @@ def test_from_how_many_bytes_hosts_matter() -> None:
     same = Machine(KINDS["h100"].of_host(1))
     assert large(Machine(type(H100)("x", "x", 0, 1e9, 1e9)), 8, 4) > 1 << 40
     assert large(same, 8, 4) > 0
+
+
+def test_what_is_exchanged_in_parts_takes_cpus_longer() -> None:
+    """A byte of it; and a message that is waited for takes more than an empty one over MPI."""
+    cpu = Machine(dataclasses.replace(KINDS["cpu"], latency=2e-6)).link(Axis("data", 2))
+    gpu = Machine(KINDS["h100"]).link(Axis("data", 2))
+    for kind in ("all-to-all", "reduce-scatter"):
+        slower = [link.seconds(kind, 1e6) / link.sent(kind, 1e6) * link.bandwidth for link in (cpu, gpu)]
+        assert slower[0] > 1.5
+        assert slower[1] == pytest.approx(1)
+    assert cpu.stall > 2 * cpu.latency
