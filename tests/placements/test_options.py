@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import parity
@@ -56,3 +57,15 @@ def test_which_messages_hold_up_what_is_computed() -> None:
     assert ("all-reduce", 16) in waits[True]
     assert {("all-gather", 256), ("reduce-scatter", 256)} <= waits[False]
     assert not {size for _, size in waits[True]} & {256}
+
+
+@pytest.mark.parametrize(("rows", "travels"), [(512, True), (1024, False)])
+def test_what_saves_little_is_left_as_usual(rows: int, travels: bool) -> None:
+    """The examples of 1024 rows are fewer bytes than the gradient's sum, by less than an estimate can tell."""
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    program = parity.program(step, jnp.zeros((2048, 2048), "f"), jnp.zeros((rows, 2048), "f"), devices=2)
+    kinds = {kind for kind, _, _ in parity.collectives(program)}
+    assert kinds == ({"all-gather", "all-to-all"} if travels else {"all-reduce"})
