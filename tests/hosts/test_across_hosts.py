@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+import training
 from namespaces import Hosts, Unavailable
 from run_hosts import LARGE, SMALL
 
@@ -182,3 +183,23 @@ def test_in_lanes_the_bits_are_those_of_one_process(hosts: Hosts, tmp_path: Path
         assert result.returncode == 0, result.output
         found.append((folder / "rank0.json").read_text())
     assert found[0] == found[1]
+
+
+def test_in_lanes_a_rank_killed_on_another_host_costs_not_a_bit(hosts: Hosts, tmp_path: Path) -> None:
+    """Four lanes on three ranks of two hosts, on two after a kill, on three again after another one."""
+    found = []
+    for where in ("alone", "hosts"):
+        words = [training.__file__, str(tmp_path / where), "17", "3"]
+        run = ["--launcher", "env"]
+        if where == "hosts":
+            run += ["--hosts", "node1:1,node2:2", "--max-restarts", "2", "--shrink", "--grow"]
+            words += ["--die-at", "7", "12", "--rank", "1"]
+        result = hosts.run("node1", [*JAXDIST_RUN, "--lanes", "4", *run, *words])
+        assert result.returncode == 0, result.output
+        bits = re.search(r'"bits": "(\w+)"', result.stdout)
+        assert bits, result.output
+        found.append(bits[1])
+    assert "restart 1 of 2, with 2 ranks" in result.output
+    assert "restart 2 of 2, with 3 ranks" in result.output
+    assert found[0] == found[1]
+    hosts.check_idle()

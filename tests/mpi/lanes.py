@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import optax.contrib
 import oracle
+from flax import nnx
 
 import jaxdist
 
@@ -86,6 +87,28 @@ def matrices(level: int) -> oracle.Case:
     return oracle.Case("matrices", step, (state, tx.init(state)), batch)
 
 
+def lstm(level: int) -> oracle.Case:
+    """A recurrent net of which the last state is regressed on a sequence's mean."""
+    cell = nnx.OptimizedLSTMCell(3, 16, rngs=nnx.Rngs(0))
+    graph, w = nnx.split(cell, nnx.Param)
+    tx = jaxdist.zero(optax.adam(1e-2), level)  # type: ignore[arg-type]
+
+    def step(w: Any, opt: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            cell, start = nnx.merge(graph, w), jnp.zeros((len(x), 16), x.dtype)
+            (_, last), _ = jax.lax.scan(cell, (start, start), x.swapaxes(0, 1))
+            return jnp.mean((last.sum(1) - x.mean((1, 2))) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        updates, opt = tx.update(grads, opt, w)
+        return optax.apply_updates(w, updates), opt, value
+
+    def batch(i: int) -> np.ndarray:
+        return np.random.default_rng(i).normal(size=(96, 7, 3)).astype(np.float32)
+
+    return oracle.Case("lstm", step, (w, tx.init(w)), batch)
+
+
 def padded(level: int) -> str:
     """Epochs of a loader whose last batch is smaller, and a gather of what its steps return for each example."""
     case = wide(level)
@@ -126,6 +149,7 @@ def _oracle(name: str) -> Callable[[int], oracle.Case]:
 OWN: dict[str, Callable[[int], oracle.Case]] = {
     "wide": wide,
     "matrices": matrices,
+    "lstm": lstm,
     "whole": whole,
     **{name: _oracle(name) for name in oracle.CASES},
 }
