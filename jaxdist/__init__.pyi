@@ -16,7 +16,11 @@ from jaxdist.collectives.public import (
     scatter,
     send,
 )
-from jaxdist.data.loader import Loader, gather_for_metrics, loader
+from jaxdist.data.documents import Documents, text_files, tokenize
+from jaxdist.data.gathering import gather_for_metrics
+from jaxdist.data.loader import Loader, loader
+from jaxdist.data.packing import packed
+from jaxdist.data.streamed import stream
 from jaxdist.errors import CheckpointError, StepError, SyncError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.launch.spawn import spawn
@@ -40,6 +44,7 @@ from jaxdist.zero import shard, unshard, zero
 __all__ = [
     "CheckpointError",
     "Context",
+    "Documents",
     "Loader",
     "StepError",
     "SyncError",
@@ -65,6 +70,7 @@ __all__ = [
     "loader",
     "master_weights",
     "memory",
+    "packed",
     "parallel",
     "per_device",
     "permute",
@@ -82,6 +88,9 @@ __all__ = [
     "send",
     "shard",
     "spawn",
+    "stream",
+    "text_files",
+    "tokenize",
     "unshard",
     "value_and_grad",
     "zero",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -23,6 +24,21 @@ from jaxdist.step.placer import Placer
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a batch begins.
+
+    Attributes:
+      epoch: from 0.
+      position: examples of the epoch that are before it, of the whole job.
+      inner: the state of a stream there, as text; empty: it begins.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    inner: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,10 @@ class Sampling:
             return epoch, position + step * self.whole
         further, step = divmod(step - first, self.steps(0))
         return epoch + 1 + further, step * self.whole
+
+    def of(self, length: int) -> Sampling:
+        """The same for so many examples in their order."""
+        return dataclasses.replace(self, length=length, shuffle=False)
 
     def tail(self, position: int) -> int | None:
         """Examples of the batch at a position, if there are fewer than in others and the rest is not filled up."""
@@ -123,7 +143,7 @@ class BatchReader:
         if isinstance(self.source, Arrays) and self.transform is None:
             batch = jax.tree.map(lambda x: x[indices], self.source.tree)
         else:
-            batch = _stack([(i, self.example(epoch, i)) for i in indices.tolist()])
+            batch = stacked([(i, self.example(epoch, i)) for i in indices.tolist()])
         if self.sampling.keep:  # a plain number: grain's workers would lose an attribute of the arrays
             return batch, self.sampling.tail(position) or 0
         return (batch, real.astype(np.float32)) if self.sampling.pad else batch
@@ -137,27 +157,79 @@ class BatchReader:
         return example if self.transform is None else self.transform(example)
 
 
-def stream(
-    read: BatchReader, workers: int, threads: int, prefetch: int, place: Callable[[Any], Any] | None = None
-) -> Any:
-    """Grain's iterator over all batches from the reader's start on, through all epochs: workers live on meanwhile."""
-    import grain  # slow to import
+class Indexed:
+    """The batches of a source by index, as the loader reads them.
 
-    threads = min(threads, prefetch)  # grain's log warns of more
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
-    batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
-    if workers:
-        guard.start(whole_job=False)
-        from absl import flags
+    Args:
+      source: of examples.
+      sampling: which are whose.
+      transform: as of `jaxdist.loader`.
+      workers: processes that read.
+      threads: batches that a process reads at once.
+      prefetch: batches that are read ahead.
+      place: what becomes of a batch in the background.
+    """
 
-        if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
-            flags.FLAGS.mark_as_parsed()
-        compat.start_quiet_tracker()
-        batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(workers, max(1, prefetch)))
-        batches = batches.map(lambda read: jax.tree.map(compat.forget_name, read))
-    if place:
-        batches = grain.experimental.ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=prefetch)
-    return iter(batches)
+    def __init__(
+        self,
+        source: Any,
+        sampling: Sampling,
+        transform: Callable[..., Any] | None,
+        workers: int,
+        threads: int,
+        prefetch: int,
+        place: Callable[[Any], Any] | None,
+    ):
+        self.source, self.sampling, self.transform = source, sampling, transform
+        self.workers, self.threads, self.prefetch, self.place = workers, threads, prefetch, place
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What has to be the same for a state to be of this source."""
+        return {"length": self.sampling.length, "seed": self.sampling.seed, "shuffle": self.sampling.shuffle}
+
+    def first(self) -> int:
+        """A checksum of the first and the last example, which tells a part of the data from all of it."""
+        return fingerprint(self.source)
+
+    def start(self, place: Place) -> Any:
+        """What the loader reads from a place on, through all epochs: grain's workers live on meanwhile."""
+        import grain  # slow to import
+
+        sampling = self.sampling
+        read = BatchReader(sampling, place.epoch, place.position, self.source, self.transform)
+        threads = min(self.threads, self.prefetch)  # grain's log warns of more
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
+        batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
+        if self.workers:
+            guard.start(whole_job=False)
+            from absl import flags
+
+            if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
+                flags.FLAGS.mark_as_parsed()
+            compat.start_quiet_tracker()
+            processes = grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch))
+            batches = batches.mp_prefetch(processes)
+            batches = batches.map(lambda read: jax.tree.map(compat.forget_name, read))
+        if self.place:
+            placed = batches.map(self.place)
+            batches = grain.experimental.ThreadPrefetchIterDataset(placed, prefetch_buffer_size=self.prefetch)
+        return _Placed(iter(batches), sampling, place)
+
+
+class _Placed:
+    """Batches by index, where each begins, and where the next one does."""
+
+    def __init__(self, batches: Any, sampling: Sampling, place: Place):
+        self._batches, self._sampling, self._place = batches, sampling, place
+
+    def __next__(self) -> tuple[Any, Place, Place, int]:
+        batch, at = next(self._batches), self._place
+        self._place = Place(*self._sampling.seek(at.epoch, at.position, 1))
+        return batch, at, self._place, 0
+
+    def close(self) -> None:
+        self._batches.close()
 
 
 def known(sampling: Sampling, read: Any) -> Any:
@@ -219,12 +291,33 @@ def open_source(source: Any) -> tuple[Any, int]:
     """A source by index, and its length."""
     if isinstance(source, (np.ndarray, jax.Array, dict, tuple)):
         source = Arrays(source)
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise TypeError(
-            f"a loader needs a source with __len__ and __getitem__, and {type(source).__name__} does not have both: "
-            "a stream can be neither shuffled nor split exactly between ranks"
-        )
     return source, len(source)
+
+
+def is_stream(source: Any) -> bool:
+    """Whether a source has its examples one after the other alone.
+
+    Raises:
+      TypeError: it is no source, or one that can be read only once.
+    """
+    if isinstance(source, np.ndarray | jax.Array | dict | tuple):
+        return False
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return False
+    kind = type(source).__name__
+    if hasattr(source, "__iter__") and not isinstance(source, str | bytes):
+        if iter(source) is source:
+            raise TypeError(
+                f"a {kind} can be read once, and a stream is read anew for each epoch and restart: give a function of "
+                "the epoch that returns it, or a class with __iter__"
+            )
+        return True
+    if callable(source):
+        return True
+    raise TypeError(
+        "a loader needs a source with __len__ and __getitem__, an iterable of examples, or a function of the epoch "
+        f"that returns one, and this is a {kind}"
+    )
 
 
 def fingerprint(source: Any) -> int:
@@ -241,7 +334,7 @@ def _grain_dataset(source: Any, transform: Callable[..., Any] | None, seed: int)
 
     own = isinstance(transform, (grain.transforms.Map, grain.transforms.RandomMap))
     at_random = transform is not None and (
-        isinstance(transform, grain.transforms.RandomMap) if own else _takes_rng(transform)
+        isinstance(transform, grain.transforms.RandomMap) if own else takes_rng(transform)
     )
     if not (own or at_random or isinstance(source, grain.MapDataset)):
         return None
@@ -251,7 +344,7 @@ def _grain_dataset(source: Any, transform: Callable[..., Any] | None, seed: int)
     return examples if transform is None else examples.map(transform)
 
 
-def _takes_rng(transform: Callable[..., Any]) -> bool:
+def takes_rng(transform: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(transform).parameters.values()
     except ValueError:  # of C
@@ -259,14 +352,16 @@ def _takes_rng(transform: Callable[..., Any]) -> bool:
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1
 
 
-def _stack(examples: list[tuple[int, Any]]) -> Any:
+def stacked(examples: list[tuple[int, Any]]) -> Any:
     """A batch of examples, each with its index for messages."""
     (first, like), *_ = examples
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     columns: list[list[np.ndarray]] = [[] for _ in paths]
     for i, example in examples:
         if example is None:
-            raise ValueError(f"example {i} of the data set is None (filtered out?): a loader needs every example")
+            raise ValueError(
+                f"example {i} of the data set is None (filtered out?): filter a stream, as after .to_iter_dataset()"
+            )
         leaves, theirs = jax.tree.flatten(example)
         if theirs != structure:
             raise ValueError(f"example {i} of the data set has structure {theirs}, and example {first} {structure}")

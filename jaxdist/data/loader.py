@@ -6,21 +6,20 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.collectives.public import allgather
-from jaxdist.data.batches import MOST, BatchReader, Sampling, close, fingerprint, known, open_source, stream, to_devices
+from jaxdist.data.batches import MOST, Indexed, Place, Sampling, close, is_stream, known, open_source, to_devices
 from jaxdist.mesh import Sizes
-from jaxdist.runtime.context import Context, get_context, parts_of_ranks
-from jaxdist.zero import unshard
+from jaxdist.runtime.context import Context, get_context
+
+if TYPE_CHECKING:
+    from jaxdist.data.streamed import Streamed
 
 Tail = Literal["drop", "pad", "keep"]
-State = dict[str, int | bool]
+State = dict[str, Any]
 _ERRORS = ValueError, TypeError, OSError
 
 
@@ -28,7 +27,7 @@ def loader(
     source: Any,
     batch_size: int,
     *,
-    shuffle: bool = True,
+    shuffle: bool | int = True,
     seed: int = 0,
     tail: Tail = "drop",
     transform: Callable[..., Any] | None = None,
@@ -47,10 +46,13 @@ def loader(
     Args:
       source: an array, or a dict or tuple (of any depth) of arrays with one entry an example; or a list of examples, a
         grain source or ``MapDataset``, or anything else with ``__len__`` and ``__getitem__``. An example is a pytree of
-        arrays and numbers.
+        arrays and numbers. Or a stream: a grain ``IterDataset``, another iterable that can be read again (as a Hugging
+        Face ``IterableDataset``), or a function of the epoch that returns one. All of it on every rank: each reads the
+        whole stream and keeps its own examples.
       batch_size: examples a process and step: ``256 // ctx.size`` for 256 in all. They are divided over the process's
         devices. In lanes: examples a lane and step, ``256 // ctx.parts()[1]``.
-      shuffle: in an order given by seed and epoch; False: in the source's.
+      shuffle: in an order given by seed and epoch; False: in the source's. A stream is shuffled in windows of so many
+        examples, which each process holds in memory: ``shuffle=10_000``.
       seed: of the order, and of a random `transform`.
       tail: what to do at the end of an epoch that can't fill a batch on every rank. ``"drop"`` it: the loader yields
         ``batch``. ``"keep"`` it: the last batch is smaller, and a decorated step computes what one device would with
@@ -74,7 +76,7 @@ def loader(
     Raises:
       ValueError: (on every rank) a bad setting, an empty source, leaves of different lengths, fewer examples than one
         batch of all ranks with ``tail="drop"``, or ranks whose sources or settings differ.
-      TypeError: a source without random access.
+      TypeError: a source that is neither, or a stream that can be read only once.
       ControlError: a rank did not come within the timeout of `jaxdist.init`.
 
     Example:
@@ -108,7 +110,7 @@ class Loader:
         context: Context,
         source: Any,
         batch_size: int,
-        shuffle: bool,
+        shuffle: bool | int,
         seed: int,
         tail: Tail,
         transform: Callable[..., Any] | None,
@@ -118,16 +120,14 @@ class Loader:
         threads: int = 1,
         prefetch: int = 0,
     ):
-        self._context, self._transform = context, transform
-        self._source: Any
-        self._sampling: Sampling
-        self._workers, self._threads, self._prefetch = workers, threads, prefetch
-        self._place: Callable[[Any], Any] | None = None
-        self._stream: list[Any] = []  # grain's iterator, if any; what it gives next is the batch at (epoch, position)
+        self._context = context
+        self._reading: Indexed | Streamed
+        self._stream: list[Any] = []  # what is being read, if anything; it gives the batch at self._at next
         # At exit: while the interpreter still has what grain's iterators need to clean up.
         weakref.finalize(self, close, self._stream)
         self._peeked: list[Any] = []
-        self._epoch, self._position = 0, 0
+        self._at = Place()
+        self._drawn = 0
         self._begun = False  # a loop is in the midst of this epoch, or was left there
         self._loop: object = None  # the latest one
 
@@ -138,41 +138,44 @@ class Loader:
                 _check_integer(f"{name}={value!r}", value, least.get(name, 0))
             if tail not in ("drop", "pad", "keep"):
                 raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
-            self._source, length = open_source(source)
             own, parts = context.parts(mesh)
-            size, seed_, whole = operator.index(batch_size), operator.index(seed), batch_size * parts
-            if not 0 < length <= MOST:
-                raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
-            if tail == "drop" and length < whole:
-                raise ValueError(
-                    f"the data set has {length} examples, fewer than one batch of all ranks ({batch_size} on each of "
-                    f"{parts}, {whole} in all): with tail='drop' there would be no step. Use a smaller "
-                    "batch_size or tail='keep'"
-                )
-            self._sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
-            if on_devices:
-                self._place = to_devices(context, self._sampling, mesh)
+            size, seed_ = operator.index(batch_size), operator.index(seed)
+            streams = is_stream(source)
+            data, length = (source, 1) if streams else open_source(source)
+            sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            place = to_devices(context, sampling, mesh) if on_devices else None
+            if streams:
+                from jaxdist.data.streamed import Streamed  # with grain, which is slow to import
+
+                _check_stream(shuffle, workers, threads)
+                checked = context.size > 1
+                self._reading = Streamed(data, sampling, int(shuffle), transform, prefetch, place, checked)
+            else:
+                _check_length(sampling, tail, shuffle)
+                self._reading = Indexed(data, sampling, transform, workers, threads, prefetch, place)
             return {
-                "len(source)": length, "batch_size": size, "shuffle": bool(shuffle), "seed": seed_, "tail": tail,
-                "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
-                "the checksum of the first and last example": fingerprint(self._source),
+                "len(source)": None if streams else length, "batch_size": size, "shuffle": shuffle, "seed": seed_,
+                "tail": tail, "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
+                "the checksum of the first and last example": self._reading.first(),
             }  # fmt: skip
 
         self._agree("loader", check)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, on every rank."""
-        return self._sampling.steps(0)
+        """Steps of a whole epoch, on every rank. A stream has none."""
+        if not isinstance(self._reading, Indexed):
+            raise TypeError("a loader of a stream has no length: how many examples there are shows when they are read")
+        return self._reading.sampling.steps(0)
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._epoch
+        return self._at.epoch
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch; after `set_state` the rest of the one in which that was made."""
         if self._begun:  # the last loop was left before its end: its order is not to come again
-            self._go(self._epoch + 1, 0)
+            self._go(Place(self._at.epoch + 1))
         self._loop = loop = object()
         return self._run(loop)
 
@@ -184,12 +187,14 @@ class Loader:
                     "this loop over the loader is over: another one began, or set_epoch or set_state was called. Make "
                     "a second loader for a loop within a loop"
                 )
-            batch = self._draw()
-            epoch, self._position = self._epoch, self._position + self._sampling.whole
-            self._normalise()
-            last = self._epoch > epoch
+            batch, at, self._at, check = self._draw()
+            self._drawn += 1
+            last = self._at.epoch > at.epoch
             self._begun = not last
             yield batch
+            if check and (last or not self._drawn & self._drawn - 1):  # a power of two
+                said = {"what was read": check, "the end of the epoch": last}
+                self._agree("loader's stream", lambda said=said: said)
 
     def peek(self) -> Any:
         """The batch that comes next, without moving: for shapes, say. (``next(iter(loader))`` begins an epoch.)
@@ -202,7 +207,7 @@ class Loader:
         """
         if not self._peeked:
             self._peeked = [self._draw()]
-        return self._peeked[0]
+        return self._peeked[0][0]
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next loop that of an epoch; all ranks the same. Not needed to get another order in each.
@@ -220,14 +225,15 @@ class Loader:
           7
         """
         _check_integer(f"set_epoch({epoch!r})", epoch, 0)
-        if self._begun or epoch != self._epoch:
-            self._go(operator.index(epoch), 0)
+        if self._begun or epoch != self._at.epoch:
+            self._go(Place(operator.index(epoch)))
         self._loop = None
 
     def get_state(self) -> State:
         """Where the loader stands, for a checkpoint: a small dict for JSON, the same on every rank.
 
-        It counts examples of the whole job, so that any number of ranks can go on from it.
+        It counts examples of the whole job, so that any number of ranks can go on from it. For a stream ``"stream"`` is
+        what it says of itself (grain's transformations, ``state_dict``), as text.
 
         Returns:
           Epoch, examples of it that are done, and what must be the same when it is restored.
@@ -239,9 +245,9 @@ class Loader:
           >>> batches.get_state()
           {'epoch': 0, 'position': 4, 'length': 10, 'seed': 0, 'shuffle': True}
         """
-        sampling = self._sampling
-        fixed: State = {"length": sampling.length, "seed": sampling.seed, "shuffle": sampling.shuffle}
-        return {"epoch": self._epoch, "position": self._position} | fixed
+        at, reading = self._at, self._reading
+        inner: State = {} if isinstance(reading, Indexed) else {"stream": at.inner}
+        return {"epoch": at.epoch, "position": at.position} | reading.fixed | inner
 
     def set_state(self, state: State) -> None:
         """Go on where `get_state` was called: the next loop is the rest of that epoch. Every rank calls it.
@@ -267,21 +273,21 @@ class Loader:
         def check() -> State:
             mine = self.get_state()
             if not isinstance(state, dict) or set(state) != set(mine):
-                raise ValueError(f"not the state of a loader: {state!r}")
-            given: State = {k: bool(v) if k == "shuffle" else int(v) for k, v in state.items()}
-            for name in ("length", "seed", "shuffle"):
+                raise ValueError(f"not the state of a loader{'' if 'length' in mine else ' of a stream'}: {state!r}")
+            given: State = {k: type(mine[k])(v) for k, v in state.items()}
+            for name in self._reading.fixed:
                 if given[name] != mine[name]:
                     what = "a data set of length" if name == "length" else name
                     raise ValueError(
                         f"the state is of {what} {given[name]}, and this loader's is {mine[name]}: the order of its "
                         "examples would be another. Make the loader as it was, or start over with set_epoch"
                     )
-            if given["epoch"] < 0 or not 0 <= given["position"] <= given["length"]:
+            if given["epoch"] < 0 or not 0 <= given["position"] <= given.get("length", given["position"]):
                 raise ValueError(f"not the state of a loader: {state!r}")
             return given
 
         agreed = self._agree("loader state", check)
-        self._go(agreed["epoch"], agreed["position"])
+        self._go(Place(agreed["epoch"], agreed["position"], agreed.get("stream", "")))
         self._loop = None
 
     def close(self) -> None:
@@ -296,27 +302,27 @@ class Loader:
         self._peeked = []
         close(self._stream)
 
-    def _go(self, epoch: int, position: int) -> None:
-        was = self._epoch, self._position
-        self._epoch, self._position, self._begun = epoch, position, False
-        self._normalise()
-        if was != (self._epoch, self._position):
+    def _go(self, at: Place) -> None:
+        was, self._begun = self._at, False
+        if isinstance(self._reading, Indexed) and not self._reading.sampling.steps(at.position):
+            at = Place(at.epoch + 1)  # the end of an epoch is the start of the next: a place always has a batch
+        self._at = at
+        if was != at:
             self.close()
+        if at.inner and not self._peeked:
+            # What is left of the stream may be too little for a batch of so many ranks: it is the next epoch then.
+            self._peeked = [self._draw()]
+            self._at = self._peeked[0][1]
 
-    def _normalise(self) -> None:
-        """The end of an epoch is the start of the next: a position always has a batch."""
-        if not self._sampling.steps(self._position):
-            self._epoch, self._position = self._epoch + 1, 0
-
-    def _draw(self) -> Any:
+    def _draw(self) -> tuple[Any, Place, Place, int]:
         if self._peeked:
             return self._peeked.pop()
         try:
             if not self._stream:
-                read = BatchReader(self._sampling, self._epoch, self._position, self._source, self._transform)
-                self._stream.append(stream(read, self._workers, self._threads, self._prefetch, self._place))
-            batch = next(self._stream[0])
-            return batch if self._place else known(self._sampling, batch)
+                self._stream.append(self._reading.start(self._at))
+            batch, *where = next(self._stream[0])
+            reading = self._reading
+            return batch if reading.place else known(reading.sampling, batch), *where
         except BaseException:
             # Grain's iterator may have moved on. It waits up to 25 s for workers that are still starting, but not here:
             # perhaps one was killed, and the job has to end.
@@ -340,55 +346,32 @@ def _check_integer(given: str, value: Any, least: int) -> None:
         raise ValueError(f"{given}: expected an integer of at least {least}")
 
 
-def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None) -> Any:
-    """What an evaluating step made of the real examples of all ranks, on every process; every process calls it.
-
-    Args:
-      tree: arrays with one entry an example, as a decorated step returns them (global), or this process's own.
-      weight: of a loader with ``tail="pad"``, or as the step returned it.
-      mesh: that of the loader.
-
-    Returns:
-      Of the structure of `tree`: numpy arrays, without the entries of weight 0. Over an epoch each example of the data
-      set is in them once.
-
-    Raises:
-      ValueError: an array does not have one entry an example.
-
-    Example:
-      >>> import jaxdist, numpy as np
-      >>> from jaxdist import gather_for_metrics
-      >>> gather_for_metrics({"label": np.array([7, 3, 7])}, np.array([1.0, 1.0, 0.0]))["label"].tolist()
-      [7, 3]
-    """
-
-    ctx = get_context()
-    own, parts = ctx.parts(mesh)
-    passed = parts_of_ranks(ctx, mesh)
-    once = [next((r, of.index(part)) for r, of in enumerate(passed) if part in of) for part in range(parts)]
-
-    def whole(x: Any) -> np.ndarray:
-        if isinstance(x, jax.Array) and isinstance(x.sharding, jax.sharding.NamedSharding):
-            return np.asarray(unshard(x))
-        rows = np.asarray(x)
-        if not rows.ndim or len(own) == parts:
-            return rows
-        most = max(map(len, passed))  # a rank with fewer parts fills up
-        rows = rows.reshape(len(own), -1, *rows.shape[1:])
-        rows = np.concatenate([rows, np.repeat(rows[:1], most - len(own), 0)])
-        everyone = np.asarray(allgather(rows)).reshape(ctx.size, *rows.shape)
-        return np.concatenate([everyone[at] for at in once])
-
-    real = whole(weight) > 0
-
-    def select(path: Any, x: Any) -> np.ndarray:
-        rows = whole(x)
-        if rows.shape[:1] != real.shape:
-            name = jax.tree_util.keystr(path) or "tree"
-            raise ValueError(f"{name} has shape {rows.shape}, and there are {len(real)} examples with a weight")
-        return rows[real]
-
-    return jax.tree_util.tree_map_with_path(select, tree)
+def _check_length(sampling: Sampling, tail: Tail, shuffle: bool | int) -> None:
+    length, whole = sampling.length, sampling.whole
+    if not isinstance(shuffle, bool):
+        raise ValueError(f"shuffle={shuffle!r}: True or False; a window is for streams")
+    if not 0 < length <= MOST:
+        raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
+    if tail == "drop" and length < whole:
+        raise ValueError(
+            f"the data set has {length} examples, fewer than one batch of all ranks ({sampling.batch_size} on each of "
+            f"{sampling.parts}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size or "
+            "tail='keep'"
+        )
 
 
-__all__ = ["Loader", "State", "gather_for_metrics", "loader"]
+def _check_stream(shuffle: bool | int, workers: int, threads: int) -> None:
+    if shuffle is True:
+        raise ValueError(
+            "shuffle=True: a stream is shuffled in windows. Give their size, as shuffle=10_000 (examples, which each "
+            "process holds in memory), or shuffle=False"
+        )
+    _check_integer(f"shuffle={shuffle!r}", int(shuffle), 0)
+    if workers or threads > 1:
+        raise ValueError(
+            f"workers={workers}, threads={threads}: a stream is read one example after the other, by one thread. Grain "
+            "can read it in processes before it comes here: IterDataset.mp_prefetch"
+        )
+
+
+__all__ = ["Loader", "State", "loader"]

@@ -7,9 +7,8 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -20,55 +19,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaders import epoch, flat, job, make, ranks
 
 import jaxdist
 from jaxdist.agreement.description import Description
 from jaxdist.data import batches
-from jaxdist.data.loader import Loader, gather_for_metrics
-
-
-def job(rank: int, size: int, exchange: Callable[[str, Any, float], list[Any]]) -> Any:
-    """A context, as far as a loader needs one."""
-    return SimpleNamespace(
-        rank=rank,
-        size=size,
-        timeout=1.0,
-        control=SimpleNamespace(exchange=exchange),
-        parts=lambda mesh: ((rank,), size),
-    )
-
-
-def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings_: Any) -> Loader:
-    """The loader of one rank of several, that finds the others agree."""
-    settings_ = {"shuffle": True, "seed": 0, "tail": "drop", "transform": None} | settings_
-    return Loader(job(rank, size, lambda _, mine, __: [mine] * size), source, batch_size, **settings_)
-
-
-def ranks(n: int, size: int, batch_size: int, **settings_: Any) -> list[Loader]:
-    return [make(np.arange(n), batch_size, rank, size, **settings_) for rank in range(size)]
-
-
-def epoch(loaders: Sequence[Loader], steps: int | None = None) -> list[list[int]]:
-    """The real examples of each global batch, of one loop of all ranks, or the first steps of it."""
-    loops = [iter(loader) for loader in loaders]
-    out = []
-    for parts in zip(*loops, strict=True):  # strict: the same number of steps
-        batch: list[int] = []
-        for loader, part in zip(loaders, parts, strict=True):
-            x, weight = part if loader._sampling.pad else (part, np.ones(len(part)))
-            assert len(x) == loader._sampling.batch_size or loader._sampling.keep
-            batch += x[weight > 0].tolist()
-        # A smaller last batch: parts of one length, filled up with copies of the last example.
-        total = getattr(parts[0], "total", len(batch))
-        assert all(x == batch[total - 1] for x in batch[total:])
-        out.append(batch[:total])
-        if len(out) == steps:
-            break
-    return out
-
-
-def flat(batches_: list[list[int]]) -> list[int]:
-    return [i for batch in batches_ for i in batch]
+from jaxdist.data.gathering import gather_for_metrics
+from jaxdist.data.loader import Loader
 
 
 @settings(max_examples=60, deadline=None)
@@ -355,7 +312,7 @@ def test_on_devices() -> None:
 # --- what goes wrong
 
 
-class Endless:
+class Short:
     def __iter__(self) -> Iterator[int]:
         yield 1
 
@@ -378,13 +335,25 @@ class Endless:
         ({"x": [1, 2, 3]}, {}, r"source\['x'\]\[0\] is a int: expected an array"),
         ((np.ones(3), np.float32(1)), {}, r"source\[1\] is a float32: expected an array"),
         (np.array(1.0), {}, "source is a scalar"),
-        (Endless(), {}, "a stream can be neither shuffled nor split"),
-        (iter([1]), {}, "list_iterator does not have both"),
+        (Short(), {}, r"a stream is shuffled in windows. Give their size, as shuffle=10_000"),
+        (Short(), {"shuffle": -1}, "shuffle=-1: expected an integer of at least 0"),
+        (Short(), {"shuffle": False, "workers": 1}, "workers=1, threads=1: a stream is read one example after"),
+        (
+            Short(),
+            {"shuffle": 5, "batch_size": 2},
+            r"epoch 0 of the stream has 1 examples, fewer than one batch of all",
+        ),
+        (lambda epoch: iter([1]), {"shuffle": 5}, "a list_iterator can be read once"),
+        (lambda epoch: 3, {"shuffle": 5}, "a stream needs an iterable of examples, and this is a int"),
+        (lambda epoch: [], {"shuffle": 5}, "the stream has no examples"),
+        (np.arange(3), {"shuffle": 2}, "shuffle=2: True or False; a window is for streams"),
+        (iter([1]), {}, "a list_iterator can be read once"),
+        (3, {}, "or a function of the epoch that returns one, and this is a int"),
     ],
 )
 def test_bad_input(source: Any, settings_: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        make(source, **{"batch_size": 1} | settings_)
+        next(iter(make(source, **{"batch_size": 1} | settings_)))
 
 
 def test_bad_examples() -> None:

@@ -70,7 +70,7 @@ def epochs() -> None:
         (ids, _), weight = batch
         return {"count": jnp.sum(weight > 0, dtype=jnp.int32), "ids": ids, "weight": weight}
 
-    whole = jaxdist.loader(x, 8 * ctx.size, tail="drop")._sampling  # the order of the whole
+    whole = jaxdist.loader(x, 8 * ctx.size, tail="drop")._reading.sampling  # the order of the whole
     gradient = jax.jit(jax.grad(lambda w, x: each_loss(w, x).mean()))
     for on_devices in (False, True):
         w, plain, taken = jnp.ones(3), jnp.ones(3), 0

@@ -1,0 +1,279 @@
+"""Documents of text and of tokens, by index, from files that stay on disk."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.runtime.context import get_context
+
+_TOKENS, _ENDS, _ABOUT = "tokens.npy", "ends.npy", "about.json"
+_CHUNK = 1 << 26  # bytes of a text that are searched at once
+
+
+def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
+    """The documents of text files, by index. The files stay on disk: what is read is what is asked for.
+
+    Args:
+      paths: of one file or several, one after the other; UTF-8.
+      split: what stands between two documents, such as ``"\\n"`` or ``"\\n\\n"``; None: each file is one. Empty
+        documents are left out.
+
+    Returns:
+      A source for `jaxdist.loader` and `jaxdist.tokenize`: ``len(source)`` documents, each a str.
+
+    Raises:
+      OSError: a file can't be read.
+      ValueError: there are no documents, or `split` is empty; (when it is read) a document is not UTF-8.
+
+    Example:
+      >>> import jaxdist, pathlib, tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "lines.txt")
+      >>> _ = path.write_text("one\\n\\ntwo\\n")
+      >>> list(jaxdist.text_files(path))
+      ['one', 'two']
+    """
+    files = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if split == "":
+        raise ValueError("text_files(split=''): expected what stands between two documents, or None for a file each")
+    spans = [_spans(path, split) for path in files]
+    if not sum(map(len, spans)):
+        raise ValueError(f"text_files({', '.join(files)}): there are no documents")
+    return Text(files, spans)
+
+
+class Text:
+    """Documents of text files, by index; made by `text_files`."""
+
+    def __init__(self, paths: list[str], spans: list[np.ndarray]):
+        self._paths, self._spans = paths, spans
+        self._ends = np.cumsum([len(each) for each in spans])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        file = int(np.searchsorted(self._ends, index, "right"))
+        start, end = self._spans[file][index - (self._ends[file - 1] if file else 0)]
+        raw = bytes(_mapped(self._paths[file])[start:end])
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self._paths[file]} is not UTF-8 at byte {start + error.start}, in document {index}: convert the "
+                "file, or leave it out"
+            ) from None
+
+
+@functools.lru_cache(maxsize=64)
+def _mapped(path: str) -> np.ndarray:
+    # Not np.memmap: an empty file can't be mapped.
+    return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)  # noqa: PTH202
+
+
+def _spans(path: str, split: str | None) -> np.ndarray:
+    """Where each document starts and ends: int64 (documents, 2), in bytes."""
+    data = _mapped(path)
+    between = b"" if split is None else split.encode()
+    found = np.array(list(_places(data, between)), np.int64) if len(between) > 1 else _bytes(data, between)
+    starts = np.concatenate([np.zeros(1, np.int64), found + len(between)])
+    ends = np.concatenate([found, np.array([len(data)], np.int64)])
+    return np.stack([starts, ends], 1)[ends > starts]
+
+
+def _bytes(data: np.ndarray, one: bytes) -> np.ndarray:
+    if not one:
+        return np.zeros(0, np.int64)
+    starts = range(0, len(data), _CHUNK)
+    found = [start + np.flatnonzero(data[start : start + _CHUNK] == one[0]) for start in starts]
+    return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+def _places(data: np.ndarray, what: bytes) -> Iterator[int]:
+    if not len(data):
+        return
+    mapped: Any = data._mmap  # type: ignore[attr-defined]
+    place = mapped.find(what)
+    while place >= 0:
+        yield place
+        place = mapped.find(what, place + len(what))
+
+
+class Documents:
+    """Documents of tokens, one after the other in one array, which may lie on disk.
+
+    Args:
+      tokens: integers ``(tokens,)``; a ``np.memmap`` stays on disk.
+      ends: integers ``(documents,)``: where each document ends, upwards; the last one is ``len(tokens)``.
+
+    Raises:
+      TypeError: `tokens` are no integers, or not of one dimension.
+      ValueError: `ends` go down, or the last one is another.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> documents = jaxdist.Documents(np.array([5, 6, 7, 8, 9], np.uint16), ends=[2, 5])
+      >>> documents[1].tolist(), documents.lengths.tolist(), len(documents)
+      ([7, 8, 9], [2, 3], 2)
+    """
+
+    def __init__(self, tokens: np.ndarray, ends: Any):
+        self.tokens, self.ends = tokens, np.asarray(ends, np.int64)
+        self._folder: str | None = None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise TypeError(f"tokens: {tokens.dtype} of shape {tokens.shape}; expected integers of one dimension")
+        if self.ends.ndim != 1 or not len(self.ends):
+            raise ValueError(f"ends: shape {self.ends.shape}; expected one number for each document, and at least one")
+        if (self.lengths < 0).any() or self.ends[-1] != len(tokens):
+            raise ValueError(
+                f"ends: expected places that go upwards, and {len(tokens)} at last, as there are tokens; they end with "
+                f"{self.ends[-1]}"
+            )
+
+    @staticmethod
+    def open(folder: str | os.PathLike[str]) -> Documents:
+        """The documents that `jaxdist.tokenize` has written to a folder; they stay on disk.
+
+        Raises:
+          OSError: they are not there.
+          ValueError: they are cut short.
+        """
+        path = Path(folder)
+        try:
+            documents = Documents(np.load(path / _TOKENS, mmap_mode="r"), np.load(path / _ENDS))
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path}: damaged ({error}). Delete it and tokenize again") from error
+        documents._folder = os.fspath(path.absolute())
+        return documents
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each document: int64 ``(documents,)``."""
+        return np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        return np.asarray(self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]])
+
+    def __reduce__(self) -> Any:  # to a loader's workers: by name where there is one
+        return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
+
+
+def tokenize(
+    documents: Iterable[Any],
+    encode: Callable[[Any], Sequence[int] | bytes | np.ndarray],
+    folder: str | os.PathLike[str],
+    dtype: Any = np.uint16,
+) -> Documents:
+    """Write the tokens of documents to a folder, once; what is there already is opened.
+
+    In a job of several processes each calls it with the same arguments. The root writes, the others wait for it. The
+    folder must be one that all hosts see.
+
+    Args:
+      documents: `jaxdist.text_files`, a Hugging Face data set, or any other iterable.
+      encode: a document's tokens, with one for its end if the model is to see one: ``str.encode`` for bytes.
+      folder: to write: ``tokens.npy`` and ``ends.npy``, which NumPy reads.
+      dtype: of the tokens on disk: ``uint16`` up to 65,535.
+
+    Returns:
+      `Documents`, which stay on disk.
+
+    Raises:
+      ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or what is there already was
+        made of other documents or in another way: the first document gives other tokens now.
+      OSError: (on every rank) the folder can't be written, or another host does not see it.
+
+    Example:
+      >>> import jaxdist, tempfile
+      >>> documents = jaxdist.tokenize(["ab", "c"], str.encode, tempfile.mkdtemp() + "/tokens")
+      >>> documents[0].tolist(), len(documents)
+      ([97, 98], 2)
+    """
+    ctx, path = get_context(), Path(folder)
+
+    def write() -> Part[None]:
+        if ctx.is_root:
+            _written(documents, encode, path, np.dtype(dtype))
+        return Part(None)
+
+    def read() -> Part[Documents]:
+        found = Documents.open(path)
+        return Part(found, (("documents", str(len(found))), ("tokens", str(len(found.tokens)))))
+
+    errors = ValueError, TypeError, OSError
+    on_every_rank(ctx, "tokenize", write, raises=errors, patient=True)
+    advice = "The folder has to be one that every host sees"
+    return on_every_rank(ctx, "tokenize", read, raises=errors, advice=lambda _: advice)[0]
+
+
+def _written(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, dtype: np.dtype[Any]) -> None:
+    def coded(i: int, document: Any) -> np.ndarray:
+        ids = encode(document)
+        ids = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids)
+        ids = ids if ids.size else ids.astype(dtype)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(
+                f"encode gave {ids.dtype} of shape {ids.shape} for document {i}: expected a list of integers"
+            )
+        if ids.size and not (np.iinfo(dtype).min <= ids.min() and ids.max() <= np.iinfo(dtype).max):
+            raise ValueError(f"document {i} has token {ids.max()}, which {dtype} does not hold: pass dtype='uint32'")
+        return ids.astype(dtype)
+
+    first = next(iter(documents), None)
+    if first is None:
+        raise ValueError("tokenize: there are no documents")
+    about = {"first": coded(0, first)[:64].tolist(), "dtype": dtype.name}
+    if hasattr(documents, "__len__"):
+        about["documents"] = len(documents)  # type: ignore[arg-type]
+    if path.exists():
+        found = json.loads((path / _ABOUT).read_text()) if (path / _ABOUT).exists() else None
+        if found is None:
+            raise ValueError(f"{path} exists, and is no folder that jaxdist.tokenize has written: name another one")
+        if changed := [name for name, value in about.items() if found.get(name, value) != value]:
+            name = changed[0]
+            what = "the first document has the tokens" if name == "first" else f"{name} ="
+            raise ValueError(
+                f"{path} was made in another way: there {what} {str(found[name])[:80]}, now {str(about[name])[:80]}. "
+                "Delete it, or name another folder"
+            )
+        return
+    beside = path.with_name(f"{path.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)  # of a run that was stopped
+    beside.mkdir(parents=True)
+    ends, count = [], 0
+    with (beside / _TOKENS).open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for i, document in enumerate(documents):
+            ids = coded(i, document)
+            file.write(ids.tobytes())
+            ends.append(count := count + len(ids))
+        file.seek(0)  # NumPy leaves room for a longer shape
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+    np.save(beside / _ENDS, np.array(ends, np.int64))
+    (beside / _ABOUT).write_text(json.dumps(about | {"documents": len(ends)}))
+    beside.rename(path)
+
+
+__all__ = ["Documents", "Text", "text_files", "tokenize"]

@@ -1,0 +1,276 @@
+"""Batches of a stream. Every rank reads all of it and keeps its own rows: no row depends on the number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import grain
+import jax
+import numpy as np
+
+from jaxdist.data.batches import Place, Sampling, is_stream, stacked, takes_rng
+
+_TUPLE = "tuple of"
+
+
+def stream(source: Iterable[Any], epoch: int = 0) -> grain.IterDataset:
+    """An iterable as a grain ``IterDataset``, to filter, mix, shuffle or pack it with grain's transformations.
+
+    Args:
+      source: gives a new iterator each time that it is asked for one: a Hugging Face ``IterableDataset``, a WebDataset,
+        a class of one's own with ``__iter__``. If it has ``state_dict`` and ``load_state_dict`` they say where it
+        stands, and a run that goes on starts there; else what was read is read again and left out.
+      epoch: given to its ``set_epoch``, if it has one.
+
+    Returns:
+      Its examples, in its order.
+
+    Raises:
+      TypeError: it is no iterable, or can be read only once, as a generator.
+
+    Example:
+      >>> import jaxdist
+      >>> even = jaxdist.stream(range(6)).filter(lambda x: x % 2 == 0)
+      >>> [batch.tolist() for batch in jaxdist.loader(even, 3, shuffle=False)]
+      [[0, 2, 4]]
+    """
+    if not hasattr(source, "__iter__"):
+        raise TypeError(f"a stream needs an iterable of examples, and this is a {type(source).__name__}")
+    is_stream(source)  # not one that can be read only once
+    return _Iterable(source, epoch)
+
+
+class _Iterable(grain.IterDataset):
+    def __init__(self, source: Any, epoch: int):
+        super().__init__()
+        self._source, self._epoch = source, epoch
+
+    def __iter__(self) -> grain.DatasetIterator:
+        source = copy.copy(self._source)  # where it stands is of this iterator alone
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(self._epoch)
+        return _Counting(source)
+
+
+class _Counting(grain.DatasetIterator):
+    """An iterable's examples, and how many were given; or its own account of that."""
+
+    def __init__(self, source: Any):
+        super().__init__()
+        self._source, self._examples, self._given = source, iter(source), 0
+        self._seeks = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._began: dict[str, Any] | None = {"given": 0}  # until an example is read: its own account may be an old one
+
+    def __next__(self) -> Any:
+        example = next(self._examples)
+        self._given, self._began = self._given + 1, None
+        return example
+
+    def get_state(self) -> dict[str, Any]:
+        if self._began is not None:
+            return self._began
+        return {"given": self._given} | ({"source": self._source.state_dict()} if self._seeks else {})
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if "source" in state:
+            self._source.load_state_dict(state["source"])
+        self._examples, self._given, self._began = iter(self._source), state["given"], state
+        if "source" not in state:
+            for _ in range(self._given):
+                next(self._examples, None)
+
+
+class Streamed:
+    """The batches of a stream: what the loader reads where there is no access by index.
+
+    Args:
+      source: an iterable, a grain ``IterDataset``, or a function of the epoch that returns one.
+      sampling: its `length` is of no matter.
+      window: examples that are shuffled together; 0: none.
+      transform: as of `jaxdist.loader`; of this rank's examples alone.
+      prefetch: batches that a thread reads ahead.
+      place: what becomes of a batch in that thread.
+      checked: whether to take a checksum of what is read.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        sampling: Sampling,
+        window: int,
+        transform: Callable[..., Any] | None,
+        prefetch: int,
+        place: Callable[[Any], Any] | None,
+        checked: bool,
+    ):
+        self.source, self.sampling, self.window = source, sampling, window
+        self.transform, self.prefetch, self.place, self.checked = transform, prefetch, place, checked
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What has to be the same for a state to be of this stream."""
+        return {"seed": self.sampling.seed, "shuffle": self.window}
+
+    def first(self) -> int:
+        """A checksum of the first example, which tells parts of a stream from all of it."""
+        for example in self._examples(0, shuffled=False):
+            return _checksum(example)
+        raise ValueError("the stream has no examples")
+
+    def start(self, place: Place) -> Any:
+        """What the loader reads from a place on: batches, where each begins, where the next one does, a checksum."""
+        batches = _Batches(self._all(place))
+        if not self.prefetch:
+            return batches
+        return grain.experimental.ThreadPrefetchDatasetIterator(cast(Any, batches), self.prefetch)
+
+    def _examples(self, epoch: int, shuffled: bool = True) -> grain.DatasetIterator | _Windows:
+        by_epoch = callable(self.source) and not hasattr(self.source, "__iter__")
+        source: Any = self.source(epoch) if by_epoch else self.source
+        if isinstance(source, grain.MapDataset):
+            source = source.to_iter_dataset()
+        if not isinstance(source, grain.IterDataset):
+            source = stream(source, epoch)
+        examples = iter(source)
+        return _Windows(examples, self.window, (self.sampling.seed, epoch)) if self.window and shuffled else examples
+
+    def _all(self, at: Place) -> Iterator[tuple[Any, Place, Place, int]]:
+        whole, check = self.sampling.whole, 0
+        resumed = at.position > 0
+        while True:
+            examples = self._examples(at.epoch)
+            if at.inner:
+                examples.set_state(of_text(at.inner))
+            rows = _next(examples, whole)
+            if not self._enough(rows) and not resumed:
+                needed = f"fewer than one batch of all ranks ({whole})"
+                raise ValueError(
+                    f"epoch {at.epoch} of the stream has {len(rows)} examples, {needed}: there would be no step. Use a "
+                    "smaller batch_size or tail='keep'"
+                )
+            resumed = False
+            while self._enough(rows):
+                inner = as_text(examples.get_state()) if len(rows) == whole else ""
+                further = _next(examples, whole) if len(rows) == whole else []
+                more = self._enough(further)
+                then = Place(at.epoch, at.position + whole, inner) if more else Place(at.epoch + 1)
+                check = zlib.crc32(_checksum(rows[0]).to_bytes(4, "big"), check) if self.checked else 0
+                read = self._own(rows, at)
+                yield (self.place(read) if self.place else read), at, then, check
+                rows, at = further, then
+            at = Place(at.epoch + 1) if at.position else at
+
+    def _enough(self, rows: list[Any]) -> bool:
+        return bool(rows) if self.sampling.pad or self.sampling.keep else len(rows) == self.sampling.whole
+
+    def _own(self, rows: list[Any], at: Place) -> Any:
+        """This rank's of a batch's rows, as a reader by index gives them."""
+        here = self.sampling.of(len(rows))
+        places, real = here.examples(0, 0)
+        batch = stacked([(at.position + i, self._transformed(rows[i], at, i)) for i in places.tolist()])
+        if here.keep:
+            return batch, here.tail(0) or 0
+        return (batch, real.astype(np.float32)) if here.pad else batch
+
+    def _transformed(self, example: Any, at: Place, i: int) -> Any:
+        how = self.transform
+        if how is None:
+            return example
+        rng = np.random.default_rng([self.sampling.seed, at.epoch, at.position + i])
+        if isinstance(how, grain.transforms.RandomMap):
+            return how.random_map(example, rng)
+        if isinstance(how, grain.transforms.Map):
+            return how.map(example)
+        return how(example, rng) if takes_rng(how) else how(example)
+
+
+class _Windows:
+    """Examples, shuffled in windows. (Grain's takes 6 ms an example in windows of ten.)"""
+
+    def __init__(self, examples: grain.DatasetIterator, window: int, seed: tuple[int, ...]):
+        self._examples, self._window, self._seed = examples, window, seed
+        self._number, self._at, self._rows = -1, 0, []
+        self._start: Any = None  # of the window
+
+    def __iter__(self) -> _Windows:
+        return self
+
+    def __next__(self) -> Any:
+        if self._at == len(self._rows):
+            self._fill(self._number + 1)
+        if not self._rows:
+            raise StopIteration
+        self._at += 1
+        return self._rows[self._at - 1]
+
+    def _fill(self, number: int) -> None:
+        self._number, self._at, self._start = number, 0, copy.deepcopy(self._examples.get_state())
+        rows = _next(self._examples, self._window)
+        order = np.random.default_rng([*self._seed, number]).permutation(len(rows))
+        self._rows = [rows[i] for i in order]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"window": self._number, "position": self._at, "start": self._start}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._examples.set_state(state["start"])
+        self._fill(state["window"])
+        self._at = state["position"]
+
+
+class _Batches:
+    """An iterator as grain's threads take it: one with a state, which is not used."""
+
+    def __init__(self, batches: Iterator[Any]):
+        self._batches = batches
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def get_state(self) -> None:
+        return None
+
+    def set_state(self, state: None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def as_text(state: Any) -> str:
+    """A stream's state as JSON, with a mark on tuples: grain's packing reads a list otherwise."""
+
+    def marked(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return {_TUPLE: [marked(one) for one in x]}
+        if isinstance(x, dict):
+            return {name: marked(one) for name, one in x.items()}
+        return [marked(one) for one in x] if isinstance(x, list) else x
+
+    return json.dumps(marked(state), default=operator.index)  # numpy's integers too
+
+
+def of_text(text: str) -> Any:
+    """The state that `as_text` was given."""
+    return json.loads(text, object_hook=lambda x: tuple(x[_TUPLE]) if x.keys() == {_TUPLE} else x)
+
+
+def _next(examples: Iterator[Any], number: int) -> list[Any]:
+    return [example for _, example in zip(range(number), examples, strict=False)]
+
+
+def _checksum(example: Any) -> int:
+    leaves = (np.asarray(leaf) for leaf in jax.tree.leaves(example))
+    raw = (repr(x.tolist()).encode() if x.dtype.hasobject else x.tobytes() for x in leaves)
+    return zlib.crc32(b"".join(raw))
+
+
+__all__ = ["Streamed", "as_text", "of_text", "stream"]

@@ -1,0 +1,95 @@
+"""Sources of other packages, as a loader reads them; in CI with the newest Python (`uv run --group integrations`)."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+import pytest
+from loaders import epoch, flat, make
+
+import jaxdist
+
+N = 61
+
+
+def check(source: Any, window: int = 0) -> None:
+    """What ranks read that come and go, a state of which is kept as JSON, is what one process reads."""
+    (alone,) = (make(source, 1, tail="keep", shuffle=window),)
+    want = [flat(epoch([alone])) for _ in range(2)]
+    assert sorted(want[0]) == sorted(want[1]) == list(range(N))
+    got: list[list[int]] = [[], []]
+    state: Any = None
+    for size, batch_size, steps in [(2, 3, 2), (3, 1, 4), (1, 2, 5), (3, 5, 9), (2, 4, 3)]:
+        loaders = [make(source, batch_size, rank, size, tail="keep", shuffle=window) for rank in range(size)]
+        for loader in loaders if state else ():
+            loader.set_state(json.loads(state))
+        number = loaders[0].epoch
+        got[number] += flat(epoch(loaders, steps))
+        state = json.dumps(loaders[0].get_state())
+        assert len(state) <= 1024
+        for loader in loaders:
+            loader.close()
+    assert got[0] == want[0]
+    assert got[1] == want[1][: len(got[1])]
+    assert got[1]
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_hugging_face_streams(shards: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": list(range(-0, N))}).to_iterable_dataset(num_shards=shards)
+    few = rows.map(lambda row: {"x": row["x"], "even": row["x"] % 2 == 0}).filter(lambda row: row["x"] < N)
+    check(lambda epoch: jaxdist.stream(few, epoch).map(lambda row: row["x"]))
+    check(lambda epoch: jaxdist.stream(rows, epoch).map(lambda row: row["x"]), window=8)
+
+
+def test_hugging_face_by_index() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": list(range(N))}).with_format("numpy")
+    loader = make(rows, 4, tail="keep")
+    assert sorted(np.concatenate([batch["x"] for batch in loader]).tolist()) == list(range(N))
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    files = []
+    for i, numbers in enumerate(np.array_split(np.arange(N), 3)):
+        files.append(str(tmp_path / f"{i}.parquet"))
+        parquet.write_table(pyarrow.table({"x": numbers}), files[-1], row_group_size=7)
+    check(grain.experimental.ParquetIterDataset(files).map(lambda row: int(row["x"])), window=16)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # WebDataset's files
+def test_tars(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    files = []
+    for i, numbers in enumerate(np.array_split(np.arange(N), 3)):
+        files.append(str(tmp_path / f"{i}.tar"))
+        with tarfile.open(files[-1], "w") as tar:
+            for number in numbers.tolist():
+                raw = str(number).encode()
+                (info := tarfile.TarInfo(f"{number:06}.cls")).size = len(raw)
+                tar.addfile(info, io.BytesIO(raw))
+    rows = webdataset.WebDataset(files, shardshuffle=False).decode().to_tuple("cls").map(lambda row: row[0])
+    check(rows, window=16)
+
+
+def test_array_records(tmp_path: Path) -> None:
+    writer = pytest.importorskip("array_record.python.array_record_module")
+    path = str(tmp_path / "x.array_record")
+    file = writer.ArrayRecordWriter(path, "group_size:1")
+    for i in range(N):
+        file.write(np.int64(i).tobytes())
+    file.close()
+    source = grain.sources.ArrayRecordDataSource(path)
+    loader = make(source, 4, tail="keep", transform=lambda raw: np.frombuffer(raw, np.int64)[0])
+    assert sorted(np.concatenate(list(loader)).tolist()) == list(range(N))
