@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxdist
-from jaxdist.data.loader import gather_for_metrics
+from jaxdist.data.gathering import gather_for_metrics
 
 ERRORS = [
     "loader, on rank 0: batch_size=0: expected an integer of at least 1",
@@ -99,6 +100,47 @@ def epochs() -> None:
     assert len(got) == n // (8 * ctx.size)
 
 
+def tokens(path: Path) -> None:
+    """The root alone tokenizes; a stream and packed rows are read as by one process."""
+    ctx, called = jaxdist.get_context(), 0
+
+    def encode(text: str) -> bytes:
+        nonlocal called
+        called += 1
+        return text.encode()
+
+    def refused(text: str) -> bytes:
+        raise OSError("no tokenizer here")
+
+    texts = ["a" * n for n in range(1, 40)]
+    documents = jaxdist.tokenize(texts, encode, path / f"tokens{ctx.size}")
+    assert called == (len(texts) + 1 if ctx.is_root else 0)
+    with pytest.raises(OSError, match="tokenize, on rank 0: no tokenizer here"):
+        jaxdist.tokenize(texts, refused, path / "never")
+    rows = jaxdist.packed(documents, 16, seed=0)
+    everything = jaxdist.stream(rows).map(lambda row: row["tokens"])
+    several: list[tuple[Any, bool | int]] = [(rows, True), (everything, 8)]
+    for source, shuffle in several:
+        found = []
+        for batch, weight in jaxdist.loader(source, 3, tail="pad", shuffle=shuffle):
+            batch = batch["tokens"] if isinstance(batch, dict) else batch
+            found += gather_for_metrics(batch, weight).tolist()
+        assert sorted(found) == sorted(row["tokens"].tolist() for row in rows)
+
+
+def streams_that_differ() -> None:
+    """Each rank reads all of a stream: a part, or another length, is seen."""
+    rank = jaxdist.get_context().rank
+    with pytest.raises(ValueError, match="the checksum of the first and last example is"):
+        jaxdist.loader(jaxdist.stream(range(rank, 30)), 2, shuffle=False)
+    with pytest.raises(ValueError, match="loader's stream with different arguments: what was read is"):
+        for _ in jaxdist.loader(jaxdist.stream([0, *range(rank, 30)]), 2, shuffle=3):
+            pass
+    with pytest.raises(ValueError, match="loader's stream with different arguments: the end of the epoch is"):
+        for _ in jaxdist.loader(jaxdist.stream(range(40 - 30 * (rank > 0))), 2, shuffle=False):
+            pass
+
+
 def errors() -> None:
     """No rank hangs."""
     ctx, x, told = jaxdist.get_context(), np.ones((24, 3)), []
@@ -134,5 +176,7 @@ def some_steps(path: str, steps: int) -> None:
 def main(path: str) -> None:
     smaller_last_batch()
     epochs()
+    tokens(Path(path).parent)
+    streams_that_differ()
     errors()
     some_steps(path, 3)
