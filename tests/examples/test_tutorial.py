@@ -1,0 +1,97 @@
+"""The tutorial: its page shows the files of examples/tutorial, and each of them has the losses of the first."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+import quick
+import run_docs
+
+ROOT = Path(__file__).parents[2]
+STEPS = [ROOT / "examples" / "tutorial" / f"step{k}.py" for k in range(1, 5)]
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+EPOCHS, BATCHES = 20, 18
+RUN = [sys.executable, "-m", "jaxdist", "run", "-n"]
+
+DIES = """
+import os, runpy, signal, sys
+import jaxdist
+
+save = jaxdist.save
+
+def save_and_die(path, state, step, **settings):
+    save(path, state, step, **settings)
+    if step == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+jaxdist.save = save_and_die
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def difference(old: Path, new: Path) -> str:
+    """What changes from one step to the next, but for the line that says what the file is and blank lines around."""
+    before, after = (path.read_text().splitlines()[2:] for path in (old, new))
+    lines = [line for line in difflib.unified_diff(before, after, n=1, lineterm="") if line != " "]
+    return "\n".join("..." if line.startswith("@@") else line for line in lines[3:]) + "\n"
+
+
+def test_the_page_shows_the_files() -> None:
+    first, *_ = run_docs.blocks(PAGE)
+    assert first.code == "\n".join(STEPS[0].read_text().splitlines()[2:]) + "\n"
+    shown = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    expected = [difference(old, new) for old, new in zip(STEPS, STEPS[1:], strict=False)]
+    assert shown == expected, "put this into docs/tutorial.md:\n" + "\n".join(expected)
+
+
+def losses(command: list[str], folder: Path, devices: int = 1, fails: bool = False) -> dict[int, float]:
+    """By epoch, as the program prints them."""
+    flags = f"--xla_force_host_platform_device_count={devices} {quick.XLA_FLAGS}"
+    env = jobs.environment({"XLA_FLAGS": flags, "JAX_ENABLE_X64": None})
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    found = re.findall(r"^epoch (\d+) loss (\S+) right \d+$", done.stdout, re.MULTILINE)
+    assert len({epoch for epoch, _ in found}) == len(found), "printed by several ranks"
+    return {int(epoch): float(loss) for epoch, loss in found}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    found = losses([sys.executable, str(STEPS[0])], tmp_path_factory.mktemp("one"))
+    assert list(found) == list(range(EPOCHS))
+    assert found[EPOCHS - 1] < 0.1 < 1 < found[0]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "command", "devices"),
+    [
+        (2, [sys.executable], 8), (3, [sys.executable], 1), (3, [*RUN, "2"], 1), (3, [*RUN, "3"], 2),
+        (4, [*RUN, "2"], 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_step_has_the_losses_of_one_device(
+    step: int, command: list[str], devices: int, one_device: dict[int, float], tmp_path: Path
+) -> None:
+    assert losses([*command, str(STEPS[step - 1])], tmp_path, devices) == pytest.approx(one_device, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [40, 5 * BATCHES])
+def test_killed_and_resumed_on_fewer_ranks(at: int, one_device: dict[int, float], tmp_path: Path) -> None:
+    """Within an epoch and at the end of one."""
+    program = tmp_path / "dies.py"
+    program.write_text(DIES)
+    before = losses([*RUN, "4", str(program), str(STEPS[3]), str(at)], tmp_path, fails=True)
+    assert list(before) == list(range((at - 1) // BATCHES))
+    after = losses([*RUN, "2", str(STEPS[3])], tmp_path)
+    assert list(after) == list(range(at // BATCHES, EPOCHS))
+    assert before | after == pytest.approx({e: one_device[e] for e in before | after}, rel=1e-3)
