@@ -93,7 +93,7 @@ def test_names_exist(path: str):
 def test_variables_are_those_of_the_code():
     variable = re.compile(r"\bJAXDIST_[A-Z]+\b")
     code = {name for file in (ROOT / "jaxdist").rglob("*.py") for name in variable.findall(file.read_text())}
-    assert set(variable.findall(PAGES["launching.md"])) == code
+    assert set(variable.findall(PAGES["commands.md"])) == code
     assert {name for text in TEXTS.values() for name in variable.findall(text)} <= code
 
 

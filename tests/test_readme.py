@@ -134,7 +134,7 @@ def test_the_two_commands_are_one_line_each():
 
 
 def test_the_export_line_is_what_jaxdist_run_sets():
-    page = (ROOT / "docs" / "launching.md").read_text()
+    page = (ROOT / "docs" / "launch.md").read_text()
     section = page[page.index("\n## Open MPI\n") : page.index("\n## MPICH")]
     lines = re.findall(r"^export (.*)$", section, re.MULTILINE)
     exported = dict(word.split("=", 1) for line in lines for word in shlex.split(line, comments=True))

@@ -1,7 +1,8 @@
 """Handwritten digits on one device."""
 
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import subprocess
 import sys
@@ -36,17 +37,17 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def difference(old: Path, new: Path) -> str:
-    """What changes from one step to the next, but for the line that says what the file is and blank lines around."""
-    before, after = (path.read_text().splitlines()[2:] for path in (old, new))
+    """What changes from one step to the next, but for the file's head and blank lines around."""
+    before, after = (path.read_text().splitlines()[4:] for path in (old, new))
     lines = [line for line in difflib.unified_diff(before, after, n=1, lineterm="") if line != " "]
     return "\n".join("..." if line.startswith("@@") else line for line in lines[3:]) + "\n"
 
 
 def test_the_page_shows_the_files() -> None:
     first, *_ = run_docs.blocks(PAGE)
-    assert first.code == "\n".join(STEPS[0].read_text().splitlines()[2:]) + "\n"
+    assert first.code == "\n".join(STEPS[0].read_text().splitlines()[4:]) + "\n"
     shown = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    expected = [difference(old, new) for old, new in zip(STEPS, STEPS[1:], strict=False)]
+    expected = [difference(old, new) for old, new in itertools.pairwise(STEPS)]
     assert shown == expected, "put this into docs/tutorial.md:\n" + "\n".join(expected)
 
 
