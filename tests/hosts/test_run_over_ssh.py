@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -92,3 +93,17 @@ def test_a_host_without_this_folder(hosts: Hosts) -> None:
     result = hosts.run("node1", [*elsewhere, *RUN, "node2:1", "true"], timeout=30)
     assert result.returncode == 2
     assert re.search(r"node2:.*/run/mine: No such file or directory.*a shared disk", " ".join(result.stderr.split()))
+
+
+def test_the_tutorials_program(hosts: Hosts, tmp_path: Path) -> None:
+    """Its last step, on one rank of each host."""
+    root = Path(__file__).parents[2]
+    program = tmp_path / "train.py"
+    shutil.copy(root / "examples" / "tutorial" / "step4.py", program)
+    last = re.findall(r"^epoch 19 loss (\S+)", (root / "docs" / "tutorial.md").read_text(), re.MULTILINE)[0]
+    there = ["sh", "-c", f'cd {tmp_path} && PYTHONPATH={root} JAX_ENABLE_X64=0 exec "$@"', "sh"]
+    result = hosts.run("node1", [*there, *RUN, "node1:1,node2:1", str(program)], timeout=120)
+    assert result.returncode == 0, result.output
+    found = re.findall(r"^epoch (\d+) loss (\S+) right", result.stdout, re.MULTILINE)
+    assert [int(epoch) for epoch, _ in found] == list(range(20))
+    assert float(found[-1][1]) == pytest.approx(float(last), rel=1e-2)
