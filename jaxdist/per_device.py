@@ -14,21 +14,20 @@ from jaxdist.runtime.context import get_context
 
 
 def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[..., Any]:
-    """Run a function on each device, on its part of the arguments: the way out of "one device with the whole batch".
+    """Run a function on each device, on that device's part of the arguments.
 
-    For what is meant to differ from one device: statistics of each device's part (BatchNorm as under PyTorch's DDP),
-    kernels that nothing is known about, collectives written by hand (`jax.lax.psum`, `jaxdist.allreduce`), random
-    numbers that differ between devices (`fold_rank`). It is ``jax.shard_map`` over the mesh of the decorated step, or
-    outside one over the mesh of the job. The specs alone say what a device sees. Differentiable.
+    For what is not "one device with the whole batch": statistics of each device's part (BatchNorm as under PyTorch's
+    DDP), kernels of your own, collectives written by hand (`jax.lax.psum`, `jaxdist.allreduce`), random numbers that
+    differ between devices (`fold_rank`). It is ``jax.shard_map`` over the mesh of the decorated step, or outside one
+    over the mesh of the job. It can be differentiated.
 
     Args:
-      fn: takes and returns arrays, or pytrees of these, each a device's own.
-      in_specs: for each argument how it is split: ``PartitionSpec("data")`` along its first dimension,
-        ``PartitionSpec()`` not at all; as of `jax.shard_map`. Over a mesh of several axes (`jaxdist.parallel`) it may
-        name each of them.
+      fn: takes and returns one device's arrays, or pytrees of these.
+      in_specs: how each argument is split, as for `jax.shard_map`: ``PartitionSpec("data")`` along its first dimension,
+        ``PartitionSpec()`` not at all. On a mesh of several axes (`jaxdist.parallel`) it may name each of them.
       out_specs: how the results are put together, likewise.
-      check_vma: as of `jax.shard_map`: let JAX check that a result that is said to be the same on each device is. Some
-        kernels need False.
+      check_vma: as for `jax.shard_map`: let JAX check that what `out_specs` calls the same on every device is. Kernels
+        need False.
 
     Returns:
       A function of whole arrays.

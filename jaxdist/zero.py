@@ -35,32 +35,31 @@ def zero(
     split: Way = None,
     offload: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx`, in a decorated step with its state, the gradients and the parameters in shards: ZeRO.
+    """ZeRO: `tx` with its state, the gradients and the parameters in shards over the devices of a decorated step.
 
     The step's other lines stay as they are, and so does what it computes. Each device keeps and updates one slice of
-    each leaf, along one of its dimensions. What works on whole matrices (Muon, Shampoo, SOAP, GaLore) is divided over
-    the devices: each matrix travels to one and back. Other work that slices can't do gathers its operands first.
-    Leaves with fewer entries than there are devices stay whole. Outside a decorated step this is `tx`.
+    each leaf. Leaves with fewer entries than there are devices stay whole. Work on whole matrices (Muon, Shampoo, SOAP,
+    GaLore) is divided over the devices: each matrix travels to one device and back. Other work that needs a whole value
+    gathers it. Outside a decorated step this is `tx`, and the state has the structure that `tx` gives it.
 
-    The structure of the optimizer's state is that of `tx`. Wrap all of the optimizer, rather than a part of a chain:
-    what is not wrapped stays whole.
+    Wrap all of the optimizer: what is outside of `zero` in a chain keeps its state whole on each device.
 
     Args:
       tx: any optax transformation.
-      level: what is kept in shards, and what a device then holds of 16 bytes a parameter (float32, Adam, N devices):
-        0 nothing; 1 the optimizer's state, 8 + 8/N; 2 the gradients too, which are reduced straight into shards,
-        4 + 12/N; 3 the parameters too, 16/N: each is gathered where it is used, in the forward and in the backward
-        pass, one layer at a time where ``jax.lax.scan`` runs over the layers. They are then in shards between steps:
-        see `jaxdist.unshard`.
-      within: which devices share a leaf. None: all. ``"host"``: those of each host, or so many in a row; each such
-        group then has all of it (hybrid sharding). Shards are gathered within a group; of the gradients only slices
-        travel between the groups. For slow links between hosts, where a group has the memory.
-      split: how what works on whole matrices is done. ``"owners"``: each matrix by one device. ``"slices"``: by all, on
-        slices as far as that goes, gathering the rest: for a few matrices so large that one device takes too long.
-        None: the one that takes less by its FLOPs and bytes.
-      offload: whether the optimizer's state lies in the host's memory between steps (its arrays; numbers stay). A step
-        brings each leaf to its device when its gradient is there, and puts it back. For a state that does not fit: it
-        crosses PCIe twice in each step. Where there is one memory, on CPU devices, it says nothing.
+      level: what is in shards. In parentheses: bytes per parameter on each of N devices (float32, Adam). 0: nothing
+        (16). 1: the optimizer's state (8 + 8/N). 2: the gradients too, which are reduced straight into shards
+        (4 + 12/N). 3: the parameters too (16/N). Each parameter is then gathered where it is used, in the forward and
+        in the backward pass, one layer at a time where ``jax.lax.scan`` runs over the layers. Between steps it stays in
+        shards: see `jaxdist.unshard`.
+      within: which devices share a leaf. None: all. ``"host"``: those of each host. A number: so many in a row. Each
+        group of devices then has all of the leaf (hybrid sharding): gathers stay within a group, and only slices of
+        gradients travel between groups. For slow links between hosts.
+      split: who does work on whole matrices. ``"owners"``: one device for each matrix. ``"slices"``: all devices, on
+        slices where that is possible: for a few matrices so large that one device takes too long. None: the faster one
+        by FLOPs and bytes.
+      offload: keep the arrays of the optimizer's state in the host's memory between steps. A step brings each to its
+        device when its gradient is there, and puts it back, so the state crosses PCIe twice in each step. For a state
+        that does not fit otherwise. It changes nothing on CPU devices, which have one memory.
 
     Returns:
       A transformation with the states, updates and extra arguments of `tx`.
@@ -143,11 +142,11 @@ def _say_that_it_is_outside(ctx: Context | None) -> None:
 
 
 def shard(tree: Any, within: Within = None) -> Any:
-    """The leaves of a tree in shards, as `zero` keeps parameters at level 3.
+    """Put the leaves of a tree into shards, as `zero` keeps parameters at level 3.
 
-    For trees that `zero` does not know: a moving average of the parameters, parameters for an evaluating function. A
-    decorated step keeps state that comes in shards in shards. Leaves with fewer entries than there are devices, and
-    those that are no arrays of numbers, are whole on each device.
+    For trees that `zero` does not know: a moving average of the parameters, or parameters for an evaluation. Whatever
+    comes in shards, a decorated step keeps in shards. Leaves with fewer entries than there are devices, and leaves that
+    are no arrays of numbers, are whole on each device.
 
     Args:
       tree: logical arrays, the same on every process (the root's are taken). In a decorated step: values that may be
@@ -155,8 +154,8 @@ def shard(tree: Any, within: Within = None) -> Any:
       within: as of `zero`.
 
     Returns:
-      The tree, its leaves as global arrays, `Padded` where the devices don't divide the dimension. Every process must
-      call it.
+      The tree, with global arrays as leaves; where the devices don't divide the dimension, a `Padded`, which has the
+      shape and dtype of the array and which ``numpy.asarray`` takes. Every process must call it.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
@@ -174,10 +173,10 @@ def shard(tree: Any, within: Within = None) -> Any:
 
 @under_no_mesh
 def unshard(tree: Any) -> Any:
-    """Plain arrays, whole, on this process: of a state of any level.
+    """Make plain arrays, whole, on this process, of a state that is in shards.
 
-    For evaluation outside a decorated step, export, tests. (A decorated function takes shards as they are.) A
-    collective: every process must call it.
+    For evaluation outside a decorated step, export and tests. (A decorated function takes shards as they are.) Every
+    process must call it.
 
     Args:
       tree: of arrays; those that are not on the mesh stay as they are.

@@ -45,11 +45,11 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
 
     Args:
       path: as given to `save`.
-      like: a state of the structure, shapes and dtypes of the saved one: just initialized, or of a step, or of
-        ``jax.eval_shape``. Its values are not used.
-      step: which; default: the one that was saved last.
-      fallback: without `step`: whether to go on to the one saved before when the last is damaged, and so on; the root
-        says so on stderr, and the next `save` renames those that were passed over (``15.damaged``). Default: where
+      like: a state with the structure, shapes and dtypes of the saved one: a new one, one that a step has returned, or
+        one of ``jax.eval_shape``. Its values are not used.
+      step: of the checkpoint; default: the one that was saved last.
+      fallback: without `step`: if the last checkpoint is damaged, take the one saved before, and so on. The root says
+        so on stderr, and the next `save` renames the damaged ones (``15.damaged``). Default: True where
         ``jaxdist run --max-restarts`` has started the job again.
 
     Returns:

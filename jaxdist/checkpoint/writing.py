@@ -64,24 +64,24 @@ def save(
 ) -> Saving:
     """Write a checkpoint; every process calls it.
 
-    Arrays have their logical shapes on disk, whatever the number of devices, the ZeRO level and the communicator.
-    Shards are written by the processes that hold them, everything else by the root. A save that fails or is killed
-    leaves all earlier checkpoints as they are. From the first save to its end the job owns the directory: another job
-    that saves into it gets an error.
+    Arrays have their full shapes on disk, whatever the number of devices, the ZeRO level and the communicator. Each
+    process writes its own shards, the root everything else. A save that fails or is killed leaves all earlier
+    checkpoints as they are. From the first save to its end the job owns the directory: another job that saves into it
+    gets an error.
 
     Args:
       path: directory of the checkpoints of one run, on a file system that all processes share.
       state: any pytree of arrays of any kind (of a step, of the host, PRNG keys), numbers and strings: parameters,
-        the optimizer's state, that of a `loader`, … What would not come back as what it is is refused.
+        the optimizer's state, that of a `loader`, … What would come back as something else is an error.
       step: its name, 0 or more.
       wait: False: return as soon as the state is copied, and write in the background. Training may go on and donate
         the state; the next `save` waits for this one, and so does the end of the script.
-      keep: keep the `keep` that were saved last, and remove the others: first those that this one does not descend
-        from (the job went back to an earlier one, or began anew), then the oldest. None: keep all.
+      keep: how many checkpoints to keep. The first to go are those that this one does not descend from (the job went
+        back to an earlier one, or began anew), then the oldest. None: keep all.
       overwrite: replace a checkpoint of that step, if there is one.
 
     Returns:
-      What can be waited for.
+      The write under way; its ``wait()`` returns when the checkpoint is there, and raises its error.
 
     Raises:
       CheckpointError: on every rank: it could not be written (by which rank, and why), or an earlier one could not

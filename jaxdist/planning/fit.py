@@ -151,35 +151,31 @@ def fit(
     vary: Mapping[str, Sequence[Any]] | None = None,
     mesh: Sizes | Literal["auto"] | None = None,
 ) -> Fit:
-    """Find the ZeRO level and the groups of devices with which a step fits the devices' memory, in the least time.
+    """Find the ZeRO level and the groups of devices with which a step fits the memory and takes the least time.
 
-    The step is compiled at each level; with several hosts of several devices both for state in shards over all devices
-    and for ``within="host"``: at most seven programs, and the step as it is written if it is none of them. The
-    rest is as for `plan`, by which each candidate's bytes and collectives are read.
+    The step is compiled at each level, for state in shards over all devices and, with several hosts of several devices,
+    for ``within="host"``: at most seven programs, and the step as it is written. Bytes and collectives are those of
+    `plan`.
 
-    With ``mesh="auto"`` also the mesh: each that divides the batch, with sequences and the model cut within a host, and
-    the layouts that `jaxdist.parallel` finds. With `vary` also what the step is built with: the number of microbatches,
-    what `jax.checkpoint` recomputes, or whatever else a function takes that makes the step. Each choice is traced once
-    for each mesh, and for each level and groups its program is emitted. From that follow the least memory that it needs
-    (arguments and results) and the least time that it takes (messages along the axis of data hidden as far as it
-    computes, if there is a schedule to hide them). What may be the fastest is compiled first, until one that fits takes
-    no longer than any other may: at most ten compilations. If that many are not enough, `why` says what is left.
+    ``mesh="auto"`` finds the mesh too, among those that divide the batch and keep the axes of the model and of
+    sequences within a host. `vary` finds what the step is built with: the number of microbatches, what `jax.checkpoint`
+    recomputes, or any other argument of a function that makes the step. Then only candidates that may be the best are
+    compiled, the fastest first, until nothing else can be faster, and at most ten; `why` says if others are left.
 
-    The time of a step is that of its FLOPs at a part of what the data sheet says, of its state, read and written once
-    at the full speed of the memory, and of its messages at the full speed of the links, without those that the schedule
-    hides. It orders the candidates and is not what you will measure. Without a schedule (see `plan`) nothing is taken
-    to be hidden, which is to the disadvantage of candidates that send more. If choices have batches of several sizes,
-    it is the time of as much data that is compared.
+    The time of a step orders the candidates and is not what you will measure. It adds up FLOPs at a part of the data
+    sheet's speed, the state, read and written once at the full speed of the memory, and messages at the full speed of
+    the links, without those that the schedule hides. Without a schedule (see `plan`) nothing counts as hidden, which is
+    unfair to what sends more. Batches of different sizes are compared by the time of as much data.
 
     Args:
       step: decorated with `jaxdist.data_parallel`. With `vary`: a function that returns such a step and what it would
         be called with, ``(step, *args)``.
       *args: what the step would be called with, as for `plan`.
       topology: the devices, as for `plan`.
-      levels: of ZeRO, to be tried.
-      vary: arguments of the function, by name, with the values to be tried.
-      mesh: the axes of the devices, as for `jaxdist.parallel`; "auto": which is found as well; None: those that the
-        step was decorated with.
+      levels: ZeRO levels to try.
+      vary: arguments of the function, by name, with the values to try.
+      mesh: the sizes of the axes, as for `jaxdist.parallel`; "auto": the best are found; None: those that the step was
+        decorated with.
 
     Returns:
       The candidates: ``print`` them, or take `chosen` (None: nothing fits), its ``code``, and ``to_json()``.

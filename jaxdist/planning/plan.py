@@ -18,23 +18,20 @@ def plan(
     levels: Sequence[int] = LEVELS,
     mesh: Sizes | None = None,
 ) -> Plan:
-    """Compile a decorated step for devices that are not here, and read off what it takes.
+    """Compile a decorated step for devices that are not here, and count its bytes and collectives.
 
-    No array is made and nothing is sent: a model of any size can be planned where its shapes can be written down. With
-    `jax[cuda12]` installed (no GPU needed) the program is that of the GPUs asked for, in the order in which they would
-    run it. Without, it is compiled for as many virtual CPU devices: the state's bytes and the collectives are about
-    the same, temporaries are those of XLA's compiler for CPUs, and there is no schedule to read overlap from.
+    No array is made and nothing is sent, so a model of any size can be planned. With `jax[cuda12]` installed (no GPU
+    needed) the program is the one that the GPUs would run. Without it the step is compiled for as many virtual CPU
+    devices: the state's bytes and the collectives are about the same, temporaries are those of another compiler, and
+    overlap is unknown.
 
-    The bytes on a device are those that the program asks for: its arguments as they are kept, results that do not take
-    an argument's place, and one block of temporaries. XLA gives one figure for that block. The step is compiled once
-    more for another batch, and what grows with the batch is listed as activations; the rest as gradients and
-    temporaries, where buffers of messages and gathered parameters are too. What NCCL, the driver and the kernels' code
-    take is outside the memory that JAX takes for itself, three quarters of a GPU unless
-    ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise; "fits" is about that memory.
+    The bytes on a device are its arguments as they are kept, results that do not take an argument's place, and XLA's
+    temporaries. Of these, activations are what grows with the batch (the step is compiled once more to find it); the
+    rest is gradients, gathered parameters and buffers. "fits" is about the memory that JAX takes for itself: three
+    quarters of a GPU's, unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
 
     A collective counts as overlapped if a kernel on more than scalars runs between its start and its end. Its time is
-    that of the bytes that a ring sends through the slowest link on its way at full speed, and a latency: what is
-    measured is longer.
+    that of its bytes in a ring at the full speed of the slowest link, and a latency: less than you will measure.
 
     Args:
       step: decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
@@ -42,9 +39,9 @@ def plan(
         them. The batch is the global one: the examples of all devices together.
       topology: ``"8xH100"``: devices of one host; ``"8x8xH100"``: hosts, and devices of each. Kinds: A100-40, A100-80,
         H100, H200, B200, cpu.
-      levels: of ZeRO, to be compared with that of the step. For a step without `jaxdist.zero` there is no other.
-      mesh: the sizes of the axes of all these devices, as of `jaxdist.parallel`; default: those that the step was
-        decorated with. Neighbouring devices, which are of one host, differ in the last axis.
+      levels: ZeRO levels to compare with that of the step. A step without `jaxdist.zero` has no other.
+      mesh: the sizes of the axes, as for `jaxdist.parallel`; default: those that the step was decorated with.
+        Neighbouring devices, which are on one host, differ in the last axis.
 
     Returns:
       The plan: ``print`` it, or take its `levels`, `own` and ``to_json()``. Sizes in bytes, times in seconds.

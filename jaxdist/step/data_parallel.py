@@ -69,46 +69,47 @@ def data_parallel(
     """Run a pure train step, written for one device, on every device of the job.
 
     The decorated step returns what ``jax.jit(step)`` returns on one device with the whole batch, up to the rounding of
-    floating-point sums: every leaf, for every pure step. Inside it ``x.shape[0]`` is the whole batch's, a mean is the
-    mean over all examples and a sum their sum. Each device computes its part of the examples; what couples them (a
-    gradient, the statistics of BatchNorm, a similarity matrix) moves between the devices.
+    floating-point sums: every leaf, for every pure step. Inside the step ``x.shape[0]`` is the size of the whole batch,
+    and a mean is over all examples. Each device computes its part of the examples; what couples them (a gradient, the
+    statistics of BatchNorm, a similarity matrix) moves between the devices.
 
-    * Each process passes ITS part of the batch (arrays of any kind; the parts are concatenated in rank order), or an
-      array that is global already. The parts have the same shapes. Where the devices don't divide the examples, the
-      last ones have fewer.
-    * All other arguments are state: any number of pytrees. The parts of the result that have the structure, shapes and
-      types of a state argument, and follow from it, are its next value. State that is not on the mesh yet is taken from
-      the root rank; a state argument that the step does not return must be the same on every rank. A leaf that is no
-      array is a constant of the program.
-    * What comes back are global arrays: the state as it is kept, aux values whole, or split over the devices where they
-      have an entry an example (and the devices divide them).
+    * Each process passes its own part of the batch: arrays of any kind and of the same shapes on all ranks, which are
+      put together in rank order. An array that is global already is taken as it is. Where the devices don't divide the
+      examples, the last devices have fewer.
+    * All other arguments are state: any number of pytrees. A part of the result that has the structure, shapes and
+      types of a state argument, and follows from it, is its next value. State that is not on the devices yet is taken
+      from the root rank. State that the step does not return must be the same on every rank. A leaf that is no array is
+      a constant of the program.
+    * Results are global arrays: the state as it is kept, and other values whole, or split over the devices where they
+      have an entry per example.
 
-    Inside the step the mesh axis means what it means on one device, an axis of size one: code written for `jax.pmap`,
-    ``lax.pmean(x, "batch")`` say, is right as it is. Code for each device goes into `jaxdist.per_device`. Called with
-    tracers (under `jax.grad`, in another decorated step) it is the plain step.
+    An axis that the step names, as code for `jax.pmap` does with ``lax.pmean(x, "batch")``, has size one inside it, so
+    such code is right as it is. Code for each device goes into `jaxdist.per_device`. Under `jax.grad`, or in another
+    decorated step, it is the plain step.
 
     Args:
       step: ``(*state, batch) -> result``, pure, jit-compatible.
       batch_argnums: which arguments are the batch: positions, names, or paths of a part of one (``"state.images"``,
         ``"data['x']"``); ``()`` for none. Arrays in it are split, each along its first dimension; numbers, arrays
-        without a dimension and single keys are one for all. Default: the arguments that have arrays of one length,
-        like the last one, and of which the step does not return the next value (see ``jaxdist.step.batch``); where
-        that leaves two readings of a call of several ranks, an error names them.
+        without a dimension and single keys are one for all. Default, in one process: what can be split, which does not
+        change the result. In several processes: of the arguments whose arrays have one length, and whose next value
+        the step does not return, those that differ between the ranks; if none does, those as long as the last one. A
+        call with two readings is an error, which shows both.
       static_argnums: arguments that are constants of the program, as of `jax.jit`.
       static_argnames: the same, by name.
-      donate_argnums: of the state that the step returns only these arguments are donated, as of `jax.jit`; default:
-        all of it.
+      donate_argnums: the arguments whose memory the new state reuses, as of `jax.jit`; default: all state that the
+        step returns.
       axis_name: what the step calls the axis of data parallelism, if it names it.
-      donate: let the new state reuse the memory of the old one, which can't be used afterwards. State that was not on
-        the mesh yet is copied and stays usable, and so does state that the step does not return.
+      donate: let the new state reuse the memory of the old one, which can't be used afterwards. State that the step
+        does not return stays usable, and so does what you pass to the first call, which is copied to the devices.
       check_finite: after each call look for NaN and infinity in the result (and what `jaxdist.check_finite` names
         inside the step) and raise, on every rank, naming the first such leaf. Waits for the step to end; the state is
         not donated, so that the one given is still there after the error.
-      check_every: after so many calls, and again after as many, compare what the result holds whole on each device,
-        bit for bit, over all devices and ranks, as `jaxdist.check_sync` does, and raise on every rank. Waits for that
-        step to end. 0: never.
+      check_every: every so many calls compare what each device holds in full, bit for bit, over all devices and ranks,
+        as `jaxdist.check_sync` does, and raise on every rank if it differs. Waits for that step to end. 0: never.
       bucket_bytes: gradients of one dtype travel together in messages of about so many bytes; a larger one travels
-        alone. 0: each travels alone. Default: by measurement, see ``jaxdist.communicators.default_bucket_bytes``.
+        alone. 0: each travels alone. Default: 1 MiB between CPU processes, 256 KiB between the devices of one, and 0 on
+        GPUs, where XLA joins the messages.
       compress: ``"bf16"`` or ``"fp16"``: wider floating gradients are cast to it on the wire, half the bytes of
         float32. Between CPU processes each device's part is rounded, the parts are added in float32 and their sum is
         rounded again: a relative error of at most 2**-8 (bf16; 2**-10 fp16) of the sum of the parts' magnitudes. On
@@ -123,8 +124,8 @@ def data_parallel(
 
     Raises:
       ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
-      StepError: (when first called) an operation that is not possible on several devices, or a result of which can't be
-        told which argument's next value it is.
+      StepError: (when first called) an operation that is not possible on several devices, or a result that may be the
+        next value of several arguments.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.
 
@@ -177,28 +178,28 @@ def parallel(
     layouts: Mapping[str, int | None] | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """`data_parallel` on a mesh of several axes: examples, a model and sequences are divided.
+    """`data_parallel` on a mesh of several axes, which divide the batch, the model and sequences.
 
-    What an axis does follows from its name. ``"data"`` splits the batch along its first dimension; ``"sequence"`` the
-    second dimension of those of its leaves that have as many entries there; ``"model"`` cuts the state, leaf by leaf,
-    along the dimensions that `layouts` name, or along those that a search finds: of a transformer the heads of the
-    attention, and the layer inside each feed-forward network. A leaf that comes cut already is taken as it is. Where
-    the devices don't divide a dimension its end is padded.
+    What an axis does follows from its name:
+
+    * ``"data"`` splits the batch along its first dimension.
+    * ``"sequence"`` splits the second dimension, of those leaves of the batch that have as many entries there.
+    * ``"model"`` cuts the leaves of the state along the dimensions in `layouts`, or along those that jaxdist finds: in
+      a transformer the heads of the attention and the hidden layer of each feed-forward network.
+
+    A leaf that comes cut already stays so. Where the devices don't divide a dimension its end is padded.
 
     Args:
       step: as for `data_parallel`.
-      mesh: sizes of the axes; as in JAX neighbouring devices differ in the last one. One may be -1. Or a mesh with
-        these names. Or "auto": the first call (or `lower`, `explain` and the like before it, which every rank then
-        makes) takes the mesh that `jaxdist.fit` ranks first for these arguments on the devices that there are; later
-        calls keep it. If a leaf of the state lies in slices on a mesh, it is that one. Each process passes its own
-        part of the batch whatever the mesh, as for `data_parallel`. Nothing is compiled to find it: where devices have
-        a memory of their own it must hold all that the program may make at once, which is more than it will need.
-      layouts: by a regular expression, which is searched for in the name of a leaf of the state (``"params['w']"``):
-        the dimension that the model axis cuts, or None. The first that is found counts; all other leaves are whole.
-        Default: dimensions that the step ties together are cut together where a descent over these finds that bytes
-        sent, work and memory of a device cost least in sum, a leaf of the optimizer's state as its parameter; `explain`
-        lists them. The search places the step some 30 to 200 times, before the first call; if leaves come cut by the
-        model axis, what is tied to these follows them instead.
+      mesh: the sizes of the axes, of which one may be -1, for the devices that are left. Neighbouring devices differ in
+        the last axis, as in JAX. Or a mesh with these names. Or "auto": the first call (or `lower` or `explain` before
+        it, which every rank then calls) takes the mesh that `jaxdist.fit` ranks first for these arguments on these
+        devices, without a compilation, and later calls keep it. If a leaf of the state lies in slices on a mesh, that
+        one is taken. With "auto" each process passes its own part of the batch, as for `data_parallel`.
+      layouts: regular expressions, each with the dimension that the model axis cuts, or None for whole. An expression
+        is searched for in the name of a leaf of the state (``"params['w']"``), and the first that is found counts. All
+        other leaves are whole. Default: a search, before the first call, for the dimensions that cost least in bytes
+        sent, work and memory; `explain` lists them. If leaves come cut by the model axis, the others follow these.
       options: all other arguments of `data_parallel`.
 
     Raises:
