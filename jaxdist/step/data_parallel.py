@@ -183,7 +183,7 @@ def parallel(
     What an axis does follows from its name:
 
     * ``"data"`` splits the batch along its first dimension.
-    * ``"sequence"`` splits the second dimension, of those leaves of the batch that have as many entries there.
+    * ``"sequence"`` splits the batch along its second dimension, where that is at least as long as the axis.
     * ``"model"`` cuts the leaves of the state along the dimensions in `layouts`, or along those that jaxdist finds: in
       a transformer the heads of the attention and the hidden layer of each feed-forward network.
 
