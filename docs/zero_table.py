@@ -39,7 +39,7 @@ HEADER = f"""\
 Every optax transformation works under [`jaxdist.zero`](zero.md). Most treat each entry of a parameter by itself, and
 send only gradients and new parameters. The table says what the others send besides.
 
-It is made from their programs, at level 2 on {DEVICES} devices, with parameters of the shapes
+The table is made from their programs, at level 2 on {DEVICES} devices, with parameters of the shapes
 {", ".join(map(str, SHAPES.values()))}.
 
 - *reductions*: sums and maxima over the devices, and their bytes. They travel together if none waits for another.
