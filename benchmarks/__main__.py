@@ -1,11 +1,12 @@
-"""All benchmarks, one after another, and docs/performance.md with its pictures made of what they measured.
+"""All benchmarks, one after another, and the pages of what they measured: docs/performance.md, the short one, and
+docs/performance-details.md, with their pictures.
 
     python benchmarks --torch PYTHON
 
 PYTHON is an interpreter that has torch (CPU); without it torch is left out. On a quiet machine with two cores it takes
-about an hour. What was measured before stays in --results: `--only where` measures that again and
-makes the page anew of all, `--only` with no name measures nothing. `--processor xeon` keeps what it measures beside
-what was measured on other processors: the page shows both.
+about an hour. What was measured before stays in --results: `--only where` measures that again and makes the pages anew
+of all, `--only` with no name measures nothing. `--processor xeon` keeps what it measures beside what was measured on
+other processors: the pages show both.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import report
+import step_time
+import summary
 
 HERE = Path(__file__).resolve().parent
 TITLES = {
@@ -33,12 +36,13 @@ TITLES = {
     "estimates": "Estimates",
 }
 BESIDE_TORCH = ("step_time", "one_example", "collectives")
-INTRO = """# Performance
+INTRO = """# Performance: all tables
 
-Made by `python benchmarks --torch PYTHON`: every number in a table comes from a file that its benchmark wrote
-(`benchmarks/`); what is said at the end is written by hand. What is compared takes turns on the same cores, one for
-each rank with one thread; ratios are taken within a round, and their median and range shown. Each table names its
-processor: which of two programs is faster may depend on it.
+`python benchmarks --torch PYTHON` writes this page. [Performance](performance.md) is the short one. What is compared
+takes turns on the same cores, one for each rank with one thread; ratios are taken within a round. PYTHON is an
+interpreter that has torch (CPU).
+
+The machines:
 """
 
 
@@ -47,6 +51,12 @@ def measured(results: Path, name: str) -> Iterator[tuple[str, Any]]:
     for path in [results / f"{name}.json", *sorted(results.glob(f"{name}-*.json"))]:
         if path.exists():
             yield path.stem, json.loads(path.read_text())
+
+
+def summarised(results: Path) -> str:
+    """The Markdown of the short page."""
+    there = {name: [found for _, found in measured(results, name)] for name in TITLES}
+    return summary.page({name: found for name, found in there.items() if found})
 
 
 def page(results: Path) -> str:
@@ -61,23 +71,26 @@ def page(results: Path) -> str:
             sections.append(f"## {title}\n\n{about}\n\n```bash\n{command}\n```\n\n{rest.strip()}\n")
         for stem, found in everywhere:
             if len(everywhere) > 1:
-                sections.append(f"### {title}: {found['machine']['processor']}\n")
+                sections.append(f"### {title}: {report.processor(found)}\n")
+            tables = module.markdown(found) if stem == name else getattr(module, "shorter", module.markdown)(found)
             sections.append(
-                f"The machine: {report.said(found['machine'])}. {found.get('note', '')}".rstrip()
-                + f"\n\n{module.markdown(found)}\n\n"
-                f"![{title}, {found['machine']['processor']}](img/{stem}.png)\n"
+                f"{report.used(found)}. {found.get('note', '')}".rstrip()
+                + f"\n\n{tables}\n\n![{title}, {report.processor(found)}](img/{stem}.png)\n"
             )
     if not sections:
         raise SystemExit(f"there are no results in {results}")
-    return "\n".join([INTRO, *sections, (HERE / "notes.md").read_text()])
+    machines = dict.fromkeys(f"- {report.said(found)}" for name in TITLES for _, found in measured(results, name))
+    return "\n".join([INTRO, *machines, "", *sections, (HERE / "notes.md").read_text()])
 
 
 def draw(results: Path, pictures: Path) -> None:
-    """The pictures of the page."""
+    """The pictures of the pages."""
     pictures.mkdir(parents=True, exist_ok=True)
     for name in TITLES:
         for stem, found in measured(results, name):
             report.picture(found, importlib.import_module(name).draw, pictures / f"{stem}.png")
+    for _, found in [*measured(results, "step_time")][:1]:
+        report.picture(found, step_time.draw_scaling, pictures / "scaling.png")
 
 
 def main() -> None:
@@ -88,7 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: each benchmark's own")
     parser.add_argument("--processor", metavar="NAME", help="results go beside those of other processors")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the JSON files")
-    parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "performance.md")
+    parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "performance.md", help="the short one")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
     for name in TITLES if args.only is None else args.only:
@@ -100,7 +113,8 @@ def main() -> None:
             command += ["--rounds", str(args.rounds)]
         print(f"== {name}", flush=True)
         subprocess.run(command, check=True)
-    args.page.write_text(page(args.results))
+    args.page.write_text(summarised(args.results))
+    args.page.with_stem(f"{args.page.stem}-details").write_text(page(args.results))
     draw(args.results, args.page.parent / "img")
 
 

@@ -54,6 +54,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def draw(results: dict[str, Any], figure: Any) -> None:
     """The ratio over the bucket's size, a panel for each wire."""
+    figure.suptitle(f"Time of a step by bucket size, {report.processor(results)} (lower is better)")
     labels = [x for x in next(iter(results["models"].values()))["ms"] if "bucket=" in x]
     wires = list(dict.fromkeys(label.split()[0] for label in labels))
     for panel, wire in zip(figure.subplots(1, len(wires), sharey=True, squeeze=False)[0], wires, strict=True):
@@ -65,7 +66,6 @@ def draw(results: dict[str, Any], figure: Any) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xlabel("bucket, MiB")
         panel.set_title(wire)
-        panel.grid(alpha=0.3)
     figure.axes[0].set_ylabel("step time / that with each gradient alone")
     figure.axes[0].legend()
 

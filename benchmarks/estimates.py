@@ -2,10 +2,9 @@
 
     python benchmarks/estimates.py --json estimates.json --markdown estimates.md --png estimates.png
 
-Ten models on two ranks, a core each, over MPI and gloo, each on every mesh of two devices that it can be on and at ZeRO
-levels 0 and 3 of the axis of data: what `mesh="auto"` goes by beside the median time of a step. All candidates of a
-model take turns in each round. The table has the candidate that the estimate prefers, what it is estimated and measured
-to take in milliseconds, and that over the fastest of all candidates.
+Ten models, each on every mesh of two devices that it can be on, at ZeRO levels 0 and 3: what `mesh="auto"` goes by,
+beside the median time of a step. The table has the candidate that the estimate prefers, its estimated and its measured
+milliseconds, and its time over that of the fastest candidate.
 """
 
 from __future__ import annotations
@@ -183,15 +182,15 @@ def markdown(results: dict[str, Any]) -> str:
 
 def draw(results: dict[str, Any], figure: Any) -> None:
     """Measured over estimated, a panel for each wire."""
+    figure.suptitle(f"Estimated and measured time of a step, {report.processor(results)}")
     panels = figure.subplots(1, len(results["found"]), sharey=True, squeeze=False)[0]
     for panel, (wire, found) in zip(panels, results["found"].items(), strict=True):
         for model in results["models"]:
-            panel.plot(*([1e3 * row[k] for row in found[model]] for k in (1, 2)), "o", markersize=4, label=model)
-        panel.axline((10, 10), (100, 100), color="gray", linewidth=0.8)
+            panel.plot(*([1e3 * row[k] for row in found[model]] for k in (1, 2)), "o", markersize=5, label=model)
+        panel.axline((10, 10), (100, 100), color="black", linewidth=1)
         panel.set(xscale="log", yscale="log", title=wire, xlabel="estimated, ms")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("measured, ms a step")
-    panels[0].legend(fontsize="small")
+    panels[0].set_ylabel("measured, ms")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 def main() -> None:

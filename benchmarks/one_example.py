@@ -2,11 +2,9 @@
 
     python benchmarks/one_example.py --torch PYTHON --json one_example.json --markdown one_example.md
 
-A GPT of 10M parameters, float32, Adam. Its sequence or its layers are divided by `jaxdist.parallel`, by `jit` with
-sharding constraints over gloo, and by torch's `parallelize_module` (gloo), the layers as Megatron does: heads and
-columns, then rows. One rank alone is what they are to be faster than. What is compared takes turns in each round; the
-losses of the first three steps must agree between all variants, or it fails. PYTHON is an interpreter that has torch
-(CPU); without it torch is left out.
+A GPT of 10M parameters. Its sequence or its layers are divided by `jaxdist.parallel`, by `jit` with sharding
+constraints over gloo, and by torch's `parallelize_module` (gloo), the layers as Megatron does: heads and columns, then
+rows. One rank alone is what they are to be faster than.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 
 import models
 import report
-from step_time import TOLERANCE, Comparison, chosen, measure, said
+from step_time import TOLERANCE, Comparison, chosen, measure
 
 AXES = ("sequence", "model")
 VARIANTS: dict[str, tuple[str, str]] = {
@@ -26,20 +24,18 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "1 rank: jit": ("jax 1", "jit"),
     "1 rank: torch": ("torch 1", "plain"),
 }
-ALONE = {"sequence": 0.57, "model": 0.6}
-"""What a step on two ranks must not exceed, of that on one."""
 
 
-def _comparisons(model: str) -> list[Comparison]:
+def _comparisons() -> list[Comparison]:
     """Each of jaxdist's variants beside one rank, and what divides the same in another way."""
     found = [Comparison("1 rank: jit", ("1 rank: torch",)), Comparison("torch parallelize_module", ("1 rank: torch",))]
     for axis in AXES:
         found.append(Comparison(f"constraints {axis}", ("1 rank: jit",)))
         for mine in (f"jaxdist {wire} {axis}" for wire in ("mpi", "xla")):
-            found.append(Comparison(mine, ("1 rank: jit",), {model: ALONE[axis]}))
-            found.append(Comparison(mine, (f"constraints {axis}",), {model: 0.95}))
+            found.append(Comparison(mine, ("1 rank: jit",)))
+            found.append(Comparison(mine, (f"constraints {axis}",)))
             if axis == "model":
-                found.append(Comparison(mine, ("torch parallelize_module",), {model: 0.9}))
+                found.append(Comparison(mine, ("torch parallelize_module",)))
     return found
 
 
@@ -47,11 +43,7 @@ def markdown(results: dict[str, Any]) -> str:
     """The tables."""
     model, found = results["model"], results["found"]
     ms = found["ms"]
-    ratios = [
-        [c.title, said(report.ratio(ms, c.one, c.other), c.limits.get(model))]
-        for c in _comparisons(model)
-        if report.ratio(ms, c.one, c.other)
-    ]
+    ratios = [[c.title, report.ratio(ms, c.one, c.other)] for c in _comparisons() if report.ratio(ms, c.one, c.other)]
     times = [[label, report.spread(each), report.number(found["first_call_s"][label])] for label, each in ms.items()]
     intro = (
         f"Medians of {results['rounds']} rounds (smallest–largest). The losses of the first three steps agree between "
@@ -61,7 +53,7 @@ def markdown(results: dict[str, Any]) -> str:
         [
             intro,
             report.table(["", "ms a step", "first call, s"], times),
-            "Ratios within rounds, and what they must not exceed.",
+            "Ratios within rounds.",
             report.table(["", model], ratios),
         ]
     )
@@ -69,15 +61,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 def draw(results: dict[str, Any], figure: Any) -> None:
     """Bars of step times."""
-    spreads = {label: report.spread(each) for label, each in reversed(results["found"]["ms"].items())}
-    middle = [s.median for s in spreads.values()]
-    ends = [[s.median - s.least for s in spreads.values()], [s.most - s.median for s in spreads.values()]]
-    colors = ["C0" if "jaxdist" in label else "C1" if "torch" in label else "C7" for label in spreads]
-    panel = figure.subplots()
-    panel.barh(list(spreads), middle, xerr=ends, color=colors, error_kw={"linewidth": 0.8})
-    panel.set_title(results["model"])
-    panel.set_xlabel("ms a step")
-    panel.grid(axis="x", alpha=0.3)
+    figure.suptitle(f"Time of a step with one example on two ranks, {report.processor(results)} (shorter is better)")
+    figure.set_size_inches(11, 4.5)
+    found = {x.replace("mpi", "MPI").replace("xla", "gloo"): each for x, each in results["found"]["ms"].items()}
+    report.bars(figure.subplots(), {x: report.spread(each) for x, each in found.items()}, "ms")
 
 
 def main() -> None:

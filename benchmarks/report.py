@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -14,6 +15,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+STYLE: dict[Any, Any] = {
+    "font.size": 11, "axes.titlesize": 12, "figure.titlesize": 14, "figure.titleweight": "bold", "figure.dpi": 110,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.3,
+    "legend.frameon": False,
+}  # fmt: skip
+"""Of all pictures of the documentation."""
+OURS, TORCH, OTHERS = "C0", "C1", "C7"
 
 VERSIONS = "from importlib.metadata import version; import sys; print(*map(version, sys.argv[1:]))"
 
@@ -78,11 +87,23 @@ def machine(torch: str | None = None) -> dict[str, Any]:
     }
 
 
-def said(machine: dict[str, Any]) -> str:
-    """The machine in words."""
-    what = dict(machine)
-    first = f"{what.pop('processor')}, {what.pop('cores')} cores, {what.pop('memory_gib')} GiB, {what.pop('system')}"
+def processor(results: dict[str, Any]) -> str:
+    """Its name, without what vendors add to it."""
+    return re.sub(r"\(R\)| Processor", "", results["machine"]["processor"])
+
+
+def said(results: dict[str, Any]) -> str:
+    """What the machine of some results has, in words; of torch and the cores that were used `used` says it."""
+    what = {name: x for name, x in results["machine"].items() if name not in ("processor", "cores", "torch")}
+    first = f"{processor(results)}, {what.pop('memory_gib')} GiB, {what.pop('system')}"
     return f"{first}; " + ", ".join(f"{name} {version}" for name, version in what.items())
+
+
+def used(results: dict[str, Any]) -> str:
+    """The processor and its cores that were used, and torch."""
+    machine = results["machine"]
+    cores = f"{machine['cores']} core" + "s" * (machine["cores"] > 1)
+    return ", ".join([processor(results), cores, *([f"torch {machine['torch']}"] if "torch" in machine else [])])
 
 
 def command() -> str:
@@ -125,12 +146,30 @@ def write(
 
 
 def picture(results: dict[str, Any], draw: Callable[[dict[str, Any], Any], None], path: Path) -> None:
-    """Draw into a file."""
+    """Draw into a file, in the one style."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    draw(results, figure)
-    figure.savefig(path, dpi=100)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 6), layout="constrained")
+        draw(results, figure)
+        figure.savefig(path)
+
+
+def bars(panel: Any, spreads: dict[str, Spread], unit: str) -> None:
+    """Horizontal bars from 0 with their numbers, the first on top; whiskers from the smallest to the largest."""
+    middle = [s.median for s in spreads.values()]
+    ends = [[s.median - s.least for s in spreads.values()], [s.most - s.median for s in spreads.values()]]
+    colors = [OURS if "jaxdist" in label else TORCH if "torch" in label else OTHERS for label in spreads]
+    panel.barh(list(spreads), middle, xerr=ends, color=colors, error_kw={"linewidth": 0.8})
+    top = max(s.most for s in spreads.values())
+    for row, s in enumerate(spreads.values()):
+        panel.text(s.most + 0.02 * top, row, number(s.median), va="center")
+    panel.set_xlim(0, 1.2 * top)
+    panel.locator_params(axis="x", nbins=6)
+    panel.invert_yaxis()
+    panel.grid(visible=False, axis="y")
+    panel.set_xlabel(unit)
 
 
 def _lines(path: str) -> list[str]:

@@ -2,13 +2,11 @@
 
     python benchmarks/where.py --json where.json --markdown where.md --png where.png
 
-- compute: the same step on one rank with one rank's batch, the whole of it: what two ranks can't undercut.
-- collectives: by the step's profile (`jaxdist.profile`), with the wait for the other rank. A trace slows small steps:
-  what counts is the share in the time of the traced steps.
-- raw: mpi4py's all-reduce of as many bytes as there are gradients: what the wire alone takes.
+- compute: the same step on one rank, with one rank's batch.
+- collectives: by `jaxdist.profile`, with the wait for the other rank; the share in the time of the traced steps.
+- rest: the step less compute and collectives: copies, and what two ranks take from each other (caches, memory).
+- raw: mpi4py's all-reduce of as many bytes as there are gradients.
 - host: until a call of the step returns, with idle devices. XLA's thread has the same core, so it adds up.
-- rest: the step less compute and collectives: copies into and out of messages, and what two ranks take of each other
-  (caches, memory).
 """
 
 from __future__ import annotations
@@ -77,16 +75,22 @@ def markdown(results: dict[str, Any]) -> str:
 
 def draw(results: dict[str, Any], figure: Any) -> None:
     """Stacked shares of each step."""
+    figure.suptitle(f"Where the time of a step goes, two ranks, {report.processor(results)}")
     panel = figure.subplots()
     bars = [(f"{model}, {wire}", parts(f, wire)) for model, f in results["models"].items() for wire in ("mpi", "xla")]
+    labels = [label.replace("mpi", "MPI").replace("xla", "gloo") for label, _ in bars]
     reached = [0.0] * len(bars)
-    for name, color in zip(PARTS, ("C0", "C1", "C7"), strict=True):
-        shares = [max(0.0, p[name] / p["step"]) for _, p in bars]
-        panel.barh([label for label, _ in bars], shares, left=reached, label=name, color=color)
+    for name, color in zip(PARTS, (report.OURS, report.TORCH, report.OTHERS), strict=True):
+        shares = [max(0.0, 100 * p[name] / p["step"]) for _, p in bars]
+        panel.barh(labels, shares, left=reached, label=name, color=color)
         reached = [a + b for a, b in zip(reached, shares, strict=True)]
+    for row, ((_, p), end) in enumerate(zip(bars, reached, strict=True)):
+        panel.text(end + 1, row, f"{report.number(p['step'])} ms", va="center")
+    panel.axvline(100, color="black", linewidth=1)
     panel.invert_yaxis()
-    panel.set_xlabel("share of the step")
-    panel.legend(loc="lower right")
+    panel.grid(visible=False, axis="y")
+    panel.set(xlim=(0, 1.15 * max(reached)), xlabel="% of the step")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS))
 
 
 def main() -> None:

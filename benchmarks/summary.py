@@ -1,0 +1,137 @@
+"""docs/performance.md: what was measured, on two screens. All else is in docs/performance-details.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import report
+import where
+
+COLUMNS = {
+    "jaxdist mpi 0": "jaxdist, MPI", "jaxdist xla 0": "jaxdist, gloo", "gloo flat": "JAX by hand, gloo",
+    "torch DDP": "torch DDP", "jaxdist mpi 3": "jaxdist, MPI, level 3", "torch FSDP2": "torch FSDP2",
+}  # fmt: skip
+PEERS = [
+    ("DDP", "jaxdist mpi 0", "torch DDP"), ("DDP over gloo", "jaxdist xla 0", "torch DDP"),
+    ("ZeroRedundancyOptimizer", "jaxdist mpi 1", "torch ZeRO"), ("FSDP2", "jaxdist mpi 3", "torch FSDP2"),
+    ("one rank alone", "1 rank: jaxdist", "1 rank: torch"),
+]  # fmt: skip
+"""What is compared with torch, and the two variants."""
+
+
+def page(found: dict[str, list[dict[str, Any]]]) -> str:
+    """The Markdown.
+
+    Args:
+      found: what each benchmark measured, on one processor after the other.
+    """
+    sections = [START]
+    for name, section in (("step_time", _steps), ("where", _parts), ("memory", _memory), ("step_time", _scaling)):
+        if name in found:
+            sections.append(section(found[name]))
+    return "\n".join([*sections, END])
+
+
+START = """# Performance
+
+Two processes on two cores of one CPU, one thread each: that is what these numbers are from. The models are small, so
+that a message costs as much as it ever will beside the computation. jaxdist on several GPUs has not been measured.
+
+All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns on
+the same cores; a number is the median of the rounds.
+"""
+END = """## What else to expect
+
+- **The first call compiles**, for seconds. torch starts at once.
+- **A call costs the host** as much as a call of `jax.jit`, and 15 to 70 µs more for 10 to 200 leaves of state.
+- **Weights that few examples meet stay where they are.** At level 3 the examples travel instead, so that level 3 can be
+  faster than level 0.
+- **BatchNorm over the whole batch** sends a few small messages in each layer, one after the other. That is the price of
+  exact statistics.
+- **Over gloo** a message takes 0.1 ms, over MPI 0.01 ms. Small models want MPI.
+
+[All tables](performance-details.md) have every variant, collectives, the host's share and estimates. To measure on your
+own machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your own step, read
+[it is slow](slow.md).
+"""
+
+
+def _steps(found: list[dict[str, Any]]) -> str:
+    first = found[0]
+    rows = []
+    for name, m in first["models"].items():
+        medians = {v: report.spread(m["ms"][v]).median for v in COLUMNS if v in m["ms"]}
+        rows.append([f"{name}", *(report.number(medians[v]) if v in medians else None for v in COLUMNS)])
+    slower = []
+    for results in found:
+        for title, mine, peer in PEERS:
+            ratios = {name: report.ratio(m["ms"], mine, (peer,)) for name, m in results["models"].items()}
+            there = [f"{name} {ratio}" for name, ratio in ratios.items() if ratio and ratio.median > 1]
+            if there:
+                slower.append(f"- {report.processor(results)}, {title}: {', '.join(there)}")
+    sizes = ", ".join(f"{name} {m['parameters'] / 1e6:.2g}M" for name, m in first["models"].items())
+    return f"""## The time of a step
+
+Milliseconds on an {report.processor(first)}. Level 3 shards parameters and optimizer state, as FSDP2 does.
+
+{report.table(["", *COLUMNS.values()], rows)}
+
+![Time of a step on two ranks](img/step_time.png)
+
+Parameters: {sizes}. MLP-deep has 100 layers. "LeNet" writes its convolutions as products of patches, "LeNet-conv" uses
+XLA's convolutions. "JAX by hand" sends all gradients in one buffer.
+
+Where torch was faster: jaxdist's time as a ratio to torch's (smallest–largest), over MPI unless it says gloo.
+
+{chr(10).join(slower) or "Nowhere."}
+
+So measure on your own machine. XLA compiles better code for one processor than for another.
+"""
+
+
+def _parts(found: list[dict[str, Any]]) -> str:
+    shares = {name: where.parts(m, "mpi") for name, m in found[0]["models"].items()}
+    compute, collectives = (
+        sorted((p[part] / p["step"], name) for name, p in shares.items()) for part in ("compute", "collectives")
+    )
+    return f"""## Where the time goes
+
+![Where the time of a step goes](img/where.png)
+
+*Compute* is the same step on one rank with one rank's batch. *Collectives* includes the wait for the other rank. The
+rest is copies, and what two ranks take from each other: caches and memory. The parts were measured one by one, so they
+may add up to more than the step. Over MPI compute is {compute[0][0]:.0%} ({compute[0][1]}) to {compute[-1][0]:.0%}
+({compute[-1][1]}), and collectives are {collectives[0][0]:.0%} ({collectives[0][1]}) to {collectives[-1][0]:.0%}
+({collectives[-1][1]}).
+"""
+
+
+def _memory(found: list[dict[str, Any]]) -> str:
+    rows = {(r["kind"], r["level"], r["devices"]): r["state"] / found[0]["parameters"] for r in found[0]["rows"]}
+    most = max(found[0]["devices"])
+    kind = found[0]["rows"][0]["kind"]
+    levels = ", ".join(f"level {n}: {rows[kind, n, most]:.3g}" for n in (0, 1, 3) if (kind, n, most) in rows)
+    return f"""## Memory
+
+![Memory by ZeRO level](img/memory.png)
+
+Bytes per parameter that a device keeps between steps ({kind}, {most} devices): {levels}. Levels 1 and 2 keep the
+same. What is counted is what the formulas of the ZeRO paper say. Gradients, activations and messages come on top within
+a step; [`jaxdist plan`](plan.md) forecasts them for your model.
+"""
+
+
+def _scaling(found: list[dict[str, Any]]) -> str:
+    def between(alone: str) -> str:
+        ratios = [report.ratio(m["ms"], alone, ("jaxdist mpi 0",)) for m in found[0]["models"].values()]
+        medians = sorted(r.median for r in ratios if r)
+        return f"{report.number(medians[0])} to {report.number(medians[-1])}" if medians else "not measured"
+
+    return f"""## Scaling
+
+![Scaling from one rank to two](img/scaling.png)
+
+With the same batch for each rank (left), two ranks do {between("1 rank: jaxdist")} of what would be ideal, over MPI.
+With the same batch for both together (right), they are {between("1 rank x2: jaxdist")} times as fast as one. The
+smaller the model, the more its messages weigh.
+"""
