@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -429,25 +430,34 @@ def share(result: dict[str, Any]) -> str:
     return f"{most:.0%}" if most >= 0.005 else ""
 
 
-def line(result: dict[str, Any]) -> str:
-    """A row of the table."""
+def conditions(result: dict[str, Any]) -> dict[str, str]:
+    """On how many devices it ran, at which levels, over which wires, and how."""
     runs = result["runs"]
-    devices = sorted({run.split()[0] for run in runs if "device" in run})
     levels = ["0"] * any("device" in run and "level" not in run for run in runs) + [
         run[-1] for run in runs if "level" in run
     ]
-    ranks = [run.rpartition(" ")[2] for run in runs if "ranks" in run]
-    errors = sorted({f"{where}: {run['error']}" for where, run in runs.items() if "error" in run})
-    notes = [result["reason"]] if result["reason"] else []
-    if result["reason"] and worst(result) > EXACT and not errors:
-        notes.append(f"One device with its floats changed in the last digit: {number(result['itself'])}.")
+    return {
+        "devices": ", ".join(sorted({run.split()[0] for run in runs if "device" in run})),
+        "levels": ", ".join(levels),
+        "wires": ", ".join(run.rpartition(" ")[2] for run in runs if "ranks" in run),
+        "run": ran(result),
+    }
+
+
+def line(result: dict[str, Any], usual: dict[str, str]) -> str:
+    """A row of the table; what is not as usual of its conditions is in the notes."""
+    errors = sorted({f"{where}: {run['error']}" for where, run in result["runs"].items() if "error" in run})
+    notes = [f"{name}: {x}." for name, x in conditions(result).items() if x != usual[name]]
+    if result["reason"]:
+        notes.append(result["reason"])
+        if worst(result) > EXACT and not errors:
+            notes.append(f"One device with its floats changed in the last digit: {number(result['itself'])}.")
     if result["batch_argnums"] is not None:
         notes.append(f"`batch_argnums={result['batch_argnums']!r}`.")
     link = f"[{result['path']}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
     cells = [
-        f"{result['repository'].rpartition('/')[2]}: {link}", result["function"], result["style"], ", ".join(devices),
-        ", ".join(levels), ", ".join(ranks), ran(result), as_shipped(result), share(result),
-        number(worst(result)) if not errors else "", " ".join([*notes, *errors]),
+        f"{result['repository'].rpartition('/')[2]}: {link}", result["function"], result["style"], as_shipped(result),
+        share(result), number(worst(result)) if not errors else "", " ".join([*notes, *errors]),
     ]  # fmt: skip
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
@@ -461,38 +471,33 @@ def page(found: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
     parts = [r for r in results if ran(r) == "split"]
     whole, varies = ([r for r in parts if as_shipped(r) == said] for said in ("whole", "whole or split"))
-    without = len(results) - len(parts)
+    columns = [conditions(r) for r in results]
+    usual = {name: Counter(each[name] for each in columns).most_common(1)[0][0] for name in columns[0]}
     return f"""\
 # Published steps
 
-Training steps that others have published, run as they stand: only the decorator is changed, and an optax
-transformation is wrapped in `jaxdist.zero` for the levels. {len(good)} of {len(results)} do what one device does; \
-{len(told)} of them
-need `batch_argnums` in a job of several processes. Nothing is copied: benchmarks/compatibility.py reads their files
-from checkouts of {len(sources)} repositories, and gives them small models and data.
+These are training steps that others have published. Only the decorator is changed, and an optax transformation is
+wrapped in `jaxdist.zero`. {len(good)} of {len(results)} do what one device does; {len(told)} of them need \
+`batch_argnums`.
+`benchmarks/compatibility.py` reads the files from checkouts of {len(sources)} repositories, and gives the steps small \
+models and data.
 
-Each trains for three steps on so many devices, on the most of them at the levels of ZeRO, and on two processes over the
-communicators. *Difference* is the largest of all results and states after each step, relative to the largest value of
-the array, between any of these runs and the step's own decorator on one device. Where float32 or a true value of zero
-is the reason for it, one device is as far from itself when its floats are changed in the last digit. What is not in a
-cell was not run.
+Each trains for three steps on {usual["devices"]} devices, at ZeRO levels {usual["levels"]}, and on two processes over
+{usual["wires"]}; the notes say where that differs. *Difference* is the largest one of all results and states from the
+step's own decorator on one device, relative to the largest value of the array. Where float32 or a true value of zero is
+the reason for it, a note says how far one device is from itself when its floats are changed in the last digit.
 
-The batches are small. jaxdist computes a step whole on every device where that takes less time than messages would, and
-nothing of what splits examples has then been run. So it is switched off for this table: {len(parts)} of \
-{len(results)} steps are
-split in all runs on several devices, each device computing its part of the examples (steps without a batch: \
-{without}). As
-shipped {len(whole)} of those that are split would be whole in all these runs, and {len(varies)} in some \
-(*as shipped*: "whole",
-"whole or split"): the number of devices and the level decide. *Repeated* is the largest share of a split step's FLOPs
-that every device does all the same, such as what needs all examples at once.
+A small step is computed whole on every device where messages would take longer. That is switched off here, so that
+{len(parts)} of {len(results)} steps are split in all runs on several devices (the others have no batch). *As shipped*,
+{len(whole)} of those that are split would be whole in all these runs, and {len(varies)} in some. *Repeated* is the \
+largest share of a
+step's FLOPs that every device does, such as what needs all examples at once.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
-| source | step | called as | devices | levels | two processes | run | as shipped | repeated | difference \
-| notes |
-|---|---|---|---|---|---|---|---|---|---|---|
-{chr(10).join(map(line, results))}
+| source | step | called as | as shipped | repeated | difference | notes |
+|---|---|---|---|---|---|---|
+{chr(10).join(line(r, usual) for r in results)}
 """
 
 
