@@ -448,6 +448,8 @@ def line(result: dict[str, Any], usual: dict[str, str]) -> str:
     """A row of the table; what is not as usual of its conditions is in the notes."""
     errors = sorted({f"{where}: {run['error']}" for where, run in result["runs"].items() if "error" in run})
     notes = [f"{name}: {x}." for name, x in conditions(result).items() if x != usual[name]]
+    if share(result):
+        notes.append(f"Repeated: {share(result)}.")
     if result["reason"]:
         notes.append(result["reason"])
         if worst(result) > EXACT and not errors:
@@ -456,8 +458,8 @@ def line(result: dict[str, Any], usual: dict[str, str]) -> str:
         notes.append(f"`batch_argnums={result['batch_argnums']!r}`.")
     link = f"[{result['path']}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
     cells = [
-        f"{result['repository'].rpartition('/')[2]}: {link}", result["function"], result["style"], as_shipped(result),
-        share(result), number(worst(result)) if not errors else "", " ".join([*notes, *errors]),
+        f"{result['repository'].rpartition('/')[2]}: {link}<br>{result['function']}", result["style"],
+        number(worst(result)) if not errors else "", as_shipped(result), " ".join([*notes, *errors]),
     ]  # fmt: skip
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
@@ -495,8 +497,8 @@ step's FLOPs that every device does, such as what needs all examples at once.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
-| source | step | called as | as shipped | repeated | difference | notes |
-|---|---|---|---|---|---|---|
+| step | called as | difference | as shipped | notes |
+|---|---|---|---|---|
 {chr(10).join(line(r, usual) for r in results)}
 """
 
