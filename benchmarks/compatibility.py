@@ -456,9 +456,10 @@ def line(result: dict[str, Any], usual: dict[str, str]) -> str:
             notes.append(f"One device with its floats changed in the last digit: {number(result['itself'])}.")
     if result["batch_argnums"] is not None:
         notes.append(f"`batch_argnums={result['batch_argnums']!r}`.")
-    link = f"[{result['path']}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
+    path = result["path"].replace("/", "/<wbr>").replace("_", "_<wbr>")
+    link = f"[{path}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
     cells = [
-        f"{result['repository'].rpartition('/')[2]}: {link}<br>{result['function']}", result["style"],
+        f"{result['repository'].rpartition('/')[2]}: {link}<br>{result['function']}<br>{result['style']}",
         number(worst(result)) if not errors else "", as_shipped(result), " ".join([*notes, *errors]),
     ]  # fmt: skip
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
@@ -497,8 +498,8 @@ step's FLOPs that every device does, such as what needs all examples at once.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
 
-| step | called as | difference | as shipped | notes |
-|---|---|---|---|---|
+| step, and how it is called | difference | as shipped | notes |
+|---|---|---|---|
 {chr(10).join(line(r, usual) for r in results)}
 """
 
