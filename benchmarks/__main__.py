@@ -16,6 +16,7 @@ import importlib
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def page(results: Path) -> str:
         about, _, rest = (module.__doc__ or "").split("\n\n", 2)
         everywhere = list(measured(results, name))
         if everywhere:
-            command = everywhere[0][1]["command"]
+            command = " \\\n    ".join(textwrap.wrap(everywhere[0][1]["command"], 84, break_on_hyphens=False))
             sections.append(f"## {title}\n\n{about}\n\n```bash\n{command}\n```\n\n{rest.strip()}\n")
         for stem, found in everywhere:
             if len(everywhere) > 1:
