@@ -34,15 +34,15 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
 
 START = """# Performance
 
-Two processes on two cores of one CPU, one thread each: that is what these numbers are from. The models are small, so
-that a message costs as much as it ever will beside the computation. jaxdist on several GPUs has not been measured.
+These numbers are from two processes on two cores of one CPU, one thread each. The models are small, so that messages
+weigh more than they do in a large model. jaxdist on several GPUs has not been measured.
 
 All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns on
 the same cores; a number is the median of the rounds.
 """
 END = """## What else to expect
 
-- **The first call compiles**, for seconds. torch starts at once.
+- **The first call compiles**, for 1 to 6 seconds here. torch takes up to one.
 - **A call costs the host** as much as a call of `jax.jit`, and 15 to 70 µs more for 10 to 200 leaves of state.
 - **Weights that few examples meet stay where they are.** At level 3 the examples travel instead, so that level 3 can be
   faster than level 0.
@@ -69,6 +69,7 @@ def _steps(found: list[dict[str, Any]]) -> str:
             there = [f"{name} {ratio}" for name, ratio in ratios.items() if ratio and ratio.median > 1]
             if there:
                 slower.append(f"- {report.processor(results)}, {title}: {', '.join(there)}")
+    notes = "\n\n".join(f"{report.processor(r)}: {r['note']}" for r in found if "note" in r)
     sizes = ", ".join(f"{name} {m['parameters'] / 1e6:.2g}M" for name, m in first["models"].items())
     return f"""## The time of a step
 
@@ -78,12 +79,14 @@ Milliseconds on an {report.processor(first)}. Level 3 shards parameters and opti
 
 ![Time of a step on two ranks](img/step_time.png)
 
-Parameters: {sizes}. MLP-deep has 100 layers. "LeNet" writes its convolutions as products of patches, "LeNet-conv" uses
-XLA's convolutions. "JAX by hand" sends all gradients in one buffer.
+"JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet writes its convolutions as products of
+patches, LeNet-conv uses XLA's convolutions. Parameters: {sizes}.
 
 Where torch was faster: jaxdist's time as a ratio to torch's (smallest–largest), over MPI unless it says gloo.
 
 {chr(10).join(slower) or "Nowhere."}
+
+{notes}
 
 So measure on your own machine. XLA compiles better code for one processor than for another.
 """
