@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +21,7 @@ import jaxdist
 __all__ = ["P", "TrainState"]
 
 ctx = jaxdist.init()
+Path("train.txt").write_text("\n\n".join(f"Document {i}. " + "It goes on. " * (i % 7) for i in range(64)))
 images = np.random.default_rng(0).normal(size=(512, 6)).astype(np.float32)
 labels = np.arange(512) % 3
 data = {"image": images, "label": labels}
