@@ -47,7 +47,7 @@ def measure(model: str, kind: str, level: Any, n: int, temporaries: bool) -> dic
     loss = loss_of(found)
     adam = optax.adam(models.LEARNING_RATE)
     dtype = jnp.float32 if kind == KINDS[0] else jnp.bfloat16
-    tx = jaxdist.zero(adam if kind == KINDS[0] else jaxdist.master_weights(adam), level)
+    tx = jaxdist.zero(adam, level, precision=None if kind == KINDS[0] else "bf16")
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)

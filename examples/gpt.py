@@ -41,7 +41,7 @@ def make_optimizer(lr: float, steps: int, bf16: bool, level: int) -> optax.Gradi
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, max(1, steps // 20), steps, 0.1 * lr)
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices))
-    return jaxdist.zero(jaxdist.master_weights(tx) if bf16 else tx, level)  # type: ignore[arg-type]
+    return jaxdist.zero(tx, level, precision="bf16" if bf16 else None)  # type: ignore[arg-type]
 
 
 def make_train_step(microbatches: int):

@@ -56,7 +56,7 @@ orphan.watch()  # to import the rest takes seconds
 _MODULE_OF = {
     alias.name: node.module or ""
     for node in ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"").body
-    if isinstance(node, ast.ImportFrom)
+    if isinstance(node, ast.ImportFrom) and node.module != __name__  # these are modules
     for alias in node.names
 }
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]

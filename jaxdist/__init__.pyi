@@ -1,7 +1,8 @@
 """jaxdist: train on many devices with a step written for one."""
 
+from jaxdist import sinks as sinks
 from jaxdist.agreement.sync import check_sync
-from jaxdist.checkpoint import latest_step, restore, save
+from jaxdist.checkpoint import export, latest_step, restore, save
 from jaxdist.collectives.public import (
     all_to_all,
     allgather,
@@ -17,6 +18,7 @@ from jaxdist.collectives.public import (
     send,
 )
 from jaxdist.data.documents import Documents, text_files, tokenize
+from jaxdist.data.evaluate import evaluate
 from jaxdist.data.gathering import gather_for_metrics
 from jaxdist.data.loader import Loader, loader
 from jaxdist.data.packing import packed
@@ -34,7 +36,7 @@ from jaxdist.planning.fit import fit
 from jaxdist.planning.memory import memory
 from jaxdist.planning.plan import plan
 from jaxdist.planning.topology import Topology
-from jaxdist.precision import master_weights
+from jaxdist.precision import loss_scale
 from jaxdist.rng import fold_rank
 from jaxdist.runtime.context import Context, get_context, init
 from jaxdist.step.data_parallel import data_parallel, parallel
@@ -58,7 +60,9 @@ __all__ = [
     "check_sync",
     "data_parallel",
     "digest",
+    "evaluate",
     "explain",
+    "export",
     "fit",
     "fold_rank",
     "gather",
@@ -68,7 +72,7 @@ __all__ = [
     "init",
     "latest_step",
     "loader",
-    "master_weights",
+    "loss_scale",
     "memory",
     "packed",
     "parallel",

@@ -1,4 +1,4 @@
-"""`save`, `restore` and `latest_step`: checkpoints that know nothing of ranks, ZeRO levels or communicators.
+"""`save`, `restore`, `latest_step` and `export`: checkpoints that know nothing of ranks, ZeRO levels or communicators.
 
 Orbax writes the arrays, each process those of its own shards. Which files make up a checkpoint is agreed on here, since
 orbax waits in a barrier for a process that has failed: a checkpoint is written into a directory with a name that
@@ -12,7 +12,8 @@ readers pass over, and gets its own when every rank has said that its part is on
 """
 
 from jaxdist.checkpoint.background import Saving
+from jaxdist.checkpoint.export import export, write
 from jaxdist.checkpoint.reading import latest_step, read_all, restore
 from jaxdist.checkpoint.writing import save
 
-__all__ = ["Saving", "latest_step", "read_all", "restore", "save"]
+__all__ = ["Saving", "export", "latest_step", "read_all", "restore", "save", "write"]

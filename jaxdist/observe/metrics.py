@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,17 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import replay
+from jaxdist.errors import in_words
 from jaxdist.observe.digest import digest
 from jaxdist.observe.display import Display
+from jaxdist.observe.sinking import Sinking
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.sinks import Sink
 
 FILE = "metrics.jsonl"
 _MOST = 1000  # steps held back: a host that runs ahead of its device by more waits
 _WINDOW = 5.0  # seconds over which the throughput that is shown is taken
 _OWN = ("step", "time", "hash", "examples_per_s", "tokens_per_s")
-_GET_TENSORBOARD = "tensorboard=True needs tensorboardX: pip install 'jaxdist[tensorboard]'"
 
 
 @dataclass(eq=False)
@@ -65,18 +66,17 @@ class RunLog:
         ctx: Context,
         total: int | None,
         per_step: dict[str, float],
-        tensorboard: bool,
+        sinks: Sequence[Sinking] = (),
         hash_every: int | None = None,
     ):
         self._path, self._is_root, self._size = path, ctx.is_root, ctx.num_devices
-        self._total, self._per_step, self._tensorboard = total, per_step, tensorboard
+        self._total, self._per_step, self._sinks = total, per_step, sinks
         self._hash_every, self._replay = hash_every, replay.asked()
         self._last: int | None = None  # step given
         self._pending: deque[_Entry] = deque()
         self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._ended: deque[tuple[float, int]] = deque()  # when a step was seen to have ended, and which
         self._file: TextIO | None = None
-        self._events: Any = None
         self._show = Display(total)
 
     def __call__(self, step: int, *, state: Any = None, **metrics: Any) -> None:
@@ -118,12 +118,10 @@ class RunLog:
         self._write(wait=False)
 
     def _open(self, step: int) -> None:
-        drop_from(self._path / FILE, step)
+        if drop_from(self._path / FILE, step):
+            for sink in self._sinks:
+                sink.drop(step)
         self._file = (self._path / FILE).open("a", encoding="utf-8")
-        if self._tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._events = SummaryWriter(str(self._path), purge_step=step)
         self._show.start(step, next((line["step"] for line, _ in _lines(self._path / FILE)), step))
         # A daemon: what a failed job's device still computes may never come.
         threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True).start()
@@ -145,10 +143,10 @@ class RunLog:
         assert self._file is not None
         line = {"step": step, "time": round(now, 6), **metrics, **rates}
         self._file.write(json.dumps({name: _in_json(x) for name, x in line.items()}) + "\n")
-        if self._events is not None:
-            for name, x in {**metrics, **rates}.items():
-                self._events.add_scalar(name, x, step, now)
-        self._show.update(step, {name: x for name, x in metrics.items() if name != "hash"}, lately)
+        shown = {name: x for name, x in metrics.items() if name != "hash"}
+        for sink in self._sinks:
+            sink.write(step, now, {**shown, **rates})
+        self._show.update(step, shown, lately)
 
     def _throughput(self, step: int, now: float) -> tuple[dict[str, float], dict[str, float]]:
         """Examples and tokens per second since the step before, for the file, and over the last seconds, for the eye.
@@ -170,15 +168,17 @@ class RunLog:
 
     def _close(self, failed: bool) -> None:
         self._running.put(None)
-        if self._file is None:
-            return
         try:
             self._write(wait=not failed)  # what a failed job's device still computes may never come
+        except BaseException:
+            failed = True
+            raise
         finally:
-            self._file.close()
-            if self._events is not None:
-                self._events.close()
-            self._show.stop()
+            if self._file is not None:
+                self._file.close()
+                self._show.stop()
+            for sink in self._sinks:
+                sink.close(failed)
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def run_log(
     total: int | None = None,
     examples_per_step: float | None = None,
     tokens_per_step: float | None = None,
-    tensorboard: bool = False,
+    sinks: Sequence[Sink] = (),
     hash_every: int | None = None,
 ) -> Iterator[RunLog]:
     """Log a training run: progress on the root's standard error, metrics into ``path/metrics.jsonl``.
@@ -207,7 +207,10 @@ def run_log(
       total: steps of the whole run, for the bar and the time left.
       examples_per_step: of all devices together.
       tokens_per_step: of all devices together.
-      tensorboard: write event files for TensorBoard as well.
+      sinks: where the metrics go as well: `jaxdist.sinks.TensorBoard`, `jaxdist.sinks.Wandb`, `jaxdist.sinks.MLflow`,
+        or any object with the methods of `jaxdist.sinks.Sink`. Each works in a thread of its own. One that fails, or
+        is 100000 steps behind, is left out from then on, with a warning; the end of the ``with`` block waits a minute
+        for it at most.
       hash_every: steps from one hash of the state to the next (`jaxdist.digest`); None: none. ``jaxdist replay``
         compares with it.
 
@@ -217,7 +220,9 @@ def run_log(
     Raises:
       OSError: the root can't write there (on every rank).
       ValueError: `hash_every` is no positive number of steps.
-      ImportError: tensorboardX is missing on the root (on every rank).
+      TypeError: `sinks` is no list of sinks.
+      ImportError: what a sink needs is missing on the root (on every rank).
+      RuntimeError: a sink can't be opened (on every rank).
 
     Example:
       >>> import jaxdist, tempfile
@@ -231,16 +236,17 @@ def run_log(
     if hash_every is not None and (isinstance(hash_every, bool) or hash_every != int(hash_every) or hash_every < 1):
         raise ValueError(f"hash_every={hash_every!r}: expected a positive number of steps")
 
-    def prepare() -> Part[None]:
-        if ctx.is_root and not replay.asked():
-            _make_ready(folder, tensorboard)
-        return Part(None)
+    if not isinstance(sinks, Sequence) or not all(isinstance(sink, Sink) for sink in sinks):
+        raise TypeError(f"sinks={sinks!r}: expected a list of sinks, such as [jaxdist.sinks.TensorBoard()]")
 
-    on_every_rank(ctx, "run_log", prepare, raises=(OSError, ImportError))
+    def prepare() -> Part[list[Sinking]]:
+        return Part(_make_ready(folder, sinks) if ctx.is_root and not replay.asked() else [])
+
+    errors = (OSError, ImportError, RuntimeError)
+    working, _ = on_every_rank(ctx, "run_log", prepare, raises=errors, patient=bool(sinks))
     per_step = {"examples": examples_per_step, "tokens": tokens_per_step}
-    log = RunLog(
-        folder, ctx, total, {name: n for name, n in per_step.items() if n is not None}, tensorboard, hash_every
-    )
+    given = {name: n for name, n in per_step.items() if n is not None}
+    log = RunLog(folder, ctx, total, given, working, hash_every)
     try:
         yield log
     except BaseException:
@@ -249,10 +255,8 @@ def run_log(
     log._close(failed=False)
 
 
-def _make_ready(folder: Path, tensorboard: bool) -> None:
-    """The root has to be able to write there."""
-    if tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        raise ImportError(_GET_TENSORBOARD)
+def _make_ready(folder: Path, sinks: Sequence[Sink]) -> list[Sinking]:
+    """The root has to be able to write there; and the sinks, open."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("a"):
@@ -260,6 +264,18 @@ def _make_ready(folder: Path, tensorboard: bool) -> None:
     except OSError as error:
         why = f"metrics can't be written there: {error.strerror}"
         raise type(error)(error.errno, why, str(folder)) from error
+    opened: list[Sinking] = []
+    for sink in sinks:
+        try:
+            sink.open(folder)
+        except Exception as error:
+            for one in opened:
+                one.close(failed=True)
+            if isinstance(error, ImportError):
+                raise
+            raise RuntimeError(f"{type(sink).__name__} can't be opened: {in_words(error)}") from error
+        opened.append(Sinking(sink))
+    return opened
 
 
 def _ready(entry: _Entry) -> bool:
@@ -333,12 +349,15 @@ def _lines(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
         yield line, text
 
 
-def drop_from(file: Path, step: int) -> None:
+def drop_from(file: Path, step: int) -> bool:
     """Removes the lines of this step and later ones, and a last one that was cut off; keeps the file as it was.
 
     Args:
       file: of metrics.
       step: the first to go.
+
+    Returns:
+      Whether there were any.
 
     Raises:
       ValueError: the file is something else.
@@ -347,18 +366,18 @@ def drop_from(file: Path, step: int) -> None:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as run:
       ...     _ = (file := Path(run, "metrics.jsonl")).write_text('{"step": 0}\\n{"step": 1}\\n')
-      ...     drop_from(file, 1)
-      ...     file.read_text()
-      '{"step": 0}\\n'
+      ...     drop_from(file, 1), file.read_text()
+      (True, '{"step": 0}\\n')
     """
     if not file.exists():
-        return
+        return False
     kept = "".join(text for line, text in _lines(file) if line["step"] < step)
     if len(kept.encode()) == file.stat().st_size:
-        return
+        return False
     rest = file.with_suffix(".tmp")
     rest.write_text(kept, encoding="utf-8")
     backup = Path(f"{file}.bak")
     backup.unlink(missing_ok=True)
     backup.hardlink_to(file)  # so that at any moment the whole log is there
     rest.replace(file)
+    return True

@@ -1,0 +1,100 @@
+"""`export`: arrays in one file that loads without jaxdist, under names of one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.checkpoint.leaves import is_key, named
+from jaxdist.runtime.context import get_context
+from jaxdist.zero import unshard
+
+
+def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | None = None) -> None:
+    """Write the arrays of a tree into one ``.safetensors`` or ``.npz`` file; every process calls it, the root writes.
+
+    An array's name is its path: ``params.dense.kernel``. Text goes into the header of safetensors.
+
+    Args:
+      path: the file.
+      tree: parameters, typically; in shards or not, of JAX or numpy, or the ``nnx.state`` of a model.
+      rename: regular expressions, and what to put in place of what they find in a name, as `re.sub` does, one after the
+        other: ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
+
+    Raises:
+      ValueError: (on every rank) another ending; two arrays of one name; safetensors is not installed.
+      OSError: (on every rank) the root can't write there.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist, numpy as np, tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     file = Path(folder, "model.npz")
+      ...     jaxdist.export(file, {"params": {"kernel": jnp.ones((2, 3))}}, rename={"kernel$": "weight"})
+      ...     list(np.load(file))
+      ['params.weight']
+    """
+    ctx = get_context()
+    whole = unshard(tree)
+
+    def part() -> Part[None]:
+        if ctx.is_root:
+            keys, values = named(whole)
+            leaves = {
+                ".".join(key): x if isinstance(x, str) else _on_host(x) for key, x in zip(keys, values, strict=True)
+            }
+            write(Path(path), leaves, rename)
+        return Part(None)
+
+    on_every_rank(ctx, "export", part, raises=(OSError, ValueError), patient=True)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
+    """Write named arrays and texts into a file.
+
+    Args:
+      file: its ending says of which kind.
+      leaves: by name.
+      rename: as for `export`.
+
+    Returns:
+      How many arrays there are.
+
+    Raises:
+      ValueError: as for `export`.
+    """
+    if file.suffix not in (".safetensors", ".npz"):
+        raise ValueError(f"{file}: the file's name has to end in .safetensors or .npz")
+    renamed: dict[str, tuple[str, np.ndarray | str]] = {}
+    for name, x in leaves.items():
+        new = name
+        for pattern, by in (rename or {}).items():
+            try:
+                new = re.sub(pattern, by, new)
+            except (re.error, IndexError) as error:
+                raise ValueError(f"rename {pattern!r} to {by!r}: {error}") from None
+        if new in renamed:
+            raise ValueError(f"rename: {renamed[new][0]} and {name} would both be {new!r}")
+        renamed[new] = name, x
+    texts = {name: x for name, (_, x) in renamed.items() if isinstance(x, str)}
+    arrays = {name: x for name, (_, x) in renamed.items() if not isinstance(x, str)}
+    if file.suffix == ".npz":
+        with file.open("wb") as out:
+            np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})
+    else:
+        try:
+            from safetensors.numpy import save_file
+        except ImportError:
+            raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
+        save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, file, metadata=texts)
+    return len(arrays)
