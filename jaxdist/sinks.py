@@ -68,7 +68,9 @@ class TensorBoard:
         self._module, self._path = _imported("tensorboardX", "tensorboard"), path
 
     def drop(self, step: int) -> None:
-        self._writer = self._module.SummaryWriter(str(self._path), purge_step=step)
+        # Its own names are of a second, and of two files of one name the later is left.
+        own = f".{time.time_ns()}"
+        self._writer = self._module.SummaryWriter(str(self._path), purge_step=step, filename_suffix=own)
 
     def write(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
@@ -163,8 +165,8 @@ class MLflow:
         self._sent = 0.0
 
     def open(self, path: Path) -> None:
-        self._entities = _imported("mlflow.entities", "mlflow")
         self._client = _imported("mlflow", "mlflow").MlflowClient(tracking_uri=self._uri)
+        self._entities = _imported("mlflow.entities", "mlflow")
         run = _noted(path / "mlflow.id")
         if run is None:
             found = self._client.get_experiment_by_name(self._experiment)

@@ -236,7 +236,7 @@ def run_log(
     if hash_every is not None and (isinstance(hash_every, bool) or hash_every != int(hash_every) or hash_every < 1):
         raise ValueError(f"hash_every={hash_every!r}: expected a positive number of steps")
 
-    if not isinstance(sinks, Sequence) or not all(isinstance(sink, Sink) for sink in sinks):
+    if not isinstance(sinks, Sequence) or not all(isinstance(x, Sink) and not isinstance(x, type) for x in sinks):
         raise TypeError(f"sinks={sinks!r}: expected a list of sinks, such as [jaxdist.sinks.TensorBoard()]")
 
     def prepare() -> Part[list[Sinking]]:

@@ -45,9 +45,9 @@ class Sinking:
         """Waits for the sink, but not for ever."""
         self._put("its end", functools.partial(self._sink.close, failed))
         self._work.put(None)
-        self._thread.join(_FAILED_END if failed else _END)
+        self._thread.join(patience := _FAILED_END if failed else _END)
         if self._thread.is_alive():
-            self._leave_out(f"has not taken its last {self._work.qsize()} entries")
+            self._leave_out(f"is still at work {patience:g} s after the end of the run")
 
     def _put(self, what: str, call: Callable[[], None]) -> None:
         if not self._left_out:

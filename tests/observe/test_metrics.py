@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -207,17 +206,6 @@ def test_a_folder_that_can_t_be_written(tmp_path: Path) -> None:
         jaxdist.run_log(tmp_path / "file/run"),
     ):
         pass
-
-
-def test_event_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboardX")
-    log_steps(tmp_path, 0, 2, tensorboard=True)
-    (events,) = tmp_path.glob("events.out.tfevents.*")
-    assert b"loss" in events.read_bytes()
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxdist\[tensorboard\]'"):
-        log_steps(tmp_path, 0, 1, tensorboard=True)
 
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
