@@ -21,7 +21,6 @@ from text import read_text, standard_library, windows
 from transformer import GPT, MEGATRON, sample
 
 import jaxdist
-from jaxdist.data.loader import Loader
 
 
 class State(TrainState):
@@ -72,13 +71,6 @@ def planned(layers=4, heads=4, width=128, context=128, batch_size=16, microbatch
     return step, jax.eval_shape(lambda: make_state(model, make_optimizer(3e-3, 400, bf16, level), 0)), windows_BxT
 
 
-def evaluate(eval_step, state: State, held_out: Loader, batches: int) -> float:
-    """Nats a byte on the first batches of the held-out text."""
-    held_out.set_epoch(0)
-    sums = [eval_step(state, batch) for batch in itertools.islice(held_out, batches)]
-    return float(sum(s["nats"] for s in sums)) / float(sum(s["windows"] for s in sums))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", help="files; else the sources of Python's standard library")
@@ -123,23 +115,28 @@ def main() -> None:
         state = saved["train"]
         batches.set_state(saved["data"])
 
+    def held_out_nats() -> float:
+        """Nats a byte on the first batches of the held-out text."""
+        sums = jaxdist.evaluate(eval_step, state, held_out, limit=args.eval_batches)
+        return sums["nats"] / sums["windows"]
+
     epochs = itertools.chain.from_iterable(itertools.repeat(batches))
     sizes = {"examples_per_step": args.batch_size, "tokens_per_step": args.batch_size * args.context}
     with jaxdist.run_log(args.run, total=args.steps, **sizes) as log:
         for done, batch in zip(range(first + 1, args.steps + 1), epochs, strict=False):
             state, metrics = train_step(state, batch)
             if due := done % args.every == 0 or done == args.steps:
-                metrics["held_out"] = evaluate(eval_step, state, held_out, args.eval_batches)
+                metrics["held_out"] = held_out_nats()
             log(done - 1, **metrics)
             if due:
                 jaxdist.save(checkpoints, {"train": state, "data": batches.get_state()}, done, wait=False, keep=2)
-    held_out_nats = evaluate(eval_step, state, held_out, args.eval_batches)
+    last = held_out_nats()
     whole = jaxdist.unshard(state.params)
     if ctx.is_root:
         if args.sample:
             print(sample(model, whole, b"def ", args.sample, args.seed).decode("utf-8", "replace"))
         print(
-            f"final held_out={held_out_nats:.4f} nats/byte steps={args.steps} level={args.level} "
+            f"final held_out={last:.4f} nats/byte steps={args.steps} level={args.level} "
             f"parameters={sum(x.size for x in jax.tree.leaves(whole))} "
             f"devices={1 if args.single else ctx.num_devices} communicator={ctx.communicator}"
         )

@@ -177,7 +177,7 @@ def test_updates_too_small_for_16_bits_add_up() -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    state = params, tx.init(params)
+    state: Any = params, tx.init(params)
     for _ in range(60):
         state = step(*state, np.ones((16, 1), np.float32))
     assert np.allclose(jaxdist.unshard(state[1].master)["a"], 1 - 60e-4, rtol=1e-5)

@@ -31,7 +31,7 @@ def log_steps(path: Path, first: int, last: int, *sinks: Any, **kwargs: Any) -> 
 
 def scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     """What TensorBoard reads in the order of its files: (tag, step, value), and where a restart purges."""
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
 
     for file in sorted(folder.glob("events.out.tfevents.*")):
         data = file.read_bytes()
