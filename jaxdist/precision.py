@@ -77,16 +77,16 @@ def mixed(tx: optax.GradientTransformation, precision: Precision) -> optax.Gradi
     """`tx` on a float32 copy of parameters that are in 16 bits; see ``zero(precision=)``."""
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> MixedState:
+    def init(params: Any) -> Any:
         master = jax.tree.map(_wide, params)
         scale = LossScale(jnp.float32(_FIRST), jnp.int32(0)) if precision == "fp16" else None
         return MixedState(master, tx.init(master), scale)
 
-    def update(updates: Any, state: MixedState, params: Any = None, **extra: Any) -> tuple[Any, MixedState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         _check(params, precision)
         grads, scale = jax.tree.map(_wide, updates), state.loss_scale
         if scale is not None:
-            grads = jax.tree.map(lambda g: g / scale.scale, grads)
+            grads = jax.tree.map(lambda g: g / state.loss_scale.scale, grads)
         changes, inner = tx.update(grads, state.inner, state.master, **extra)
         master: Any = optax.apply_updates(state.master, changes)
         if scale is not None:
