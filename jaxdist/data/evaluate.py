@@ -50,8 +50,9 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
       Of the structure of `sums`, the same on every rank: Python numbers for scalars, else numpy arrays.
 
     Raises:
-      ValueError: (on every rank) there is no batch; the numbers of batches differ; the step returns something else
-        than sums: an entry an example, 16 bits, means (seen with ``tail="pad"``), or what is not of all ranks.
+      ValueError: (on every rank) there is no batch; the step returns something else than sums: an entry an example, 16
+        bits, means (seen with ``tail="pad"``), or what is not of all ranks.
+      ControlError: (on every rank) a rank has more batches than another.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, numpy as np
