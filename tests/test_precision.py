@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 from parity import mesh
@@ -217,3 +218,39 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="here are 0"):
         jaxdist.loss_scale(ADAM.init(PARAMS))
     assert float(jaxdist.loss_scale(state)) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("inner", "decorate"),
+    [
+        (ADAM, lambda step: jaxdist.parallel(step, mesh={"data": 4, "model": 2}, layouts={"'a'": 1, "'b'": 0})),
+        (optax.contrib.muon(1e-2), lambda step: jaxdist.data_parallel(step, mesh=mesh(4))),
+        (optax.MultiSteps(optax.adam(1e-2), 2), lambda step: jaxdist.data_parallel(step, mesh=mesh(4))),
+    ],
+    ids=["two axes", "whole matrices", "accumulated"],
+)
+def test_with_microbatches_on_meshes_and_other_optimizers(inner: Any, decorate: Any, precision: Any) -> None:
+    """As the same step under jit, whose scale starts too high and comes down."""
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[precision]
+
+    def run(tx: Any, decorate: Any) -> tuple[Any, list[float]]:
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            scale = jaxdist.loss_scale(opt_state)
+            scaled = lambda params, x: scale * loss_fn(params, x)
+            _, grads = jaxdist.value_and_grad(scaled, microbatches=2)(params, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, scale
+
+        decorated, state, scales = decorate(step), start(tx, dtype), []
+        for _ in range(9):
+            *state, scale = decorated(*state, BATCH)
+            scales.append(float(scale))
+        return state, scales
+
+    expected, scales = run(jaxdist.zero(inner, 0, precision=precision), jax.jit)
+    got, same = run(jaxdist.zero(inner, 2, precision=precision), decorate)
+    assert same == scales
+    assert (len(set(scales)) > 1) == (precision == "fp16")
+    assert gap(expected[1].master, got[1].master) < 1e-2  # of gradients in 16 bits
+    assert gap(expected[1].master, PARAMS) > 3e-2, "it was trained"

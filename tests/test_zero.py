@@ -234,7 +234,7 @@ def test_evaluating_functions_take_shards_and_a_copy_survives_the_next_step() ->
     tx = jaxdist.zero(ADAM, 3)
     step = jaxdist.data_parallel(step_of(tx))
     state, _ = run(step, state_of(tx))
-    evaluate = jaxdist.data_parallel(loss_fn, donate=False)
+    evaluate = jaxdist.data_parallel(loss_fn)
     got = float(evaluate(state[0], BATCH))
     assert got == pytest.approx(float(loss_fn(jaxdist.unshard(state[0]), BATCH)), rel=1e-12)
     assert float(evaluate(state[0], BATCH)) == got  # not donated
