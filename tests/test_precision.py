@@ -253,4 +253,4 @@ def test_with_microbatches_on_meshes_and_other_optimizers(inner: Any, decorate: 
     assert same == scales
     assert (len(set(scales)) > 1) == (precision == "fp16")
     assert gap(expected[1].master, got[1].master) < 1e-2  # of gradients in 16 bits
-    assert gap(expected[1].master, PARAMS) > 3e-2, "it was trained"
+    assert gap(expected[1].master, PARAMS) > 2e-2, "it was trained"
