@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.data.batches import Indexed
 from jaxdist.data.loader import Loader
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
@@ -68,7 +69,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
     if limit is not None and operator.index(limit) < 1:
         raise ValueError(f"evaluate(limit={limit}): expected a positive number of batches")
     *state, batches = arguments
-    ctx, padded = get_context(), isinstance(batches, Loader) and batches._sampling.pad
+    ctx, padded = get_context(), isinstance(batches, Loader) and batches._reading.sampling.pad
     if isinstance(batches, Loader):
         _start(batches, limit, ctx)
     waiting: deque[Any] = deque()
@@ -95,12 +96,14 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
 
 def _start(batches: Loader, limit: int | None, ctx: Context) -> None:
     """At the begin of an epoch; and say what the result depends on beside the examples."""
-    at, sampling = batches.get_state(), batches._sampling
+    at, sampling = batches.get_state(), batches._reading.sampling
     if at["position"]:  # it was restored, or left
         batches.set_epoch(at["epoch"] + 1)
     if limit is not None and at["shuffle"]:
         batches.set_epoch(0)
-    dropped = 0 if sampling.pad or sampling.keep else sampling.length % sampling.whole
+    if not isinstance(batches._reading, Indexed) or sampling.pad or sampling.keep:
+        return
+    dropped = sampling.length % sampling.whole
     if dropped and (limit is None or limit >= len(batches)) and ctx.is_root:
         say_once(
             f"evaluate: with tail='drop' the loader leaves out {dropped} of {sampling.length} examples, as "
