@@ -60,7 +60,7 @@ def changes(names: Sequence[str], given: Any, args: Sequence[Any], result: Any) 
     places = {path: i for i, path in enumerate(before)}
     found = []
     returned, structures = {id(x) for x in jax.tree.leaves(result)}, set(_structures(result))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args, is_leaf=modules.is_state):
         if isinstance(leaf, Tracer) and before.get(path) is not leaf and id(leaf) not in returned:
             if any(leaf is x for x in before.values()):  # moved, not new
                 continue

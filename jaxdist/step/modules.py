@@ -63,6 +63,15 @@ def found(tree: Any) -> bool:
     return any(isinstance(x, (nnx.Pytree, nnx.Variable)) for x in leaves)
 
 
+def is_state(x: Any) -> bool:
+    """Whether it is an ``nnx.State``: ``nnx.merge`` shares its variables with the module, which works in them."""
+    if "flax.nnx" not in sys.modules:
+        return False
+    from flax import nnx
+
+    return isinstance(x, nnx.State)
+
+
 def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
     """Arguments with a `NnxArrays` in place of each that has objects; and those."""
     from flax import nnx

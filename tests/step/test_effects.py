@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxdist
 
@@ -154,3 +155,13 @@ def test_a_change_of_what_is_no_batch() -> None:
     step = jaxdist.data_parallel(lambda w, data: change(data, "n", w - data["x"].mean(0)), batch_argnums="data['x']")
     with pytest.raises(jaxdist.StepError, match=r"changes its argument data\['n'\] in place"):
         step(W, {"x": X, "n": 0})
+
+
+def test_a_state_of_nnx_to_work_in() -> None:
+    """A module that is merged from it shares its variables, and `nnx.remat` sets them anew."""
+    graph, state = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+
+    def step(state: Any, x: Any) -> Any:
+        return jnp.sum(nnx.remat(lambda model, x: model(x))(nnx.merge(graph, state), x))
+
+    np.testing.assert_allclose(jaxdist.data_parallel(step)(state, X), jax.jit(step)(state, X), rtol=1e-10)
