@@ -23,7 +23,8 @@ class Sink(Protocol):
       ...     def drop(self, step): ...
       ...     def write(self, step, time, metrics): print(step, metrics)
       ...     def close(self, failed): print("failed" if failed else "done")
-      >>> with tempfile.TemporaryDirectory() as run, jaxdist.run_log(run, sinks=[Print()]) as log:
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> with folder as run, jaxdist.run_log(run, sinks=[Print()]) as log:
       ...     log(0, loss=0.5)
       0 {'loss': 0.5}
       done

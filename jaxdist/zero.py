@@ -71,8 +71,8 @@ def zero(
         decorated step, too.
 
     Returns:
-      A transformation with the states, updates and extra arguments of `tx`; with `precision` its state is a
-      `jaxdist.precision.MixedState`.
+      A transformation with the states, updates and extra arguments of `tx`; with `precision` its state has the
+      attributes `master`, `inner` (the state of `tx`) and `loss_scale`.
 
     Raises:
       TypeError: `tx` is no gradient transformation, `offload` no bool.

@@ -35,8 +35,8 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
     Example:
       >>> import jax.numpy as jnp, jaxdist, numpy as np, tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     file = Path(folder, "model.npz")
-      ...     jaxdist.export(file, {"params": {"kernel": jnp.ones((2, 3))}}, rename={"kernel$": "weight"})
+      ...     file, params = Path(folder, "model.npz"), {"kernel": jnp.ones((2, 3))}
+      ...     jaxdist.export(file, {"params": params}, rename={"kernel$": "weight"})
       ...     list(np.load(file))
       ['params.weight']
     """

@@ -60,7 +60,8 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
       >>> @jaxdist.data_parallel
       ... def eval_step(w, batch):
       ...     return {"loss": jnp.sum((batch - w) ** 2), "count": batch.shape[0]}
-      >>> sums = jaxdist.evaluate(eval_step, 1.0, jaxdist.loader(np.arange(5.0), 2, tail="keep"))
+      >>> batches = jaxdist.loader(np.arange(5.0), 2, tail="keep")
+      >>> sums = jaxdist.evaluate(eval_step, 1.0, batches)
       >>> sums["loss"] / sums["count"]
       3.0
     """
@@ -101,14 +102,15 @@ def _start(batches: Loader, limit: int | None, ctx: Context) -> None:
         batches.set_epoch(at["epoch"] + 1)
     if limit is not None and at["shuffle"]:
         batches.set_epoch(0)
-    if not isinstance(batches._reading, Indexed) or sampling.pad or sampling.keep:
+    known = isinstance(batches._reading, Indexed)  # how many examples there are
+    dropped = sampling.length % sampling.whole if known else None
+    if sampling.pad or sampling.keep or dropped == 0 or not ctx.is_root:
         return
-    dropped = sampling.length % sampling.whole
-    if dropped and (limit is None or limit >= len(batches)) and ctx.is_root:
+    if limit is None or (known and limit >= len(batches)):
+        which = f"{dropped} of {sampling.length} examples" if known else "what fills no batch at the end of the stream"
         say_once(
-            f"evaluate: with tail='drop' the loader leaves out {dropped} of {sampling.length} examples, as "
-            f"{sampling.parts} parts take {sampling.batch_size} each in a step: the result depends on the number of "
-            "ranks. Make it with tail='keep'"
+            f"evaluate: with tail='drop' the loader leaves out {which}, as {sampling.parts} parts take "
+            f"{sampling.batch_size} each in a step: the result depends on the number of ranks. Make it with tail='keep'"
         )
 
 

@@ -226,7 +226,8 @@ def run_log(
 
     Example:
       >>> import jaxdist, tempfile
-      >>> with tempfile.TemporaryDirectory() as run, jaxdist.run_log(run, total=2, examples_per_step=64) as log:
+      >>> folder, sizes = tempfile.TemporaryDirectory(), {"examples_per_step": 64}
+      >>> with folder as run, jaxdist.run_log(run, total=2, **sizes) as log:
       ...     for step in range(2):
       ...         log(step, loss=1.0 / (step + 1))
       ...     [line["loss"] for line in jaxdist.read_metrics(run)]

@@ -134,6 +134,30 @@ def test_dropped_examples_are_said(caplog: pytest.LogCaptureFixture) -> None:
     assert [text for text in caplog.messages if text.startswith("evaluate")] == []
 
 
+class Stream:
+    """An iterable without a length."""
+
+    def __iter__(self) -> Any:
+        for i in range(53):
+            yield {name: x[i] for name, x in DATA.items()}
+
+
+def test_streams(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "jaxdist"):
+        padded = jaxdist.loader(Stream(), 16, shuffle=False, tail="pad")
+        for _ in range(2):
+            check(jaxdist.evaluate(jaxdist.data_parallel(weighted), W, padded))
+        stream = jaxdist.loader(Stream(), 16, shuffle=False, tail="keep")
+        next(iter(stream))
+        check(jaxdist.evaluate(jaxdist.data_parallel(sums_of), W, stream))
+        assert [text for text in caplog.messages if text.startswith("evaluate")] == []
+        dropping = jaxdist.loader(Stream(), 16, shuffle=False)
+        assert jaxdist.evaluate(jaxdist.data_parallel(sums_of), W, dropping)["count"] == 48
+    (said,) = (text for text in caplog.messages if text.startswith("evaluate"))
+    assert "leaves out what fills no batch at the end of the stream" in said
+
+
 @pytest.mark.parametrize(
     ("name", "result"),
     [
