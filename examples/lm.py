@@ -34,8 +34,8 @@ class Block(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array, mask_Bx1xTxT: jax.Array) -> jax.Array:
         q, k, v = jnp.split(self.qkv(self.norms[0](x_BxTxD)), 3, -1)
-        by_head = lambda x: x.reshape(*x.shape[:2], self.heads, -1)
-        mixed = jax.nn.dot_product_attention(by_head(q), by_head(k), by_head(v), mask=mask_Bx1xTxT)
+        q, k, v = (x.reshape(*x.shape[:2], self.heads, -1) for x in (q, k, v))
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask_Bx1xTxT)
         x_BxTxD = x_BxTxD + self.out(mixed.reshape(x_BxTxD.shape))
         return x_BxTxD + self.down(nnx.gelu(self.up(self.norms[1](x_BxTxD))))
 
@@ -58,7 +58,7 @@ class LM(nnx.Module):
 
 def nats(model: LM, row) -> tuple[jax.Array, jax.Array]:
     """The summed loss of the next tokens that belong to the same document, and their number."""
-    tokens, segments, positions = (row[name] for name in ("tokens", "tokens_segment_ids", "tokens_positions"))
+    tokens, segments, positions = row["tokens"], row["tokens_segment_ids"], row["tokens_positions"]
     logits_BxTxV = model(tokens[:, :-1], segments[:, :-1], positions[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens[:, 1:])
     counted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
@@ -92,9 +92,9 @@ def main() -> None:
 
     ctx = jaxdist.init()
     mesh = {axis: int(size) for axis, size in (word.split("=") for word in args.mesh.split(","))} if args.mesh else None
-    if args.single and ctx.size > 1:
-        raise SystemExit("--single is for one process")
     files = args.text or standard_library()
+    if (args.single and ctx.size > 1) or len(files) < 2:
+        raise SystemExit("--single is for one process; --text takes two files or more: the last one is held out")
 
     def packed(name: str, files: list[Path]):
         texts, encode = jaxdist.text_files(files, split=None), lambda document: [*document.encode(), END]
@@ -108,9 +108,7 @@ def main() -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
     tx = jaxdist.zero(tx, args.level, precision="bf16" if args.bf16 else None)  # type: ignore[arg-type]
     opt_state = tx.init(params)
-    if args.bf16:
-        params = optax.tree.cast(params, jnp.bfloat16)
-
+    params = optax.tree.cast(params, jnp.bfloat16) if args.bf16 else params
     jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh) if mesh else jaxdist.data_parallel
 
     @jit
@@ -122,17 +120,14 @@ def main() -> None:
 
     eval_step = jit(lambda params, row: nats(nnx.merge(graph, params), row))
 
-    def state(step: int) -> dict:
-        return {"params": params, "opt_state": opt_state, "data": batches.get_state(), "step": step}
-
+    state = lambda step: {"params": params, "opt_state": opt_state, "data": batches.get_state(), "step": step}
     checkpoints, first = args.run / "checkpoints", 0
     if args.resume and jaxdist.latest_step(checkpoints) is not None:
         saved = jaxdist.restore(checkpoints, state(0))
         params, opt_state, first = saved["params"], saved["opt_state"], saved["step"]
         batches.set_state(saved["data"])
     epochs = itertools.chain.from_iterable(itertools.repeat(batches))
-    speed = {"examples_per_step": args.batch_size, "tokens_per_step": args.batch_size * args.context}
-    with jaxdist.run_log(args.run, total=args.steps, **speed) as log:
+    with jaxdist.run_log(args.run, total=args.steps, tokens_per_step=args.batch_size * args.context) as log:
         for step, row in zip(range(first, args.steps), epochs, strict=False):
             params, opt_state, loss = train_step(params, opt_state, row)
             metrics = {"loss": loss}
@@ -146,8 +141,7 @@ def main() -> None:
     jaxdist.export(args.run / "model.safetensors", params, rename={r"\.value$": ""})
     trained = nnx.merge(graph, jaxdist.unshard(params))
     if ctx.is_root:
-        if args.sample:
-            print(sample(trained, b"def ", args.sample, args.context, jax.random.key(args.seed)))
+        print(sample(trained, b"def ", args.sample, args.context, jax.random.key(args.seed)))
         print(f"final held_out={total / count:.4f} nats/byte steps={args.steps} devices={ctx.num_devices}")
 
 

@@ -18,22 +18,8 @@ ROOT = Path(__file__).parents[2]
 STEPS = [ROOT / "examples" / "tutorial" / f"step{k}.py" for k in range(1, 5)]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 EPOCHS, BATCHES = 20, 18
+DIES = str(ROOT / "tests" / "support" / "dies.py")
 RUN = [sys.executable, "-m", "jaxdist", "run", "-n"]
-
-DIES = """
-import os, runpy, signal, sys
-import jaxdist
-
-save = jaxdist.save
-
-def save_and_die(path, state, step, **settings):
-    save(path, state, step, **settings)
-    if step == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-jaxdist.save = save_and_die
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
 
 
 def difference(old: Path, new: Path) -> str:
@@ -91,9 +77,7 @@ def test_each_step_has_the_losses_of_one_device(
 @pytest.mark.parametrize("at", [40, 5 * BATCHES])
 def test_killed_and_resumed_on_fewer_ranks(at: int, one_device: dict[int, float], tmp_path: Path) -> None:
     """Within an epoch and at the end of one."""
-    program = tmp_path / "dies.py"
-    program.write_text(DIES)
-    before = losses([*RUN, "4", str(program), str(STEPS[3]), str(at)], tmp_path, fails=True)
+    before = losses([*RUN, "4", DIES, str(at), str(STEPS[3])], tmp_path, fails=True)
     assert list(before) == list(range((at - 1) // BATCHES))
     after = losses([*RUN, "2", str(STEPS[3])], tmp_path)
     assert list(after) == list(range(at // BATCHES, EPOCHS))
