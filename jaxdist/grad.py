@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,13 @@ from jax import lax
 
 from jaxdist.ir.primitives import MICROBATCHES
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Aux = TypeVar("Aux")
+
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -23,7 +27,7 @@ def value_and_grad(
     *,
     microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[R, Any]]:
     """As ``jax.value_and_grad``, with gradient accumulation: the mean over parts of the batch, one after the other.
 
     In a decorated step the parts' gradients are added up on each device and reduced over the devices once. Microbatch i
@@ -92,6 +96,19 @@ def value_and_grad(
     return wrapped
 
 
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, Aux]], argnums: int | Sequence[int] = ..., *, has_aux: Literal[True], **settings: Any
+) -> Callable[P, tuple[Any, Aux]]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = ...,
+    has_aux: bool = ...,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+    **settings: Any,
+) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

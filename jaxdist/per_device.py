@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -12,8 +12,11 @@ from jaxdist.compat import under_no_mesh
 from jaxdist.ir.trace import step_mesh
 from jaxdist.runtime.context import get_context
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[..., Any]:
+
+def per_device(fn: Callable[P, R], in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[P, R]:
     """Run a function on each device, on that device's part of the arguments.
 
     For what is not "one device with the whole batch": statistics of each device's part (BatchNorm as under PyTorch's
@@ -48,8 +51,9 @@ def per_device(fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_v
 
     @under_no_mesh
     @functools.wraps(fn)
-    def run(*args: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         mesh = step_mesh() or get_context().mesh
-        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)(*args)
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+        return mapped(*args, **kwargs)
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from jax.sharding import Mesh
 
@@ -14,42 +14,34 @@ from jaxdist.step.calling import Calling
 from jaxdist.step.decorated import DataParallel, decorated_with
 from jaxdist.step.settings import AUTO, COMPRESSIONS, Batch, Compression, Settings
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Options(TypedDict, total=False):
+    """What `data_parallel` takes beside the mesh."""
+
+    batch_argnums: Batch | Sequence[Batch] | None
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    donate_argnums: int | Sequence[int] | None
+    axis_name: str
+    donate: bool
+    check_finite: bool
+    check_every: int
+    bucket_bytes: int | None
+    compress: Compression | None
+    enabled: bool
+
+
 @overload
 def data_parallel(
-    step: Callable[..., R],
-    *,
-    batch_argnums: Batch | Sequence[Batch] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    donate_argnums: int | Sequence[int] | None = ...,
-    axis_name: str = ...,
-    donate: bool = ...,
-    check_finite: bool = ...,
-    check_every: int = ...,
-    bucket_bytes: int | None = ...,
-    compress: Compression | None = ...,
-    enabled: bool = ...,
-    mesh: Mesh | None = ...,
-) -> DataParallel[R]: ...
+    step: Callable[P, R], *, mesh: Mesh | None = ..., **options: Unpack[Options]
+) -> DataParallel[P, R]: ...
 @overload
 def data_parallel(
-    *,
-    batch_argnums: Batch | Sequence[Batch] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    donate_argnums: int | Sequence[int] | None = ...,
-    axis_name: str = ...,
-    donate: bool = ...,
-    check_finite: bool = ...,
-    check_every: int = ...,
-    bucket_bytes: int | None = ...,
-    compress: Compression | None = ...,
-    enabled: bool = ...,
-    mesh: Mesh | None = ...,
-) -> Callable[[Callable[..., R]], DataParallel[R]]: ...
+    *, mesh: Mesh | None = ..., **options: Unpack[Options]
+) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 def data_parallel(
     step: Callable[..., Any] | None = None,
     *,
@@ -155,22 +147,21 @@ def data_parallel(
     return decorator(step, mesh, None, options)
 
 
-class Options(TypedDict, total=False):
-    """What `data_parallel` takes beside the mesh."""
-
-    batch_argnums: Batch | Sequence[Batch] | None
-    static_argnums: int | Sequence[int]
-    static_argnames: str | Sequence[str]
-    donate_argnums: int | Sequence[int] | None
-    axis_name: str
-    donate: bool
-    check_finite: bool
-    check_every: int
-    bucket_bytes: int | None
-    compress: Compression | None
-    enabled: bool
-
-
+@overload
+def parallel(
+    step: Callable[P, R],
+    *,
+    mesh: Mesh | Sizes | Literal["auto"],
+    layouts: Mapping[str, int | None] | None = ...,
+    **options: Unpack[Options],
+) -> DataParallel[P, R]: ...
+@overload
+def parallel(
+    *,
+    mesh: Mesh | Sizes | Literal["auto"],
+    layouts: Mapping[str, int | None] | None = ...,
+    **options: Unpack[Options],
+) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 def parallel(
     step: Callable[..., Any] | None = None,
     *,

@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 import jax
 import numpy as np
@@ -45,12 +45,15 @@ from jaxdist.step.signing import Signer
 from jaxdist.step.tracing import is_traced, run, say_once
 from jaxdist.tracebacks import api_boundary
 
+P = ParamSpec("P")
 R = TypeVar("R")
+Own = TypeVar("Own")
+Rest = ParamSpec("Rest")
 
 _names: dict[str, itertools.count[int]] = {}
 
 
-class DataParallel(Generic[R]):
+class DataParallel(Generic[P, R]):
     """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape.
 
     Attributes:
@@ -77,11 +80,15 @@ class DataParallel(Generic[R]):
         importable = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
         return name if importable else (decorated_with, (self._settings,))
 
+    @overload
+    def __get__(self, instance: None, owner: Any = ...) -> Self: ...
+    @overload
+    def __get__(self: DataParallel[Concatenate[Own, Rest], R], instance: Own, owner: Any = ...) -> Method[Rest, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
 
     @api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,18 +187,18 @@ class DataParallel(Generic[R]):
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)
 
     @api_boundary
-    def lower(self, *args: Any, **kwargs: Any) -> stages.Lowered:
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> stages.Lowered:
         """The step for these arguments, not yet compiled, like ``jax.jit(step).lower``. Nothing is sent."""
         return self._ahead("lower", args, kwargs, stages.Lowered)
 
     @api_boundary
-    def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> stages.Traced:
         """The program for all devices, traced, like ``jax.jit(step).trace``. Nothing is sent."""
         return self._ahead("trace", args, kwargs, stages.Traced)
 
     @api_boundary
     @under_no_mesh
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Shapes and types of the result, like ``jax.jit(step).eval_shape``. Nothing is sent."""
         self._bind_context(args, kwargs)
         arranged, keywords = self._arguments(args, kwargs)
@@ -305,9 +312,11 @@ class DataParallel(Generic[R]):
         leaves = [there._placer.logical_batch(x) if b else x for x, b in zip(leaves, signature.is_batch, strict=True)]
         return Forecast(there._settings, there._cache, signature, leaves, there._mesh, machine_of(there._mesh))
 
-    def _anywhere(self) -> DataParallel[R]:
+    def _anywhere(self) -> DataParallel[P, R]:
         """The same step, for no mesh in particular."""
-        there: DataParallel[R] = object.__new__(DataParallel)  # `copy.copy` may return the step itself (`__reduce__`)
+        there: DataParallel[P, R] = object.__new__(
+            DataParallel
+        )  # `copy.copy` may return the step itself (`__reduce__`)
         there.__dict__.update(self.__dict__, _context=None, _settings=dataclasses.replace(self._settings, mesh=None))
         return there
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Method(Generic[R]):
+class Method(Generic[P, R]):
     """A step as a method of one object, which is its first argument.
 
     Args:
@@ -21,7 +22,7 @@ class Method(Generic[R]):
         self.step, self.instance = step, instance
         functools.update_wrapper(self, step)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.step(self.instance, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
