@@ -19,8 +19,10 @@ class StepError(TypeError):
       >>> step(jnp.zeros(3), jnp.ones((8, 3)))
       Traceback (most recent call last):
         ...
-      jaxdist.errors.StepError: ppermute at ... names the permutation ((0, 1),), but inside a step the axis has ...
+      jaxdist.StepError: ppermute at ... names the permutation ((0, 1),), but inside a step the axis has ...
     """
+
+    __module__ = "jaxdist"  # where users find it: tracebacks name it so
 
 
 class CheckpointError(RuntimeError):
@@ -33,12 +35,16 @@ class CheckpointError(RuntimeError):
       >>> jaxdist.restore(path, {"w": jnp.zeros(4)})
       Traceback (most recent call last):
         ...
-      jaxdist.errors.CheckpointError: ...
+      jaxdist.CheckpointError: ...
     """
+
+    __module__ = "jaxdist"
 
 
 class SyncError(RuntimeError):
     """What should be the same on every rank and device is not; from `jaxdist.check_sync` and ``check_every``."""
+
+    __module__ = "jaxdist"
 
 
 def message_of(error: object, words: Callable[[object], str] = str) -> str:

@@ -90,6 +90,25 @@ def test_names_exist(path: str):
             pkgutil.resolve_name(name)
 
 
+def documented() -> dict[str, str]:
+    """The pages, and the docstring of each public thing and its public members."""
+    texts = dict(TEXTS)
+    for name in jaxdist.__all__:
+        thing = getattr(jaxdist, name)
+        texts[name] = thing.__doc__ or ""
+        if isinstance(thing, type):
+            members = {member: x for member, x in vars(thing).items() if not member.startswith("_")}
+            texts |= {f"{name}.{member}": getattr(x, "__doc__", "") or "" for member, x in members.items()}
+    return texts
+
+
+def test_only_public_names_are_named():
+    """A dotted path beyond them may be another one in the next version."""
+    found = {where: set(re.findall(r"\bjaxdist\.([A-Za-z_]\w*)", text)) for where, text in documented().items()}
+    private = {where: names - {*jaxdist.__all__, "__version__", "py", "md"} for where, names in found.items()}
+    assert {where: sorted(names) for where, names in private.items() if names} == {}
+
+
 def test_variables_are_those_of_the_code():
     variable = re.compile(r"\bJAXDIST_[A-Z]+\b")
     code = {name for file in (ROOT / "jaxdist").rglob("*.py") for name in variable.findall(file.read_text())}

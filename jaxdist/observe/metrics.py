@@ -215,7 +215,7 @@ def run_log(
         compares with it.
 
     Returns:
-      A context manager that gives the log, ``log(step, loss=...)`` (`jaxdist.observe.metrics.RunLog`).
+      A context manager that gives the log, ``log(step, loss=...)``.
 
     Raises:
       OSError: the root can't write there (on every rank).

@@ -51,13 +51,13 @@ class Context:
       hosts: of each rank, the name of its host.
       mesh: over them, with the one axis "data".
       communicator: "xla", "mpi", or "lanes": "xla" with sums in one order.
-      kind: of its devices: what they compute and send in a second (`jaxdist.machine`).
+      kind: of its devices: what they compute and send in a second.
       rules: a communicator of the user's own, for steps; None: there is none.
       timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
       connector: how the processes found each other.
-      control: the channel beside the training (`jaxdist.control.channel`).
-      watchdog: knows how far this process is with each step, and asks the others (`jaxdist.control.watchdog`).
-      sequence: the calls of steps and eager collectives so far, the same on every rank (`jaxdist.control.sequence`).
+      control: the channel beside the training.
+      watchdog: knows how far this process is with each step, and asks the others.
+      sequence: the calls of steps and eager collectives so far, the same on every rank.
 
     Example:
       >>> import jaxdist
@@ -224,7 +224,7 @@ def init(
         launcher that is there.
       communicator: how arrays move: "xla", "mpi", or "auto": JAXDIST_COMMUNICATOR, else "mpi"
         between CPU processes of an MPI job that have mpi4jax, "xla" otherwise. Or one of your own, for the
-        collectives of steps: a table of lowering rules (`jaxdist.communicators.Rules`), beside "xla".
+        collectives of steps: a table of lowering rules, beside "xla".
       timeout: seconds to wait for ranks that do not come: here, and later in each collective and each call of a
         step; then the job ends with an error that names them. Default: JAXDIST_TIMEOUT, else 300.
       rank: for tcp:// and env://, instead of RANK.

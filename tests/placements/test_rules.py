@@ -83,13 +83,15 @@ def of_ones_own(name: str) -> tuple[Primitive, Any]:
 W, X = np.ones(3), np.arange(24.0).reshape(8, 3)
 
 
-@pytest.mark.parametrize("how", ["with jaxdist", "with JAX as elementwise", "nowhere"])
+@pytest.mark.parametrize("how", ["with jaxdist", "by its parameters", "with JAX as elementwise", "nowhere"])
 def test_an_operation_of_a_users_own_that_is_registered(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """With JAX: there is no list of ours that a new version of JAX, or a user's operation, would have to be entered in.
     Nowhere: it is computed whole, and the user is told."""
     own, step = of_ones_own(f"own {how}")
     if how == "with jaxdist":
         jaxdist.register(own, "b... -> b...")
+    elif how == "by its parameters":
+        jaxdist.register(own, lambda params, operands, results: "ab -> ab" if operands == results else None)
     elif how == "with JAX as elementwise":
         batching.defvectorized(own)
         assert is_elementwise(own)
