@@ -216,7 +216,7 @@ def test_collectives_over_each_axis() -> None:
     w, x = np.random.default_rng(3).normal(size=(4, 3)), np.random.default_rng(4).normal(size=(8, 4))
     for layouts in (None, {"xs": 0}, {"xs": 1}):
         step = jaxdist.parallel(
-            lambda *xs: (xs[0], run(*xs)), mesh=on_mesh({"data": 2, "model": 2}), donate=False, layouts=layouts
+            lambda *xs: (xs[0], run(xs[0], xs[1])), mesh=on_mesh({"data": 2, "model": 2}), donate=False, layouts=layouts
         )
         got = jaxdist.unshard(step(w, x)[1])
         want = x @ w, np.concatenate([(x @ w)[4:], (x @ w)[:4]]), (x @ w).max(), w

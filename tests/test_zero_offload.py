@@ -225,9 +225,10 @@ def test_state_that_is_used_elsewhere(devices: int) -> None:
 
     x = np.random.default_rng(0).normal(size=(16, 16))
     results, shown = [], []
-    for run in (jax.jit(step), jaxdist.data_parallel(step, mesh=mesh(devices))):
-        state: Any = start()
-        aux = None
+    runs: tuple[Any, Any] = jax.jit(step), jaxdist.data_parallel(step, mesh=mesh(devices))
+    state: Any = None
+    for run in runs:
+        state, aux = start(), None
         for _ in range(3):
             *state, aux = run(*state, x)
         jax.effects_barrier()
@@ -248,7 +249,7 @@ def test_ordered_effects_are_refused() -> None:
         return step(params, opt_state, x)
 
     with pytest.raises(jaxdist.StepError, match="a callback with ordered=True: JAX can't compile"):
-        jaxdist.data_parallel(printing, mesh=mesh(1))(*state, x)
+        jaxdist.data_parallel(printing, mesh=mesh(1))(state[0], state[1], x)
 
 
 @pytest.mark.usefixtures("apart")

@@ -29,10 +29,7 @@ def register(primitive: Primitive | str, rule: str | Rule) -> None:
 
     Example:
       >>> import jaxdist
-      >>> from collections.abc import Callable, Mapping
-from typing import Any
-
-from jax.extend.core import Primitive
+      >>> from jax.extend.core import Primitive
       >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
       >>> jaxdist.register(attention_p, "b..., b..., b... -> b...")
 

@@ -122,9 +122,9 @@ def keys_and_shards() -> None:
 def train(leaf: str) -> None:
     """Rank 1 alone changes w or key between two calls, or passes two results of one type in the other order."""
     if leaf == "exchange":
-        step, p, q = jaxdist.data_parallel(exchange), W, W + 1
+        swap, p, q = jaxdist.data_parallel(exchange), W, W + 1
         for i in range(6):
-            p, q = step(*((q, p) if i == 3 and ctx.rank == 1 else (p, q)), MINE)
+            p, q = swap(*((q, p) if i == 3 and ctx.rank == 1 else (p, q)), MINE)
         jax.block_until_ready((p, q))
         return
 
@@ -162,7 +162,8 @@ def states_of_one_type(folder: str) -> None:
     words = "leaf p, an array of all ranks, is an array with checksum"
     refused("another's name", lambda: jaxdist.save(f"{folder}/pairs", saved, 1), words)
     scaled = jaxdist.data_parallel(lambda p, q, x: (p * 2, q + 1, x.sum()), batch_argnums="x", donate=False)
-    p, q, _ = scaled(*jaxdist.shard((jnp.ones((64, 5)), jnp.zeros((64, 5)))), MINE)
+    p, q = jaxdist.shard((jnp.ones((64, 5)), jnp.zeros((64, 5))))
+    p, q, _ = scaled(p, q, MINE)
     saved = {"p": q if ctx.rank == 1 else p}
     words = "of which each rank has a part, is leaf 0 of what step"
     refused("a part of another", lambda: jaxdist.save(f"{folder}/parts", saved, 1), words)

@@ -51,7 +51,7 @@ def step(w: Any, opt_state: Any, key: Any, x: Any) -> Any:
 
 def train(folder: Path) -> Any:
     """What a training script calls."""
-    decorated = jaxdist.data_parallel(step, check_every=2)
+    decorated: Any = jaxdist.data_parallel(step, check_every=2)
     *state, _ = decorated(W, optax.adam(0.1).init(W), jax.random.key(0), X)
     *state, loss = decorated(*state, X)
     jaxdist.check_sync(state)
@@ -203,7 +203,7 @@ def test_state_in_shards_of_a_mesh_of_the_same_devices(name: str, level: Any) ->
     state = (w, optax.adam(0.1).init(w))
     want = jax.jit(step)(*jax.jit(step)(*state, x), x)
     sharded = jax.tree.map(lambda x: jax.device_put(x, SHARDED[name]) if np.ndim(x) else x, state)
-    decorated = jaxdist.data_parallel(step)
+    decorated: Any = jaxdist.data_parallel(step)
     jax.tree.map(np.testing.assert_array_equal, jaxdist.unshard(sharded), state)
     got = jaxdist.unshard(decorated(*decorated(*sharded, x), x))
     parity.compare(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), 1e-10)

@@ -21,7 +21,8 @@ def mesh(devices: int) -> Mesh:
 
 def decorated(f: Callable[..., Any], devices: int, **settings: Any) -> Any:
     """`f` on so many devices; its last argument is the batch, and what it is given stays."""
-    return jaxdist.data_parallel(f, **{"batch_argnums": -1, "mesh": mesh(devices), "donate": False, **settings})
+    given: dict[str, Any] = {"batch_argnums": -1, "mesh": mesh(devices), "donate": False, **settings}
+    return jaxdist.data_parallel(f, **given)
 
 
 def check(f: Callable[..., Any], *args: Any, devices: int, tolerance: float = 1e-10, **settings: Any) -> Any:
