@@ -13,7 +13,7 @@ ROOT = Path(jaxdist.__file__).parent
 # From the ground up; those of a line know nothing of one another.
 LAYERS = (
     ("sources",),
-    ("compat", "errors", "mesh", "streams", "text", "tracebacks"),
+    ("compat", "errors", "extras", "mesh", "streams", "text", "tracebacks"),
     ("machine",),
     ("control",),
     ("connectors",),

@@ -59,3 +59,65 @@ for first in ("", "from jaxdist.grad import grad", "import jaxdist.zero, jaxdist
 def test_only_public_names_are_shown() -> None:
     assert [name for name in dir(jaxdist) if not name.startswith("__")] == sorted(jaxdist.__all__)
     assert not hasattr(jaxdist, "nothing_of_this_name")
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+BLOCKED = {"equinox", "etils", "flax", "grain", "matplotlib", "orbax", "safetensors", "tensorboardX", "tensorstore"}
+
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in BLOCKED else find(name, *rest)
+"""
+
+
+def test_what_only_some_features_need_need_not_be_there() -> None:
+    """A step, ZeRO and the log work without all extras; what uses one is an error that names it."""
+    out = _run(f"""{WITHOUT}
+import tempfile
+import jax, numpy as np, optax, jaxdist
+for name in jaxdist.__all__:
+    getattr(jaxdist, name)
+tx = jaxdist.zero(optax.adam(0.1), level=3)
+
+@jaxdist.data_parallel
+def step(w, opt_state, x):
+    loss, grads = jaxdist.value_and_grad(lambda w: (x @ w).mean())(w)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state, loss
+
+folder = tempfile.mkdtemp()
+w = np.ones(3, np.float32)
+w, opt_state, loss = step(w, tx.init(w), np.ones((8, 3), np.float32))
+with jaxdist.run_log(folder, total=1) as log:
+    log(0, loss=loss, state=w)
+print(jaxdist.read_metrics(folder)[0]["loss"], jaxdist.digest(w) > 0, jaxdist.latest_step(folder))
+for use in (
+    lambda: jaxdist.loader(np.ones(8), 4), lambda: jaxdist.save(folder, w, 1), lambda: jaxdist.restore(folder, w),
+):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+print(sorted(BLOCKED & set(sys.modules)))
+""")
+    assert out.splitlines() == [
+        "3.0 True None",
+        "jaxdist.loader needs grain, which is not installed: pip install 'jaxdist[data]'",
+        "jaxdist.save needs orbax.checkpoint, which is not installed: pip install 'jaxdist[checkpoint]'",
+        "jaxdist.restore needs tensorstore, which is not installed: pip install 'jaxdist[checkpoint]'",
+        "[]",
+    ]
+
+
+def test_nothing_is_imported_that_is_not_used() -> None:
+    """Each takes a second or more, on every rank."""
+    out = _run("""
+import sys, jaxdist
+for name in jaxdist.__all__:
+    getattr(jaxdist, name)
+jaxdist.init()
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"flax", "grain", "orbax", "tensorstore"}))
+""")
+    assert out == "[]\n"

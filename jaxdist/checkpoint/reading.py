@@ -26,12 +26,13 @@ from jaxdist.checkpoint.like import Leaves, check_kinds, check_leaf, cut, on_mes
 from jaxdist.checkpoint.record import DamagedError, Record, unreadable
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
+from jaxdist.extras import need
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
 # A damaged one may be passed over: it is last.
-_ERRORS = CheckpointError, TypeError, ValueError, FileNotFoundError, DamagedError
+_ERRORS = CheckpointError, TypeError, ValueError, FileNotFoundError, DamagedError, ImportError
 _SAME = "Restore the same step on every rank"
 _AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what has moved away is looked for again
 
@@ -63,6 +64,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
         the leaf and the file), or the system can't read it (too many open files, say), which is never passed over.
       TypeError: a leaf of `like` that no checkpoint has.
       ValueError: both `step` and `fallback`; a path that is empty or a URL; a `like` that contains itself.
+      ImportError: (on every rank) tensorstore, which orbax brings, is not installed.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile
@@ -157,7 +159,9 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     Raises:
       FileNotFoundError: not a checkpoint.
       CheckpointError: it is damaged.
+      ImportError: tensorstore is not installed.
     """
+    need("tensorstore", "checkpoint", "jaxdist export")
     path, moved, end = absolute(path), [], time.monotonic() + _FOR
     while True:
         last = [] if (checkpoint_of(path) / ITEM).is_dir() else saved(path)
@@ -195,6 +199,7 @@ def _choose(
     end: float,
 ) -> Part[None]:  # fmt: skip
     """The root tells which checkpoint to read, where it is and how to know it again, and whether another will do."""
+    need("tensorstore", "checkpoint", "jaxdist.restore")
     check_kinds(like)
     asked = (("the step", str(step)),)
     if not ctx.is_root:

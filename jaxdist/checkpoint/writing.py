@@ -41,6 +41,7 @@ from jaxdist.checkpoint.leaves import PYTHON, dtype_of, is_key, kind, named, nes
 from jaxdist.checkpoint.record import LeafRecord
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
+from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
@@ -89,6 +90,7 @@ def save(
       FileExistsError: there is a checkpoint of this step.
       TypeError: a leaf that can't be saved, of a dtype that the format has not, or a masked array.
       ValueError: an argument that can't be: a path that is empty or a URL, a state that contains itself, …
+      ImportError: (on every rank) orbax is not installed.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile
@@ -110,6 +112,7 @@ def save(
         return Saving(step)
 
     def prepare() -> Part[tuple[Path, list[tuple[str, ...]], list[Any], Description]]:
+        need("orbax.checkpoint", "checkpoint", "jaxdist.save")
         final = absolute(path) / str(step)
         names, leaves = named(state)
         _check_call(names, leaves, step, keep)
@@ -121,7 +124,7 @@ def save(
         asked = (_WHERE, str(final)), ("keep", str(keep)), ("overwrite", str(overwrite))
         return Part((final, names, leaves, about), asked, told)
 
-    errors = CheckpointError, FileExistsError, ValueError, TypeError
+    errors = CheckpointError, FileExistsError, ValueError, TypeError, ImportError
     (final, names, leaves, about), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
     if any(own[1] != told[0][1] for own in told):  # leaf by leaf only then: a state may have thousands
         on_every_rank(ctx, "save", lambda: Part(None, about.entries), raises=errors, advice=_advice)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.data.batches import MOST, Indexed, Place, Sampling, close, is_stream, known, open_source, to_devices
+from jaxdist.extras import need
 from jaxdist.mesh import Sizes
 from jaxdist.runtime.context import Context, get_context
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Tail = Literal["drop", "pad", "keep"]
 State = dict[str, Any]
-_ERRORS = ValueError, TypeError, OSError
+_ERRORS = ValueError, TypeError, OSError, ImportError
 
 
 def loader(
@@ -77,6 +78,7 @@ def loader(
       ValueError: (on every rank) a bad setting, an empty source, leaves of different lengths, fewer examples than one
         batch of all ranks with ``tail="drop"``, or ranks whose sources or settings differ.
       TypeError: a source that is neither, or a stream that can be read only once.
+      ImportError: (on every rank) grain is not installed.
       ControlError: a rank did not come within the timeout of `jaxdist.init`.
 
     Example:
@@ -132,6 +134,7 @@ class Loader:
         self._loop: object = None  # the latest one
 
         def check() -> dict[str, Any]:
+            need("grain", "data", "jaxdist.loader")
             least = {"batch_size": 1, "threads": 1}
             given = {"batch_size": batch_size, "seed": seed, "workers": workers, "threads": threads}
             for name, value in (given | {"prefetch": prefetch}).items():
