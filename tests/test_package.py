@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import jobs
+import numpy as np
 
 import jaxdist
 
@@ -109,6 +114,33 @@ print(sorted(BLOCKED & set(sys.modules)))
         "jaxdist.restore needs tensorstore, which is not installed: pip install 'jaxdist[checkpoint]'",
         "[]",
     ]
+
+
+def test_what_one_rank_lacks_all_say(tmp_path: Path) -> None:
+    """Else the others would wait for it."""
+    jaxdist.save(tmp_path, np.ones(3), 1)
+    (tmp_path / "script.py").write_text(f"""{WITHOUT}
+import os
+if os.environ["RANK"] == "0":
+    BLOCKED.clear()
+import jaxdist, numpy as np
+jaxdist.init()
+for use in (
+    lambda: jaxdist.loader(np.ones(8), 4), lambda: jaxdist.save({str(tmp_path / "other")!r}, np.ones(3), 1),
+    lambda: jaxdist.restore({str(tmp_path)!r}, np.ones(3)),
+):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+""")
+    first, second = jobs.spawn_env(2, [str(tmp_path / "script.py")])
+    assert [first.returncode, second.returncode] == [0, 0], (first, second)
+    lines = first.stdout.splitlines()
+    assert lines == second.stdout.splitlines()
+    assert [re.match(r"(loader|save|restore), on rank 1: jaxdist\.\1 needs ", line) is not None for line in lines] == [
+        True
+    ] * 3
 
 
 def test_nothing_is_imported_that_is_not_used() -> None:
