@@ -55,6 +55,12 @@ class Split:
             }
 
 
+def arrays(data_dir: Path | None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The train and the test split, whole, for a loader."""
+    train, test = ({"image": split.image_NxHxWxC, "label": split.label_N} for split in load(data_dir))
+    return train, test
+
+
 def load(data_dir: Path | None, rank: int = 0, ranks: int = 1) -> tuple[Split, Split]:
     """The train and the test split, of which `rank` takes its share of each batch."""
     if data_dir is None:

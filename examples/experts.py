@@ -19,7 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from digits import load
+from digits import arrays
 from flax.training.train_state import TrainState
 from rich.console import Console
 
@@ -111,7 +111,7 @@ def main() -> None:
     jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts={"experts": 0})
     train, evaluate = jit(train_step), jit(eval_step)
 
-    train_set, test_set = ({"image": split.image_NxHxWxC, "label": split.label_N} for split in load(None))
+    train_set, test_set = arrays(None)
     share = args.batch_size // ctx.parts(mesh)[1]  # processes along the model axis pass the same rows
     batches = jaxdist.loader(train_set, share, seed=args.seed, mesh=mesh)
     tests = jaxdist.loader(test_set, share, shuffle=False, tail="pad", mesh=mesh)

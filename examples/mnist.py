@@ -11,10 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from digits import load
+from digits import arrays
 from flax.training.train_state import TrainState
-from rich.console import Console
-from rich.progress import track
 
 import jaxdist
 
@@ -64,11 +62,11 @@ def train_step(state, batch):
     return state.apply_gradients(grads=grads, stats=stats, key=key), {"loss": loss}
 
 
-@jaxdist.data_parallel(donate=False)
-def eval_step(state, batch):
+@jaxdist.data_parallel
+def eval_step(state, padded):
+    batch, weight_B = padded
     logits_BxK = state.apply_fn({"params": state.params, **state.stats}, batch["image"], train=False)
-    right_B = logits_BxK.argmax(axis=-1) == batch["label"]
-    return {"correct": jnp.sum(right_B & batch["real"])}
+    return jnp.sum((logits_BxK.argmax(axis=-1) == batch["label"]) * weight_B)
 
 
 def main() -> None:
@@ -80,38 +78,32 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="if not given: 0.03 for sgd, 0.001 for adam")
     parser.add_argument("--dropout", type=float, default=0.0, help="the share of units to drop")
     parser.add_argument("--batchnorm", action="store_true", help="normalise after each convolution")
+    parser.add_argument("--log-dir", type=Path, default="runs/mnist", help="of metrics.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--level", type=int, default=0, choices=range(4), help="of ZeRO")
-    parser.add_argument("--single", action="store_true", help="on one device, under jax.jit")
-    parser.add_argument("--connector", default="auto", help="how the processes find each other")
-    parser.add_argument("--communicator", default="auto", help="how arrays move: xla or mpi")
     args = parser.parse_args()
-    ctx = jaxdist.init(args.connector, args.communicator)
-    step, evaluate = (jax.jit(train_step), jax.jit(eval_step)) if args.single else (train_step, eval_step)
+    ctx = jaxdist.init()
 
-    train, test = load(args.data_dir, ctx.rank, ctx.size)
+    train, test = arrays(args.data_dir)
+    batches = jaxdist.loader(train, args.batch_size // ctx.size, seed=args.seed)
+    tests = jaxdist.loader(test, args.batch_size // ctx.size, shuffle=False, tail="pad")
     lr = args.lr or {"sgd": 0.03, "adam": 1e-3}[args.optimizer]
     tx = optax.adam(lr) if args.optimizer == "adam" else optax.sgd(lr, momentum=0.9)
     tx = jaxdist.zero(tx, args.level)
     model = LeNet(args.dropout, args.batchnorm)
     init = jax.jit(model.init, static_argnames="train")
-    stats = dict(init(jax.random.key(args.seed), train.image_NxHxWxC[:1], train=False))
+    stats = dict(init(jax.random.key(args.seed), train["image"][:1], train=False))
     params, key = stats.pop("params"), jax.random.key(args.seed + 1)
     state = State.create(apply_fn=model.apply, params=params, tx=tx, stats=stats, key=key)
 
-    console = Console(stderr=True, quiet=not ctx.is_root)
-    accuracy = 0.0
-    for epoch in track(range(args.epochs), "training", console=console):
-        losses = []
-        for batch in train.batches(args.batch_size, seed=args.seed + epoch):
-            state, metrics = step(state, batch)
-            losses.append(metrics["loss"])
-        correct = 0
-        for batch in test.batches(args.batch_size):
-            correct += int(evaluate(state, batch)["correct"])
-        accuracy = correct / len(test)
-        loss = sum(map(float, losses)) / len(losses)
-        console.log(f"epoch {epoch + 1} loss {loss:.6f} test_accuracy {accuracy:.4f}")
+    accuracy, steps = 0.0, len(batches)
+    with jaxdist.run_log(args.log_dir, total=args.epochs * steps, examples_per_step=args.batch_size) as log:
+        for epoch in range(args.epochs):
+            for step, batch in enumerate(batches, epoch * steps):
+                state, metrics = train_step(state, batch)
+                log(step, **metrics)
+            accuracy = sum(int(eval_step(state, padded)) for padded in tests) / len(test["label"])
+            log((epoch + 1) * steps - 1, test_accuracy=accuracy)
     final = f"final test_accuracy={accuracy:.4f} epochs={args.epochs}"
     if ctx.is_root:
         print(f"{final} devices={ctx.num_devices} communicator={ctx.communicator}")

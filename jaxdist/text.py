@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def text_of(*parts: RenderableType, width: int) -> str:
@@ -18,6 +20,8 @@ def text_of(*parts: RenderableType, width: int) -> str:
       >>> text_of("one two three", "a :key: in [brackets]", width=24).splitlines()
       ['one two three', 'a :key: in [brackets]']
     """
+    from rich.console import Console  # here: each rank would import it at its start
+
     out = io.StringIO()
     # In a notebook rich would display the parts there; under FORCE_COLOR it would colour them.
     console = Console(

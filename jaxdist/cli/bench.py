@@ -24,7 +24,7 @@ from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName
 
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _UNITS = ("B", "KiB", "MiB", "GiB")
-_GET_MATPLOTLIB = "needs matplotlib: pip install 'jaxdist[plots]'"
+_GET_MATPLOTLIB = "to draw needs matplotlib: pip install 'jaxdist[plots]'"
 
 
 class Dtype(StrEnum):
@@ -164,7 +164,7 @@ def check_plot(path: Path, option: str = "--plot") -> None:
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} {_GET_MATPLOTLIB}")
+        raise ValueError(_GET_MATPLOTLIB)
 
 
 def names_in(option: str, text: str | None, valid: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """`jaxdist run`: one program on N ranks, and again if one fails."""
 
 import itertools
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from jaxdist.control import guard
-from jaxdist.launch.advice import crowded, misplaced_options
+from jaxdist.launch.advice import crowded, misplaced_options, ranks_and_hosts
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
 from jaxdist.launch.output import say
@@ -101,7 +102,11 @@ def run(
         mpirun = choose(launcher, connector, communicator)
         if lanes and size > lanes:
             raise ValueError(f"{size} ranks for --lanes {lanes}: a lane is not divided. Start at most {lanes} ranks")
+        if size > 1 or placed:
+            say(ranks_and_hosts(size, len(placed), mpirun.version if mpirun else ""))
         environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
+        if "JAXDIST_LOG" not in os.environ:
+            environment["JAXDIST_LOG"] = "start"
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
         # When this process is killed Linux sends mpirun a SIGTERM for each of its threads; at the second one Open MPI

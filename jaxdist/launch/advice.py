@@ -44,6 +44,23 @@ def misplaced_options(script: Sequence[str], *, ranks_given: bool) -> str:
     return f"{options} stands after {program} and is its own argument. For {ranks}: {command}"
 
 
+def ranks_and_hosts(ranks: int, hosts: int, mpirun: str) -> str:
+    """What is about to be started.
+
+    Args:
+      ranks: of the job.
+      hosts: that were named; 0: this machine.
+      mpirun: its version; "": processes of our own.
+
+    Example:
+      >>> ranks_and_hosts(8, 0, "mpirun (Open MPI) 5.0.8")
+      '8 ranks on 1 host, through mpirun (Open MPI) 5.0.8'
+    """
+    where = f"{hosts or 1} host{'s' * (hosts > 1)}"
+    how = f"through {mpirun}" if mpirun else "through ssh" if hosts else "without mpirun"
+    return f"{ranks} rank{'s' * (ranks > 1)} on {where}, {how}"
+
+
 def crowded(ranks: int, command: Sequence[str]) -> str:
     """A word about more ranks than this machine starts soon; "": they are not too many.
 

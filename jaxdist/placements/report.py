@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
 
 from jaxdist.ir.control_flow import Scan
 from jaxdist.mesh import AXIS, GROUP, MODEL
@@ -150,6 +149,8 @@ def table(found: Sequence[Row]) -> str:
     """
     if not found:
         return "nothing moves, and no device computes what another one does"
+    from rich.table import Table
+
     grid = Table(box=None, pad_edge=False)
     lines = []
     for row in found:

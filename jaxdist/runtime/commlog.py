@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from rich.table import Table
 
 from jaxdist.ir.wire import Transfer, transfers
 from jaxdist.machine import Machine, ring_factor
 from jaxdist.mesh import Axis
 from jaxdist.text import text_of
 
-WORDS = ("placements", "comm")
-"""What the environment may ask for."""
+WORDS = ("placements", "comm", "start")
+"""What the environment may ask for; `start` is `jaxdist.step.first_call`'s."""
 _EAGER = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
 
 
@@ -28,7 +27,7 @@ def asked(what: str = "comm") -> bool:
     """Whether the environment asks for it.
 
     Args:
-      what: ``"comm"``, or ``"placements"`` (see `jaxdist.explain`).
+      what: ``"comm"``, ``"placements"`` (see `jaxdist.explain`) or ``"start"``.
 
     Raises:
       ValueError: JAXDIST_LOG holds something else.
@@ -36,7 +35,7 @@ def asked(what: str = "comm") -> bool:
     value = os.environ.get("JAXDIST_LOG", "")
     words = {word.strip() for word in value.split(",")} - {""}
     if unknown := words - set(WORDS):
-        raise ValueError(f"JAXDIST_LOG={value!r}: there is no {sorted(unknown)[0]!r}; valid: comm, placements")
+        raise ValueError(f"JAXDIST_LOG={value!r}: there is no {sorted(unknown)[0]!r}; valid: comm, placements, start")
     return what in words
 
 
@@ -98,6 +97,8 @@ def table(found: Counter[Transfer]) -> str:
     """
     if not found:
         return "nothing travels"
+    from rich.table import Table
+
     rows = Table(box=None, pad_edge=False)
     rows.add_column("collective")
     for name in ("count", "dtype", "elements", "bytes", "leaves", "devices", "times a step", "sent a step"):

@@ -29,7 +29,7 @@ from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context, machine_of
-from jaxdist.step import debugging, effects, finite, modules, stages
+from jaxdist.step import debugging, effects, finite, first_call, modules, stages
 from jaxdist.step.choice import agreed, choose
 from jaxdist.step.donation import Taken, name_deleted
 from jaxdist.step.entering import Entering
@@ -72,6 +72,7 @@ class DataParallel(Generic[P, R]):
         self._has_modules = False  # among the arguments of some call
         self._warned = False  # of what is gathered
         self._log: commlog.StepLog | None = None
+        self._tells_start = False  # the next call says how long it takes
         self.why = ""
 
     def __reduce__(self) -> Any:
@@ -101,6 +102,9 @@ class DataParallel(Generic[P, R]):
         self._bind_context(args, kwargs)
         if on := debugging.settings():
             return self._debug(on, args, kwargs)
+        if self._tells_start:
+            self._tells_start = False
+            return first_call.told(self._name, lambda: self._dispatch(args, kwargs))
         return self._dispatch(args, kwargs)
 
     def _debug(self, on: debugging.DebugSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,7 +282,7 @@ class DataParallel(Generic[P, R]):
             if given == AUTO:
                 choice = agreed(self._name, context, lambda: choose(self._over_data(args, kwargs), context))
                 given, self.why, passed = choice.mesh, choice.why, context.mesh
-                words = [word for word in commlog.WORDS if commlog.asked(word)]
+                words = [word for word in commlog.WORDS[:2] if commlog.asked(word)]
                 if words and context.is_root:
                     commlog.say(f"step {self._name!r}: mesh {self.why}", words[0])
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
@@ -295,6 +299,7 @@ class DataParallel(Generic[P, R]):
             self._preparing = Preparing(
                 self._name, context, self._placer, self._cache, self._signer, self._entering, self._signatures
             )
+            self._tells_start = context.is_root and commlog.asked("start")
             if context.is_root and commlog.asked("comm"):
                 self._log = commlog.StepLog(self._name, machine)
 

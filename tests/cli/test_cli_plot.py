@@ -113,7 +113,9 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert said.replace(" ", "") in output
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *r: None if name == "matplotlib" else find_spec(name))
-    assert "pipinstall'jaxdist[plots]'" in plot(run)[1]
+    code, output = plot(run)
+    assert (code, "todrawneedsmatplotlib:pipinstall'jaxdist[plots]'" in output) == (2, True)
+    assert "--out" not in output  # which was not given
     if os.geteuid() != 0:
         run.chmod(0o500)
         assert plot(run)[0] == 2

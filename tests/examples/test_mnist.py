@@ -17,6 +17,7 @@ import pytest
 import quick
 from gallery import digits
 
+import jaxdist
 from jaxdist.launch.mpi import find_mpirun
 
 pytestmark = pytest.mark.slow  # together
@@ -36,45 +37,52 @@ def final(said: str) -> tuple[float, int, int, str]:
     return float(found[1]), int(found[2]), int(found[3]), found[4]
 
 
-def losses(log: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"epoch \d+ loss (\S+)", log)]
+def logged(run: Path, metric: str = "loss") -> list[float]:
+    return [line[metric] for line in jaxdist.read_metrics(run) if metric in line]
 
 
-def on_one_device(*flags: str) -> list[float]:
-    return losses(gallery.script("mnist_single", "--epochs", 2, *flags)[1])
+def on_one_device(run: Path, *flags: str) -> list[float]:
+    gallery.script("mnist_single", "--epochs", 2, "--log-dir", run, *flags)
+    return logged(run)
 
 
-@pytest.mark.filterwarnings("ignore:step '(train|eval)_step.*' was called inside")
-def test_it_learns() -> None:
-    """And `--single` is the script for one device."""
-    said, log = gallery.script("mnist", "--single")
-    accuracy, epochs, _, communicator = final(said)
+def test_it_learns(tmp_path: Path) -> None:
+    accuracy, epochs, devices, communicator = final(gallery.script("mnist", "--log-dir", tmp_path)[0])
     assert accuracy >= 0.95
-    assert (epochs, communicator) == (12, "xla")
-    assert losses(log)[:2] == on_one_device()
+    assert (epochs, devices, communicator) == (12, 8, "xla")
+    seen = logged(tmp_path, "test_accuracy")
+    assert (len(seen), round(seen[-1], 4)) == (12, accuracy)
 
 
-def test_two_ranks() -> None:
+def test_two_ranks(tmp_path: Path) -> None:
     """As the README has it, but for their number."""
-    command = [sys.executable, "-m", "jaxdist", "run", "-n", "2", str(SCRIPT), "--epochs", "2"]
+    command = [sys.executable, "-m", "jaxdist", "run", "-n", "2", str(SCRIPT), "--epochs", "2", "--log-dir", "run"]
     # The user's environment, not that of tests/conftest.py: virtual devices, float64.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"XLA_FLAGS": quick.XLA_FLAGS}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, check=False, stdin=subprocess.DEVNULL, env=env
-    )
+        command, capture_output=True, text=True, timeout=150, check=False, stdin=subprocess.DEVNULL, env=env,
+        cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert final(done.stdout)[2:] == (2, "mpi" if find_mpirun() else "xla")  # only the root writes
-    np.testing.assert_allclose(losses(done.stderr), on_one_device(), rtol=1e-4)
+    first, compiling, compiled, *lines = done.stderr.splitlines()
+    assert first.startswith("jaxdist: 2 ranks on 1 host, ")
+    assert compiling == "jaxdist: compiling train_step ..."
+    assert re.fullmatch(r"jaxdist: train_step: compiled in [\d.]+ s, first call in [\d.e-]+ s", compiled)
+    steps = len(logged(tmp_path / "run"))
+    assert re.fullmatch(rf"step {steps}/{steps}  loss=\S+  test_accuracy=\S+  \S+ examples/s", lines[-1]), lines
+    np.testing.assert_allclose(logged(tmp_path / "run"), on_one_device(tmp_path / "one"), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("flags", "level"), [((), 3), (("--dropout", "0.1", "--batchnorm"), 0)])
 def test_the_number_of_devices_does_not_change_the_loss(
-    flags: tuple[str, ...], level: int, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], level: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(digits, "_load_scans", gallery.few_scans)
-    said, log = gallery.script("mnist", "--epochs", 2, "--level", level, *flags)
+    run = tmp_path / "run"
+    said, _ = gallery.script("mnist", "--epochs", 2, "--level", level, "--log-dir", run, *flags)
     assert final(said)[2] == 8
-    np.testing.assert_allclose(losses(log), on_one_device(*flags), rtol=1e-4)
+    np.testing.assert_allclose(logged(run), on_one_device(tmp_path / "one", *flags), rtol=1e-4)
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -98,6 +106,7 @@ def test_idx_files(name: str, tmp_path: Path) -> None:
         assert len(split) == len(label)
     if name == "-idx{}-ubyte.gz":  # it is also trained on
         words = ["--data-dir", tmp_path, "--epochs", 1, "--batch-size", 48, "--optimizer", "adam"]
+        words += ["--log-dir", tmp_path / "run"]
         assert final(gallery.script("mnist", *words)[0])[1] == 1
 
 

@@ -225,8 +225,7 @@ def test_steps_that_are_counted_from_one(
     """A run of 4 steps never shows a fifth; also where it started again, and where not each step is logged."""
     monkeypatch.setattr(display, "_EVERY", -1.0)
     if terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        monkeypatch.setenv("COLUMNS", "120")
+        monkeypatch.setenv("JAXDIST_TERMINAL", "120")
 
     def shown(*steps: int) -> list[int]:
         with jaxdist.run_log(tmp_path, total=4) as log:
