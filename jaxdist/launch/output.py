@@ -139,11 +139,10 @@ def terminal_for_root() -> Iterator[dict[str, str]]:
 
     What it writes to its own standard error comes through pipes, and Open MPI keeps a line until its end.
     """
-    try:
-        is_there = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        found = {"JAXDIST_TERMINAL": os.ttyname(sys.stderr.fileno())} if is_there else {}
-    except (OSError, ValueError):  # a container without its name
-        found = {}
+    error, found = sys.stderr, {}
+    with contextlib.suppress(OSError, ValueError):  # a container may not have it by a name
+        if error is not None and error.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            found = {"JAXDIST_TERMINAL": os.ttyname(error.fileno())}
     if not found:
         yield found
         return

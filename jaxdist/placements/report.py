@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from jaxdist.ir.control_flow import Scan
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules

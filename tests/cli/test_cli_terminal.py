@@ -37,11 +37,10 @@ with jaxdist.run_log("run", total=3, examples_per_step=8) as log:
 BAR = "\r\x1b[2Kstep"
 
 
-def on_a_terminal(folder: Path, *words: str, out: Path | None = None, **environment: str) -> str:
-    """What appears on a terminal of 100 columns."""
+def on_a_terminal(folder: Path, *words: str, out: Path | None = None, environment: dict[str, str] | None = None) -> str:
+    """What appears on a terminal."""
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
     ours, theirs = pty.openpty()
-    os.set_blocking(ours, True)
     seen: list[bytes] = []
 
     def read() -> None:
@@ -52,13 +51,12 @@ def on_a_terminal(folder: Path, *words: str, out: Path | None = None, **environm
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX"))}
-    env |= {"TERM": "xterm", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | environment
+    env |= {"TERM": "xterm", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | (environment or {})
     with contextlib.ExitStack() as stack:
         stdout = theirs if out is None else stack.enter_context(out.open("wb"))
         command = [sys.executable, "-m", "jaxdist", "run", *words, "train.py"]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=theirs, cwd=folder, env=env, timeout=120, check=False
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": theirs}
+        done = subprocess.run(command, **streams, cwd=folder, env=env, timeout=120, check=False)  # type: ignore[call-overload]
     os.close(theirs)
     reader.join(60)
     os.close(ours)
@@ -67,11 +65,10 @@ def on_a_terminal(folder: Path, *words: str, out: Path | None = None, **environm
     return text
 
 
-@pytest.mark.parametrize("ways", ["mpirun", "env"])
-def test_a_bar(ways: str, tmp_path: Path) -> None:
+def test_a_bar(launcher: str, tmp_path: Path) -> None:
     """Drawn by the root, above which lines of ranks go; a standard output that is a file gets these alone."""
     out = tmp_path / "out.txt"
-    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", ways, out=out)
+    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", launcher, out=out)
     head, _, rest = text.partition("\x1b[?25l")
     lines = head.replace("\r\x1b[K", "").splitlines()
     assert lines[0].startswith("jaxdist: 2 ranks on 1 host, ")
@@ -92,12 +89,12 @@ def test_lines_of_ranks_do_not_stick_to_the_bar(tmp_path: Path) -> None:
     ("words", "environment"), [(("--prefix",), {}), (("--only-rank", "0"), {}), ((), {"TERM": "dumb"})], ids=str
 )
 def test_lines_where_a_bar_would_be_torn(words: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:
-    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", *words, **environment)
+    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", *words, environment=environment)
     assert "\x1b" not in text
     assert re.search(r"step 3/3  loss=", text)
 
 
 def test_who_asks_for_something_else_or_nothing_gets_it(tmp_path: Path) -> None:
-    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", JAXDIST_LOG="")
+    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", environment={"JAXDIST_LOG": ""})
     assert "2 ranks on 1 host" in text
     assert "compil" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -224,14 +225,16 @@ def test_steps_that_are_counted_from_one(
 ) -> None:
     """A run of 4 steps never shows a fifth; also where it started again, and where not each step is logged."""
     monkeypatch.setattr(display, "_EVERY", -1.0)
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
     if terminal:
-        monkeypatch.setenv("JAXDIST_TERMINAL", "120")
+        monkeypatch.setattr(display, "_terminal", lambda: display._Launchers(os.ttyname(theirs)))
 
     def shown(*steps: int) -> list[int]:
         with jaxdist.run_log(tmp_path, total=4) as log:
             for step in steps:
                 log(step, loss=1.0)
-        text = capsys.readouterr().err
+        text = os.read(ours, 1 << 16).decode() if terminal else capsys.readouterr().err
         return [int(n) for n in dict.fromkeys(re.findall(r"(\d+)/4", text))]
 
     assert shown(1, 2, 3, 4) == ([0, 4] if terminal else [1, 2, 3, 4])
