@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 import zlib
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from jaxdist.step.placer import Placer
 
 EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
 MOST = 1 << 32  # examples that the hash can order
+_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, and of a rank's batch, that need not be read ahead
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,16 @@ class BatchReader:
         self.source, self.transform = source, transform
         self.examples = _grain_dataset(source, transform, sampling.seed)
 
+    @property
+    def small(self) -> bool:
+        """Whether a batch is there at once."""
+        if not isinstance(self.source, Arrays):
+            return False
+        whole = sum(x.nbytes for x in jax.tree.leaves(self.source.tree))
+        return whole <= _AT_HAND and whole * self.sampling.batch_size * len(self.sampling.own) <= _SMALL * len(
+            self.source
+        )
+
     def __call__(self, step: int) -> Any:
         epoch, position = self.sampling.seek(*self.start, step)
         indices, real = self.sampling.examples(epoch, position)
@@ -193,11 +205,16 @@ class Indexed:
         return fingerprint(self.source)
 
     def start(self, place: Place) -> Any:
-        """What the loader reads from a place on, through all epochs: grain's workers live on meanwhile."""
-        import grain  # slow to import
+        """What the loader reads from a place on, through all epochs: grain's workers live on meanwhile.
 
+        Small batches of arrays in memory come without grain: they are there sooner than it is imported, on each rank.
+        """
         sampling = self.sampling
         read = BatchReader(sampling, place.epoch, place.position, self.source, self.transform)
+        if not self.workers and self.place is None and self.transform is None and read.small:
+            return _Placed((read(step) for step in itertools.count()), sampling, place)
+        import grain  # slow to import
+
         threads = min(self.threads, self.prefetch)  # grain's log warns of more
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
         batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
@@ -330,7 +347,11 @@ def fingerprint(source: Any) -> int:
 
 def _grain_dataset(source: Any, transform: Callable[..., Any] | None, seed: int) -> Any:
     """Source and transform as grain's, where that is what they are or need; an example through it costs 20 us more."""
-    import grain  # slow to import
+    grain = sys.modules.get("grain")  # slow to import; who has anything of it has imported it
+    if grain is None:
+        if transform is None or not _takes_rng(transform):
+            return None
+        import grain
 
     own = isinstance(transform, (grain.transforms.Map, grain.transforms.RandomMap))
     at_random = transform is not None and (
