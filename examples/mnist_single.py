@@ -88,11 +88,14 @@ def main() -> None:
     lr = args.lr or {"sgd": 0.03, "adam": 1e-3}[args.optimizer]
     tx = optax.adam(lr) if args.optimizer == "adam" else optax.sgd(lr, momentum=0.9)
     model = LeNet(args.dropout, args.batchnorm)
-    init = jax.jit(model.init, static_argnames="train")
-    stats = dict(init(jax.random.key(args.seed), train["image"][:1], train=False))
-    params, key = stats.pop("params"), jax.random.key(args.seed + 1)
-    state = State.create(apply_fn=model.apply, params=params, tx=tx, stats=stats, key=key)
 
+    @jax.jit
+    def create(seed):
+        stats = dict(model.init(jax.random.key(seed), train["image"][:1], train=False))
+        params, key = stats.pop("params"), jax.random.key(seed + 1)
+        return State.create(apply_fn=model.apply, params=params, tx=tx, stats=stats, key=key)
+
+    state = create(args.seed)
     accuracy, steps = 0.0, len(batches)
     with jaxdist.run_log(args.log_dir, total=args.epochs * steps, examples_per_step=args.batch_size) as log:
         for epoch in range(args.epochs):
