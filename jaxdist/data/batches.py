@@ -349,7 +349,7 @@ def _grain_dataset(source: Any, transform: Callable[..., Any] | None, seed: int)
     """Source and transform as grain's, where that is what they are or need; an example through it costs 20 us more."""
     grain = sys.modules.get("grain")  # slow to import; who has anything of it has imported it
     if grain is None:
-        if transform is None or not _takes_rng(transform):
+        if transform is None or not takes_rng(transform):
             return None
         import grain
 
