@@ -22,7 +22,7 @@ from jaxdist.data.evaluate import evaluate
 from jaxdist.data.gathering import gather_for_metrics
 from jaxdist.data.loader import Loader, loader
 from jaxdist.data.packing import packed
-from jaxdist.data.streamed import stream
+from jaxdist.data.streaming import stream
 from jaxdist.errors import CheckpointError, StepError, SyncError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.launch.spawn import spawn

@@ -180,7 +180,7 @@ def test_updates_too_small_for_16_bits_add_up() -> None:
 
     state: Any = params, tx.init(params)
     for _ in range(60):
-        state = step(*state, np.ones((16, 1), np.float32))
+        state = step(state[0], state[1], np.ones((16, 1), np.float32))
     assert np.allclose(jaxdist.unshard(state[1].master)["a"], 1 - 60e-4, rtol=1e-5)
     assert np.all(np.asarray(jaxdist.unshard(state[0])["a"], np.float32) == 0.9921875)  # 16 bits have 1, then this
 

@@ -6,46 +6,20 @@ import copy
 import json
 import operator
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import grain
 import jax
 import numpy as np
 
-from jaxdist.data.batches import Place, Sampling, is_stream, stacked, takes_rng
+from jaxdist.data.batches import Place, Sampling, stacked, takes_rng
+from jaxdist.data.streaming import stream
 
 _TUPLE = "tuple of"
 
 
-def stream(source: Iterable[Any], epoch: int = 0) -> grain.IterDataset:
-    """An iterable as a grain ``IterDataset``, to filter, mix, shuffle or pack it with grain's transformations.
-
-    Args:
-      source: gives a new iterator each time that it is asked for one: a Hugging Face ``IterableDataset``, a WebDataset,
-        a class of one's own with ``__iter__``. If it has ``state_dict`` and ``load_state_dict`` they say where it
-        stands, and a run that goes on starts there; else what was read is read again and left out.
-      epoch: given to its ``set_epoch``, if it has one.
-
-    Returns:
-      Its examples, in its order.
-
-    Raises:
-      TypeError: it is no iterable, or can be read only once, as a generator.
-
-    Example:
-      >>> import jaxdist
-      >>> even = jaxdist.stream(range(6)).filter(lambda x: x % 2 == 0)
-      >>> [batch.tolist() for batch in jaxdist.loader(even, 3, shuffle=False)]
-      [[0, 2, 4]]
-    """
-    if not hasattr(source, "__iter__"):
-        raise TypeError(f"a stream needs an iterable of examples, and this is a {type(source).__name__}")
-    is_stream(source)  # not one that can be read only once
-    return _Iterable(source, epoch)
-
-
-class _Iterable(grain.IterDataset):
+class Iterated(grain.IterDataset):
     def __init__(self, source: Any, epoch: int):
         super().__init__()
         self._source, self._epoch = source, epoch
@@ -273,4 +247,4 @@ def _checksum(example: Any) -> int:
     return zlib.crc32(b"".join(raw))
 
 
-__all__ = ["Streamed", "as_text", "of_text", "stream"]
+__all__ = ["Iterated", "Streamed", "as_text", "of_text"]

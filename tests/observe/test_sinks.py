@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import struct
@@ -70,7 +71,7 @@ def wandb_runs(folder: Path) -> list[list[Any]]:
 
 def _wandb_runs(folder: Path) -> Iterator[tuple[float, Any, list[tuple[int, float]], int]]:
     """The record, the losses by step and the exit code in each file of an offline run, which is a log of LevelDB."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    kind = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
 
     for file in folder.glob("wandb/offline-run-*/*.wandb"):
         data, at, rest = file.read_bytes(), 7, b""
@@ -82,7 +83,7 @@ def _wandb_runs(folder: Path) -> Iterator[tuple[float, Any, list[tuple[int, floa
             _, length, kind = struct.unpack_from("<IHB", data, at)
             rest, at = rest + data[at + 7 : at + 7 + length], at + 7 + length
             if kind in (1, 4):  # whole, or the last part
-                record, rest = Record.FromString(rest), b""
+                record, rest = kind.FromString(rest), b""
                 if record.HasField("run"):
                     run = record.run
                 if record.HasField("history"):

@@ -1,0 +1,46 @@
+"""`stream`: an iterable as a grain ``IterDataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from jaxdist.data.batches import is_stream
+from jaxdist.extras import need
+
+if TYPE_CHECKING:
+    from grain import IterDataset
+
+
+def stream(source: Iterable[Any], epoch: int = 0) -> IterDataset:
+    """An iterable as a grain ``IterDataset``, to filter, mix, shuffle or pack it with grain's transformations.
+
+    Args:
+      source: gives a new iterator each time that it is asked for one: a Hugging Face ``IterableDataset``, a WebDataset,
+        a class of one's own with ``__iter__``. If it has ``state_dict`` and ``load_state_dict`` they say where it
+        stands, and a run that goes on starts there; else what was read is read again and left out.
+      epoch: given to its ``set_epoch``, if it has one.
+
+    Returns:
+      Its examples, in its order.
+
+    Raises:
+      TypeError: it is no iterable, or can be read only once, as a generator.
+      ImportError: grain is not installed.
+
+    Example:
+      >>> import jaxdist
+      >>> even = jaxdist.stream(range(6)).filter(lambda x: x % 2 == 0)
+      >>> [batch.tolist() for batch in jaxdist.loader(even, 3, shuffle=False)]
+      [[0, 2, 4]]
+    """
+    need("grain", "data", "jaxdist.stream")
+    if not hasattr(source, "__iter__"):
+        raise TypeError(f"a stream needs an iterable of examples, and this is a {type(source).__name__}")
+    is_stream(source)  # not one that can be read only once
+    from jaxdist.data.streamed import Iterated  # with grain, which is slow to import
+
+    return Iterated(source, epoch)
+
+
+__all__ = ["stream"]
