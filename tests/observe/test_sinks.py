@@ -83,7 +83,7 @@ def _wandb_runs(folder: Path) -> Iterator[tuple[float, Any, list[tuple[int, floa
             _, length, kind = struct.unpack_from("<IHB", data, at)
             rest, at = rest + data[at + 7 : at + 7 + length], at + 7 + length
             if kind in (1, 4):  # whole, or the last part
-                record, rest = kind.FromString(rest), b""
+                record, rest = message.FromString(rest), b""
                 if record.HasField("run"):
                     run = record.run
                 if record.HasField("history"):
