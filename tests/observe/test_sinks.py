@@ -71,7 +71,7 @@ def wandb_runs(folder: Path) -> list[list[Any]]:
 
 def _wandb_runs(folder: Path) -> Iterator[tuple[float, Any, list[tuple[int, float]], int]]:
     """The record, the losses by step and the exit code in each file of an offline run, which is a log of LevelDB."""
-    kind = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+    message = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
 
     for file in folder.glob("wandb/offline-run-*/*.wandb"):
         data, at, rest = file.read_bytes(), 7, b""
