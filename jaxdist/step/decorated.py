@@ -72,7 +72,8 @@ class DataParallel(Generic[P, R]):
         self._has_modules = False  # among the arguments of some call
         self._warned = False  # of what is gathered
         self._log: commlog.StepLog | None = None
-        self._tells_start = False  # the next call says how long it takes
+        self._is_first = True  # the next call
+        self._tells_start = False  # how long that takes
         self.why = ""
 
     def __reduce__(self) -> Any:
@@ -102,9 +103,10 @@ class DataParallel(Generic[P, R]):
         self._bind_context(args, kwargs)
         if on := debugging.settings():
             return self._debug(on, args, kwargs)
-        if self._tells_start:
-            self._tells_start = False
-            return first_call.told(self._name, lambda: self._dispatch(args, kwargs))
+        if self._is_first:
+            self._is_first = False
+            call = lambda: first_call.without_collecting(lambda: self._dispatch(args, kwargs))
+            return first_call.told(self._name, call) if self._tells_start else call()
         return self._dispatch(args, kwargs)
 
     def _debug(self, on: debugging.DebugSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

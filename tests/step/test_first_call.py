@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 from typing import Any
@@ -56,3 +57,21 @@ def test_a_step_that_fails_says_nothing_more(
     with pytest.raises(KeyError, match="mine"):
         train(1.0, jnp.ones((8, 2)))
     assert capsys.readouterr().err.endswith("train ...\n")
+
+
+def test_garbage_is_collected_again_after_it() -> None:
+    seen: list[bool] = []
+
+    @jaxdist.data_parallel
+    def step(w: Any, x: Any) -> Any:
+        seen.append(gc.isenabled())
+        return w - jnp.mean(x)
+
+    step(1.0, jnp.ones((8, 2)))
+    assert (seen[0], gc.isenabled()) == (False, True)
+    gc.disable()
+    try:
+        jaxdist.data_parallel(step.__wrapped__)(1.0, jnp.ones((8, 2)))
+        assert not gc.isenabled()  # as the user has it
+    finally:
+        gc.enable()
