@@ -125,8 +125,9 @@ def main() -> None:
     with jaxdist.run_log(args.run, total=args.steps, **sizes) as log:
         for done, batch in zip(range(first + 1, args.steps + 1), epochs, strict=False):
             state, metrics = train_step(state, batch)
-            due = done % args.every == 0 or done == args.steps
-            log(done - 1, **metrics, **({"held_out": held_out_nats()} if due else {}))
+            if due := done % args.every == 0 or done == args.steps:
+                metrics = metrics | {"held_out": held_out_nats()}
+            log(done - 1, **metrics)
             if due:
                 jaxdist.save(checkpoints, {"train": state, "data": batches.get_state()}, done, wait=False, keep=2)
     last = held_out_nats()

@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from jaxdist import streams
+from jaxdist import extras, streams
 from jaxdist.control import orphan
 
 
@@ -33,7 +33,12 @@ class _Package(ModuleType):
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        module = importlib.import_module(_MODULE_OF[name])
+        try:
+            module = importlib.import_module(_MODULE_OF[name])
+        except ModuleNotFoundError as error:
+            if error.name not in extras.EXTRAS:
+                raise
+            raise extras.missing(error.name, f"{__name__}.{name}") from None
         value = globals()[name] = getattr(module, name)
         path = module.__name__
         if path.endswith(f".{name}"):  # jaxdist.plan is the function, jaxdist.plan.Plan a class of its module

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import importlib.util
 
+EXTRAS = {"grain": "data", "orbax.checkpoint": "checkpoint", "tensorstore": "checkpoint"}
+"""By package: the extra."""
 
-def need(package: str, extra: str, feature: str) -> None:
+
+def missing(package: str, feature: str) -> ImportError:
+    """The error about a package that is not there.
+
+    Args:
+      package: one of `EXTRAS`.
+      feature: what needs it.
+    """
+    return ImportError(
+        f"{feature} needs {package}, which is not installed: pip install 'jaxdist[{EXTRAS[package]}]'", name=package
+    )
+
+
+def need(package: str, feature: str) -> None:
     """Refuse to begin what would fail later, and on some ranks only. Imports nothing.
 
     Args:
-      package: its name for `import`.
-      extra: of jaxdist, which brings it.
-      feature: what needs it, for the message.
+      package: one of `EXTRAS`.
+      feature: what needs it.
 
     Raises:
       ImportError: it is not installed; says what to install.
 
     Example:
-      >>> need("numpy", "data", "jaxdist.loader")
-      >>> need("no_such_package", "data", "jaxdist.loader")
-      Traceback (most recent call last):
-        ...
-      ImportError: jaxdist.loader needs no_such_package, which is not installed: pip install 'jaxdist[data]'
+      >>> need("grain", "jaxdist.loader")
     """
     try:
         there = importlib.util.find_spec(package) is not None
     except ImportError:  # nor is the package that it is in
         there = False
     if not there:
-        raise ImportError(f"{feature} needs {package}, which is not installed: pip install 'jaxdist[{extra}]'")
+        raise missing(package, feature)

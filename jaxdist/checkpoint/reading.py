@@ -161,7 +161,7 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
       CheckpointError: it is damaged.
       ImportError: tensorstore is not installed.
     """
-    need("tensorstore", "checkpoint", "jaxdist export")
+    need("tensorstore", "jaxdist export")
     path, moved, end = absolute(path), [], time.monotonic() + _FOR
     while True:
         last = [] if (checkpoint_of(path) / ITEM).is_dir() else saved(path)
@@ -199,7 +199,7 @@ def _choose(
     end: float,
 ) -> Part[None]:  # fmt: skip
     """The root tells which checkpoint to read, where it is and how to know it again, and whether another will do."""
-    need("tensorstore", "checkpoint", "jaxdist.restore")
+    need("tensorstore", "jaxdist.restore")
     check_kinds(like)
     asked = (("the step", str(step)),)
     if not ctx.is_root:

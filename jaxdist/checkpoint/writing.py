@@ -112,7 +112,7 @@ def save(
         return Saving(step)
 
     def prepare() -> Part[tuple[Path, list[tuple[str, ...]], list[Any], Description]]:
-        need("orbax.checkpoint", "checkpoint", "jaxdist.save")
+        need("orbax.checkpoint", "jaxdist.save")
         final = absolute(path) / str(step)
         names, leaves = named(state)
         _check_call(names, leaves, step, keep)

@@ -36,6 +36,6 @@ def export(
                 raise ValueError(f"--only: nothing below {only!r} in {checkpoint}; there are: {tops}")
             leaves = found
         count = write(out, leaves, {old: new for old, _, new in pairs})
-    except (ValueError, OSError, CheckpointError) as problem:
+    except (ValueError, OSError, ImportError, CheckpointError) as problem:
         raise typer.BadParameter(str(problem)) from None
     print(f"{out}: {count} arrays of {checkpoint}")

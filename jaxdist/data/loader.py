@@ -134,7 +134,7 @@ class Loader:
         self._loop: object = None  # the latest one
 
         def check() -> dict[str, Any]:
-            need("grain", "data", "jaxdist.loader")
+            need("grain", "jaxdist.loader")
             least = {"batch_size": 1, "threads": 1}
             given = {"batch_size": batch_size, "seed": seed, "workers": workers, "threads": threads}
             for name, value in (given | {"prefetch": prefetch}).items():
