@@ -29,7 +29,7 @@ class Finding:
 
 def versions() -> dict[str, str]:
     """Versions of what matters to a bug report; "" where it is not there."""
-    names = ["jaxdist", "jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax"]
+    names = ["jaxdist", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy", "mpi4py", "mpi4jax"]
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     found |= {name: _version(name) for name in names}
     library = mpi_library()
