@@ -64,6 +64,15 @@ def test_links_of_the_readme_work_on_a_package_index():
     assert used == set(re.findall(r"^\[([^\]]+)\]: ", TEXTS["README.md"], re.MULTILINE))
 
 
+@pytest.mark.parametrize("path", PAGES)
+def test_code_is_read_without_scrolling(path: str):
+    """Tables that a command prints are blocks of text."""
+    code = [
+        line for _, language, block in FENCE.findall(PAGES[path]) if language != "text" for line in block.splitlines()
+    ]
+    assert [line for line in code if len(line) > 88] == []
+
+
 def test_the_address_of_the_repository_is_one():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert set(urls) == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}

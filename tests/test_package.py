@@ -83,10 +83,7 @@ def test_what_only_some_features_need_need_not_be_there() -> None:
 import tempfile
 import jax, numpy as np, optax, jaxdist
 for name in jaxdist.__all__:
-    try:
-        getattr(jaxdist, name)
-    except ImportError as error:
-        print(error)
+    getattr(jaxdist, name)
 tx = jaxdist.zero(optax.adam(0.1), level=3)
 
 @jaxdist.data_parallel
@@ -102,6 +99,7 @@ with jaxdist.run_log(folder, total=1) as log:
     log(0, loss=loss, state=w)
 print(jaxdist.read_metrics(folder)[0]["loss"], jaxdist.digest(w) > 0, jaxdist.latest_step(folder))
 for use in (
+    lambda: jaxdist.stream([1]),
     lambda: jaxdist.loader(np.ones(8), 4), lambda: jaxdist.save(folder, w, 1), lambda: jaxdist.restore(folder, w),
 ):
     try:
@@ -111,8 +109,8 @@ for use in (
 print(sorted(BLOCKED & set(sys.modules)))
 """)
     assert out.splitlines() == [
-        "jaxdist.stream needs grain, which is not installed: pip install 'jaxdist[data]'",
         "3.0 True None",
+        "jaxdist.stream needs grain, which is not installed: pip install 'jaxdist[data]'",
         "jaxdist.loader needs grain, which is not installed: pip install 'jaxdist[data]'",
         "jaxdist.save needs orbax.checkpoint, which is not installed: pip install 'jaxdist[checkpoint]'",
         "jaxdist.restore needs tensorstore, which is not installed: pip install 'jaxdist[checkpoint]'",

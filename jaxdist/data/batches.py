@@ -312,7 +312,7 @@ def open_source(source: Any) -> tuple[Any, int]:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether a source has its examples one after the other alone.
+    """Whether a source has its examples one after the other alone; or is a function that returns such a one.
 
     Raises:
       TypeError: it is no source, or one that can be read only once.
@@ -321,20 +321,27 @@ def is_stream(source: Any) -> bool:
         return False
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return False
+    if callable(source) and not hasattr(source, "__iter__"):
+        return True
+    if not hasattr(source, "__iter__"):
+        raise TypeError(
+            "a loader needs a source with __len__ and __getitem__, an iterable of examples, or a function of the epoch "
+            f"that returns one, and this is a {type(source).__name__}"
+        )
+    check_iterable(source)
+    return True
+
+
+def check_iterable(source: Any) -> None:
+    """Refuse what is no iterable, or can be read only once."""
     kind = type(source).__name__
-    if hasattr(source, "__iter__") and not isinstance(source, str | bytes):
-        if iter(source) is source:
-            raise TypeError(
-                f"a {kind} can be read once, and a stream is read anew for each epoch and restart: give a function of "
-                "the epoch that returns it, or a class with __iter__"
-            )
-        return True
-    if callable(source):
-        return True
-    raise TypeError(
-        "a loader needs a source with __len__ and __getitem__, an iterable of examples, or a function of the epoch "
-        f"that returns one, and this is a {kind}"
-    )
+    if not hasattr(source, "__iter__") or isinstance(source, str | bytes):
+        raise TypeError(f"a stream needs an iterable of examples, and this is a {kind}")
+    if iter(source) is source:
+        raise TypeError(
+            f"a {kind} can be read once, and a stream is read anew for each epoch and restart: give a function of the "
+            "epoch that returns it, or a class with __iter__"
+        )
 
 
 def fingerprint(source: Any) -> int:

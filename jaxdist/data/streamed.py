@@ -13,8 +13,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxdist.data.batches import Place, Sampling, stacked, takes_rng
-from jaxdist.data.streaming import stream
+from jaxdist.data.batches import Place, Sampling, check_iterable, stacked, takes_rng
 
 _TUPLE = "tuple of"
 
@@ -109,7 +108,8 @@ class Streamed:
         if isinstance(source, grain.MapDataset):
             source = source.to_iter_dataset()
         if not isinstance(source, grain.IterDataset):
-            source = stream(source, epoch)
+            check_iterable(source)
+            source = Iterated(source, epoch)
         examples = iter(source)
         return _Windows(examples, self.window, (self.sampling.seed, epoch)) if self.window and shuffled else examples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.data.batches import is_stream
+from jaxdist.data.batches import check_iterable
 from jaxdist.extras import need
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ def stream(source: Iterable[Any], epoch: int = 0) -> IterDataset:
       >>> [batch.tolist() for batch in jaxdist.loader(even, 3, shuffle=False)]
       [[0, 2, 4]]
     """
-    need("grain", "data", "jaxdist.stream")
-    if not hasattr(source, "__iter__"):
-        raise TypeError(f"a stream needs an iterable of examples, and this is a {type(source).__name__}")
-    is_stream(source)  # not one that can be read only once
+    need("grain", "jaxdist.stream")
+    check_iterable(source)
     from jaxdist.data.streamed import Iterated  # with grain, which is slow to import
 
     return Iterated(source, epoch)

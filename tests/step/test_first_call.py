@@ -62,16 +62,15 @@ def test_a_step_that_fails_says_nothing_more(
 def test_garbage_is_collected_again_after_it() -> None:
     seen: list[bool] = []
 
-    @jaxdist.data_parallel
     def step(w: Any, x: Any) -> Any:
         seen.append(gc.isenabled())
         return w - jnp.mean(x)
 
-    step(1.0, jnp.ones((8, 2)))
+    jaxdist.data_parallel(step)(1.0, jnp.ones((8, 2)))
     assert (seen[0], gc.isenabled()) == (False, True)
     gc.disable()
     try:
-        jaxdist.data_parallel(step.__wrapped__)(1.0, jnp.ones((8, 2)))
+        jaxdist.data_parallel(step)(1.0, jnp.ones((8, 2)))
         assert not gc.isenabled()  # as the user has it
     finally:
         gc.enable()
