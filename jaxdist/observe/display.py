@@ -39,7 +39,7 @@ class Display:
         self._bar = Progress(
             TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[shown]}", markup=False), console=console, refresh_per_second=4,
-            redirect_stdout=own and sys.stdout.isatty(), redirect_stderr=own,
+            redirect_stdout=own and sys.stdout is not None and sys.stdout.isatty(), redirect_stderr=own,
         )  # fmt: skip
         self._task = self._bar.add_task("step", total=self._total, completed=self._done(step) - 1, shown="")
         self._bar.start()
@@ -69,6 +69,8 @@ class Display:
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+            if isinstance(file := self._bar.console.file, _Launchers):
+                file.close()
         elif self._pending:
             self._print()
 
@@ -78,6 +80,11 @@ class _Launchers(io.TextIOBase):
 
     def __init__(self, path: str):
         self._number = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._number)
 
     def fileno(self) -> int:
         return self._number

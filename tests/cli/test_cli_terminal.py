@@ -38,7 +38,7 @@ BAR = "\r\x1b[2Kstep"
 
 
 def on_a_terminal(folder: Path, *words: str, out: Path | None = None, environment: dict[str, str] | None = None) -> str:
-    """What appears on a terminal."""
+    """What appears on a terminal; without words, those of `jaxdist run`: of the script by itself."""
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
     ours, theirs = pty.openpty()
     seen: list[bytes] = []
@@ -54,7 +54,8 @@ def on_a_terminal(folder: Path, *words: str, out: Path | None = None, environmen
     env |= {"TERM": "xterm", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | (environment or {})
     with contextlib.ExitStack() as stack:
         stdout = theirs if out is None else stack.enter_context(out.open("wb"))
-        command = [sys.executable, "-m", "jaxdist", "run", *words, "train.py"]
+        run = ["-m", "jaxdist", "run", *words] if words else []
+        command = [sys.executable, *run, "train.py"]
         streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": theirs}
         done = subprocess.run(command, **streams, cwd=folder, env=env, timeout=120, check=False)  # type: ignore[call-overload]
     os.close(theirs)
@@ -78,6 +79,13 @@ def test_a_bar(launcher: str, tmp_path: Path) -> None:
     assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h", rest[rest.rindex(BAR) :])
     assert text.endswith("\x1b[?25h")  # again, should the root be killed
     assert out.read_text() == "printed 0\nprinted 1\nprinted 2\n"
+
+
+def test_a_process_by_itself_has_the_bar_alone(tmp_path: Path) -> None:
+    text = on_a_terminal(tmp_path)
+    assert "jaxdist:" not in text
+    assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h$", text)
+    assert re.findall(r"\x1b\[2Kprinted (\d)", text) == ["0", "1", "2"]  # above it
 
 
 def test_lines_of_ranks_do_not_stick_to_the_bar(tmp_path: Path) -> None:
