@@ -102,7 +102,7 @@ def main() -> None:
             for step, batch in enumerate(batches, epoch * steps):
                 state, metrics = train_step(state, batch)
                 log(step, **metrics)
-            accuracy = sum(int(eval_step(state, padded)) for padded in tests) / len(test["label"])
+            accuracy = jaxdist.evaluate(eval_step, state, tests) / len(test["label"])
             log((epoch + 1) * steps - 1, test_accuracy=accuracy)
     final = f"final test_accuracy={accuracy:.4f} epochs={args.epochs}"
     print(final)
