@@ -8,9 +8,6 @@ business of `jaxdist.control.failfast`.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import gc
-import io
 import os
 import sys
 import threading
@@ -61,21 +58,8 @@ def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, t
             time.sleep(_OTHERS_SECONDS)  # they may be in a collective with this one, and say more than that it broke
             control.process.depart(control.process.code)
         over.set()
-        _end_soon()
 
     atexit.register(end)
-
-
-def _end_soon() -> None:
-    """Let the interpreter end without its looking through all objects of JAX, several times, for cycles to collect.
-
-    It takes 0.2 s, of each rank. What an open file in such a cycle still holds is written.
-    """
-    for x in gc.get_objects():
-        if issubclass(type(x), io.IOBase):
-            with contextlib.suppress(Exception):  # closed, say
-                x.flush()
-    gc.freeze()
 
 
 def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
