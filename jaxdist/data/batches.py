@@ -1,15 +1,12 @@
-"""What a loader's batches are made of: which examples are whose (`Sampling`), and how they are read (`BatchReader`)."""
+"""How a loader's batches are read, from a source by index."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
 import itertools
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
@@ -18,115 +15,13 @@ from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.control import guard
+from jaxdist.data.sampling import Place, Sampling
 from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements.layouts import Padded, of_batch
 from jaxdist.step.batch import batch_part
 from jaxdist.step.placer import Placer
 
-EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
-MOST = 1 << 32  # examples that the hash can order
 _AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, and of a rank's batch, that need not be read ahead
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a batch begins.
-
-    Attributes:
-      epoch: from 0.
-      position: examples of the epoch that are before it, of the whole job.
-      inner: the state of a stream there, as text; empty: it begins.
-    """
-
-    epoch: int = 0
-    position: int = 0
-    inner: str = ""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Which examples are whose: all of it follows from these numbers.
-
-    Attributes:
-      length: of the data set.
-      batch_size: of a part.
-      own: the parts of each batch that this rank reads, one after the other.
-      parts: of a batch.
-      shuffle: whether each epoch has an order of its own.
-      seed: of that order.
-      pad: whether the tail is filled up, with a weight for each example.
-      keep: whether the tail comes as it is, divided over the ranks.
-    """
-
-    length: int
-    batch_size: int
-    own: tuple[int, ...]
-    parts: int
-    shuffle: bool
-    seed: int
-    pad: bool
-    keep: bool = False
-
-    @property
-    def whole(self) -> int:
-        """Examples of a step in all parts."""
-        return self.batch_size * self.parts
-
-    def steps(self, position: int) -> int:
-        """Steps from a position to the end of the epoch."""
-        left = self.length - position
-        return -(-left // self.whole) if self.pad or self.keep else left // self.whole
-
-    def seek(self, epoch: int, position: int, step: int) -> tuple[int, int]:
-        """Epoch and position of the batch that comes `step` batches after the one at a position."""
-        first = self.steps(position)
-        if step < first:
-            return epoch, position + step * self.whole
-        further, step = divmod(step - first, self.steps(0))
-        return epoch + 1 + further, step * self.whole
-
-    def of(self, length: int) -> Sampling:
-        """The same for so many examples in their order."""
-        return dataclasses.replace(self, length=length, shuffle=False)
-
-    def tail(self, position: int) -> int | None:
-        """Examples of the batch at a position, if there are fewer than in others and the rest is not filled up."""
-        left = self.length - position
-        return left if self.keep and left < self.whole else None
-
-    @property
-    def alone(self) -> bool:
-        """Whether this rank reads all of a batch."""
-        return len(self.own) == self.parts
-
-    def examples(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """This rank's examples of a batch, and whether each is real (the others fill up the tail)."""
-        if (left := self.tail(position)) is not None:
-            rows = self._rows(-(-left // self.parts))
-            rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last one
-            return self.order(epoch, position + rows), np.ones(len(rows), bool)
-        places = position + self._rows(self.batch_size)
-        return self.order(epoch, places % self.length), places < self.length
-
-    def _rows(self, each: int) -> np.ndarray:
-        """The places within a batch of the examples that this rank reads, with so many in a part."""
-        return np.concatenate([part * each + np.arange(each) for part in self.own])
-
-    def order(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """The examples at these places of an epoch."""
-        if not self.shuffle:
-            return places
-        if self.length <= EXACT:
-            return _permutation(self.length, self.seed, epoch)[places]
-        from grain.experimental import index_shuffle  # slow to import; and to run, on short data sets
-
-        key = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
-        return np.array([index_shuffle(int(i), max_index=self.length - 1, seed=key, rounds=4) for i in places])
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(length)
 
 
 class BatchReader:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.data.batches import MOST, Indexed, Place, Sampling, close, is_stream, known, open_source, to_devices
+from jaxdist.data.batches import Indexed, close, is_stream, known, open_source, to_devices
+from jaxdist.data.sampling import MOST, Place, Sampling
 from jaxdist.extras import need
 from jaxdist.mesh import Sizes
 from jaxdist.runtime.context import Context, get_context

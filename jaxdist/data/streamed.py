@@ -13,7 +13,8 @@ import grain
 import jax
 import numpy as np
 
-from jaxdist.data.batches import Place, Sampling, check_iterable, stacked, takes_rng
+from jaxdist.data.batches import check_iterable, stacked, takes_rng
+from jaxdist.data.sampling import Place, Sampling
 
 _TUPLE = "tuple of"
 

@@ -23,7 +23,7 @@ from loaders import epoch, flat, job, make, ranks
 
 import jaxdist
 from jaxdist.agreement.description import Description
-from jaxdist.data import batches
+from jaxdist.data import sampling
 from jaxdist.data.gathering import gather_for_metrics
 from jaxdist.data.loader import Loader
 
@@ -235,7 +235,7 @@ def test_worker_processes() -> None:
 
 
 def test_large_data_sets_are_ordered_by_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "EXACT", 100)
+    monkeypatch.setattr(sampling, "EXACT", 100)
     got = [flat(epoch(loaders)) for loaders in [ranks(101, 1, 101)] for _ in range(2)]
     assert sorted(got[0]) == sorted(got[1]) == list(range(101))
     assert got[0] != got[1]
