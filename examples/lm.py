@@ -93,8 +93,8 @@ def main() -> None:
     ctx = jaxdist.init()
     mesh = {axis: int(size) for axis, size in (word.split("=") for word in args.mesh.split(","))} if args.mesh else None
     files = args.text or standard_library()
-    if (args.single and ctx.size > 1) or len(files) < 2:
-        raise SystemExit("--single is for one process; --text takes two files or more: the last one is held out")
+    if (args.single and ctx.size > 1) or len(files) < 2 or args.batch_size % ctx.parts(mesh)[1]:
+        raise SystemExit("--single: one process; --text: two files or more; --batch-size: a multiple of the ranks")
 
     def packed(name: str, files: list[Path]):
         texts, encode = jaxdist.text_files(files, split=None), lambda document: [*document.encode(), END]

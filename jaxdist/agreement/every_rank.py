@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxdist.agreement.description import Description, difference, first_problem
@@ -10,6 +12,7 @@ from jaxdist.errors import in_words, message_of
 from jaxdist.runtime.context import Context
 
 R = TypeVar("R")
+_REMIND = 30.0  # seconds until a rank says that it waits; each further time after twice as long
 
 
 class Part(NamedTuple, Generic[R]):
@@ -60,7 +63,8 @@ def on_every_rank(
     mine, mistake = _attempt(part)
     kind, problem = _told(mistake, raises) if mistake else (0, "")
     own = Description(call, mine.entries if mine else (), problem), kind, mine.told if mine else None
-    said = context.control.exchange(call, own, None if patient else context.timeout)
+    with _patience(context, call) if patient else contextlib.nullcontext():
+        said = context.control.exchange(call, own, None if patient else context.timeout)
     everyone = [description for description, _, _ in said]
     if kinds := {rank: kind for rank, (description, kind, _) in enumerate(said) if description.problem}:
         first = min(kinds.values())
@@ -70,6 +74,24 @@ def on_every_rank(
         raise raises[0](difference(everyone, advice))
     assert mine is not None
     return mine.result, [told for _, _, told in said]
+
+
+@contextlib.contextmanager
+def _patience(context: Context, call: str) -> Iterator[None]:
+    """Say now and then that this rank waits, and in what."""
+    over = threading.Event()
+
+    def remind() -> None:
+        seconds = _REMIND
+        while not over.wait(seconds):
+            context.control.say(f"{call}: this rank is ready and waits for another one, which takes its time")
+            seconds *= 2
+
+    threading.Thread(target=remind, name="jaxdist-patience", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _attempt(part: Callable[[], Part[R]]) -> tuple[Part[R] | None, Exception | None]:

@@ -46,9 +46,11 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
     def part() -> Part[None]:
         if ctx.is_root:
             keys, values = named(whole)
-            leaves = {
-                ".".join(key): x if isinstance(x, str) else _on_host(x) for key, x in zip(keys, values, strict=True)
-            }
+            leaves: dict[str, np.ndarray | str] = {}
+            for key, x in zip(keys, values, strict=True):
+                if (name := ".".join(key)) in leaves:
+                    raise ValueError(f"two arrays have the name {name!r}: a key of the tree has a dot in it")
+                leaves[name] = x if isinstance(x, str) else _on_host(x)
             write(Path(path), leaves, rename)
         return Part(None)
 
@@ -88,6 +90,10 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         renamed[new] = name, x
     texts = {name: x for name, (_, x) in renamed.items() if isinstance(x, str)}
     arrays = {name: x for name, (_, x) in renamed.items() if not isinstance(x, str)}
+    if not arrays:
+        raise ValueError("there is no array to write")
+    if reserved := {"__metadata__", "file", "allow_pickle"} & renamed.keys():
+        raise ValueError(f"an array can't have the name {min(reserved)!r} in such a file: rename it")
     if file.suffix == ".npz":
         with file.open("wb") as out:
             np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})
@@ -96,5 +102,5 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
             from safetensors.numpy import save_file
         except ImportError:
             raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
-        save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, file, metadata=texts)
+        save_file({name: np.array(x, order="C") for name, x in arrays.items()}, file, metadata=texts)
     return len(arrays)

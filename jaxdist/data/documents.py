@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
+import itertools
 import json
 import os
 import shutil
+import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,13 @@ from typing import Any
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.data.batches import check_iterable
 from jaxdist.runtime.context import get_context
 
 _TOKENS, _ENDS, _ABOUT = "tokens.npy", "ends.npy", "about.json"
 _CHUNK = 1 << 26  # bytes of a text that are searched at once
+_BLOCK = 1 << 20  # bytes of a text that a checksum takes at once
+_SAMPLES = 64  # documents that are encoded again to see whether a folder is of them
 
 
 def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
@@ -63,6 +70,17 @@ class Text:
     def __iter__(self) -> Iterator[str]:
         return map(self.__getitem__, range(len(self)))
 
+    def checksum(self) -> int:
+        """Of all bytes of the files; of files of more than a GiB together, of their lengths and of samples."""
+        files = [_mapped(path) for path in self._paths]
+        step = max(1, sum(map(len, files)) >> 30)  # of so many blocks one is read
+        value = 0
+        for data in files:
+            value = zlib.crc32(len(data).to_bytes(8, "big"), value)
+            for start in range(0, len(data), _BLOCK * step):
+                value = zlib.crc32(data[start : start + _BLOCK].tobytes(), value)
+        return value
+
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
@@ -78,10 +96,15 @@ class Text:
             ) from None
 
 
-@functools.lru_cache(maxsize=64)
 def _mapped(path: str) -> np.ndarray:
-    # Not np.memmap: an empty file can't be mapped.
-    return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)  # noqa: PTH202
+    about = Path(path).stat()
+    return _map(path, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _map(path: str, _: int, size: int, __: int) -> np.ndarray:
+    """A file as it is now: one that is written anew is another one."""
+    return np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)  # an empty file can't be mapped
 
 
 def _spans(path: str, split: str | None) -> np.ndarray:
@@ -89,8 +112,11 @@ def _spans(path: str, split: str | None) -> np.ndarray:
     data = _mapped(path)
     between = b"" if split is None else split.encode()
     found = np.array(list(_places(data, between)), np.int64) if len(between) > 1 else _bytes(data, between)
-    starts = np.concatenate([np.zeros(1, np.int64), found + len(between)])
+    mark = 3 if bytes(data[:3]) == codecs.BOM_UTF8 else 0
+    starts = np.concatenate([np.array([mark], np.int64), found + len(between)])
     ends = np.concatenate([found, np.array([len(data)], np.int64)])
+    if between == b"\n" and len(data):  # lines of Windows end with two characters
+        ends = np.maximum(starts, ends - (data[np.maximum(ends - 1, 0)] == ord("\r")))
     return np.stack([starts, ends], 1)[ends > starts]
 
 
@@ -120,7 +146,7 @@ class Documents:
       ends: integers ``(documents,)``: where each document ends, upwards; the last one is ``len(tokens)``.
 
     Raises:
-      TypeError: `tokens` are no integers, or not of one dimension.
+      TypeError: `tokens` or `ends` are no integers, or not of one dimension.
       ValueError: `ends` go down, or the last one is another.
 
     Example:
@@ -131,12 +157,14 @@ class Documents:
     """
 
     def __init__(self, tokens: np.ndarray, ends: Any):
-        self.tokens, self.ends = tokens, np.asarray(ends, np.int64)
+        self.tokens, self.ends = tokens, np.asarray(ends)
         self._folder: str | None = None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise TypeError(f"tokens: {tokens.dtype} of shape {tokens.shape}; expected integers of one dimension")
-        if self.ends.ndim != 1 or not len(self.ends):
-            raise ValueError(f"ends: shape {self.ends.shape}; expected one number for each document, and at least one")
+        for name, x in (("tokens", tokens), ("ends", self.ends if self.ends.size else np.zeros(0, int))):
+            if x.ndim != 1 or x.dtype.kind not in "iu":
+                raise TypeError(f"{name}: {x.dtype} of shape {x.shape}; expected integers of one dimension")
+        self.ends = self.ends.astype(np.int64)
+        if not len(self.ends):
+            raise ValueError("ends: expected one number for each document, and at least one")
         if (self.lengths < 0).any() or self.ends[-1] != len(tokens):
             raise ValueError(
                 f"ends: expected places that go upwards, and {len(tokens)} at last, as there are tokens; they end with "
@@ -190,8 +218,11 @@ def tokenize(
     In a job of several processes each calls it with the same arguments. The root writes, the others wait for it. The
     folder must be one that all hosts see.
 
+    A folder that is there is compared: with the bytes of text files (of more than a GiB: with samples) and of a list,
+    the number of other documents, and the tokens of up to 64 documents, the first and the last among them.
+
     Args:
-      documents: `jaxdist.text_files`, a Hugging Face data set, or any other iterable.
+      documents: `jaxdist.text_files`, a list, a Hugging Face data set, or another iterable that can be read again.
       encode: a document's tokens, with one for its end if the model is to see one: ``str.encode`` for bytes.
       folder: to write: ``tokens.npy`` and ``ends.npy``, which NumPy reads.
       dtype: of the tokens on disk: ``uint16`` up to 65,535.
@@ -201,7 +232,8 @@ def tokenize(
 
     Raises:
       ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or what is there already was
-        made of other documents or in another way: the first document gives other tokens now.
+        made of other documents or in another way.
+      TypeError: (on every rank) `documents` can be read only once, as a generator.
       OSError: (on every rank) the folder can't be written, or another host does not see it.
 
     Example:
@@ -228,6 +260,8 @@ def tokenize(
 
 
 def _written(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, dtype: np.dtype[Any]) -> None:
+    check_iterable(documents)
+
     def coded(i: int, document: Any) -> np.ndarray:
         ids = encode(document)
         ids = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids)
@@ -236,44 +270,92 @@ def _written(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path,
             raise TypeError(
                 f"encode gave {ids.dtype} of shape {ids.shape} for document {i}: expected a list of integers"
             )
-        if ids.size and not (np.iinfo(dtype).min <= ids.min() and ids.max() <= np.iinfo(dtype).max):
-            raise ValueError(f"document {i} has token {ids.max()}, which {dtype} does not hold: pass dtype='uint32'")
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+        for token in (ids.min(), ids.max()) if ids.size else ():
+            if not least <= token <= most:
+                wider = "uint32" if token > most else "int32"
+                raise ValueError(f"document {i} has token {token}, which {dtype} does not hold: pass dtype={wider!r}")
         return ids.astype(dtype)
 
-    first = next(iter(documents), None)
-    if first is None:
+    sampled = _sampled(documents)
+    if not sampled:
         raise ValueError("tokenize: there are no documents")
-    about = {"first": coded(0, first)[:64].tolist(), "dtype": dtype.name}
-    if hasattr(documents, "__len__"):
-        about["documents"] = len(documents)  # type: ignore[arg-type]
+    tokens = zlib.crc32(b"".join(coded(i, document).tobytes() + b";" for i, document in sampled))
+    about: dict[str, Any] = {"dtype": dtype.name, "tokens of samples": tokens} | _identity(documents)
     if path.exists():
-        found = json.loads((path / _ABOUT).read_text()) if (path / _ABOUT).exists() else None
-        if found is None:
-            raise ValueError(f"{path} exists, and is no folder that jaxdist.tokenize has written: name another one")
-        if changed := [name for name, value in about.items() if found.get(name, value) != value]:
-            name = changed[0]
-            what = "the first document has the tokens" if name == "first" else f"{name} ="
-            raise ValueError(
-                f"{path} was made in another way: there {what} {str(found[name])[:80]}, now {str(about[name])[:80]}. "
-                "Delete it, or name another folder"
-            )
+        _compare(path, about)
         return
-    beside = path.with_name(f"{path.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)  # of a run that was stopped
-    beside.mkdir(parents=True)
-    ends, count = [], 0
-    with (beside / _TOKENS).open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        for i, document in enumerate(documents):
-            ids = coded(i, document)
-            file.write(ids.tobytes())
-            ends.append(count := count + len(ids))
-        file.seek(0)  # NumPy leaves room for a longer shape
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-    np.save(beside / _ENDS, np.array(ends, np.int64))
-    (beside / _ABOUT).write_text(json.dumps(about | {"documents": len(ends)}))
-    beside.rename(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # another job may write as well
+    try:
+        ends, count = [], 0
+        with (beside / _TOKENS).open("wb") as file:
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for i, document in enumerate(documents):
+                ids = coded(i, document)
+                file.write(ids.tobytes())
+                ends.append(count := count + len(ids))
+            file.seek(0)  # NumPy leaves room for a longer shape
+            np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+        np.save(beside / _ENDS, np.array(ends, np.int64))
+        (beside / _ABOUT).write_text(json.dumps(about | {"documents": len(ends)}))
+        beside.chmod(0o777 & ~_umask())
+        try:
+            beside.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+            _compare(path, about)  # another job was first
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _sampled(documents: Any) -> list[tuple[int, Any]]:
+    """Some documents with their places: spread over all, if they are there by index."""
+    if not (hasattr(documents, "__len__") and hasattr(documents, "__getitem__")):
+        return list(enumerate(itertools.islice(documents, _SAMPLES)))
+    places = np.unique(np.linspace(0, max(0, len(documents) - 1), _SAMPLES).astype(int)) if len(documents) else []
+    return [(int(i), documents[int(i)]) for i in places]
+
+
+def _identity(documents: Any) -> dict[str, Any]:
+    """What tells documents from others, without encoding them."""
+    found: dict[str, Any] = {"documents": len(documents)} if hasattr(documents, "__len__") else {}
+    if isinstance(documents, Text):
+        found["bytes"] = documents.checksum()
+    elif isinstance(documents, list | tuple):
+        value = 0
+        for document in documents:
+            value = zlib.crc32(repr(document).encode(), value)
+        found["bytes"] = value
+    return found
+
+
+def _compare(path: Path, about: dict[str, Any]) -> None:
+    """Refuse a folder that was made of something else."""
+    try:
+        found = json.loads((path / _ABOUT).read_text())
+    except (OSError, ValueError):
+        raise ValueError(
+            f"{path} exists, and is no folder that jaxdist.tokenize has written: name another one"
+        ) from None
+    said = {
+        "dtype": "in {} there, and is asked in {}",
+        "documents": "of {} documents, and here are {}",
+        "bytes": "of other documents (their checksum was {}, and is {})",
+        "tokens of samples": "with another encode (the checksum of some tokens was {}, and is {})",
+    }
+    for name, words in said.items():
+        if name in about and found.get(name, about[name]) != about[name]:
+            how = words.format(found[name], about[name])
+            raise ValueError(f"{path} was made {how}. Delete it, or name another folder")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 __all__ = ["Documents", "Text", "text_files", "tokenize"]

@@ -158,11 +158,10 @@ def _is_checked(step: Any) -> bool:
 def _check_weight(step: Callable[..., Any], state: list[Any], batch: Any, sums: Any) -> None:
     """Sums of two halves of the examples give the sum of all; means, maxima, and sums that ignore the weight do not."""
     examples, weight = batch
-    half = np.asarray(weight).copy() if isinstance(weight, np.ndarray) else None
-    if half is None:  # on the devices already
+    if isinstance(weight, Padded):
         return
-    half[1::2] = 0
-    halves = [step(*state, (examples, part)) for part in (half, np.asarray(weight) - half)]
+    half = weight * (np.arange(len(weight)) % 2 == 0)  # on the devices, if it is there
+    halves = [step(*state, (examples, part)) for part in (half, weight - half)]
     for (path, whole), *parts in zip(
         jax.tree_util.tree_leaves_with_path(sums), *(jax.tree.leaves(x) for x in halves), strict=True
     ):

@@ -370,7 +370,7 @@ def _check_stream(shuffle: bool | int, workers: int, threads: int) -> None:
             "shuffle=True: a stream is shuffled in windows. Give their size, as shuffle=10_000 (examples, which each "
             "process holds in memory), or shuffle=False"
         )
-    _check_integer(f"shuffle={shuffle!r}", int(shuffle), 0)
+    _check_integer(f"shuffle={shuffle!r}", shuffle if shuffle else 0, 0)
     if workers or threads > 1:
         raise ValueError(
             f"workers={workers}, threads={threads}: a stream is read one example after the other, by one thread. Grain "

@@ -31,7 +31,7 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
       the row. (The names are those of grain's packing.)
 
     Raises:
-      ValueError: `length` is not positive, or there are no tokens.
+      ValueError: `length` is not positive, there are no tokens, or one does not fit int32.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -49,6 +49,8 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
         raise ValueError(f"packed(length={length}): expected a positive number of tokens")
     if not len(documents.tokens):
         raise ValueError("packed: the documents have no tokens")
+    if not np.can_cast(documents.tokens.dtype, np.int32) and documents.tokens.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"packed: token {documents.tokens.max()} does not fit int32, in which rows are")
     order = np.arange(len(documents)) if seed is None else np.random.default_rng(seed).permutation(len(documents))
     order = order[documents.lengths[order] > 0]
     pieces = _cut(documents, order, length) if split else _fitted(documents, order, length)

@@ -25,6 +25,8 @@ class Iterated(grain.IterDataset):
         self._source, self._epoch = source, epoch
 
     def __iter__(self) -> grain.DatasetIterator:
+        if iter(self._source) is self._source:  # of a function of the epoch, which gives a new one each time
+            return _Counting(self._source)
         source = copy.copy(self._source)  # where it stands is of this iterator alone
         if hasattr(source, "set_epoch"):
             source.set_epoch(self._epoch)
@@ -54,9 +56,10 @@ class _Counting(grain.DatasetIterator):
         if "source" in state:
             self._source.load_state_dict(state["source"])
         self._examples, self._given, self._began = iter(self._source), state["given"], state
-        if "source" not in state:
-            for _ in range(self._given):
-                next(self._examples, None)
+        if "source" not in state and len(_next(self._examples, self._given)) < self._given:
+            raise ValueError(
+                f"the stream has fewer than the {self._given} examples that were read of it: it is another"
+            )
 
 
 class Streamed:
@@ -109,7 +112,8 @@ class Streamed:
         if isinstance(source, grain.MapDataset):
             source = source.to_iter_dataset()
         if not isinstance(source, grain.IterDataset):
-            check_iterable(source)
+            if not (by_epoch and hasattr(source, "__next__")):
+                check_iterable(source)
             source = Iterated(source, epoch)
         examples = iter(source)
         return _Windows(examples, self.window, (self.sampling.seed, epoch)) if self.window and shuffled else examples
@@ -120,7 +124,11 @@ class Streamed:
         while True:
             examples = self._examples(at.epoch)
             if at.inner:
-                examples.set_state(of_text(at.inner))
+                try:
+                    state = of_text(at.inner)
+                except ValueError:
+                    raise ValueError(f"not the state of a stream: {at.inner[:80]!r}") from None
+                examples.set_state(state)
             rows = _next(examples, whole)
             if not self._enough(rows) and not resumed:
                 needed = f"fewer than one batch of all ranks ({whole})"
@@ -134,7 +142,8 @@ class Streamed:
                 further = _next(examples, whole) if len(rows) == whole else []
                 more = self._enough(further)
                 then = Place(at.epoch, at.position + whole, inner) if more else Place(at.epoch + 1)
-                check = zlib.crc32(_checksum(rows[0]).to_bytes(4, "big"), check) if self.checked else 0
+                for row in rows if self.checked else ():
+                    check = zlib.crc32(_checksum(row).to_bytes(4, "big"), check)
                 read = self._own(rows, at)
                 yield (self.place(read) if self.place else read), at, then, check
                 rows, at = further, then

@@ -59,7 +59,7 @@ class Sinking:
             try:
                 if not self._left_out:
                     call()
-            except Exception as error:
+            except BaseException as error:  # SystemExit would end this thread in silence
                 self._leave_out(f"failed at {what}: {in_words(error)}")
 
     def _leave_out(self, why: str) -> None:

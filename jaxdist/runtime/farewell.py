@@ -48,8 +48,8 @@ def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, t
             failfast.fail_at_exit(control, f"a function that runs at exit failed: {failures[0]}")
         if control.rank == 0 and not control.ending and not control.position():
             control.say(
-                f"the {control.size} ranks have called no decorated step and no collective of jaxdist: each has worked "
-                "by itself. Is the step decorated with jaxdist.data_parallel?"
+                f"the {control.size} ranks have called no decorated step and no collective of jaxdist. If there were "
+                "steps left to do, each rank has worked by itself: decorate the step with jaxdist.data_parallel"
             )
         control.process.hold()  # the main thread ends this process
         control.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxdist.agreement import every_rank
 from jaxdist.agreement.every_rank import Part, on_every_rank
 
 
@@ -82,3 +83,22 @@ def test_arguments_that_differ() -> None:
 def test_alone_it_is_the_error_itself() -> None:
     assert run([lambda: Part("own", told=1)]) == [("own", [1])]
     assert [type(error) for error in run([fails(KeyError("w"))])] == [KeyError]
+
+
+def test_who_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every_rank, "_REMIND", 0.01)
+    said, enough = [], threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            enough.set()
+
+    def exchange(tag: str, value: Any, timeout: float | None) -> list[Any]:
+        assert timeout is None
+        assert enough.wait(30)
+        return [value, value]
+
+    context: Any = SimpleNamespace(rank=0, size=2, timeout=1.0, control=SimpleNamespace(exchange=exchange, say=say))
+    assert on_every_rank(context, "tokenize", lambda: Part(3), patient=True)[0] == 3
+    assert said[:2] == ["tokenize: this rank is ready and waits for another one, which takes its time"] * 2

@@ -92,6 +92,13 @@ def test_what_is_in_memory(tmp_path: Path) -> None:
         assert file.metadata() == {"name": "tall"}
     with pytest.raises(ValueError, match="has to end in"):
         jaxdist.export(tmp_path / "out.pt", tree)
+    one = np.ones(2)
+    for wrong, said in [
+        ({"a.b": one, "a": {"b": one}}, "two arrays have the name 'a.b'"), ({}, "no array to write"),
+        ({"__metadata__": one}, "can't have the name '__metadata__'"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            jaxdist.export(tmp_path / "out.safetensors", wrong)
     with pytest.raises(OSError, match="No such file"):
         jaxdist.export(tmp_path / "no" / "out.npz", tree)
 

@@ -343,7 +343,7 @@ class Short:
             {"shuffle": 5, "batch_size": 2},
             r"epoch 0 of the stream has 1 examples, fewer than one batch of all",
         ),
-        (lambda epoch: iter([1]), {"shuffle": 5}, "a list_iterator can be read once"),
+        (Short(), {"shuffle": 2.5}, r"shuffle=2\.5: expected an integer"),
         (lambda epoch: 3, {"shuffle": 5}, "a stream needs an iterable of examples, and this is a int"),
         (lambda epoch: [], {"shuffle": 5}, "the stream has no examples"),
         (np.arange(3), {"shuffle": 2}, "shuffle=2: True or False; a window is for streams"),

@@ -56,6 +56,18 @@ def test_text_files_that_are_wrong(files: list[Path], tmp_path: Path) -> None:
         text[1]
 
 
+def test_files_of_windows_and_files_that_are_written_anew(tmp_path: Path) -> None:
+    (path := tmp_path / "x.txt").write_bytes("\ufeffone\r\n\r\ntwo\r\n".encode())
+    assert list(jaxdist.text_files(path)) == ["one", "two"]
+    path.write_text("a longer line\n" * 3)
+    assert list(jaxdist.text_files(path)) == ["a longer line"] * 3
+    documents = jaxdist.tokenize(jaxdist.text_files(path), str.encode, tmp_path / "t")
+    assert len(documents) == 3
+    path.write_text("a larger line\n" * 3)
+    with pytest.raises(ValueError, match="was made of other documents"):
+        jaxdist.tokenize(jaxdist.text_files(path), str.encode, tmp_path / "t")
+
+
 def test_tokenize_writes_once(tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -71,19 +83,21 @@ def test_tokenize_writes_once(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(jaxdist.tokenize(texts, encode, tmp_path / "t")))
     assert [x.tolist() for x in again] == [[0, 7], [1, 7], [3, 7]]
     assert isinstance(again.tokens, np.memmap)
-    assert calls == ["", *texts, ""]  # the first one, to see whether it gives the same
+    assert calls == [*texts, *texts, *texts]  # samples, all of them, samples again to see whether they give the same
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 @pytest.mark.parametrize(
     ("documents", "encode", "how", "said"),
     [
-        (["b"], str.encode, {}, r"made in another way: there the first document has the tokens \[97\], now \[98\]"),
-        (["a"], str.encode, {"dtype": "uint32"}, "there dtype = uint16, now uint32"),
-        (["a", "b"], str.encode, {}, "there documents = 1, now 2"),
+        (["b"], str.encode, {}, r"of other documents \(their checksum was"),
+        (["a"], lambda x: [*x.encode(), 256], {}, "made with another encode"),
+        (["a"], str.encode, {"dtype": "uint32"}, "made in uint16 there, and is asked in uint32"),
+        (["a", "b"], str.encode, {}, "made of 1 documents there, and here are 2|of 1 documents, and here are 2"),
+        (iter(["a"]), str.encode, {}, "a list_iterator can be read once"),
         ([], str.encode, {}, "there are no documents"),
         (["a"], lambda x: [70_000], {}, "document 0 has token 70000, which uint16 does not hold: pass dtype='uint32'"),
-        (["a"], lambda x: [-1], {}, "document 0 has token -1, which uint16 does not hold"),
+        (["a"], lambda x: [-1], {}, "document 0 has token -1, which uint16 does not hold: pass dtype='int32'"),
         (["a"], lambda x: [0.5], {}, "encode gave float64 .* for document 0: expected a list of integers"),
     ],
 )
@@ -100,15 +114,15 @@ def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> 
         return document.encode()
 
     with pytest.raises(OSError, match="the disk is gone"):
-        jaxdist.tokenize("abc", encode, tmp_path / "t")
+        jaxdist.tokenize(list("abc"), encode, tmp_path / "t")
     assert not (tmp_path / "t").exists()
-    assert len(jaxdist.tokenize("abc", str.encode, tmp_path / "t")) == 3
+    assert len(jaxdist.tokenize(list("abc"), str.encode, tmp_path / "t")) == 3
     (tmp_path / "t" / "tokens.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 't'}: damaged")):
         jaxdist.Documents.open(tmp_path / "t")
     (tmp_path / "u").mkdir()
     with pytest.raises(ValueError, match=r"u exists, and is no folder that jaxdist\.tokenize has written"):
-        jaxdist.tokenize("abc", str.encode, tmp_path / "u")
+        jaxdist.tokenize(list("abc"), str.encode, tmp_path / "u")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +133,7 @@ def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> 
         (np.arange(3), [2], "expected places that go upwards, and 3 at last"),
         (np.arange(3), [2, 1, 3], "expected places that go upwards"),
         (np.arange(3), [], "expected one number for each document, and at least one"),
+        (np.arange(3), [2.9, 3], "ends: float64 of shape .*expected integers"),
     ],
 )
 def test_documents_that_cannot_be(tokens: np.ndarray, ends: list[int], said: str) -> None:
@@ -169,6 +184,11 @@ def test_packing_that_cannot_be() -> None:
         jaxdist.packed(documents, 0)
     with pytest.raises(ValueError, match="the documents have no tokens"):
         jaxdist.packed(jaxdist.Documents(np.zeros(0, int), [0, 0]), 4)
+
+
+def test_tokens_that_rows_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="token 2147483648 does not fit int32"):
+        jaxdist.packed(jaxdist.Documents(np.array([1, 2**31]), [2]), 2)
 
 
 def test_tokens_are_those_of_one_process_on_any_ranks() -> None:

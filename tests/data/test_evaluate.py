@@ -167,13 +167,14 @@ def test_streams(caplog: pytest.LogCaptureFixture) -> None:
         ("a maximum", lambda losses, weight: jnp.max(losses * weight)),
     ],
 )
-def test_what_is_no_sum_is_seen_where_there_are_weights(name: str, result: Any) -> None:
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_what_is_no_sum_is_seen_where_there_are_weights(name: str, result: Any, on_devices: bool) -> None:
     def step(w: Any, batch: Any) -> Any:
         batch, weight = batch
         return {"x": result(each(w, batch)[0], weight)}
 
     with pytest.raises(ValueError, match=r"result\['x'\] of the step is no sum over the examples with a weight"):
-        jaxdist.evaluate(jaxdist.data_parallel(step), W, jaxdist.loader(DATA, 16, tail="pad"))
+        jaxdist.evaluate(jaxdist.data_parallel(step), W, jaxdist.loader(DATA, 16, tail="pad", on_devices=on_devices))
 
 
 def test_sums_that_cancel_are_sums() -> None:

@@ -66,6 +66,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "seeking": Seeking,
     "grain": mixed,
     "by epoch": lambda: lambda epoch: jaxdist.stream(range(epoch, N + epoch)),
+    "generators": lambda: lambda epoch: (x for x in range(epoch, N + epoch)),
     "by index": lambda: lambda epoch: grain.MapDataset.range(N)[epoch:],
 }
 
@@ -157,6 +158,20 @@ def test_the_state_of_another_source_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=said):
             loader.set_state(state)
+
+
+def test_a_stream_that_is_shorter_than_what_was_read() -> None:
+    loader = make(jaxdist.stream(range(40)), 4, shuffle=False)
+    loop = iter(loader)
+    for _ in range(8):
+        next(loop)
+    state = loader.get_state()
+    for rest, said in (
+        (state, "fewer than the 32 examples that were read"),
+        (state | {"stream": "{"}, "not the state of a"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make(jaxdist.stream(range(10)), 4, shuffle=False).set_state(rest)
 
 
 def test_an_error_of_the_stream_is_the_loops() -> None:
