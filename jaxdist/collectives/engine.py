@@ -106,7 +106,8 @@ class Eager:
         if group.n == 1:
             return call, None
         found = self.wire.run(call, ready.leaves, group)
-        self._turns.dispatched(next((x for x in found if isinstance(x, jax.Array)), None))
+        if self.wire.in_programs:  # else it is done, and a step that was called before it may not be
+            self._turns.dispatched(next((x for x in found if isinstance(x, jax.Array)), None))
         return call, found
 
     def _compare_aloud(self, mine: Description, problem: Exception | None, ready: Prepared | None) -> None:

@@ -43,6 +43,8 @@ class MpiWire:
       timeout: seconds to wait for ranks that do not come.
     """
 
+    in_programs = False
+
     def __init__(self, ctx: Any, timeout: float):
         from jaxdist.communicators.mpi_groups import world
         from jaxdist.connectors.mpi import load

@@ -40,6 +40,9 @@ class XlaWire:
       timeout: seconds to wait for ranks that do not come.
     """
 
+    in_programs = True
+    """Whether collectives are programs of XLA, dispatched and not done when a call returns."""
+
     def __init__(self, ctx: Any, timeout: float):
         self._ctx, self._timeout = ctx, timeout
         self._first = {d.process_index: d for d in reversed(ctx.devices)}  # of each process
