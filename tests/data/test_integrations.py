@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,15 @@ import jaxdist
 N = 61
 
 
+@pytest.fixture(autouse=True)
+def _without_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published steps (benchmarks/published), if they were loaded in this process, have stand-ins for packages."""
+    real = [finder for finder in sys.meta_path if not type(finder).__module__.endswith("source")]
+    monkeypatch.setattr(sys, "meta_path", real)
+
+
 def installed(name: str) -> Any:
-    """A module, if its package is there: those of published steps have stand-ins (benchmarks/published)."""
+    """A module, if its package is there."""
     package = {"array_record": "array-record"}.get(top := name.partition(".")[0], top)
     try:
         importlib.metadata.version(package)
