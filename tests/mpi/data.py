@@ -136,6 +136,10 @@ def streams_that_differ() -> None:
     with pytest.raises(ValueError, match="loader's stream with different arguments: what was read is"):
         for _ in jaxdist.loader(jaxdist.stream([0, *range(rank, 30)]), 2, shuffle=3):
             pass
+    first = [0, 2, 1] if rank == 1 else [0, 1, 2]  # exchanged in the midst of a batch
+    with pytest.raises(ValueError, match="loader's stream with different arguments: what was read is"):
+        for _ in jaxdist.loader(jaxdist.stream([*first, *range(3, 30)]), 2, shuffle=False):
+            pass
     with pytest.raises(ValueError, match="loader's stream with different arguments: the end of the epoch is"):
         for _ in jaxdist.loader(jaxdist.stream(range(40 - 30 * (rank > 0))), 2, shuffle=False):
             pass
