@@ -7,8 +7,8 @@ import functools
 import itertools
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -71,7 +71,7 @@ class Text:
         return map(self.__getitem__, range(len(self)))
 
     def checksum(self) -> int:
-        """Of all bytes of the files; of files of more than a GiB together, of their lengths and of samples."""
+        """A checksum of all bytes of the files; of their lengths and samples, where there is more than a GiB."""
         files = [_mapped(path) for path in self._paths]
         step = max(1, sum(map(len, files)) >> 30)  # of so many blocks one is read
         value = 0
@@ -286,7 +286,8 @@ def _written(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path,
         _compare(path, about)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # another job may write as well
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another job may write as well
+    beside.mkdir()
     try:
         ends, count = [], 0
         with (beside / _TOKENS).open("wb") as file:
@@ -300,7 +301,6 @@ def _written(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path,
             np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
         np.save(beside / _ENDS, np.array(ends, np.int64))
         (beside / _ABOUT).write_text(json.dumps(about | {"documents": len(ends)}))
-        beside.chmod(0o777 & ~_umask())
         try:
             beside.rename(path)
         except OSError:
@@ -350,12 +350,6 @@ def _compare(path: Path, about: dict[str, Any]) -> None:
         if name in about and found.get(name, about[name]) != about[name]:
             how = words.format(found[name], about[name])
             raise ValueError(f"{path} was made {how}. Delete it, or name another folder")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 __all__ = ["Documents", "Text", "text_files", "tokenize"]

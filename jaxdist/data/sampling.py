@@ -1,4 +1,4 @@
-"""Which examples are whose: the order of an epoch, and each rank's part of a batch."""
+"""The order of the examples in an epoch, and each rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which examples are whose: all of it follows from these numbers.
+    """The numbers from which it follows which examples are whose.
 
     Attributes:
       length: of the data set.

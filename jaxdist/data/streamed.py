@@ -86,7 +86,12 @@ class Streamed:
         checked: bool,
     ):
         self.source, self.sampling, self.window = source, sampling, window
-        self.transform, self.prefetch, self.place, self.checked = transform, prefetch, place, checked
+        self.prefetch, self.place, self.checked = prefetch, place, checked
+        own = {grain.transforms.RandomMap: "random_map", grain.transforms.Map: "map"}
+        name = next((name for kind, name in own.items() if isinstance(transform, kind)), "")
+        how = getattr(transform, name) if name else transform
+        at_random = name == "random_map" or (not name and how is not None and takes_rng(how))
+        self._random, self._map = (how, None) if at_random else (None, how)
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -162,15 +167,9 @@ class Streamed:
         return (batch, real.astype(np.float32)) if here.pad else batch
 
     def _transformed(self, example: Any, at: Place, i: int) -> Any:
-        how = self.transform
-        if how is None:
-            return example
-        rng = np.random.default_rng([self.sampling.seed, at.epoch, at.position + i])
-        if isinstance(how, grain.transforms.RandomMap):
-            return how.random_map(example, rng)
-        if isinstance(how, grain.transforms.Map):
-            return how.map(example)
-        return how(example, rng) if takes_rng(how) else how(example)
+        if self._random:
+            return self._random(example, np.random.default_rng([self.sampling.seed, at.epoch, at.position + i]))
+        return self._map(example) if self._map else example
 
 
 class _Windows:
