@@ -16,6 +16,7 @@ import run_docs
 from flax import nnx
 
 import jaxdist
+from jaxdist.agreement.turns import Turns
 
 ctx = jaxdist.get_context()
 ROWS = 6
@@ -308,6 +309,13 @@ def threads_that_take_turns() -> None:
                 jaxdist.allreduce(np.ones(3))
             turns[1 - k].release()
 
+    waited_for = ctx.only(Turns)
+    jaxdist.data_parallel(descend, donate=False)(ws[0], batches[0][ctx.rank :: ctx.size])
+    before = waited_for._output
+    jaxdist.allreduce(np.ones(3))
+    if ctx.communicator == "mpi":  # the collective is done, and that step may not be
+        assert before is not None
+        assert waited_for._output is before
     threads = [threading.Thread(target=train, args=(k,)) for k in (0, 1)]
     for thread in threads:
         thread.start()
