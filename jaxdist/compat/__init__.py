@@ -40,6 +40,7 @@ from jaxdist.compat.jaxprs import (
     closed,
     composite_p,
     context_of,
+    draws_by_key,
     expanded,
     in_backward_pass,
     linear_solve,

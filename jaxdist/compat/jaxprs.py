@@ -183,8 +183,14 @@ def scatter_add(xs: Sequence[Any], params: Mapping[str, Any]) -> Any:
 
 def makes_bits_by_place(dtype: Any) -> bool:
     """Whether the random bits of keys of a type depend on the key and the place of an entry alone."""
-    impl = getattr(dtype, "_impl", None)
-    return getattr(impl, "name", "") == "threefry2x32" and bool(_config.threefry_partitionable.value)
+    return draws_by_key(dtype) and bool(_config.threefry_partitionable.value)
+
+
+def draws_by_key(dtype: Any) -> bool:
+    """Whether each key of an array draws what it would alone: of rbg keys, `vmap` draws from the first ("Advanced RNG
+    configuration" in the docs of `jax.random`). Nothing is assumed of other implementations.
+    """
+    return getattr(getattr(dtype, "_impl", None), "name", "") == "threefry2x32"
 
 
 def threefry(key_a: Any, key_b: Any, high: Any, low: Any) -> Sequence[Any]:

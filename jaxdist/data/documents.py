@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -175,17 +176,14 @@ class Documents:
     def open(folder: str | os.PathLike[str]) -> Documents:
         """The documents that `jaxdist.tokenize` has written to a folder; they stay on disk.
 
+        All of it is read once, to compare its digest: about a second for a GB.
+
         Raises:
           OSError: they are not there.
-          ValueError: they are cut short.
+          ValueError: they are damaged, or `jaxdist.tokenize` has not written them.
         """
-        path = Path(folder)
-        try:
-            documents = Documents(np.load(path / _TOKENS, mmap_mode="r"), np.load(path / _ENDS))
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{path}: damaged ({error}). Delete it and tokenize again") from error
-        documents._folder = os.fspath(path.absolute())
-        return documents
+        _check_digests(Path(folder), _about(Path(folder)))
+        return _opened(folder)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -204,7 +202,40 @@ class Documents:
         return np.asarray(self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]])
 
     def __reduce__(self) -> Any:  # to a loader's workers: by name where there is one
-        return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
+        return (_opened, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
+
+
+def _opened(folder: str | os.PathLike[str]) -> Documents:
+    """The documents of a folder whose digests are compared already."""
+    path = Path(folder)
+    try:
+        documents = Documents(np.load(path / _TOKENS, mmap_mode="r"), np.load(path / _ENDS))
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: damaged ({error}). Delete it and tokenize again") from error
+    documents._folder = os.fspath(path.absolute())
+    return documents
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """What `tokenize` has written of a folder."""
+    try:
+        about = json.loads((path / _ABOUT).read_text())
+    except (OSError, ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        raise ValueError(f"{path} is not a folder that jaxdist.tokenize has written: name another one")
+    return about
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "blake2b").hexdigest()
+
+
+def _check_digests(path: Path, about: dict[str, Any]) -> None:
+    for name in (_TOKENS, _ENDS):
+        if _digest(path / name) != about.get(name):
+            raise ValueError(f"{path / name}: damaged (not what was written). Delete {path} and tokenize again")
 
 
 def tokenize(
@@ -219,7 +250,8 @@ def tokenize(
     folder must be one that all hosts see.
 
     A folder that is there is compared: with the bytes of text files (of more than a GiB: with samples) and of a list,
-    the number of other documents, and the tokens of up to 64 documents, the first and the last among them.
+    the number of other documents, and the tokens of up to 64 documents, the first and the last among them; and with
+    its own digest, for which the root reads it once (about a second for a GB).
 
     Args:
       documents: `jaxdist.text_files`, a list, a Hugging Face data set, or another iterable that can be read again.
@@ -232,7 +264,7 @@ def tokenize(
 
     Raises:
       ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or what is there already was
-        made of other documents or in another way.
+        made of other documents or in another way, or is damaged.
       TypeError: (on every rank) `documents` can be read only once, as a generator.
       OSError: (on every rank) the folder can't be written, or another host does not see it.
 
@@ -250,7 +282,7 @@ def tokenize(
         return Part(None)
 
     def read() -> Part[Documents]:
-        found = Documents.open(path)
+        found = _opened(path)
         return Part(found, (("documents", str(len(found))), ("tokens", str(len(found.tokens)))))
 
     errors = ValueError, TypeError, OSError
@@ -300,7 +332,11 @@ def _written(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path,
             file.seek(0)  # NumPy leaves room for a longer shape
             np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
         np.save(beside / _ENDS, np.array(ends, np.int64))
-        (beside / _ABOUT).write_text(json.dumps(about | {"documents": len(ends)}))
+        digests = {name: _digest(beside / name) for name in (_TOKENS, _ENDS)}
+        (beside / _ABOUT).write_text(json.dumps(about | {"documents": len(ends)} | digests))
+        for name in (_TOKENS, _ENDS, _ABOUT):  # after a power cut a renamed file may be empty
+            with (beside / name).open("rb") as file:
+                os.fsync(file.fileno())
         try:
             beside.rename(path)
         except OSError:
@@ -334,12 +370,7 @@ def _identity(documents: Any) -> dict[str, Any]:
 
 def _compare(path: Path, about: dict[str, Any]) -> None:
     """Refuse a folder that was made of something else."""
-    try:
-        found = json.loads((path / _ABOUT).read_text())
-    except (OSError, ValueError):
-        raise ValueError(
-            f"{path} exists, and is no folder that jaxdist.tokenize has written: name another one"
-        ) from None
+    found = _about(path)
     said = {
         "dtype": "in {} there, and is asked in {}",
         "documents": "of {} documents, and here are {}",
@@ -350,6 +381,7 @@ def _compare(path: Path, about: dict[str, Any]) -> None:
         if name in about and found.get(name, about[name]) != about[name]:
             how = words.format(found[name], about[name])
             raise ValueError(f"{path} was made {how}. Delete it, or name another folder")
+    _check_digests(path, found)
 
 
 __all__ = ["Documents", "Text", "text_files", "tokenize"]

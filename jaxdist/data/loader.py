@@ -237,7 +237,7 @@ class Loader:
         """Where the loader stands, for a checkpoint: a small dict for JSON, the same on every rank.
 
         It counts examples of the whole job, so that any number of ranks can go on from it. For a stream ``"stream"`` is
-        what it says of itself (grain's transformations, ``state_dict``), as text.
+        what was read of it, or what grain's transformations say of themselves, as text.
 
         Returns:
           Epoch, examples of it that are done, and what must be the same when it is restored.

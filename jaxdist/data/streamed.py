@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-import operator
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -17,6 +17,7 @@ from jaxdist.data.batches import check_iterable, stacked, takes_rng
 from jaxdist.data.sampling import Place, Sampling
 
 _TUPLE = "tuple of"
+_KEPT = "kept are dicts with string keys, lists, tuples, strings, numbers and None"
 
 
 class Iterated(grain.IterDataset):
@@ -34,29 +35,28 @@ class Iterated(grain.IterDataset):
 
 
 class _Counting(grain.DatasetIterator):
-    """An iterable's examples, and how many were given; or its own account of that."""
+    """An iterable's examples, and how many were given.
+
+    Its own ``state_dict`` is not asked: Hugging Face's leaves out what waits in the buffer of a shuffle, or stands at
+    the next chunk (https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration).
+    """
 
     def __init__(self, source: Any):
         super().__init__()
         self._source, self._examples, self._given = source, iter(source), 0
-        self._seeks = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-        self._began: dict[str, Any] | None = {"given": 0}  # until an example is read: its own account may be an old one
 
     def __next__(self) -> Any:
         example = next(self._examples)
-        self._given, self._began = self._given + 1, None
+        self._given += 1
         return example
 
     def get_state(self) -> dict[str, Any]:
-        if self._began is not None:
-            return self._began
-        return {"given": self._given} | ({"source": self._source.state_dict()} if self._seeks else {})
+        return {"given": self._given}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if "source" in state:
-            self._source.load_state_dict(state["source"])
-        self._examples, self._given, self._began = iter(self._source), state["given"], state
-        if "source" not in state and len(_next(self._examples, self._given)) < self._given:
+        self._examples, self._given = iter(self._source), state["given"]
+        read = sum(1 for _ in itertools.islice(self._examples, self._given))
+        if read < self._given:
             raise ValueError(
                 f"the stream has fewer than the {self._given} examples that were read of it: it is another"
             )
@@ -229,16 +229,28 @@ class _Batches:
 
 
 def as_text(state: Any) -> str:
-    """A stream's state as JSON, with a mark on tuples: grain's packing reads a list otherwise."""
+    """A stream's state as JSON, with a mark on tuples: grain's packing reads a list otherwise.
 
-    def marked(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return {_TUPLE: [marked(one) for one in x]}
+    Raises:
+      TypeError: an entry would not come back as it is; names it.
+    """
+
+    def marked(x: Any, at: str = "") -> Any:
+        if isinstance(x, tuple | list):
+            items = [marked(one, f"{at}[{i}]") for i, one in enumerate(x)]
+            return {_TUPLE: items} if isinstance(x, tuple) else items
         if isinstance(x, dict):
-            return {name: marked(one) for name, one in x.items()}
-        return [marked(one) for one in x] if isinstance(x, list) else x
+            for name in x:
+                if not isinstance(name, str):
+                    raise TypeError(f"the state of the stream has the key {name!r} in its entry {at or '(top)'}: {_KEPT}")
+            return {name: marked(one, f"{at}[{name!r}]") for name, one in x.items()}
+        if isinstance(x, np.bool_ | np.integer | np.floating):
+            return x.item()
+        if x is None or isinstance(x, bool | int | float | str):
+            return x
+        raise TypeError(f"the state of the stream has a {type(x).__name__} in its entry {at or '(top)'}: {_KEPT}")
 
-    return json.dumps(marked(state), default=operator.index)  # numpy's integers too
+    return json.dumps(marked(state))
 
 
 def of_text(text: str) -> Any:

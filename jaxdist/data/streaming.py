@@ -17,8 +17,8 @@ def stream(source: Iterable[Any], epoch: int = 0) -> IterDataset:
 
     Args:
       source: gives a new iterator each time that it is asked for one: a Hugging Face ``IterableDataset``, a WebDataset,
-        a class of one's own with ``__iter__``. If it has ``state_dict`` and ``load_state_dict`` they say where it
-        stands, and a run that goes on starts there; else what was read is read again and left out.
+        a class of your own with ``__iter__``. A run that resumes reads again what was read, and leaves it out; to start
+        where it stood, be a ``grain.IterDataset``, whose ``get_state`` and ``set_state`` are used.
       epoch: given to its ``set_epoch``, if it has one.
 
     Returns:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
 from jaxdist.placements import rules
@@ -174,8 +175,14 @@ class Walk:
         """The loops of an operation."""
         if not node.described:
             shapes = self.shapes(node.ins), self.shapes(node.outs)
-            node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes))
+            known = not self._draws_together(node)
+            node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
         return node.described[0]
+
+    def _draws_together(self, node: Node) -> bool:
+        """Whether what an operation draws from each of its keys may depend on the others."""
+        keys = self.block.avals[node.ins[0]].dtype if node.name in _DRAWS else None
+        return keys is not None and not compat.draws_by_key(keys)
 
     def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.block.avals[i].shape for i in values]
@@ -306,6 +313,8 @@ class Walk:
             return None, None  # to gather what is stored is less than to reduce what is made of it
         return Strategy(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
 
+
+_DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
 
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip

@@ -81,12 +81,15 @@ def jax_started(
       lanes: of all processes; None: each has one device.
 
     Raises:
-      RuntimeError: a JAX backend was already in use by one of several processes, or not every process has one device.
+      RuntimeError: a JAX backend was already in use by one of several processes, not every process has one device, or
+        jax.distributed knows of processes that the connector does not.
       ValueError: the ranks have different platforms, versions or XLA_FLAGS, there are too few GPUs, or the communicator
         can't be had.
       ImportError: it is not installed.
     """
     rank, size = control.rank, control.size
+    if size == 1:
+        _check_alone(connector)
     if size == 1 and lanes:
         return _alone_in_lanes(control, lanes, wanted)
     if size == 1:
@@ -172,6 +175,17 @@ def jax_started(
         key = measured.key_of(told[0].host, hosts, communicator)
         kind = told[0].remembered.get(key) or _measured(control, watchdog, mesh, hosts, communicator, key)
     return Started(found, hosts, mesh, communicator, kind)
+
+
+def _check_alone(connector: Connector) -> None:
+    """Refuse to be the only process where jax.distributed knows of others: each would train by itself."""
+    process, processes = compat.distributed_ids()
+    if jax.distributed.is_initialized() and processes > 1:
+        raise RuntimeError(
+            f"rank {process} of {processes}: jax.distributed is initialized with {processes} processes, but connector "
+            f"{connector.name!r} finds this one alone: each would train by itself. Say where they meet: "
+            f"jaxdist.init('tcp://HOST:PORT', rank={process}, size={processes}), or leave jax.distributed to jaxdist"
+        )
 
 
 def _alone_in_lanes(control: Control, lanes: int, wanted: str) -> Started:
