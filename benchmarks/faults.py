@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import report
 from known_faults import BOOM, FAULTS, UNDISTURBED, Fault
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-import jobs  # how the tests start them, and find what they leave behind
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from harness import jobs  # how the tests start them, and find what they leave behind
 
 HERE = Path(__file__).resolve().parent
 JAXDIST_RUN = [sys.executable, "-m", "jaxdist", "run"]

@@ -47,8 +47,8 @@ def core() -> dict[str, Any]:
     from jax.sharding import Mesh
 
     jax.config.update("jax_enable_x64", True)
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    import oracle
+    sys.path.insert(0, str(ROOT / "tests"))
+    from harness import oracle
 
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     gaps: dict[str, float] = {}

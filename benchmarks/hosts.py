@@ -22,7 +22,7 @@ from typing import Any
 
 import report
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("hosts", "support")]
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("hosts", "")]
 
 VARIANTS = {
     "level 0": "jaxdist {} 0",
@@ -84,7 +84,7 @@ def measure(
     models: list[str], communicator: str, rate: str, rounds: int, steps: int, torch: str | None
 ) -> dict[str, Any]:
     """Each model, in jobs across the hosts."""
-    import jobs
+    from harness import jobs
     from namespaces import Hosts
 
     found = {}

@@ -1,6 +1,6 @@
 """Write zero-optimizers.md: how each transformation of optax runs under `jaxdist.zero`, found from the program itself.
 
-Run it after a change of the placements or of the catalog (tests/support/optimizers.py): ``python docs/zero_table.py``.
+Run it after a change of the placements or of the catalog (tests/harness/optimizers.py): ``python docs/zero_table.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     os.environ["JAX_ENABLE_X64"] = "1"
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import jax
-import optimizers
+from catalogue import optimizers
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 

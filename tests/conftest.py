@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import quick
-from started import jaxdist, launcher, mpirun_there, wait_gone  # noqa: F401 (fixtures of several folders)
+from harness import quick
+from harness.started import jaxdist, launcher, mpirun_there, wait_gone  # noqa: F401 (fixtures of several folders)
 
 # JAX makes objects by the million and keeps many: to look through them over and over took a tenth of the time.
 gc.set_threshold(100_000)

@@ -14,9 +14,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import yaml
+from harness import jobs
 from typer.main import get_command
 
 from jaxdist.cli import app

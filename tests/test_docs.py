@@ -10,10 +10,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-import jobs
 import pytest
-import run_docs
-from quick import XLA_FLAGS
+from harness import jobs, run_docs
+from harness.quick import XLA_FLAGS
 from typer.main import get_command
 
 import jaxdist

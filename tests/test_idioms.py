@@ -14,10 +14,10 @@ import os
 import random
 from typing import Any
 
-import idioms
-import oracle
 import pytest
-from meshes import layouts, mesh
+from catalogue import idioms
+from harness import oracle
+from harness.meshes import layouts, mesh
 
 import jaxdist
 from jaxdist.machine import VIRTUAL, Kind

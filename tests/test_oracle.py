@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 
-import oracle
-import parity
 import pytest
-import quick
+from harness import oracle, parity, quick
 
 EVERYTHING = "JAXDIST_FULL" in os.environ
 NAMES = list(oracle.CASES)

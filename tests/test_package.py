@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jobs
 import numpy as np
+from harness import jobs
 
 import jaxdist
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import parity
 import pytest
+from harness import parity
+from harness.meshes import mesh as on_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import mesh as on_mesh
 
 import jaxdist
 from jaxdist.ir.trace import stepping

@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
-from parity import mesh
+from harness.parity import mesh
 from test_zero import gap, held
 
 import jaxdist

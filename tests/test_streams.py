@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist import streams
 

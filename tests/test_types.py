@@ -9,8 +9,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 # A comment says what pyright has to tell of its line: the type that it knows, or the rule that is broken.
 CODE = """

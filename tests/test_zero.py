@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import parity
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from parity import mesh
+from harness import parity
+from harness.parity import mesh
 
 import jaxdist
 from jaxdist.placements.layouts import Padded

@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matrix_optimizers
 import numpy as np
 import optax
-import optimizers
-import oracle
 import pytest
+from catalogue import matrix_optimizers, optimizers
+from harness import oracle
+from harness.parity import mesh
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from parity import mesh
 
 import jaxdist
 from jaxdist.machine import Machine

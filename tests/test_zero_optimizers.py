@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import optax
 import optax.contrib
-import optimizers
 import pytest
-from optimizers import ENTRIES, FEW, SHAPES
-from parity import mesh
+from catalogue import optimizers
+from catalogue.optimizers import ENTRIES, FEW, SHAPES
+from harness.parity import mesh
 
 pytestmark = pytest.mark.slow  # together
 

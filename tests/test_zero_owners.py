@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from matrix_optimizers import MAKERS, difference, parameters, step_of, trained
-from parity import mesh
+from catalogue.matrix_optimizers import MAKERS, difference, parameters, step_of, trained
+from harness.parity import mesh
 
 import jaxdist
 from jaxdist.planning import schedule

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optimizers
-import oracle
 import pytest
-from parity import mesh
+from catalogue import optimizers
+from harness import oracle
+from harness.parity import mesh
 
 import jaxdist
 from jaxdist.placements.layouts import Padded, physical

@@ -242,13 +242,15 @@ def as_text(state: Any) -> str:
         if isinstance(x, dict):
             for name in x:
                 if not isinstance(name, str):
-                    raise TypeError(f"the state of the stream has the key {name!r} in its entry {at or '(top)'}: {_KEPT}")
+                    raise TypeError(
+                        f"the state of the stream has the key {name!r} in its entry {at or '(top)'}: {_KEPT}"
+                    )
             return {name: marked(one, f"{at}[{name!r}]") for name, one in x.items()}
         if isinstance(x, np.bool_ | np.integer | np.floating):
             return x.item()
         if x is None or isinstance(x, bool | int | float | str):
             return x
-        raise TypeError(f"the state of the stream has a {type(x).__name__} in its entry {at or '(top)'}: {_KEPT}")
+        raise TypeError(f"the state of the stream has a {type(x).__name__} at {at or 'the top'}: {_KEPT}")
 
     return json.dumps(marked(state))
 

@@ -15,14 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import channels
 import jax
 import jax.numpy as jnp
-import jobs
 import numpy as np
 import optax
-import parity
 import pytest
+from harness import channels, jobs, parity
 from jax import lax
 
 import jaxdist

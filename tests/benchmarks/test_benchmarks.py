@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jobs
 import pytest
-import quick
+from harness import jobs, quick
 
 pytestmark = pytest.mark.slow  # together
 

@@ -7,8 +7,8 @@ import random
 import sys
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "soak.py")
 sys.path.insert(0, str(Path(SCRIPT).parent))

@@ -8,9 +8,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-import jobs
 import numpy as np
 import pytest
+from harness import jobs
 from states import there
 
 import jaxdist

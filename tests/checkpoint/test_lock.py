@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
+from harness import jobs
 
 import jaxdist
 from jaxdist import CheckpointError

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jobs
 import numpy as np
 import pytest
+from harness import jobs
 from typer.testing import CliRunner
 
 import jaxdist

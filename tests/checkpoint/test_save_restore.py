@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import training
+from harness import training
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from states import same, there

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import training
+from harness import training
 from typer.testing import CliRunner, Result
 
 from jaxdist.cli import app

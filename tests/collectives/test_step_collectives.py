@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import collective_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import parity
 import pytest
+from catalogue import collective_cases as cases
+from harness import parity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P

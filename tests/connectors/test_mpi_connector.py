@@ -12,8 +12,8 @@ import sys
 import types
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.connectors import mpi
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.connectors import slurm
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.connectors import tcp
 from jaxdist.control import rendezvous

@@ -11,10 +11,10 @@ import threading
 from functools import partial
 from typing import Any
 
-import jobs
 import numpy as np
 import pytest
-from channels import everywhere, job, until
+from harness import jobs
+from harness.channels import everywhere, job, until
 
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control, ControlError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fuzz_control
 import pytest
+from harness import fuzz_control
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jobs
 import numpy as np
 import pytest
-from channels import everywhere
+from harness import jobs
+from harness.channels import everywhere
 
 from jaxdist.control import handshake, rendezvous
 from jaxdist.control.handshake import Hello, Member, SignedConnection

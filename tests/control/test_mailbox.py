@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-import channels
 import pytest
+from harness import channels
 
 from jaxdist.control.channel import Control
 

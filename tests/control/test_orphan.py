@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.control import guard, orphan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from channels import job, until
+from harness.channels import job, until
 
 from jaxdist.control.channel import Control
 from jaxdist.control.sequence import CallSequence

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from channels import everywhere, job, until
+from harness.channels import everywhere, job, until
 
 from jaxdist.control import watchdog
 from jaxdist.control.channel import ControlError

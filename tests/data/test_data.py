@@ -14,12 +14,12 @@ from typing import Any
 import grain
 import jax
 import jax.numpy as jnp
-import jobs
 import numpy as np
 import pytest
+from harness import jobs
+from harness.loaders import epoch, flat, job, make, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import epoch, flat, job, make, ranks
 
 import jaxdist
 from jaxdist.agreement.description import Description

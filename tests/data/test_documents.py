@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.loaders import epoch, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import epoch, make
 
 import jaxdist
 

@@ -14,7 +14,7 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from loaders import epoch, flat, make
+from harness.loaders import epoch, flat, make
 
 import jaxdist
 

@@ -10,9 +10,9 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
+from harness.loaders import epoch, flat, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import epoch, flat, make
 
 import jaxdist
 

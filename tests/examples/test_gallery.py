@@ -20,12 +20,10 @@ from typing import Any
 
 import gallery
 import jax
-import jobs
 import numpy as np
 import optax
-import parity
 import pytest
-import quick
+from harness import jobs, parity, quick
 from jax.sharding import Mesh
 
 import jaxdist

@@ -9,15 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jobs
 import numpy as np
 import pytest
-import quick
+from harness import jobs, quick
 
 pytestmark = pytest.mark.slow  # together
 
 ROOT = Path(__file__).parents[2]
-SCRIPT, DIES = str(ROOT / "examples" / "lm.py"), str(ROOT / "tests" / "support" / "dies.py")
+SCRIPT, DIES = str(ROOT / "examples" / "lm.py"), str(ROOT / "tests" / "harness" / "dies.py")
 SIZES = {"steps": 8, "every": 2, "context": 32, "layers": 2, "width": 32, "batch-size": 8, "sample": 3}
 SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
 RUN = [sys.executable, "-m", "jaxdist", "run", "--launcher", "env", "-n"]

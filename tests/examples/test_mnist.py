@@ -14,8 +14,8 @@ from pathlib import Path
 import gallery
 import numpy as np
 import pytest
-import quick
 from gallery import digits
+from harness import quick
 
 import jaxdist
 from jaxdist.launch.mpi import find_mpirun

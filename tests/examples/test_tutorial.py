@@ -9,16 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jobs
 import pytest
-import quick
-import run_docs
+from harness import jobs, quick, run_docs
 
 ROOT = Path(__file__).parents[2]
 STEPS = [ROOT / "examples" / "tutorial" / f"step{k}.py" for k in range(1, 5)]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 EPOCHS, BATCHES = 20, 18
-DIES = str(ROOT / "tests" / "support" / "dies.py")
+DIES = str(ROOT / "tests" / "harness" / "dies.py")
 RUN = [sys.executable, "-m", "jaxdist", "run", "-n"]
 
 

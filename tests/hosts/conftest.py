@@ -6,8 +6,8 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
-import oracle
 import pytest
+from harness import oracle
 from namespaces import Hosts, Unavailable
 from run_hosts import LARGE, SMALL
 

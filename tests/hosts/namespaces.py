@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jobs
+from harness import jobs
 
 _MEND = "apt-get install -y openssh-server iproute2, and root with CAP_SYS_ADMIN (docker run --privileged)"
 _prctl = ctypes.CDLL(None).prctl

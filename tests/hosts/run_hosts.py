@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import oracle
+from harness import oracle
 
 import jaxdist
 

@@ -10,9 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jobs
 import pytest
-import training
+from harness import jobs, training
 from namespaces import Hosts, Unavailable
 from run_hosts import LARGE, SMALL
 

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 from namespaces import Hosts
 
 pytestmark = pytest.mark.slow  # together

@@ -9,8 +9,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 import jaxdist
 from jaxdist.launch import spawned

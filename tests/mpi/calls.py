@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import run_docs
 from flax import nnx
+from harness import run_docs
 
 import jaxdist
 from jaxdist.agreement.turns import Turns

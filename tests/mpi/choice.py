@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+from harness import oracle
 
 import jaxdist
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import collective_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from catalogue import collective_cases as cases
 
 import jaxdist
 from jaxdist.collectives.engine import Eager

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import collective_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from catalogue import collective_cases as cases
 from jax import lax
 
 import jaxdist

@@ -1,4 +1,4 @@
-"""Kills a job while it saves, again and again: `PYTHONPATH=tests/support python tests/mpi/kills.py COUNT SEED`.
+"""Kills a job while it saves, again and again: `PYTHONPATH=tests python tests/mpi/kills.py COUNT SEED`.
 
 Two ranks save all the time, every second time in the background, in shards and whole, and go on from the last
 checkpoint when they are started again. Each start checks that what it restores is whole, and none may be lost of those
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import jobs
+from harness import jobs
 
 SAVER = """
 import sys

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import oracle
 from flax import nnx
+from harness import oracle
 
 import jaxdist
 

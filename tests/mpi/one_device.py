@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import optax
-import optimizers
-import oracle
 import pytest
+from catalogue import optimizers
+from harness import meshes, oracle
 
 import jaxdist
 from jaxdist.machine import VIRTUAL, Machine

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from harness import oracle
 from jax.sharding import Mesh
 
 import jaxdist

@@ -15,7 +15,7 @@ import jax
 
 import jaxdist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def main(communicator: str, folder: Path, words: list[str]) -> None:

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import data
-import jobs
 import pytest
+from harness import jobs
 
 pytestmark = pytest.mark.slow  # together
 

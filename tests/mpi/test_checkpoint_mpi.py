@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jobs
 import kills
 import numpy as np
 import pytest
-import training
+from harness import jobs, training
 
 import jaxdist
 from jaxdist.checkpoint import lock

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
+from harness import jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]  # together
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.observe.metrics import read_metrics
 

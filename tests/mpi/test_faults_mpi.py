@@ -10,8 +10,8 @@ import os
 import re
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.runtime import context
 

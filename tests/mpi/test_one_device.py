@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jobs
-import optimizers
-import oracle
 import pytest
-import quick
+from catalogue import optimizers
+from harness import jobs, oracle, quick
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]  # together
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jobs
 import numpy as np
 import pytest
+from harness import jobs
 
 from jaxdist.runtime import in_lanes
 

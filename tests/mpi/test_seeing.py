@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.observe.metrics import read_metrics
 from jaxdist.observe.profile import share

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from steps import train_step
+from harness.steps import train_step
 
 import jaxdist
 

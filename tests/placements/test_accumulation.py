@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness.steps import train_step
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from steps import train_step
 
 import jaxdist
 from jaxdist.ir.interpreter import subjaxprs

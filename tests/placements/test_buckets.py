@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import parity
 import pytest
+from harness import parity
+from harness.steps import train_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Jaxpr
-from steps import train_step
 
 import jaxdist
 from jaxdist.ir.interpreter import subjaxprs

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import parity
 import pytest
+from harness import parity
+from harness.steps import train_step
 from jax import lax
 from jax._src.interpreters.partial_eval import dce_jaxpr
-from steps import train_step
 
 import jaxdist
 from jaxdist.ir.interpreter import subjaxprs

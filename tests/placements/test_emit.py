@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import parity
 import pytest
+from harness import parity
+from harness.steps import train_step
 from jax import lax
-from steps import train_step
 
 import jaxdist
 

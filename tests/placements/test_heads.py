@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
-import parity
 import pytest
+from harness import meshes, parity
 from jax import lax
 
 import jaxdist

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
+from harness import meshes
 
 import jaxdist
 from jaxdist.ir.wire import transfers

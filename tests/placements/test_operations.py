@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 
-import parity
 import pytest
-from operations_of_a_batch import OPERATIONS, batch, state
+from catalogue.operations_of_a_batch import OPERATIONS, batch, state
+from harness import parity
 
 EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
 ODD = [(2, 7), (3, 7), (4, 5), (8, 13), (8, 5), (4, 9)]

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import parity
 import pytest
-from steps import train_step
+from harness import parity
+from harness.steps import train_step
 
 import jaxdist
 

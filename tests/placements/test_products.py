@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optimizers
-import parity
 import pytest
+from catalogue import optimizers
+from harness import parity
+from harness.steps import train_step
 from jax import lax
-from steps import train_step
 
 import jaxdist
 from jaxdist.ir.interpreter import axes_of

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import parity
 import pytest
+from harness import parity
 from jax import random
 
 from jaxdist.placements.random_bits import _places, _product

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from catalogue.operations_of_a_batch import OPERATIONS, batch, state
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import batching, mlir
-from operations_of_a_batch import OPERATIONS, batch, state
 
 import jaxdist
 from jaxdist.ir.interpreter import INLINED, subjaxprs

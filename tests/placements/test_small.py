@@ -7,13 +7,12 @@ import logging
 from collections import Counter
 from typing import Any
 
-import idioms
 import jax
 import jax.numpy as jnp
 import optax
-import oracle
-import parity
 import pytest
+from catalogue import idioms
+from harness import oracle, parity
 
 import jaxdist
 from jaxdist.machine import VIRTUAL

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from steps import train_step
+from harness.steps import train_step
 
 import jaxdist
 from jaxdist.planning.elsewhere import Elsewhere

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness.steps import train_step
 from jax import lax
 from jax.sharding import Mesh
-from steps import train_step
 
 import jaxdist
 from jaxdist import compat

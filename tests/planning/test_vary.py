@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from harness.steps import train_step
 from jax import lax
-from steps import train_step
 
 import jaxdist
 from jaxdist.planning import candidates as searching

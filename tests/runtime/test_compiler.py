@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import jax
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.runtime.compiler import Compiler, check_same, flags_of, settings
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.runtime.coordinator import await_listener
 
@@ -83,7 +83,7 @@ print("fine")
 _SEVERAL = """
 import collections, contextlib, os, sys, threading, time
 from typing import NamedTuple
-from listening import listening
+from harness.listening import listening
 me = os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={8 + int(me)}"  # changes no program: may differ
 if "OMPI_COMM_WORLD_RANK" in os.environ:

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
-from channels import everywhere, job
+from harness import jobs
+from harness.channels import everywhere, job
 
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jobs
 import numpy as np
 import pytest
+from harness import jobs
 from jax._src import compiler
 from jax.interpreters import mlir
 from jaxlib.mlir import ir

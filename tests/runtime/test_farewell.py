@@ -9,8 +9,8 @@ import signal
 import types
 from typing import Any, cast
 
-import jobs
 import pytest
+from harness import jobs
 
 from jaxdist.runtime import farewell
 

@@ -6,8 +6,8 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jobs
 import pytest
+from harness import jobs
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P

@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jobs
 import numpy as np
 import optax
-import parity
 import pytest
+from harness import jobs, parity
 from jax import lax
 from jax.sharding import Mesh
 

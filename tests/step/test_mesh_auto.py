@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
+from harness import oracle
+from harness.meshes import mesh
+from harness.parity import compare
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh
-from parity import compare
 
 import jaxdist
 from jaxdist.planning.topology import Topology

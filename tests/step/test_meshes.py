@@ -11,12 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jobs
 import numpy as np
 import optax
-import parity
 import pytest
-import quick
+from harness import jobs, parity, quick
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

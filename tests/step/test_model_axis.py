@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jobs
 import numpy as np
 import optax
 import pytest
+from harness import jobs
+from harness.meshes import mesh
+from harness.parity import compare
 from jax import lax
-from meshes import mesh
-from parity import compare
 
 import jaxdist
 from jaxdist.ir.wire import Transfer, transfers
@@ -283,7 +283,7 @@ def test_every_process_finds_the_same() -> None:
     folder = Path(__file__).parent
     devices = "--xla_force_host_platform_device_count=8"
     env = {"PYTHONHASHSEED": "1", "XLA_FLAGS": devices, "JAX_ENABLE_X64": "1", "JAXDIST_MACHINE": "cpu"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps([str(folder), str(folder.parent / "support")])]
+    command = [sys.executable, "-c", SCRIPT, json.dumps([str(folder), str(folder.parent)])]
     done = subprocess.run(command, env=jobs.environment(env), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == in_order()

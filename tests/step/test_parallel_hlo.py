@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import parity
 import pytest
-from meshes import mesh
+from harness import parity
+from harness.meshes import mesh
 
 import jaxdist
 from jaxdist.ir.wire import transfers

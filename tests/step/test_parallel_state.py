@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
-from meshes import mesh
+from harness import oracle
+from harness.meshes import mesh
 
 import jaxdist
 from jaxdist.placements.layouts import physical

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness.meshes import mesh
+from harness.parity import compare
 from jax import lax
-from meshes import mesh
-from parity import compare
 
 import jaxdist
 

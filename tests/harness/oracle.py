@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
-import idioms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from catalogue import idioms
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import optimizers
-import parity
+from catalogue import optimizers
+from harness import parity
 
 import jaxdist
 

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import jobs
-from listening import listening
+from harness import jobs
+from harness.listening import listening
 
 _KEPT = 200  # connections that stay open
 

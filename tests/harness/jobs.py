@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import quick
+from harness import quick
 
 _MARK = "JAXDIST_TEST_JOB"  # in the environment of every process of a job, to find it again
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "MV2_", "MVP_", "I_MPI_", "SLURM_", "JAXDIST_",

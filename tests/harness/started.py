@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import quick
+from harness import quick
 
 from jaxdist.launch.mpi import find_mpirun
 
