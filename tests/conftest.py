@@ -36,6 +36,9 @@ FIRST = (
 """The longest, each of which one worker runs: as the last one it would keep the others waiting."""
 
 
+REBUILT = {"control", "io", "jobs", "launch", "oracle", "program"}
+"""Folders whose rows say themselves which of them are slow."""
+
 QUICK = 4
 """Cases of one function that the quick tests run, spread over all that there are."""
 
@@ -45,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files in the order of `FIRST`, then those with slow tests, then the others; further cases are marked."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow") and item.path.parent.name not in REBUILT:
             cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
     for of_one in cases.values():
         kept = {k * len(of_one) // QUICK for k in range(QUICK)}

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from catalogue.operations_of_a_batch import OPERATIONS, batch, state
+from catalogue.operations import OPERATIONS, batch, state
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import batching, mlir
 

@@ -1,0 +1,157 @@
+"""Operations, control flow, traps and random numbers of a step on several devices are those on one.
+
+Several rows are one program, since most of the time goes into compiling; devices that divide the batch and devices that
+do not, by turns. With JAXDIST_FULL set, every operation by itself on all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from catalogue import draws, flows, operations, traps
+from harness.check import check, compare, decorated
+
+FULL = "JAXDIST_FULL" in os.environ
+EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
+ODD = [(2, 7), (3, 7), (4, 5), (8, 13), (8, 5), (4, 9)]
+"""Devices, examples."""
+
+
+def groups(names: Iterable[str], size: int) -> list[tuple[str, ...]]:
+    names = list(names)
+    return [tuple(names[k : k + size]) for k in range(0, len(names), size)]
+
+
+def operations_by_way() -> list[tuple[tuple[int, int], tuple[str, ...]]]:
+    """Those that move dimensions or reduce both evenly and unevenly, the others on one or the other."""
+    if FULL:
+        return [(way, (name,)) for name, way in itertools.product(operations.OPERATIONS, EVEN + ODD)]
+    found: dict[tuple[int, int], list[str]] = {way: [] for way in EVEN + ODD}
+    for i, name in enumerate(operations.OPERATIONS):
+        for k, ways in enumerate((EVEN, ODD)):
+            if name.startswith(("shape", "reduce")) or k == bool(i % 3):
+                found[ways[i % len(ways)]].append(name)
+    return [(way, names) for way, all_names in found.items() for names in groups(all_names, 24)]
+
+
+@pytest.mark.parametrize(("way", "names"), operations_by_way(), ids=str)
+def test_operations(way: tuple[int, int], names: tuple[str, ...]) -> None:
+    devices, rows = way
+    run = lambda w, b: {name: operations.OPERATIONS[name](w, b) for name in names}
+    check(run, operations.state(), operations.batch(rows), on=devices)
+
+
+@pytest.mark.parametrize("names", groups(flows.FLOWS, 1 if FULL else 12), ids=lambda names: names[0])
+def test_control_flow(names: tuple[str, ...]) -> None:
+    k = list(flows.FLOWS).index(names[0]) // len(names)
+    devices, rows = [(4, 5), (2, 8), (3, 8), (8, 16)][k % 4]
+    x = np.random.default_rng(0).normal(size=(rows, 6))
+    check(lambda w, x: {name: flows.FLOWS[name](w, x) for name in names}, flows.W, x, on=devices)
+
+
+@pytest.mark.parametrize("name", ["layers in a branch", "layers, in 32 bits"])
+def test_gradients_of_loops_over_layers(name: str) -> None:
+    step, args, _ = flows.REDUCED[name]
+    check(step, *args, on=8, tolerance=2**-7 if args is flows.HALF else 1e-10)
+
+
+@pytest.mark.parametrize("name", traps.TRAPS)
+def test_traps(name: str) -> None:
+    f, w, x, devices = traps.TRAPS[name]
+    check(f, w, x, on=devices)
+
+
+def test_negative_zeros() -> None:
+    nothing = np.full((16, 3), -0.0)
+
+    def f(w: Any, x: Any) -> Any:
+        added, _ = jax.lax.scan(lambda c, row: (c + row, None), w, x)
+        return [added, w + x[0], jnp.where(w == 0, w, x.sum(0)), x.max(0), x.min(0)]
+
+    got, want = decorated(f, 4)(jnp.full(3, -0.0), nothing), jax.jit(f)(jnp.full(3, -0.0), nothing)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+
+
+def test_low_precision_sums_are_off_by_one_rounding_at_most() -> None:
+    xs = [np.random.default_rng(0).uniform(size=(64, 5)).astype(dtype) for dtype in (jnp.bfloat16, jnp.float16)]
+    for got, x in zip(decorated(lambda _, xs: list(map(traps.product, xs)), 4)(0.0, xs), xs, strict=True):
+        right = x.astype(np.float64).sum(0)
+        assert got.dtype == x.dtype
+        assert (np.abs(np.asarray(got, np.float64) - right) <= float(jnp.finfo(x.dtype).eps) * right).all()
+
+
+# --- random numbers
+
+WAYS = [(2, 8), (3, 7), (4, 8), (8, 13), (8, 16)]
+DRAWN = [(names, "threefry2x32") for names in groups(draws.DRAWS, 9)]
+DRAWN += [(names, impl) for impl in ("rbg", "unsafe_rbg") for names in groups(draws.DRAWS if FULL else draws.KEYED, 99)]
+
+
+@pytest.mark.parametrize(("names", "impl"), DRAWN, ids=lambda x: x if isinstance(x, str) else x[0])
+def test_random_numbers(names: tuple[str, ...], impl: str) -> None:
+    """Bit for bit, of each implementation; what is computed with them may round in another order."""
+    devices, rows = WAYS[DRAWN.index((names, impl)) % len(WAYS)]
+    x = np.random.default_rng(rows).normal(size=(rows, 6)) * 3
+    draw = lambda k, x: {name: draws.DRAWS[name](k, x) for name in names}
+    key = jax.random.key(7, impl=impl)
+    got, want = decorated(draw, devices)(key, x), jax.jit(draw)(key, x)
+    compare(got, want, 1e-12)
+    for name in draws.EXACT & set(names):
+        compare(got[name], want[name], 0)
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+def test_bits_of_odd_sizes(width: int) -> None:
+    """The batch in whichever dimension, which the devices do not divide."""
+    shapes, dtype, key = [(13,), (1, 13), (13, 1), (7, 13, 3), (13, 129), (2, 3, 13, 5)], f"uint{width}", draws.KEY
+
+    def f(key: Any, x: Any) -> Any:
+        along = lambda shape: x.reshape([-1 if n == 13 else 1 for n in shape])
+        return [jax.random.bits(key, shape, dtype) | along(shape) for shape in shapes]
+
+    for got, shape in zip(decorated(f, 8)(key, np.zeros(13, dtype)), shapes, strict=True):
+        np.testing.assert_array_equal(got, jax.random.bits(key, shape, dtype))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_in_the_batch(impl: str) -> None:
+    """One for each example, as an argument: dropout and its gradient."""
+
+    def step(w: Any, batch: Any) -> Any:
+        drop = lambda key, x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+        return jax.value_and_grad(lambda w: (jax.vmap(drop)(batch["keys"], batch["x"]) * w).sum(1).mean())(w)
+
+    keys = jax.random.split(jax.random.key(3, impl=impl), 8)
+    check(step, jnp.ones(3), {"keys": keys, "x": np.ones((8, 3))}, on=4)
+
+
+def test_the_generator_is_part_of_what_is_compiled() -> None:
+    step, x = decorated(lambda k, x: jax.random.normal(k, x.shape) * x, 8), np.ones((13, 3))
+    first = np.asarray(step(draws.KEY, x))
+    with jax.threefry_partitionable(False):
+        other = np.asarray(step(draws.KEY, x))
+        np.testing.assert_allclose(other, jax.random.normal(draws.KEY, x.shape), rtol=1e-12)
+    assert (first != other).any()
+    np.testing.assert_array_equal(step(draws.KEY, x), first)
+
+
+# private: to reach the carry of a 64-bit place a public call would need 4 billion entries
+def test_places_beyond_32_bits() -> None:
+    from jaxdist.placements.random_bits import _places, _product
+    from jaxdist.placements.values import Split
+
+    index = [0, 1, 4, 65535, 65536, 2**31, 2**32 - 1]
+    for stride in (1, 7, 3 << 12, (1 << 20) * (3 << 12), (1 << 33) + 5):
+        high, low = _product(jnp.asarray(index, jnp.uint32), stride)
+        words = zip(np.asarray(high).tolist(), np.asarray(low).tolist(), strict=True)
+        assert [a << 32 | b for a, b in words] == [i * stride % 2**64 for i in index]
+    high, low = _places((1 << 30, 7), Split(0, 1 << 30, 1), jnp.asarray([(2**32 - 4) // 7]))
+    assert (np.asarray(high).astype(int) << 32 | np.asarray(low)).tolist() == [[2**32 - 4 + i for i in range(7)]]
