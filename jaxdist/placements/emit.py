@@ -100,7 +100,7 @@ class Emitter:
         if i in self._makers:
             make, node = self._makers[i]
             if isinstance(to, Partial):
-                out = self._counted_once(self.take(i, REPLICATED), to)
+                out = self._counted_once(self.take(i, REPLICATED))
             else:
                 out = make(self, node, to)
             forms[to] = out
@@ -121,7 +121,7 @@ class Emitter:
     def _convert(self, i: int, to: Form, forms: dict[Any, Any]) -> Any:
         aval = self.block.avals[i]
         if isinstance(to, Partial):
-            return self._counted_once(self.take(i, REPLICATED), to)
+            return self._counted_once(self.take(i, REPLICATED))
         summand = next((f for f in forms if isinstance(f, Partial)), None)
         if isinstance(to, Split):
             if REPLICATED in forms:
@@ -193,13 +193,13 @@ class Emitter:
         raw, back = exchange.bits(x)
         return back(lax.all_to_all(raw, self.axis, split_axis=to.dim, concat_axis=own.dim, tiled=True))
 
-    def _counted_once(self, x: Any, to: Partial) -> Any:
-        """A whole value as summands: the first device has it, the others nothing."""
+    def _counted_once(self, x: Any) -> Any:
+        """A whole value as summands: the first device has it, the others nothing. Of summands that are owed over other
+        axes too only zeros are made so."""
         x = jnp.asarray(x)
         x = x.astype(wide(x.dtype))
         nothing = jnp.asarray(-0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
-        first = [self.index == 0, *(lax.axis_index(axis) == 0 for axis in to.owed)]
-        return jnp.where(functools.reduce(jnp.logical_and, first), x, nothing)
+        return jnp.where(self.index == 0, x, nothing)
 
     @functools.cached_property
     def index(self) -> Any:

@@ -91,11 +91,11 @@ class _Carries:
             b = placed.given[k]
             if isinstance(a, Partial):
                 bad = self.first + k in placed.summed or k in skip
-                if bad or not isinstance(b, Partial) or not b.made:
+                if bad or not isinstance(b, Partial) or not b.made or b.owed:
                     self.fixed.add(k)
                     new.append(inside(b) if isinstance(b, Split) else REPLICATED)
                 else:
-                    new.append(Partial(b.gradient, made=False, owed=b.owed))
+                    new.append(Partial(b.gradient, made=False))
             else:
                 new.append(join(a, inside(b)))
         changed = new != self.at

@@ -72,6 +72,8 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         ok = sum(partial) == 1 and _scales(other, out.dtype)
     elif name == "div":
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
+    if owed:  # what else it takes may be another on each device of those axes: a place, a slice, a mask
+        ok = ok and name not in ACROSS and all(s or _is_number(p) for s, p in zip(partial, ins, strict=True))
     if not ok:
         return None
     return Strategy(takes, [Partial(gradient, made, owed)], run_wide)
@@ -82,8 +84,13 @@ def _is_plain(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and (jnp.dtype(dtype).itemsize > 2 or dtype == jnp.bfloat16)
 
 
+def _is_number(p: Placement) -> bool:
+    """Whether the program says what each entry is."""
+    return isinstance(p, (Replicated, Deferred)) and p.const is not None
+
+
 def is_zero(p: Placement) -> bool:
-    return isinstance(p, (Replicated, Deferred)) and p.const is not None and p.const == 0
+    return _is_number(p) and p.const == 0  # type: ignore[union-attr]
 
 
 def _scales(p: Placement, dtype: Any, inverse: bool = False) -> bool:
