@@ -1,4 +1,4 @@
-"""What the tests compare: the leaves of a state, bit for bit, and the steps in a directory."""
+"""States, bit for bit, and the steps in a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,9 +21,22 @@ def bits(x: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
+    """Whether two states are alike: in structure, types, dtypes, weak types and bits."""
     return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.map(bits, a) == jax.tree.map(bits, b)
 
 
 def there(path: Path) -> list[str]:
-    """The names in a directory of checkpoints, without the lock that this process holds."""
+    """The names in a folder of checkpoints, without the lock that a process holds."""
     return sorted(p.name for p in path.iterdir() if not p.name.startswith(".")) if path.exists() else []
+
+
+def data_file(step: Path) -> Path:
+    """The largest file of a checkpoint, which holds its largest array."""
+    return max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(file: Path, at: float = 0.5) -> None:
+    """Flip one bit, so far into a file."""
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    file.write_bytes(content)

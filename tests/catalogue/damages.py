@@ -1,0 +1,116 @@
+"""What is done to the folder of a checkpoint, and what the error about it names."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.states import data_file, flip
+
+Damage = Callable[[Path], Any]
+
+
+def record(step: Path) -> Path:
+    """The file with the checksums."""
+    return next(step.glob("saved-*"))
+
+
+def _as_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _swapped(step: Path) -> None:
+    other = record(step.parent / "10")
+    shutil.copy(other, record(step))
+
+
+def _of_another_step(step: Path) -> None:
+    shutil.rmtree(step / "default")
+    shutil.copytree(step.parent / "10" / "default", step / "default")
+
+
+def _renamed(step: Path) -> None:
+    shutil.rmtree(step)
+    (step.parent / "10").rename(step)
+
+
+DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    "a bit of an array": (lambda d: flip(data_file(d)), ("model.w", "10", "/d/")),
+    "a file cut short": (lambda d: data_file(d).write_bytes(data_file(d).read_bytes()[:-100]), ("/d/", "bytes")),
+    "a file of zeros": (lambda d: data_file(d).write_bytes(bytes(data_file(d).stat().st_size)), ("model.w",)),
+    "a file gone": (lambda d: data_file(d).unlink(), ("/d/", "No such file")),
+    "all files gone": (lambda d: shutil.rmtree(d / "default"), ("default",)),
+    "a bit of the structure": (lambda d: flip(d / "default" / "_METADATA"), ("_METADATA",)),
+    "an empty manifest": (lambda d: (d / "default" / "manifest.ocdbt").write_bytes(b""), ("manifest.ocdbt",)),
+    "no record": (lambda d: record(d).unlink(), ("saved-",)),
+    "half a record": (lambda d: record(d).write_text("{"), ("saved-",)),
+    "a record of another shape": (lambda d: record(d).write_text("[]"), ("saved-",)),
+    "a nested record": (lambda d: record(d).write_text("[" * 100_000), ("saved-",)),
+    "a bit of the record": (lambda d: flip(record(d)), ("saved-",)),
+    "a pipe for a record": (lambda d: _as_pipe(record(d)), ("saved-",)),
+    "the record of another": (_swapped, ("20", "10")),
+    "the arrays of another": (_of_another_step, ("20",)),
+    "another, renamed": (_renamed, ("20", "10")),
+}
+"""Of the step 20, beside a step 10."""
+
+
+def at_random(run: Path, step: str, others: list[str], rng: random.Random) -> str:
+    """Do something to one step of several; what it was."""
+    last, other = run / step, run / rng.choice(others)
+    mine = sorted(p for p in last.rglob("*") if p.is_file())
+    file = rng.choice(mine)
+    what = rng.choice(("bytes",) * 6 + ("delete", "swap", "swap", "copy", "within", "folders", "folder"))
+    match what:
+        case "bytes":
+            _change_bytes(file, rng)
+        case "delete":
+            for gone in {file, rng.choice(mine)}:
+                gone.unlink()
+        case "swap" | "copy":
+            twin = other / file.relative_to(last)
+            if not twin.exists():  # data have random names: the k-th of the one for the k-th of the other
+                beside = sorted(p for p in (other / file.parent.relative_to(last)).iterdir() if p.is_file())
+                twin = beside[[f for f in mine if f.parent == file.parent].index(file) % len(beside)]
+            if what == "copy":
+                shutil.copyfile(twin, file)
+            else:
+                _swap(file, twin)
+        case "within":
+            _swap(file, rng.choice([f for f in mine if f != file]))
+        case "folders":
+            name = rng.choice(("default", ""))
+            _swap(last / name, other / name)
+        case "folder":
+            shutil.rmtree(rng.choice([p for p in last.rglob("*") if p.is_dir()]))
+    return what
+
+
+def _change_bytes(file: Path, rng: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    at, some = rng.randrange(len(content)), rng.choice((2, 8, 64, 512))
+    match rng.randrange(6):
+        case 0 | 1:
+            content[at] ^= 1 << rng.randrange(8)
+        case 2:
+            for _ in range(rng.randrange(2, 20)):
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        case 3:
+            content[at : at + some] = bytes(len(content[at : at + some]))
+        case 4:
+            del content[at : rng.choice((at + some, len(content)))]
+        case 5:
+            content += rng.randbytes(some)
+    file.write_bytes(content)
+
+
+def _swap(a: Path, b: Path) -> None:
+    aside = a.with_name("aside")
+    a.rename(aside)
+    b.rename(a)
+    aside.rename(b)

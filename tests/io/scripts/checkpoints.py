@@ -1,0 +1,127 @@
+"""Checkpoints of several ranks: `checkpoints.py FOLDER CASE …`; each case is a function of this file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from harness.states import data_file, flip, same
+from harness.told import error_of, say
+
+import jaxdist
+
+ctx = jaxdist.init()
+WIDE = np.random.default_rng(0).normal(size=(60, 500)).astype(np.float32)
+LAST = ctx.rank == ctx.size - 1
+
+
+def two_steps(path: str) -> None:
+    """In shards, padded, and whole."""
+    for step in (10, 20):
+        jaxdist.save(path, {"w": jaxdist.shard(WIDE + step), "odd": jaxdist.shard(WIDE[:7, :3]), "step": step}, step)
+    like = {"w": jaxdist.shard(WIDE), "odd": WIDE[:7, :3], "step": 0}
+    got = jaxdist.restore(path, like)
+    assert got["w"].sharding == like["w"].sharding
+    assert same(jax.tree.map(np.asarray, jaxdist.unshard(got)), like | {"w": WIDE + 20, "step": np.asarray(20)})
+
+
+def damaged(path: str) -> list[Any]:
+    """One bit of the second: what is said of it, and what comes back if it is passed over."""
+    file = data_file(Path(path, "20"))
+    jaxdist.barrier()
+    if ctx.is_root:
+        flip(file)
+    jaxdist.barrier()
+    like = {"w": jaxdist.shard(WIDE), "odd": jaxdist.shard(WIDE[:7, :3]), "step": 0}
+    said = error_of(jaxdist.restore, path, like)
+    got = jaxdist.restore(path, like, fallback=True)
+    return [said, str(file), got["step"], bool((jaxdist.unshard(got["w"]) == WIDE + 10).all())]
+
+
+def key_of_a_step(path: str) -> None:
+    """It is restored onto its mesh."""
+    step = jaxdist.data_parallel(lambda key, x: (jax.random.split(key)[0], x.sum()))
+    key, _ = step(jax.random.key(1), np.ones(2))
+    jaxdist.save(path, {"key": key}, 1)
+    got = jaxdist.restore(path, {"key": key})["key"]
+    assert got.sharding == key.sharding
+    assert (jax.random.key_data(got) == jax.random.key_data(key)).all()
+    assert step(got, np.ones(2))[1] == 2 * ctx.size
+
+
+def bad_calls(path: str) -> dict[str, list[str]]:
+    """What is said of calls that are wrong on one rank, or differ."""
+    own = jax.device_put(np.full(3, ctx.rank), jax.local_devices()[0])
+    said = {
+        "nothing there": error_of(jaxdist.restore, path, {"w": 0}),
+        "another folder": error_of(jaxdist.save, path + str(ctx.rank), {"w": 0}, 1),
+        "another shape": error_of(jaxdist.save, path, {"w": np.zeros(2 + ctx.rank)}, 1),
+        "another value": error_of(jaxdist.save, path, {"v": np.ones(3), "w": own}, 1),
+        "no leaf": error_of(jaxdist.save, path, {"w": 0 if ctx.is_root else len}, 1),
+        "no folder": error_of(jaxdist.save, "/proc/none", {"w": 0}, 1),
+    }
+    jaxdist.save(path, {"w": np.zeros(3)}, 1)
+    return said | {
+        "another like": error_of(jaxdist.restore, path, {"w": np.zeros(3 + ctx.rank)}),
+        "there already": error_of(jaxdist.save, path, {"w": np.zeros(3)}, 1),
+        "another step": error_of(jaxdist.restore, path, {"w": np.zeros(3)}, step=1 + ctx.rank),
+        "no leaf of like": error_of(jaxdist.restore, path, {"w": np.zeros(3) if ctx.is_root else b""}),
+    }
+
+
+def other_leaves(path: str) -> dict[str, list[str]]:
+    """What is said of leaves that the last rank alone has otherwise, and of other arguments."""
+    long = "x" * 1000
+    pairs: dict[str, tuple[Any, Any]] = {
+        "float": (0.1, 0.2), "zero": (0.0, -0.0), "int": (1, 2), "bool": (True, False), "complex": (1j, 2j),
+        "string": ("a", "b"), "long": (long + "a", long + "b"), "np.str_": (np.str_("a"), np.str_("b")),
+        "np.float32": (np.float32(1), np.float32(2)), "int4": (ml_dtypes.int4(1), ml_dtypes.int4(2)),
+        "0-d": (np.array(1.0), np.array(2.0)), "array": (np.ones(3), np.zeros(3)), "type": (1, 1.0),
+        "big": (np.ones(3, ">f4"), np.zeros(3, ">f4")), "local": (jnp.ones(3), jnp.zeros(3)), "text": (1, "1"),
+        "key": (jax.random.key(0), jax.random.key(1)), "impl": (jax.random.key(0), jax.random.key(0, impl="rbg")),
+        "scalar": (1.0, np.float64(1)), "dtype": (np.ones(3, "f4"), np.ones(3, "f8")),
+        "shape": (np.ones(3), np.ones(4)),
+    }  # fmt: skip
+    said = {
+        f"leaf deep.1.{name}": error_of(jaxdist.save, path, {"same": np.ones(3), "deep": [0.5, {name: pair[LAST]}]}, 1)
+        for name, pair in pairs.items()
+    }
+    said["leaf b"] = error_of(jaxdist.save, path, {"a": 1, "b": 2} if LAST else {"a": 1}, 1)
+    said["keep"] = error_of(jaxdist.save, path, [1], 1, keep=1 + LAST)
+    said["overwrite"] = error_of(jaxdist.save, path, [1], 1, overwrite=LAST)
+    assert jaxdist.latest_step(path) is None
+    order = ">" if LAST else "<"  # of bytes in memory: the same values
+    alike = np.full(3, np.nan), np.full(3, np.nan, f"{order}f4"), float("nan"), long, jnp.ones(2), 2**60
+    jaxdist.save(path, alike, 1)
+    got = jaxdist.restore(path, alike)
+    assert (got[1].dtype.str, got[3], got[5]) == (f"{order}f4", long, 2**60)
+    return said
+
+
+def not_shared(path: str) -> dict[str, list[str]]:
+    """Under one name each rank has a folder of its own."""
+    own = Path(f"{path}{ctx.rank}")
+    own.mkdir()
+    os.chdir(own)
+    shards = {"w": jaxdist.shard(WIDE)}
+    said = {"save": error_of(jaxdist.save, "/proc/self/cwd/run", shards, 1)}
+    jaxdist.save("/proc/self/cwd/run", {"w": WIDE}, 2)  # the root alone writes
+    return said | {"restore": error_of(jaxdist.restore, "/proc/self/cwd/run", shards, step=2)}
+
+
+def full_disk(path: str) -> list[str]:
+    """On each of many arrays; what was there stays."""
+    big = jaxdist.shard({f"w{i}": np.random.default_rng(i).normal(size=(128, 256)) for i in range(32)})
+    said = error_of(jaxdist.save, path, big, 2)
+    assert jaxdist.latest_step(path) == 1
+    assert jaxdist.restore(path, {"w": np.zeros(3)})["w"].tolist() == [0, 1, 2]
+    return said
+
+
+say(ctx.rank, {case: globals()[case](f"{sys.argv[1]}/{case.replace('damaged', 'two_steps')}") for case in sys.argv[2:]})

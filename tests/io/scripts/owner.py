@@ -1,0 +1,35 @@
+"""Saves into a folder and lives on: `owner.py FOLDER`; with `forks`, children try to save there, and it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+
+import jaxdist
+
+jaxdist.save(sys.argv[1], {"w": 1}, 1)
+print("SAVED", flush=True)
+
+
+def child() -> None:
+    """Ends as a script does."""
+    try:
+        jaxdist.save(sys.argv[1], {"w": 1}, 2)
+    except jaxdist.CheckpointError as error:
+        print("CHILD", error, flush=True)
+
+
+if "forks" in sys.argv:
+    if os.fork() == 0:
+        child()
+        sys.exit(0)
+    assert os.wait()[1] == 0
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    jaxdist.save(sys.argv[1], {"w": 1}, 3)
+else:
+    time.sleep(300)

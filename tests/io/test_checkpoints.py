@@ -1,0 +1,418 @@
+"""`save`, `restore`, `latest_step`: what was saved comes back, wherever it goes; and what can't be is said."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from catalogue.trees import DTYPES, MODEL, OTHER_MODELS, REFUSED, TREES, USUAL, some
+from harness.errors import raises
+from harness.states import same, there
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+from jaxdist import CheckpointError
+
+STATE = {"w": np.arange(3.0)}
+
+
+def like(state: Any) -> Any:
+    """Of other values, where that matters."""
+    return jax.tree.map(lambda x: type(x)(0) if isinstance(x, str | int | float | complex) else x, state)
+
+
+def check(path: Path, state: Any, name: str = "") -> None:
+    """It comes back as it was."""
+    jaxdist.save(path, state, 1)
+    assert same(jaxdist.restore(path, like(state)), state), name
+
+
+# --- leaves
+
+
+def test_the_usual_dtypes(tmp_path: Path) -> None:
+    """Of an array, of its transpose, of an empty one and of a scalar."""
+    state = {name: [x := some(name), x.reshape(2, -1).T, x[:0], x[3]] for name in USUAL}
+    check(tmp_path, state)
+    native = jax.tree.map(lambda x: x.astype(x.dtype.newbyteorder("=")), state)
+    assert same(jaxdist.restore(tmp_path, native), native)
+
+
+def test_any_dtype_is_saved_or_refused(tmp_path: Path) -> None:
+    refused = dict[str, str]()
+    for i, dtype in enumerate(DTYPES):
+        state = {"a": {"x": some(dtype)}}
+        try:
+            check(tmp_path / str(i), state, str(dtype))
+        except TypeError as error:
+            refused[np.dtype(dtype).name] = str(error)
+    assert not {np.dtype(name).name for name in USUAL} & refused.keys()
+    assert all("leaf a.x" in text for text in refused.values()), refused
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i, (name, tree) in enumerate(TREES.items()):
+        check(tmp_path / str(i), tree(), name)
+    assert not caplog.records
+
+
+def test_bytes_taken_for_bools(tmp_path: Path) -> None:
+    """Any but 0 is True, and comes back as 1."""
+    x = np.arange(256, dtype=np.uint8).view(bool)
+    jaxdist.save(tmp_path, {"x": x, "jax": jnp.asarray(x)}, 1)
+    got = jaxdist.restore(tmp_path, {"x": x, "jax": jnp.asarray(x)})
+    assert got["x"].tolist() == np.asarray(got["jax"]).tolist() == [False] + [True] * 255
+
+
+def test_what_would_come_back_as_something_else(tmp_path: Path) -> None:
+    jaxdist.save(tmp_path / "there", {"a": {"x": 1}}, 1)
+    for name, (x, said) in REFUSED.items():
+        said = str(x.dtype) if said == "dtype" else said
+        with raises(TypeError, "leaf a.x", said):
+            jaxdist.save(tmp_path / "run", {"a": {"x": x}}, 1)
+        assert there(tmp_path / "run") == [], name
+        with raises(TypeError, "leaf a.x", "like", said):
+            jaxdist.restore(tmp_path / "there", {"a": {"x": x}})
+
+
+CYCLE: list[Any] = [1]
+CYCLE.append({"again": CYCLE})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "tokens"),
+    [
+        ({"step": -1}, ValueError, ("-1",)),
+        ({"step": 1.5}, ValueError, ("1.5",)),
+        ({"step": True}, ValueError, ("True",)),
+        ({"keep": 0}, ValueError, ("keep", "0")),
+        ({"state": {"n": 2**63}}, ValueError, ("leaf n", str(2**63))),
+        ({"state": {}}, ValueError, ("no leaves",)),
+        ({"state": CYCLE}, ValueError, ("contains itself",)),
+        ({"state": {"a.b": 1, "a": {"b": 2}}}, ValueError, ("a.b",)),
+        ({"state": {"x": "\ud800"}}, ValueError, ("leaf x", "UTF-8")),
+        ({"state": {"\ud800": 1}}, ValueError, ("UTF-8",)),
+        ({"state": {"/": 1}}, ValueError, ("leaf /", "slash")),
+        ({"state": {"~": "text"}}, ValueError, ("leaf ~",)),
+        ({"state": {"x": jax.ShapeDtypeStruct((2,), np.float32)}}, TypeError, ("leaf x", "ShapeDtypeStruct")),
+        ({"path": ""}, ValueError, ("empty",)),
+        ({"path": "gs://bucket/run"}, ValueError, ("gs:/", "URL")),
+        ({"path": Path("s3://bucket/run")}, ValueError, ("s3:/", "URL")),
+    ],
+)
+def test_bad_calls(
+    arguments: Any, error: type[Exception], tokens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"path": "run", "state": STATE, "step": 1} | arguments
+    with raises(error, *tokens):
+        jaxdist.save(**given)
+    assert there(tmp_path / "run") == []
+    if "path" in arguments:
+        assert list(tmp_path.iterdir()) == []
+        for call in (lambda: jaxdist.restore(given["path"], STATE), lambda: jaxdist.latest_step(given["path"])):
+            with raises(error, *tokens):
+                call()
+
+
+def test_leaves_without_a_value(tmp_path: Path) -> None:
+    with raises(TypeError, "leaf x"):
+        jax.jit(lambda x: jaxdist.save(tmp_path, {"x": x}, 1))(jnp.ones(3))
+    w = jnp.ones(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(w)
+    with raises(ValueError, "leaf w", "donated"):
+        jaxdist.save(tmp_path, {"w": w}, 1)
+    jaxdist.save(tmp_path, {"x": np.ones(3)}, 1)
+    wide = {"x": jax.ShapeDtypeStruct((3,), np.float64)}
+    with jax.enable_x64(False), raises(CheckpointError, "leaf x", "float64", "jax_enable_x64"):
+        jaxdist.restore(tmp_path, wide)
+
+
+def test_of_another_model(tmp_path: Path) -> None:
+    """Which is no damage."""
+    jaxdist.save(tmp_path, {"model": MODEL}, 5)
+    for change, tokens in OTHER_MODELS.values():
+        with raises(CheckpointError, *tokens, str(tmp_path / "5")):
+            jaxdist.restore(tmp_path, {"model": MODEL | change}, fallback=True)
+
+
+LEAVES = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.booleans(), st.floats(), st.complex_numbers(), st.text(max_size=5),
+    st.sampled_from([jnp.array(1.0), jax.random.key(1), jnp.zeros((0, 2)), jnp.float32(3), np.str_("s")]),
+    st.builds(some, st.sampled_from(USUAL), st.integers(0, 6)),
+)  # fmt: skip
+NAMES = st.text(max_size=3)
+STATES = st.recursive(LEAVES, lambda t: st.lists(t, min_size=1, max_size=3) | st.dictionaries(NAMES, t, min_size=1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(STATES)
+def test_any_state(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
+    path = tmp_path_factory.mktemp("any") / "run"
+    try:
+        jaxdist.save(path, state, 1)
+    except ValueError:  # a name that can't be
+        assert not path.exists()
+    else:
+        assert same(jaxdist.restore(path, state), state)
+
+
+# --- places
+
+
+def _mesh(*shape: int) -> Mesh:
+    return Mesh(np.reshape(jax.devices(), shape), ("data", "model")[: len(shape)])
+
+
+def _on(mesh: tuple[int, ...], *specs: P) -> Callable[[Any], Any]:
+    place = lambda x, spec: jax.device_put(x, NamedSharding(_mesh(*mesh), spec))
+    return lambda tree: jax.tree.map(place, tree, dict(zip(sorted(tree), specs, strict=True)))
+
+
+PLACED = {
+    "half": np.arange(64, dtype=np.float64).reshape(16, 4).astype(jnp.bfloat16), "odd": some("float32", 33),
+    "wide": some("int8", 96).reshape(8, 12),
+}  # fmt: skip
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "on the host": lambda tree: tree,
+    "on a device": lambda tree: jax.tree.map(jnp.asarray, tree),
+    "in shards, padded": jaxdist.shard,
+    "over 8": _on((8,), P("data"), P(), P("data")),
+    "over 2 x 4": _on((2, 4), P("data", "model"), P(), P(None, "model")),
+    "over 4 x 2": _on((4, 2), P(("data", "model")), P(), P("model", "data")),
+}
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_from_any_place_into_any_other(place: str, tmp_path: Path) -> None:
+    jaxdist.save(tmp_path, PLACES[place](PLACED), 1)
+    for name, other in PLACES.items():
+        target = other(jax.tree.map(np.zeros_like, PLACED))
+        got = jaxdist.restore(tmp_path, target)
+        assert jax.tree.map(lambda x: getattr(x, "sharding", None), got) == jax.tree.map(
+            lambda x: getattr(x, "sharding", None), target
+        ), name
+        assert same(jax.tree.map(np.asarray, jaxdist.unshard(got)), PLACED), name
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float8_e5m2", "bool", "complex64"])
+def test_shards_of_a_dtype(dtype: str, tmp_path: Path) -> None:
+    x = jax.device_put(some(dtype, 256).reshape(16, 16), NamedSharding(_mesh(8), P("data")))
+    check(tmp_path, {"x": x})
+    assert same(jaxdist.restore(tmp_path, {"x": np.asarray(x)})["x"], np.asarray(x))
+
+
+def test_into_what_is_described(tmp_path: Path) -> None:
+    state = {"w": jnp.arange(16.0), "key": jax.random.key(4)}
+    jaxdist.save(tmp_path, state, 1)
+    assert same(jaxdist.restore(tmp_path, jax.eval_shape(lambda: state)), state)
+    place = NamedSharding(_mesh(8), P("data"))
+    described = {"w": jax.ShapeDtypeStruct((16,), np.float64, sharding=place), "key": state["key"]}
+    got = jaxdist.restore(tmp_path, described)["w"]
+    assert (got.sharding, np.asarray(got).tolist()) == (place, list(range(16)))
+
+
+def test_weak_types_in_shards(tmp_path: Path) -> None:
+    """``bfloat16 * x`` is bfloat16 with such an `x`, and float32 with another: the training would go on differently."""
+    step = jaxdist.data_parallel(lambda s, b: (jnp.where(s > 0, 1.0, 0.0), b.sum()))
+    weak = {"padded": step(jaxdist.shard(jnp.ones(33)), np.ones(16))[0], "whole": jnp.array(1.5)}
+    jaxdist.save(tmp_path, weak, 1)
+    got = jaxdist.restore(tmp_path, jax.tree.map(lambda x: jaxdist.unshard(x) + np.ones(x.shape, x.dtype), weak))
+    assert [x.weak_type for x in jax.tree.leaves(got)] == [True, True]
+    assert got["padded"].sharding != weak["padded"].sharding
+
+
+def test_orbax_reads_it(tmp_path: Path) -> None:
+    """In the shapes that arrays have for the user."""
+    state = jaxdist.shard({"even": jnp.arange(16.0), "padded": jnp.arange(33.0).reshape(33, 1), "whole": jnp.ones(2)})
+    jaxdist.save(tmp_path, state, 7)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 7
+        as_numpy = dict.fromkeys(state, ocp.RestoreArgs(restore_type=np.ndarray))
+        plain = manager.restore(7, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    assert same(jax.tree.map(np.asarray, plain), jax.tree.map(np.asarray, jaxdist.unshard(state)))
+
+
+def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
+    """Of 0.1: shards of all kinds of leaves, with their checksums."""
+    with tarfile.open(Path(__file__).with_name("of-0.1.tar.gz")) as tar:
+        tar.extractall(tmp_path, filter="data")
+    state = PLACED | {"key": jax.random.key(3), "step": 12, "text": "a", "weak": jnp.array(1.5)}
+    assert jaxdist.latest_step(tmp_path) == 12
+    assert same(jaxdist.restore(tmp_path, like(state)), state)
+
+
+# --- in the background
+
+
+def test_a_step_may_take_what_is_being_saved(tmp_path: Path) -> None:
+    step = jaxdist.data_parallel(lambda w, b: w - 0.1 * jax.grad(lambda w: jnp.mean(b) * jnp.sum(w))(w), donate=True)
+    w = step(jaxdist.shard(jnp.arange(64.0)), np.ones(8))
+    expected, host = np.asarray(w), np.arange(5.0)
+    saving = jaxdist.save(tmp_path, {"w": w, "host": host}, 1, wait=False)
+    host += 1
+    for _ in range(5):
+        w = step(w, np.ones(8))
+    saving.wait()
+    assert saving.done
+    assert same(jaxdist.restore(tmp_path, {"w": expected, "host": host}), {"w": expected, "host": np.arange(5.0)})
+
+
+class SmallFiles:
+    """Within it a file can't be longer, as on a disk that is full."""
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "latest_step", "wait"])
+def test_a_failure_in_the_background_is_told_once(call: str, tmp_path: Path) -> None:
+    large = {"w": np.random.default_rng(0).normal(size=1 << 17)}
+    jaxdist.save(tmp_path, STATE, 1)
+    with SmallFiles():
+        saving = jaxdist.save(tmp_path, large, 2, wait=False)
+        while not saving.done:
+            time.sleep(0.01)
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: jaxdist.save(tmp_path, STATE, 3), "restore": lambda: jaxdist.restore(tmp_path, STATE),
+        "latest_step": lambda: jaxdist.latest_step(tmp_path), "wait": saving.wait,
+    }  # fmt: skip
+    with raises(CheckpointError, str(tmp_path / "2"), "rank 0", "File too large"):
+        calls[call]()
+    assert jaxdist.latest_step(tmp_path) == 1
+    assert there(tmp_path) == ["1"]
+    calls[call]()
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    jaxdist.save(tmp_path, STATE, 1)
+    with SmallFiles(), raises(CheckpointError, str(tmp_path / "2"), "File too large"):
+        jaxdist.save(tmp_path, {"w": np.random.default_rng(0).normal(size=1 << 17)}, 2)
+    assert same(jaxdist.restore(tmp_path, STATE), STATE)
+    assert there(tmp_path) == ["1"]
+
+
+# --- which is the latest, and which are kept
+
+
+def save(path: Path, *steps: int, **how: Any) -> None:
+    for step in steps:
+        jaxdist.save(path, {"w": step}, step, **how)
+
+
+def test_the_latest_is_known_by_names_and_not_by_times(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10, 20)
+    for step, then in ((5, 3e9), (10, 2e9), (20, 1e9)):
+        for file in (tmp_path / str(step), *(tmp_path / str(step)).rglob("*")):
+            os.utime(file, (then, then))
+    (tmp_path / "30").mkdir()  # of someone else
+    (tmp_path / "notes").touch()
+    shutil.copytree(tmp_path / "5", tmp_path / "40.orbax-checkpoint-tmp")  # of a killed writer
+    assert jaxdist.latest_step(tmp_path) == 20
+    assert jaxdist.restore(tmp_path, {"w": 0}) == {"w": 20}
+    save(tmp_path, 25)
+    assert there(tmp_path) == ["10", "20", "25", "30", "5", "notes"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps", "left"), [(1, (1, 2, 10), "10"), (2, (1, 2, 10), "10 2"), (3, (8, 9, 10, 11), "10 11 9")]
+)
+def test_the_last_ones_are_kept(keep: int, steps: tuple[int, ...], left: str, tmp_path: Path) -> None:
+    save(tmp_path, *steps, keep=keep)
+    assert " ".join(there(tmp_path)) == left
+    assert jaxdist.restore(tmp_path, {"w": 0}) == {"w": steps[-1]}
+
+
+def test_after_going_back(tmp_path: Path) -> None:
+    """The branch that was left goes first; the latest is the one that was saved last."""
+    save(tmp_path, 10, 20, 30, keep=3)
+    jaxdist.restore(tmp_path, {"w": 0}, step=10)
+    assert jaxdist.latest_step(tmp_path) == 30
+    save(tmp_path, 15, keep=3)
+    assert (there(tmp_path), jaxdist.latest_step(tmp_path)) == (["10", "15", "30"], 15)
+    assert jaxdist.restore(tmp_path, {"w": 0}) == {"w": 15}
+    save(tmp_path, 20, keep=3)
+    assert there(tmp_path) == ["10", "15", "20"]
+    with raises(FileExistsError, str(tmp_path / "15"), "overwrite"):
+        save(tmp_path, 15)
+    save(tmp_path, 15, keep=1, overwrite=True)
+    assert there(tmp_path) == ["15"]
+
+
+def test_a_folder_that_was_removed(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, 3)
+    shutil.rmtree(tmp_path / "run")
+    save(tmp_path / "run", 1, 2, keep=1)
+    assert there(tmp_path / "run") == ["2"]
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file"):
+        assert jaxdist.latest_step(tmp_path / name) is None
+        with raises(FileNotFoundError, name):
+            jaxdist.restore(tmp_path / name, STATE)
+    jaxdist.save(tmp_path, STATE, 3)
+    with raises(FileNotFoundError, "step 4", "3"):
+        jaxdist.restore(tmp_path, STATE, step=4)
+
+
+# --- folders
+
+FOLDERS = [
+    "lr=[0.1]", "[!a]", "a*b", "**", "a?b", "run#3", "a|b", "50%", "a%20b", "a%2Fb", "a\\b", "a/b", "gs:/b", "a:b",
+    "~", "{a}", "$HOME", "a;b", "'", '"', "a b", "a\nb", "a\x7fb", "ü", os.fsdecode(b"a\xffb"), "x" * 255,
+]  # fmt: skip
+
+
+def test_folders_of_any_name(tmp_path: Path) -> None:
+    """And no file of theirs stays open."""
+    jaxdist.save(tmp_path / "first", STATE, 1)
+    jaxdist.restore(tmp_path / "first", STATE)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for i, name in enumerate(FOLDERS):
+        jaxdist.save(tmp_path / name, {"w": np.full(3, i)}, 1)
+    for i, name in enumerate(FOLDERS):
+        assert jaxdist.restore(tmp_path / name, {"w": np.zeros(3, int)})["w"].tolist() == [i] * 3, name
+        (tmp_path / name).rename(tmp_path / "moved")
+        assert jaxdist.restore(tmp_path / "moved", {"w": np.zeros(3, int)})["w"].tolist() == [i] * 3, name
+        (tmp_path / "moved").rename(tmp_path / f"done-{i}")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "tokens"),
+    [
+        ("file/below/it", ("/file ",)), ("to-file", ("/to-file ", "link", " file")),
+        ("dangling/below", ("/dangling ", "nowhere")), ("circle", ("/circle ", "circle")),
+    ],
+)  # fmt: skip
+def test_what_is_in_the_way(path: str, tokens: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for link, target in {"to-file": "file", "dangling": "nowhere", "circle": "back", "back": "circle"}.items():
+        (tmp_path / link).symlink_to(target)
+    with raises(CheckpointError, str(tmp_path / path), *tokens):
+        jaxdist.save(tmp_path / path, STATE, 1)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    jaxdist.save(tmp_path / "link" / "below", STATE, 1)
+    assert same(jaxdist.restore(tmp_path / "there" / "below", STATE), STATE)
