@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from jaxdist.data.loader import Loader
+from jaxdist.data.loader import Loader  # private: hypothesis runs hundreds of jobs of several ranks in one process
 
 
-def job(rank: int, size: int, exchange: Callable[[str, Any, float], list[Any]]) -> Any:
-    """A context, as far as a loader needs one."""
-    return SimpleNamespace(
-        rank=rank,
-        size=size,
-        timeout=1.0,
-        control=SimpleNamespace(exchange=exchange),
-        parts=lambda mesh: ((rank,), size),
-    )
-
-
-def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings_: Any) -> Loader:
+def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings: Any) -> Loader:
     """The loader of one rank of several, that finds the others agree."""
-    settings_ = {"shuffle": True, "seed": 0, "tail": "drop", "transform": None} | settings_
-    return Loader(job(rank, size, lambda _, mine, __: [mine] * size), source, batch_size, **settings_)
+    context: Any = SimpleNamespace(
+        rank=rank, size=size, timeout=1.0, parts=lambda mesh: ((rank,), size),
+        control=SimpleNamespace(exchange=lambda name, mine, timeout: [mine] * size),
+    )  # fmt: skip
+    settings = {"shuffle": True, "seed": 0, "tail": "drop", "transform": None} | settings
+    return Loader(context, source, batch_size, **settings)
 
 
-def ranks(n: int, size: int, batch_size: int, **settings_: Any) -> list[Loader]:
-    return [make(np.arange(n), batch_size, rank, size, **settings_) for rank in range(size)]
+def ranks(source: Any, size: int, batch_size: int, **settings: Any) -> list[Loader]:
+    """The loaders of all ranks; the source may be made anew for each, by a function."""
+    each = source if callable(source) else lambda: source
+    return [make(each(), batch_size, rank, size, **settings) for rank in range(size)]
 
 
 def epoch(loaders: Sequence[Loader], steps: int | None = None) -> list[list[int]]:
-    """The real examples of each global batch, of one loop of all ranks, or the first steps of it."""
+    """The real examples of each global batch, of one loop of all ranks, or the first steps of it.
+
+    The examples differ: a smaller last batch may end with copies of its last one, for parts of one length.
+    """
     loops = [iter(loader) for loader in loaders]
-    out = []
-    for parts in zip(*loops, strict=True):  # strict: the same number of steps
-        batch: list[int] = []
-        for loader, part in zip(loaders, parts, strict=True):
-            x, weight = part if loader._reading.sampling.pad else (part, np.ones(len(part)))
-            assert len(x) == loader._reading.sampling.batch_size or loader._reading.sampling.keep
-            batch += x[weight > 0].tolist()
-        # A smaller last batch: parts of one length, filled up with copies of the last example.
-        total = getattr(parts[0], "total", len(batch))
-        assert all(x == batch[total - 1] for x in batch[total:])
-        out.append(batch[:total])
-        if len(out) == steps:
+    found: list[list[int]] = []
+    while steps is None or len(found) < steps:
+        parts = [next(loop, None) for loop in loops]
+        if any(part is None for part in parts):
+            assert all(part is None for part in parts), "the ranks make other numbers of steps"
             break
-    return out
+        pairs = [part if isinstance(part, tuple) else (part, np.ones(len(part))) for part in parts if part is not None]
+        assert len({len(x) for x, _ in pairs}) == 1
+        batch = [int(i) for x, weight in pairs for i in x[weight > 0].tolist()]
+        while batch[1:] and batch[-1] == batch[-2]:
+            batch.pop()
+        found.append(batch)
+    return found
 
 
-def flat(batches_: list[list[int]]) -> list[int]:
-    return [i for batch in batches_ for i in batch]
+def flat(batches: list[list[int]]) -> list[int]:
+    """The examples, one after the other."""
+    return [i for batch in batches for i in batch]

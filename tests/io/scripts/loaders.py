@@ -1,0 +1,137 @@
+"""Loaders of several ranks: `loaders.py FOLDER`; goes on from the state in a file there, if there is one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness.told import error_of, say
+
+import jaxdist
+
+ctx = jaxdist.init()
+FOLDER = Path(sys.argv[1])
+
+
+def loss_of(w: Any, x: Any, weight: Any) -> Any:
+    """The mean of the real examples, and what depends on all of a batch."""
+    h = x @ w
+    return jnp.sum((h - 1) ** 2 * weight) / jnp.sum(weight)
+
+
+def _ids(batch: Any) -> tuple[Any, Any]:
+    """Of this rank's part: the numbers of its examples, and their weights."""
+    return batch[0][0], batch[1]
+
+
+def steps_on_batches(tail: Any, on_devices: bool) -> None:
+    """On an odd number of examples: as on one device with the real ones, each of which comes once."""
+    n = 101 + ctx.size
+    x, seen, sizes = np.random.default_rng(0).normal(size=(n, 3)), list[int](), list[int]()
+
+    @jaxdist.data_parallel
+    def step(w: Any, batch: Any) -> Any:
+        (i, x), weight = batch if tail == "pad" else (batch, jnp.ones(len(batch[0])))
+        loss, grads = jax.value_and_grad(loss_of)(w, x, weight)
+        return w - 0.1 * grads, (loss, (i, weight), jnp.sum(weight), jnp.max(x))
+
+    w = one = jnp.ones(3)
+    for batch in jaxdist.loader((np.arange(n), x), 8, tail=tail, on_devices=on_devices):
+        w, (loss, (i, weight), count, most) = step(w, batch)
+        rows = jaxdist.gather_for_metrics(i, weight)
+        assert tail == "keep" or (jaxdist.gather_for_metrics(*_ids(batch)) == rows).all()
+        seen += rows.tolist()
+        sizes.append(int(count))
+        expected, grads = jax.value_and_grad(loss_of)(one, x[rows], np.ones(len(rows)))
+        one = one - 0.1 * grads
+        np.testing.assert_allclose(jaxdist.unshard(w), one, 1e-10)
+        np.testing.assert_allclose(loss, expected, 1e-10)
+        assert tail == "pad" or most == x[rows].max()
+    assert sorted(seen) == list(range(n))
+    assert sizes == [*[8 * ctx.size] * (n // (8 * ctx.size)), n % (8 * ctx.size)]
+
+
+def tokens() -> None:
+    """The root alone tokenizes; packed rows and a stream of them are read as by one process."""
+    called: list[str] = []
+
+    def encode(text: str) -> bytes:
+        called.append(text)
+        return text.encode()
+
+    texts = ["a" * n for n in range(1, 40)]
+    documents = jaxdist.tokenize(texts, encode, FOLDER / f"tokens{ctx.size}")
+    assert bool(called) == ctx.is_root
+    rows = jaxdist.packed(documents, 16, seed=0)
+    sources: list[tuple[Any, bool | int]] = [(rows, True), (jaxdist.stream(rows), 8)]
+    for source, shuffle in sources:
+        found = []
+        for batch, weight in jaxdist.loader(source, 3, tail="pad", shuffle=shuffle):
+            found += jaxdist.gather_for_metrics(batch["tokens"], weight).tolist()
+        assert sorted(found) == sorted(row["tokens"].tolist() for row in rows)
+
+
+def evaluated() -> None:
+    """Sums over all examples, whatever the tail."""
+    x = np.arange(23.0)
+    padded = jaxdist.data_parallel(lambda b: {"sum": jnp.sum(b[0] * b[1]), "count": jnp.sum(b[1])})
+    kept = jaxdist.data_parallel(lambda b: {"sum": jnp.sum(b), "count": len(b)})
+    steps: list[tuple[Any, Any]] = [(padded, "pad"), (kept, "keep")]
+    for step, tail in steps:
+        assert jaxdist.evaluate(step, jaxdist.loader(x, 4, tail=tail)) == {"sum": 253, "count": 23}
+    own = error_of(jaxdist.evaluate, jax.jit(jnp.sum), jaxdist.loader(x, 4))
+    assert (own[0], f"{ctx.size} ranks" in own[1]) == ("ValueError", True)
+
+
+def read(source: Any, batch_size: int = 2, **settings: Any) -> None:
+    """A whole epoch."""
+    for _ in jaxdist.loader(source, batch_size, **settings):
+        pass
+
+
+def refused(text: str) -> bytes:
+    """A tokenizer that is not there."""
+    raise OSError("no tokenizer here")
+
+
+def errors() -> dict[str, list[str]]:
+    """What every rank is told where one of them differs."""
+    rank, x = ctx.rank, np.ones((24, 3))
+    batches, stream = jaxdist.loader(np.arange(100), 5, tail="pad"), {"shuffle": False}
+    exchanged = [0, 2, 1] if rank == 1 else [0, 1, 2]  # in the midst of a batch
+    return {
+        "batch_size": error_of(read, x, 0 if ctx.is_root else 4),
+        "another length": error_of(read, x[rank:]),
+        "other examples": error_of(read, x + rank),
+        "no examples": error_of(read, x[:0]),
+        "too few": error_of(read, x[:1]),
+        "another seed": error_of(read, x, seed=rank),
+        "another state": error_of(batches.set_state, batches.get_state() | {"position": rank}),
+        "another start of a stream": error_of(read, jaxdist.stream(range(rank, 30)), **stream),
+        "another stream": error_of(read, jaxdist.stream([0, *range(rank, 30)]), shuffle=3),
+        "rows exchanged": error_of(read, jaxdist.stream([*exchanged, *range(3, 30)]), **stream),
+        "a longer stream": error_of(read, jaxdist.stream(range(40 - 30 * (rank > 0))), **stream),
+        "no tokenizer": error_of(jaxdist.tokenize, ["a"], refused, FOLDER / "never"),
+    }
+
+
+def some_steps() -> dict[str, Any]:
+    """Three of an epoch that jobs of other sizes have begun."""
+    batches, file, seen = jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3), FOLDER / "state.json", list[int]()
+    if file.exists():
+        batches.set_state(json.loads(file.read_text()))
+    for _, (batch, weight) in zip(range(3), batches, strict=False):
+        seen += jaxdist.gather_for_metrics(batch, weight).tolist()
+    return {"seen": seen, "state": batches.get_state()}
+
+
+for tail, on_devices in (("pad", False), ("pad", True), ("keep", False)):
+    steps_on_batches(tail, on_devices)
+tokens()
+evaluated()
+say(ctx.rank, {"errors": errors(), **some_steps()})

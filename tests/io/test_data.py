@@ -1,0 +1,425 @@
+"""`loader`: an epoch is one order of all examples, for any ranks and through any restarts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from catalogue.sources import (
+    BAD,
+    BY_EPOCH,
+    BY_INDEX,
+    STATES_KEPT,
+    STATES_REFUSED,
+    STREAMS,
+    Again,
+    ByIndex,
+    N,
+    WithState,
+)
+from harness import jobs, told
+from harness.commands import CLI
+from harness.errors import raises
+from harness.loaders import epoch, flat, make, ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxdist
+
+SCRIPTS = Path(__file__).with_name("scripts")
+ALL = BY_INDEX | STREAMS
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 60), size=st.integers(1, 5), batch_size=st.integers(1, 9),
+    tail=st.sampled_from(["drop", "pad", "keep"]), shuffle=st.booleans(), seed=st.integers(0, 2**40),
+)  # fmt: skip
+def test_an_epoch(n: int, size: int, batch_size: int, tail: str, shuffle: bool, seed: int) -> None:
+    """Equal steps, no example twice, all of them but for a dropped tail, as one rank with the whole batch has them."""
+    how, whole = {"tail": tail, "shuffle": shuffle, "seed": seed}, size * batch_size
+    if tail == "drop" and n < whole:
+        with raises(ValueError, f"{n} examples", str(whole)):
+            ranks(np.arange(n), size, batch_size, **how)
+        return
+    loaders, alone = ranks(np.arange(n), size, batch_size, **how), ranks(np.arange(n), 1, whole, **how)
+    for number in range(2):
+        assert {loader.epoch for loader in loaders} == {number}
+        got = epoch(loaders)
+        assert got == epoch(alone)
+        assert len(got) == len(loaders[0]) == (n // whole if tail == "drop" else -(-n // whole))
+        assert len(flat(got)) == (n - n % whole if tail == "drop" else n)
+        assert len(set(flat(got))) == len(flat(got))
+        assert set(flat(got)) <= set(range(n))
+        assert shuffle or flat(got) == list(range(len(flat(got))))
+
+
+def alone(kind: str, **how: Any) -> list[list[int]]:
+    """The orders of three epochs."""
+    loaders = ranks(ALL[kind], 1, 1, tail="keep", **how)
+    return [flat(epoch(loaders)) for _ in range(3)]
+
+
+def test_each_source_gives_each_example_once() -> None:
+    for kind in ALL:
+        for how in ({"shuffle": False}, {"shuffle": True if kind in BY_INDEX else 9}):
+            first, second, _ = alone(kind, **how)
+            assert len(set(first)) == len(first) > N // 2, kind
+            if kind in (*BY_INDEX, "plain", "inexact"):
+                assert sorted(first) == sorted(second) == list(range(N)), kind
+            assert (first != second) == bool(how["shuffle"] or kind in BY_EPOCH), kind
+
+
+LEG = st.tuples(st.sampled_from([8, 3, 6, 1]), st.integers(1, 4), st.integers(0, 5), st.booleans())
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(list(ALL)), tail=st.sampled_from(["keep", "pad"]), window=st.sampled_from([0, 1, 9, 200]),
+    legs=st.lists(LEG, min_size=1, max_size=6), prefetch=st.integers(0, 2), seed=st.integers(0, 3),
+)  # fmt: skip
+def test_any_restarts_on_any_ranks_skip_and_repeat_nothing(
+    kind: str, tail: str, window: int, legs: list[tuple[int, int, int, bool]], prefetch: int, seed: int
+) -> None:
+    """By a state through JSON; what a killed job did comes again."""
+    shuffle = window if kind in STREAMS else window > 0
+    want = alone(kind, shuffle=shuffle, seed=seed)
+    got: list[list[int]] = [[], [], []]
+    state: Any = None
+    for size, batch_size, steps, killed in legs:
+        how: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "tail": tail, "prefetch": prefetch}
+        loaders = ranks(ALL[kind], size, batch_size, **how)
+        for loader in loaders if state else ():
+            loader.set_state(json.loads(state))
+        if (number := loaders[0].epoch) > 2:
+            break
+        seen = flat(epoch(loaders, steps))
+        states = {json.dumps(loader.get_state()) for loader in loaders}
+        assert len(states) == 1
+        for loader in loaders:
+            loader.close()
+        if not killed:
+            got[number] += seen
+            (state,) = states
+            assert len(state) <= 1024
+    for one, whole in zip(got, want, strict=True):
+        assert one == whole[: len(one)]
+
+
+@pytest.mark.parametrize("shuffle", [9, True], ids=["stream", "by index"])
+def test_restarts_with_a_dropped_tail(shuffle: Any) -> None:
+    source = Again() if shuffle == 9 else np.arange(N)
+    want = flat(epoch(ranks(source, 1, N, shuffle=shuffle)))
+    seen: list[int] = []
+    state: Any = None
+    for size, batch_size, steps in [(2, 4, 3), (3, 3, 1), (1, 2, 2), (2, 3, 9)]:  # 24, 9, 4 and 24
+        loaders = ranks(source, size, batch_size, shuffle=shuffle)
+        for loader in loaders if state else ():
+            loader.set_state(state)
+        seen += flat(epoch(loaders, steps))
+        state = loaders[0].get_state()
+    assert seen == want
+    assert (state["epoch"], state["position"]) == (1, 0)
+    (late,) = ranks(source, 1, 8, shuffle=shuffle)
+    (early,) = ranks(source, 1, 57, shuffle=shuffle)
+    epoch([early], 1)
+    late.set_state(state | {"epoch": 0, "position": 57} if shuffle is True else early.get_state())
+    assert (late.epoch, len(epoch([late]))) == (1, 7)  # no batch of 8 was left
+
+
+def test_the_orders_of_epochs_and_seeds() -> None:
+    loaders = ranks(np.arange(50), 2, 5)
+    epochs = [flat(epoch(loaders)) for _ in range(3)]
+    other = flat(epoch(ranks(np.arange(50), 1, 50, seed=1)))
+    assert len({tuple(each) for each in [*epochs, other]}) == 4
+    for loader in loaders:
+        loader.set_epoch(1)
+    assert flat(epoch(loaders)) == epochs[1]
+    assert loaders[0].epoch == 2
+    windows = [flat(epoch(ranks(Again, 1, 1, shuffle=9, seed=seed))) for seed in (0, 0, 1)]
+    assert windows[0] == windows[1] != windows[2]
+
+
+def test_a_data_set_that_is_too_large_for_a_permutation() -> None:
+    class Large(ByIndex):
+        def __len__(self) -> int:
+            return (1 << 22) + 1
+
+    (loader,) = ranks(Large(), 1, 1000)
+    first, again = (flat(epoch([loader], 20)) for _ in range(2))
+    assert len({*first, *again}) > 39_000
+    assert len(set(first)) == 20_000
+
+
+def test_a_loop_that_is_left() -> None:
+    """Its order does not come again, unless it is asked for; and one that goes on beside another is over."""
+    (loader,) = loaders = ranks(np.arange(20), 1, 2)
+    left = epoch(loaders, 3)
+    assert (loader.epoch, loader.get_state()["position"]) == (0, 6)
+    state = loader.get_state()
+    assert epoch(loaders, 3) != left
+    loader.set_epoch(0)
+    whole = epoch(loaders)
+    assert (whole[:3], len(whole)) == (left, 10)
+    loader.set_state(state)
+    loader.set_epoch(0)  # keeps what was restored
+    assert epoch(loaders) == whole[3:]
+    loader.set_state(state)
+    loader.set_epoch(3)
+    assert len(epoch(loaders)) == 10
+    loop = iter(loader)
+    next(loop)
+    next(iter(loader))
+    with raises(RuntimeError, "over"):
+        next(loop)
+
+
+@pytest.mark.parametrize("kind", ["array", "list", "plain"])
+def test_peek(kind: str) -> None:
+    (loader,) = ranks(ALL[kind], 1, 4, shuffle=0 if kind in STREAMS else True, prefetch=2)
+    first = loader.peek()
+    assert loader.get_state()["position"] == 0
+    assert epoch([loader], 1) == [first.tolist()]
+    if kind in STREAMS:
+        with raises(TypeError, "stream"):
+            len(loader)
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 4}, {"prefetch": 4, "threads": 3}, {"threads": 2}], ids=str)
+def test_what_is_read_ahead_does_not_count(how: dict[str, Any]) -> None:
+    (want,), (got,) = ranks(ByIndex(), 1, 4, tail="pad"), ranks(ByIndex(), 1, 4, tail="pad", **how)
+    for a, b in zip(want, got, strict=True):
+        assert a[0].tolist() == b[0].tolist()
+        assert want.get_state() == got.get_state()
+    got.close()
+
+
+# --- examples
+
+
+def test_nested_examples_and_transforms() -> None:
+    class Same(grain.transforms.Map):
+        def map(self, element: Any) -> Any:
+            return element
+
+    tree = {"i": np.arange(12), "two": (np.arange(12) * 2, [np.arange(24).reshape(12, 2)])}
+    rows = [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(12)]
+    for source in (tree, rows, jax.tree.map(jnp.asarray, tree)):
+        for transform in (None, lambda e: e, lambda e, rng: e, Same()):
+            got = list(make(source, 3, transform=transform))
+            assert sorted(i for b in got for i in b["i"].tolist()) == list(range(12))
+            for batch in got:
+                assert (batch["two"][0] == 2 * batch["i"]).all()
+                assert (batch["two"][1][0][:, 1] == 2 * batch["i"] + 1).all()
+                assert isinstance(batch["i"], np.ndarray)
+
+
+def jittered(x: Any, rng: np.random.Generator) -> int:
+    """A random transform."""
+    return 1000 * int(x) + int(rng.integers(1000))
+
+
+@pytest.mark.parametrize("kind", ["array", "list", "plain"])
+def test_a_random_transform_depends_on_example_epoch_and_seed_alone(kind: str) -> None:
+    def read(size: int, seed: int = 0) -> list[list[int]]:
+        shuffle = 7 if kind in STREAMS else True
+        loaders = ranks(ALL[kind], size, 4 // size, shuffle=shuffle, transform=jittered, seed=seed)
+        return [sorted(flat(epoch(loaders))) for _ in range(2)]
+
+    one = read(1)
+    assert one == read(2) == read(4)
+    assert {x // 1000 for x in one[0]} <= set(range(N))
+    assert len(set(one[0]) & set(one[1])) < N // 4
+    assert one != read(1, seed=1)
+
+
+def test_a_transform_may_write_into_its_example() -> None:
+    def double(x: Any) -> Any:
+        x *= 2
+        return x
+
+    loader = make(np.ones((4, 3)), 4, transform=double)
+    assert [float(next(iter(loader)).sum()) for _ in range(2)] == [24, 24]
+
+
+# --- refusals
+
+
+def test_bad_sources_and_settings() -> None:
+    for source, how, tokens in BAD:
+        with raises((ValueError, TypeError), *tokens):
+            next(iter(make(source, **{"batch_size": 1} | how)))
+    loader = make([1, None], 2, shuffle=False)
+    for _ in range(2):  # again and again, not a hang or a skip
+        with raises(ValueError, "example 1"):
+            next(iter(loader))
+
+
+def test_states_of_others() -> None:
+    state = make(np.arange(9), 2).get_state()
+    (stream,), (other,) = ranks(Again(), 1, 4, shuffle=0), ranks(Again(), 1, 4, shuffle=3)
+    for loader, wrong, tokens in [
+        (make(np.arange(9), 2), state | {"length": 8}, ("8", "9")),
+        (make(np.arange(9), 2), state | {"seed": 3}, ("seed 3", "0")),
+        (make(np.arange(9), 2), state | {"shuffle": False}, ("shuffle False",)),
+        (make(np.arange(9), 2), state | {"position": 10}, ("10",)),
+        (make(np.arange(9), 2), state | {"epoch": -1}, ("-1",)),
+        (make(np.arange(9), 2), {"epoch": 1}, ("epoch",)),
+        (make(np.arange(9), 2), stream.get_state(), ("state",)),
+        (stream, state, ("stream",)),
+        (stream, stream.get_state() | {"stream": "{", "position": 4}, ("stream",)),
+        (other, stream.get_state(), ("shuffle 0", "3")),
+    ]:
+        with raises(ValueError, *tokens):
+            loader.set_state(wrong)
+    with raises(ValueError, "set_epoch", "-1"):
+        stream.set_epoch(-1)
+
+
+def test_a_stream_that_is_shorter_than_what_was_read() -> None:
+    loader = make(jaxdist.stream(range(40)), 4, shuffle=False)
+    epoch([loader], 8)
+    with raises(ValueError, "32"):
+        make(jaxdist.stream(range(10)), 4, shuffle=False).set_state(loader.get_state())
+
+
+def test_the_state_of_a_stream_is_kept_exactly_or_refused() -> None:
+    """As JSON: it names the entry that would come back as another."""
+    for entry in STATES_KEPT:
+        loader, again = make(WithState(entry), 4, shuffle=False), make(WithState(entry), 4, shuffle=False)
+        epoch([loader], 2)
+        again.set_state(json.loads(json.dumps(loader.get_state())))
+        assert flat(epoch([again])) == list(range(8, 60)), entry
+    for entry in (np.int64(3), np.bool_(True), np.float64(0.5)):  # of which the value is kept
+        loader, again = make(WithState(entry), 4, shuffle=False), make(WithState(entry.item()), 4, shuffle=False)
+        epoch([loader], 2)
+        again.set_state(json.loads(json.dumps(loader.get_state())))
+        assert flat(epoch([again])) == list(range(8, 60)), entry
+    for word, entry in STATES_REFUSED.items():
+        with raises(TypeError, word, "['entry']['deep'][0]"):
+            next(iter(make(WithState(entry), 4, shuffle=False)))
+
+
+def test_an_error_of_the_stream_is_the_loops() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            yield from range(6)
+            raise OSError("shard 3 is cut short")
+
+    loop = iter(make(Broken(), 2, shuffle=False))
+    assert [next(loop).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with raises(OSError, "shard 3 is cut short"):
+        list(loop)
+
+
+# --- on devices, in steps
+
+
+def test_on_devices() -> None:
+    loader = jaxdist.loader({"x": np.arange(48.0)}, 16, on_devices=True)
+    got = [batch["x"] for batch in loader]
+    assert all(x.sharding.num_devices == 8 and not x.is_fully_replicated for x in got)
+    assert sorted(np.concatenate(got).tolist()) == list(range(48))
+    loader.close()
+    uneven = list(jaxdist.loader(np.arange(48), 12, shuffle=False, on_devices=True))
+    assert [x.shape for x in uneven] == [(12,)] * 4
+    assert np.concatenate(uneven).tolist() == list(range(48))
+
+
+@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize("tail", ["pad", "keep"])
+def test_a_step_computes_what_one_device_would_with_the_real_examples(tail: Any, on_devices: bool) -> None:
+    """Padded with weights, or the last batch smaller: 11 real ones on 8 devices."""
+    x = np.random.default_rng(0).normal(size=(43, 3))
+
+    def step(w: Any, x: Any, weight: Any = None) -> Any:
+        h = x @ w
+        real = jnp.ones(len(h)) if weight is None else weight
+        return jnp.sum((h - 1) ** 2 * real) / jnp.sum(real) + (jnp.max(h) if weight is None else 0), len(x)
+
+    decorated, counts = jaxdist.data_parallel(step), []
+    for batch, rows in zip(
+        jaxdist.loader(x, 16, tail=tail, on_devices=on_devices),
+        epoch(ranks(np.arange(43), 1, 16, tail=tail)),
+        strict=True,
+    ):
+        got, count = decorated(jnp.ones(3), *(batch if tail == "pad" else (batch,)))
+        want, _ = step(jnp.ones(3), x[rows], *([np.ones(len(rows))] if tail == "pad" else []))
+        counts.append(int(count))
+        np.testing.assert_allclose(got, want, rtol=1e-10)
+    assert counts == [16, 16, 16 if tail == "pad" else 11]
+
+
+# --- processes
+
+
+def test_two_ranks_and_then_one(tmp_path: Path) -> None:
+    """What a loader has handed out goes on; sources and settings that differ are told on every rank."""
+    _go_on(tmp_path, [(2, False)])
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_two_ranks_three_and_then_one(tmp_path: Path) -> None:
+    _go_on(tmp_path, [(2, False), (3, True)])
+
+
+DIFFERING = {
+    "batch_size": ("ValueError", "rank 0", "batch_size=0"),
+    "another length": ("ValueError", "len(source)", "24 on rank 0", "23 on rank 1"),
+    "other examples": ("ValueError", "checksum"),
+    "no examples": ("ValueError", "0 examples"),
+    "too few": ("ValueError", "1 examples"),
+    "another seed": ("ValueError", "seed", "rank 1"),
+    "another state": ("ValueError", "position", "0 on rank 0", "1 on rank 1"),
+    "another start of a stream": ("ValueError", "checksum"),
+    "another stream": ("ValueError", "read"),
+    "rows exchanged": ("ValueError", "read"),
+    "a longer stream": ("ValueError", "end of the epoch"),
+    "no tokenizer": ("OSError", "rank 0", "no tokenizer here"),
+}
+
+
+def _go_on(folder: Path, legs: list[tuple[int, bool]]) -> None:
+    state, seen = folder / "state.json", list[int]()
+    for ranks_, mpi in legs:
+        found, _ = told.run(ranks_, SCRIPTS / "loaders.py", folder, mpi=mpi, env={"JAX_ENABLE_X64": "1"})
+        for rank in found:
+            told.check(rank["errors"], DIFFERING)
+            assert rank["state"] == found[0]["state"]
+            assert rank["seen"] == found[0]["seen"]
+        seen += found[0]["seen"]
+        state.write_text(json.dumps(found[0]["state"]))
+    rest = jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3)
+    rest.set_state(json.loads(state.read_text()))
+    for batch, weight in rest:
+        seen += jaxdist.gather_for_metrics(batch, weight).tolist()
+    assert sorted(seen) == list(range(100))
+
+
+@pytest.mark.slow
+def test_worker_processes(tmp_path: Path) -> None:
+    """Give what the process itself would; nothing is said at the end; an error is told, and nothing after it."""
+    want, got = make(ByIndex(), 2, tail="pad"), make(ByIndex(), 2, tail="pad", workers=2, prefetch=1)
+    for _ in range(2):
+        for a, b in zip(want, got, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, a, b)
+    got.close()
+    script = str(SCRIPTS / "workers.py")
+    _, output = told.run(1, Path(script))
+    assert output == "66.0\n"
+    job = jobs.Job()
+    job.start([*CLI, "run", "-n", "2", "--launcher", "env", script, "fails"])
+    (failed,) = job.finish()
+    assert failed.returncode == 1
+    assert "ValueError: a bad example" in failed.stderr
+    assert "resource_tracker" not in failed.stderr
+    _, output = told.run(1, Path(script), "unguarded", code=1)
+    assert 'if __name__ == "__main__":' in output

@@ -1,0 +1,242 @@
+"""`text_files`, `tokenize`, `Documents`, `packed`: documents by index, and rows of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness.errors import raises
+from harness.loaders import epoch, make, ranks
+from harness.states import flip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxdist
+
+TEXT = "one\n\nzwei – drei\nlast"
+
+
+@pytest.mark.parametrize(
+    ("split", "want"),
+    [
+        ("\n", ["one", "zwei – drei", "last", "a", "b", "one", "two"]),
+        ("\n\n", ["one", "zwei – drei\nlast", "a\nb\n", "one\r\n\r\ntwo\r\n"]),
+        ("–", ["one\n\nzwei ", " drei\nlast", "a\nb\n", "one\r\n\r\ntwo\r\n"]),
+        (None, [TEXT, "a\nb\n", "one\r\n\r\ntwo\r\n"]),
+    ],
+)
+def test_text_files(split: str | None, want: list[str], tmp_path: Path) -> None:
+    """Also empty ones, and those of Windows."""
+    paths = [tmp_path / f"{i}.txt" for i in range(4)]
+    for path, text in zip(paths, [TEXT, "", "a\nb\n", "\ufeffone\r\n\r\ntwo\r\n"], strict=True):
+        path.write_bytes(text.encode())
+    text = jaxdist.text_files(paths, split)
+    assert list(text) == [text[i] for i in range(len(text))] == want
+    assert list(pickle.loads(pickle.dumps(text))) == want
+
+
+def test_text_files_that_are_wrong(tmp_path: Path) -> None:
+    (empty := tmp_path / "empty.txt").touch()
+    (latin := tmp_path / "latin.txt").write_bytes(b"ok\nf\xfcr\n")
+    text = jaxdist.text_files(latin)
+    assert text[0] == "ok"
+    calls: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
+        (lambda: jaxdist.text_files(tmp_path / "none.txt"), FileNotFoundError, ("none.txt",)),
+        (lambda: jaxdist.text_files(empty), ValueError, ("empty.txt", "no documents")),
+        (lambda: jaxdist.text_files(latin, ""), ValueError, ("split",)),
+        (lambda: text[1], ValueError, ("latin.txt", "UTF-8", "byte 4", "document 1")),
+        (lambda: text[2], IndexError, ("2",)),
+    ]
+    for call, error, tokens in calls:
+        with raises(error, *tokens):
+            call()
+
+
+# --- tokens
+
+
+def test_tokenize_writes_once(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def encode(document: str) -> list[int]:
+        calls.append(document)
+        return [len(document), 7]
+
+    texts, folder = ["", "a", "bbb", *"c" * 97], tmp_path / "t"
+    documents = jaxdist.tokenize(texts, encode, folder)
+    want = [[len(text), 7] for text in texts]
+    assert [x.tolist() for x in documents] == want
+    assert documents.lengths.tolist() == [2] * 100
+    assert len(calls) >= 100
+    calls.clear()
+    again = jaxdist.tokenize(texts, encode, folder)
+    assert 0 < len(calls) < 100  # some, to see whether they give the same
+    for each in (again, jaxdist.Documents.open(folder), pickle.loads(pickle.dumps(again))):
+        assert [x.tolist() for x in each] == want
+        assert isinstance(each.tokens, np.memmap)
+    assert np.load(folder / "tokens.npy").dtype == np.uint16  # without jaxdist
+    assert np.load(folder / "ends.npy").tolist() == list(range(2, 202, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_text_files_that_are_written_anew(tmp_path: Path) -> None:
+    (path := tmp_path / "x.txt").write_text("a longer line\n" * 100)
+    assert len(jaxdist.tokenize(jaxdist.text_files(path), str.encode, tmp_path / "t")) == 100
+    path.write_text("a longer line\n" * 50 + "a larger line\n" + "a longer line\n" * 49)
+    with raises(ValueError, str(tmp_path / "t")):
+        jaxdist.tokenize(jaxdist.text_files(path), lambda text: b"a longer line", tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("documents", "encode", "how", "tokens"),
+    [
+        (["b"], lambda x: b"a", {}, ("other documents",)),
+        (["a"], lambda x: [98], {}, ("encode",)),
+        (["a"], str.encode, {"dtype": "uint32"}, ("uint16", "uint32")),
+        (["a", "b"], str.encode, {}, ("1", "2")),
+        (iter(["a"]), str.encode, {}, ("list_iterator",)),
+        ([], str.encode, {}, ("no documents",)),
+        (["a"], lambda x: [70_000], {}, ("document 0", "70000", "uint16", "dtype='uint32'")),
+        (["a"], lambda x: [-1], {}, ("document 0", "-1", "dtype='int32'")),
+        (["a"], lambda x: [0.5], {}, ("document 0", "float64")),
+    ],
+)
+def test_what_tokenize_refuses(documents: Any, encode: Any, how: Any, tokens: Any, tmp_path: Path) -> None:
+    jaxdist.tokenize(["a"], str.encode, tmp_path / "t")
+    with raises((ValueError, TypeError), *tokens):
+        jaxdist.tokenize(documents, encode, tmp_path / "t", **how)
+
+
+def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
+    def encode(document: str) -> bytes:
+        if document == "c":
+            raise OSError("the disk is gone")
+        return document.encode()
+
+    with raises(OSError, "the disk is gone"):
+        jaxdist.tokenize(["a"] * 50 + ["c"] + ["a"] * 50, encode, tmp_path / "t")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "u").mkdir()
+    with raises(ValueError, str(tmp_path / "u")):
+        jaxdist.tokenize(list("abc"), str.encode, tmp_path / "u")
+
+
+def _zeros(folder: Path) -> None:
+    content = (folder / "tokens.npy").read_bytes()
+    (folder / "tokens.npy").write_bytes(content[:4000] + bytes(400) + content[4400:])
+
+
+def _moved_end(folder: Path) -> None:
+    ends = np.load(folder / "ends.npy")
+    ends[77] += 1
+    np.save(folder / "ends.npy", ends)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a bit of the tokens": (lambda d: flip(d / "tokens.npy"), "tokens.npy"),
+    "zeros among the tokens": (_zeros, "tokens.npy"),
+    "tokens cut short": (lambda d: (d / "tokens.npy").write_bytes(b"\x93NUMPY"), "tokens.npy"),
+    "a bit of the ends": (lambda d: flip(d / "ends.npy"), "ends.npy"),
+    "an end moved": (_moved_end, "ends.npy"),
+    "another list": (lambda d: (d / "about.json").write_text("[]"), ""),
+    "a number": (lambda d: (d / "about.json").write_text("3"), ""),
+    "null": (lambda d: (d / "about.json").write_text("null"), ""),
+    "deeply nested": (lambda d: (d / "about.json").write_text("[" * 100_000), ""),
+    "no digests": (lambda d: (d / "about.json").write_text(json.dumps({"dtype": "uint16"})), "tokens.npy"),
+    "nothing about it": (lambda d: (d / "about.json").unlink(), ""),
+}
+
+
+def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
+    """By the name of the file or the folder."""
+    texts = ["".join(chr(97 + i * j % 26) for j in range(50)) for i in range(100)]
+    for i, (name, (damage, file)) in enumerate(DAMAGES.items()):
+        jaxdist.tokenize(texts, str.encode, folder := tmp_path / str(i))
+        damage(folder)
+        for call in (
+            lambda folder=folder: jaxdist.tokenize(texts, str.encode, folder),
+            lambda folder=folder: jaxdist.Documents.open(folder),
+        ):
+            with raises(ValueError, str(folder / file)):
+                print(name, call())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends", "said"),
+    [
+        (np.ones(3), [3], ("tokens", "float64")), (np.ones((3, 1), int), [3], ("tokens", "(3, 1)")),
+        (np.arange(3), [2], ("ends", "3", "2")), (np.arange(3), [2, 1, 3], ("ends", "upwards")),
+        (np.arange(3), [], ("ends",)), (np.arange(3), [2.9, 3], ("ends", "float64")),
+    ],
+)  # fmt: skip
+def test_documents_that_cannot_be(tokens: np.ndarray, ends: list[int], said: tuple[str, ...]) -> None:
+    with raises((ValueError, TypeError), *said):
+        jaxdist.Documents(tokens, ends)
+
+
+# --- rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(any), length=st.integers(1, 20),
+    split=st.booleans(), seed=st.one_of(st.none(), st.integers(0, 9)),
+)  # fmt: skip
+def test_rows(lengths: list[int], length: int, split: bool, seed: int | None) -> None:
+    """Each token is in them once, each document in order; its segment and the places in it are named."""
+    documents = jaxdist.Documents(np.arange(1, sum(lengths) + 1), np.cumsum(lengths))
+    rows = list(jaxdist.packed(documents, length, split=split, seed=seed))
+    tokens = np.concatenate([row["tokens"] for row in rows])
+    real = tokens[tokens > 0]
+    assert sorted(real.tolist()) == documents.tokens.tolist()
+    if split:
+        assert len(rows) == -(-len(real) // length)
+        assert seed is not None or tokens[: len(real)].tolist() == documents.tokens.tolist()
+    for row in rows:
+        assert {(x.dtype, x.shape) for x in row.values()} == {(np.dtype(np.int32), (length,))}
+        segments = row["tokens_segment_ids"]
+        assert ((segments == 0) == (row["tokens"] == 0)).all()
+        assert set(np.diff(segments[segments > 0]).tolist()) <= {0, 1}
+        for segment in range(1, segments.max() + 1):
+            piece = row["tokens"][segments == segment]
+            (document,) = set(np.searchsorted(documents.ends, piece - 1, "right").tolist())
+            assert piece.tolist() == list(range(piece[0], piece[0] + len(piece)))
+            assert row["tokens_positions"][segments == segment].tolist() == list(range(len(piece)))
+            assert split or len(piece) == lengths[document] or lengths[document] > length
+
+
+def test_whole_documents_fill_rows_well_and_a_seed_orders_them() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 2000)
+    documents = jaxdist.Documents(np.arange(lengths.sum()), np.cumsum(lengths))
+    assert len(jaxdist.packed(documents, 128, split=False)) <= 1.01 * lengths.sum() / 128
+    first = [next(iter(jaxdist.packed(documents, 128, seed=seed)))["tokens"].tolist() for seed in (None, 0, 0, 1)]
+    assert first[1] == first[2]
+    assert len(set(map(tuple, first))) == 3
+
+
+def test_packing_that_cannot_be() -> None:
+    documents = jaxdist.Documents(np.arange(3), [3])
+    for wrong, length, tokens in [
+        (documents, 0, ("length=0",)), (jaxdist.Documents(np.zeros(0, int), [0, 0]), 4, ("no tokens",)),
+        (jaxdist.Documents(np.array([1, 2**31]), [2]), 2, (str(2**31), "int32")),
+    ]:  # fmt: skip
+        with raises(ValueError, *tokens):
+            jaxdist.packed(wrong, length)
+    with raises(IndexError, "1"):
+        jaxdist.packed(documents, 4)[1]
+
+
+def test_rows_are_those_of_one_process_on_any_ranks() -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 60)
+    rows = jaxdist.packed(jaxdist.Documents(np.arange(lengths.sum()), np.cumsum(lengths)), 16, seed=1)
+    how: dict[str, Any] = {"tail": "keep", "transform": lambda row: row["tokens"][0]}
+    whole, loaders, rest = epoch([make(rows, 6, **how)]), ranks(rows, 3, 2, **how), ranks(rows, 2, 3, **how)
+    begun = epoch(loaders, 4)
+    for loader in rest:
+        loader.set_state(loaders[0].get_state())
+    assert begun + epoch(rest) == whole
