@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 from catalogue import optimizers
-from harness import parity
+from harness.check import mesh
 
 import jaxdist
 
@@ -187,5 +187,5 @@ def difference(
     """The largest one between training on one device and on several, with what is asked of `jaxdist.zero`."""
     sharded, params = jaxdist.zero(tx, level, **asked), parameters(*shapes)
     want = trained(jax.jit(step_of(tx, loss)), params, tx.init(params))
-    step = jaxdist.data_parallel(step_of(sharded, loss), mesh=parity.mesh(devices))
+    step = jaxdist.data_parallel(step_of(sharded, loss), mesh=mesh(devices))
     return optimizers.gap(want, trained(step, params, sharded.init(params)))

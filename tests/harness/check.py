@@ -55,7 +55,7 @@ def check_steps(
       **settings: of the decorator.
     """
     one, many = jax.jit(plain or step), decorated(step, on, **settings)
-    want, got = state, state
+    want, got = jaxdist.unshard(state), state
     for batch in batches:
         (*want, expected), (*got, aux) = one(*want, batch), many(*got, batch)
         compare(jaxdist.unshard((got, aux)), (want, expected), tolerance)

@@ -7,6 +7,8 @@ between processes (mpi/).
 from __future__ import annotations
 
 import functools
+import random
+import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -104,6 +106,21 @@ def _zero(tx: Any) -> Any:
 def expected(name: str, rows: int = BATCH) -> list[Any]:
     """The leaves of what one device computes, as host arrays; computed once."""
     return leaves(run_plain(case(name), rows=rows))
+
+
+def layouts(state: Any, seed: str, parts: int) -> dict[str, int | None]:
+    """A dimension of the leaves of a state, or None, at random, by the last part of their paths."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if len(path) == 1:  # an argument by itself
+            continue
+        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)
+        shapes.setdefault(jax.tree_util.keystr(path[-1:]), []).append(() if is_key else np.shape(leaf))
+    rng, found = random.Random(seed), dict[str, int | None]()
+    for name, of_name in shapes.items():
+        dims = [d for d in range(min(map(len, of_name))) if all(shape[d] >= parts for shape in of_name)]
+        found[f"{re.escape(name)}$"] = rng.choice([None, *dims])
+    return found
 
 
 def leaves(result: Any) -> list[Any]:

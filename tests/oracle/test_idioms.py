@@ -1,0 +1,118 @@
+"""The one promise: ordinary train steps, unchanged, on several devices are what they are on one, whatever they cost.
+
+Each idiom once, with a mesh, a level of ZeRO and a batch that these divide or not, by turns, so that all pairs of these
+occur; the model cut at random or as is found. Two of three are placed for a machine at random, on which a message, a
+byte or a FLOP may be next to nothing or a second, or by prices at random, so that every option of an operation is taken
+sooner or later. With JAXDIST_FULL set, each idiom so with JAXDIST_SEEDS seeds (40).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+from typing import Any
+
+import pytest
+from catalogue import idioms
+from harness import oracle, quick
+from harness.check import decorated, mesh
+
+import jaxdist
+
+FULL = "JAXDIST_FULL" in os.environ
+NAMES = list(idioms.IDIOMS)
+MESHES: list[dict[str, int]] = [
+    {"data": 2}, {"data": 3}, {"data": 4}, {"data": 8}, {"data": 2, "model": 2}, {"model": 4},
+    {"data": 2, "sequence": 2}, {"data": 2, "model": 2, "sequence": 2}, {"model": 2, "data": 3},
+]  # fmt: skip
+EVEN, UNEVEN, ODD = 24, 20, 21
+"""Examples: 2, 3, 4 and 8 devices divide the first, 3 and 8 not the second; the last where any number will do."""
+WAYS = list(itertools.product(MESHES, (0, 1, 2, 3), (True, False)))
+"""Mesh, level of ZeRO, whether the devices divide the batch."""
+SEEDS = int(os.environ.get("JAXDIST_SEEDS", "40")) if FULL else 1
+# In this order the first fifty have all pairs of a mesh, a level and an evenness.
+TURNS = [WAYS[(i * 5) % len(WAYS)] for i in range(len(WAYS))]
+CASES = [(name, seed, TURNS[(i + 31 * seed) % len(TURNS)]) for seed in range(SEEDS) for i, name in enumerate(NAMES)]
+
+
+def machine(rng: random.Random, kind: Any) -> Any:
+    """The devices as they are, or such as do anything between next to nothing and all in a second."""
+    if not rng.randrange(3):
+        return kind
+    scale = lambda low, high: 10 ** rng.uniform(low, high)
+    return dataclasses.replace(
+        kind, link=scale(5, 13), network=scale(5, 13), latency=scale(-9, 0), network_latency=scale(-9, 0),
+        flops=scale(7, 17), bandwidth=scale(7, 14),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "seed", "way"), CASES)
+def test_idioms(name: str, seed: int, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxdist.placements import options  # private: that each option is exact shows if prices are random
+
+    rng = random.Random(f"{name}{seed}")
+    sizes, level, even = way
+    rows = EVEN if even else UNEVEN if name in idioms.DIVISIBLE else ODD
+    within = rng.choice([None, 2]) if level and sizes.get("data", 1) % 4 == 0 else None
+    context = jaxdist.get_context()
+    monkeypatch.setattr(context, "kind", machine(rng, context.kind))
+    if rng.randrange(2):
+        monkeypatch.setattr(options, "cost", lambda *_, **__: rng.random())
+    steps = rng.choice([1, 2])  # the state of the second comes as the first has left it: another program
+    case = oracle.idiom(name, rows, level, within)
+    given: dict[str, Any] = {"mesh": mesh(sizes)}
+    run: Any = jaxdist.data_parallel if tuple(sizes) == ("data",) else jaxdist.parallel
+    if "model" in sizes and rng.randrange(2):
+        given["layouts"] = oracle.layouts(case.state, f"{name}{seed}", sizes["model"])
+    got = oracle.run_decorated(case, steps=steps, rows=rows, with_=run, **given)
+    want = oracle.run_plain(oracle.idiom(name, rows), steps, rows)
+    assert oracle.difference(want, got, narrow=1e4) <= case.tolerance  # float32: metrics
+
+
+SIZES = [
+    (8, oracle.BATCH), (2, oracle.UNEVEN), (3, oracle.BATCH), (4, oracle.BATCH), (8, oracle.UNEVEN), (3, oracle.UNEVEN),
+    (1, oracle.BATCH),
+]  # fmt: skip
+"""Numbers of devices, and examples."""
+OF_LIBRARIES = [
+    (name, *way) for name in oracle.CASES for way in itertools.product(SIZES, range(4))
+] if FULL else [
+    (name, SIZES[i % len(SIZES)], (i + 1) % 4) for i, name in enumerate(oracle.CASES)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "level"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, case in enumerate(OF_LIBRARIES)],
+)
+def test_cases(name: str, size: tuple[int, int], level: int) -> None:
+    """Five steps, each fifth case compiled as a user's step is."""
+    devices, rows = size
+    with quick.compilation(not FULL and list(oracle.CASES).index(name) % 5 > 0):
+        case = oracle.case(name, level)
+        got = oracle.run_decorated(case, rows=rows, mesh=mesh(devices))
+        assert oracle.difference(oracle.expected(name, rows), got) <= case.tolerance
+
+
+CHATTY = [
+    "accumulation_contrastive", "aux_of_all_kinds", "graph_messages", "in_batch_softmax", "mmd_median_kernel",
+    "moe_expert_choice", "pairwise_ranking", "ppo_shuffled_minibatches", "spearman_double_argsort",
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("messages_take_time")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 1)) for i, n in enumerate(CHATTY)])
+def test_small_steps_that_are_computed_whole(name: str) -> None:
+    devices, level, rows = [(2, 0, 24), (3, 3, 20), (4, 1, 20), (8, 2, 24)][CHATTY.index(name) % 4]
+    step, state = idioms.IDIOMS[name](lambda tx: tx)
+    assert "the step is small" in str(jaxdist.explain(decorated(step, 4), *state, idioms.batch(0, rows)))
+    case = oracle.idiom(name, rows, level)
+    got = oracle.run_decorated(case, steps=2, rows=rows, mesh=mesh(devices))
+    assert oracle.difference(oracle.run_plain(oracle.idiom(name, rows), 2, rows), got) <= case.tolerance
+
+
+def test_all_pairs_of_a_mesh_and_a_level_occur() -> None:
+    assert len(NAMES) >= 50
+    assert len({(str(sizes), level) for _, _, (sizes, level, _) in CASES}) == 4 * len(MESHES)

@@ -1,0 +1,163 @@
+"""`jaxdist.zero` with every transformation of optax, and with optimizers of whole matrices: what one device computes.
+
+One compiled step trains several of them, since compiling is most of the work. The quick tests train one of each family.
+With JAXDIST_FULL set, all are trained at all levels on all numbers of devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from catalogue import matrix_optimizers as matrices
+from catalogue import optimizers
+from catalogue.optimizers import ENTRIES, FEW, SHAPES
+from harness.check import mesh
+
+import jaxdist
+
+FULL = "JAXDIST_FULL" in os.environ
+# Parts that are tested with the optimizer of their name, unless another entry is compared with them.
+PARTS = {f"scale_by_{name}" for name in ENTRIES} - {entry.unlike for entry in ENTRIES.values()}
+NAMES = [name for name in ENTRIES if FULL or name not in PARTS]
+OTHERS = [name for name in NAMES if name in optimizers.OF_MATRICES | optimizers.OF_ALL]
+GROUPS = [(optimizers.FAMILIES, FEW)]
+GROUPS += [([name for name in NAMES if name not in OTHERS][i::8], FEW) for i in range(8)]
+GROUPS += [(OTHERS[i::4], SHAPES) for i in range(4)]
+COMBINATIONS = list(itertools.product((2, 3, 4, 8), (1, 2, 3)))
+CASES = (
+    [(i, *combination) for i in range(len(GROUPS)) for combination in COMBINATIONS]
+    if FULL
+    else [(i, *COMBINATIONS[(5 * i + 4) % len(COMBINATIONS)]) for i in range(len(GROUPS))]
+)
+
+
+@functools.cache
+def expected(group: int) -> dict[str, tuple[Any, Any]]:
+    """Parameters and state of each of a group, on one device."""
+    names, shapes = GROUPS[group]
+    out = optimizers.run_plain(names, shapes)
+    return {name: (out[2 * i], out[2 * i + 1]) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("group", "devices", "level"), [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] > 0)) for case in CASES]
+)
+def test_as_on_one_device(group: int, devices: int, level: int) -> None:
+    names, shapes = GROUPS[group]
+    state = optimizers.start_in_shards(names, level, shapes, mesh=mesh(devices))
+    got = optimizers.run_sharded(names, [level] * len(names), shapes=shapes, state=state, mesh=mesh(devices))
+    jaxdist.check_sync(got)
+    gaps = {name: optimizers.gap(expected(group)[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    assert {name: gap for name, gap in gaps.items() if gap > 1e-10} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "levels", "settings"), [
+    (["lamb", "adafactor", "muon"], [1, 2, 2], {"within": 2, "mesh": 8}),
+    (["adam", "galore", "chain"], [3, 3, 3], {"within": 4, "mesh": 8}),
+])  # fmt: skip
+def test_within_groups(names: list[str], levels: list[int], settings: Any) -> None:
+    got = optimizers.run_sharded(names, levels, **settings | {"mesh": mesh(settings["mesh"])})
+    assert optimizers.gap(optimizers.run_plain(names), got) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_entry_does_its_work_here(name: str) -> None:
+    def of(name: str) -> tuple[Any, Any]:
+        return next(expected(i)[name] for i, (names, _) in enumerate(GROUPS) if i and name in names)
+
+    def trained(name: str) -> dict[str, np.ndarray]:
+        return {k: np.asarray(p) for k, p in ENTRIES[name].model(ENTRIES[name].trained(of(name)[0])).items()}
+
+    entry = ENTRIES[name]
+    assert entry.fired(*of(name))
+    if entry.unlike is not None:
+        ours, theirs = trained(name), trained(entry.unlike)
+        assert max(np.abs(ours[k] - theirs[k]).max() for k in ours.keys() & theirs.keys()) > 1e-4
+
+
+def test_every_transformation_of_optax_has_an_entry() -> None:
+    public = {
+        name
+        for module in (optax, optax.contrib)
+        for name, value in vars(module).items()
+        if not (name.startswith("_") or inspect.ismodule(value) or (name[0].isupper() and name != "MultiSteps"))
+    }
+    tested = {name.split(",")[0] for name in ENTRIES}
+    others = optimizers.NO_TRANSFORMATIONS | optimizers.PER_EXAMPLE
+    assert not tested & others
+    assert public == tested | others
+
+
+# --- whole matrices
+
+CHAIN = ((6, 10), (10, 10), (10, 7), (7, 12), (12, 6))
+"""Shapes that 2, 3, 4 and 8 devices don't all divide."""
+WAYS: list[tuple[int, int, Any, Any]] = [
+    (2, 1, None, "owners"), (3, 2, None, "owners"), (8, 3, None, "owners"), (8, 2, 4, "owners"), (4, 2, None, None),
+    (4, 1, None, "slices"), (4, 3, 2, "owners"), (8, 1, 2, "owners"), (8, 3, 4, "slices"),
+]  # fmt: skip
+"""Devices, level, groups of them, `split`."""
+MATRICES = [
+    pytest.param(name, WAYS[(2 * i + k) % len(WAYS)] if not FULL else WAYS[k], marks=[pytest.mark.slow] * (k > 0))
+    for i, name in enumerate(matrices.MAKERS)
+    for k in range(len(WAYS) if FULL else 2)
+]
+
+
+@pytest.mark.parametrize(("name", "way"), MATRICES)
+def test_whole_matrices(name: str, way: Any) -> None:
+    devices, level, within, split = way
+    assert matrices.difference(matrices.MAKERS[name](), CHAIN, devices, level, within=within, split=split) < 1e-10
+
+
+def by_one_number(updates: Any, _: Any = None) -> Any:
+    """All divided by a number that the first one makes."""
+    scale = jnp.linalg.svd(updates[0], compute_uv=False)[0]
+    return [-0.1 * (x @ x.T @ x) for x in (g / scale for g in updates)]
+
+
+def layer_by_layer(g: Any, _: Any) -> Any:
+    return -0.1 * (jax.lax.map(lambda x: jnp.linalg.qr(x)[0] @ (x.T @ x), g) if g.ndim == 3 else g)
+
+
+def penalised(params: Any, x: Any) -> Any:
+    """A loss of two matrices, one after the other, and of each by itself: that has a gradient too."""
+    penalty = lambda p: jnp.linalg.norm(p.T @ p - jnp.eye(p.shape[1])) + jnp.linalg.norm(p, 2)
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) ** 2) + sum(map(penalty, params))
+
+
+@pytest.mark.parametrize(
+    ("tx", "shapes", "settings"),
+    [
+        (matrices.muon(), ((6, 16), (8, 16, 12), (12, 8)), {}),
+        (matrices.muon(), ((6, 16), (5, 16, 12), (12, 8)), {}),
+        (matrices.muon(), ((6, 16), (2, 16, 12), (12, 8)), {"split": "owners"}),
+        (optax.stateless_with_tree_map(layer_by_layer), ((6, 6), (6, 6, 4)), {}),
+        (optax.stateless_with_tree_map(layer_by_layer), ((6, 6), (5, 6, 4)), {"split": "owners"}),
+        (optax.stateless(by_one_number), CHAIN, {"split": "owners"}),
+        (optax.adam(1e-2), ((16, 12), (12, 20)), {"level": 3, "loss": penalised, "split": "owners"}),
+    ],
+)
+def test_stacks_and_matrices_that_depend_on_others(tx: Any, shapes: Any, settings: Any) -> None:
+    assert matrices.difference(tx, shapes, **settings) < 1e-10
+
+
+def test_matrices_of_other_types() -> None:
+    tx, params = matrices.MAKERS["ranks"](), [p.astype(jnp.bfloat16) for p in matrices.parameters(*CHAIN)]
+    want = jax.eval_shape(matrices.step_of(tx), params, tx.init(params), np.zeros((24, 6)))
+    sharded = jaxdist.zero(tx, 2, split="owners")
+    step = jaxdist.data_parallel(matrices.step_of(sharded), mesh=mesh(4))
+    got = matrices.trained(step, params, sharded.init(params), 1)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]

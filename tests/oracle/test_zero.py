@@ -1,0 +1,394 @@
+"""`zero`, `shard`, `unshard`: what is kept where, that nothing else changes, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from harness.check import check_steps, close, compare, decorated, held, mesh, train_step
+from harness.errors import raises
+
+import jaxdist
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal(size=(5, 8))), "s": jnp.asarray(2.0)}
+BATCH = RNG.normal(size=(16, 6))
+BATCHES = [np.roll(BATCH, i, 0) for i in range(3)]
+ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+SLICES, WHOLE = {"w": 10, "v": 10, "s": 1}, {"w": 30, "v": 40, "s": 1}
+"""Entries on one of four devices: 6x5 in slices of 2x5, 5x8 in slices of 5x2."""
+
+
+def loss_fn(p: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ p["w"] @ p["v"] * p["s"]) ** 2)
+
+
+def state_of(tx: Any, params: Any = PARAMS) -> Any:
+    return params, tx.init(params)
+
+
+def step_of(tx: Any, loss_fn: Any = loss_fn) -> Any:
+    return train_step(loss_fn, tx)
+
+
+def keeps(tree: Any) -> Any:
+    return jax.tree.map(held, tree)
+
+
+def run(step: Any, state: Any, steps: int = 1) -> Any:
+    for batch in BATCHES[:steps]:
+        *state, _ = step(*state, batch)
+    return tuple(state)
+
+
+# --- what is kept where
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_what_a_level_keeps_in_shards(level: Any) -> None:
+    tx = jaxdist.zero(ADAM, level)
+    params, opt_state = check_steps(step_of(tx), state_of(tx), BATCHES, on=4, plain=step_of(ADAM))
+    assert keeps(opt_state[1][0].mu) == (SLICES if level else WHOLE)
+    assert keeps(params) == (SLICES if level == 3 else WHOLE)
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, PARAMS)
+    assert jax.tree.structure(opt_state) == jax.tree.structure(ADAM.init(PARAMS))
+
+
+@pytest.mark.parametrize(("level", "devices"), [(1, 3), (3, 8)])
+def test_leaves_of_all_kinds(level: Any, devices: int) -> None:
+    """Of all shapes, in less precision, frozen, and one array as two of them."""
+    shapes = [(), (1,), (3,), (7, 5), (2, 3, 5, 7), (0, 4), (33, 1)]
+    params = {f"{i}": jnp.asarray(RNG.normal(size=shape)) for i, shape in enumerate(shapes)}
+    params |= {"half": params["3"].astype(jnp.float32), "frozen": params["3"].T, "tied": params["3"]}
+    x = {name: RNG.normal(size=(24, *p.shape)).astype(p.dtype) for name, p in params.items()}
+    labels = {name: "freeze" if name == "frozen" else "train" for name in params}
+    adamw = optax.masked(optax.adamw(1e-2), lambda p: True)
+    inner = optax.partition({"freeze": optax.set_to_zero(), "train": adamw}, labels)
+
+    def loss(p: Any, x: Any) -> Any:
+        each = {name: jnp.sum(jnp.tanh(w - x[name]).reshape(24, -1) ** 2, 1) for name, w in p.items()}
+        return sum(jnp.mean(y, dtype=float) for y in each.values()) + jnp.sum(p["3"] * p["tied"] * p["frozen"].T)
+
+    tx = jaxdist.zero(inner, level)  # type: ignore[arg-type]
+    got = check_steps(step_of(tx, loss), state_of(inner, params), [x, x], on=devices, tolerance=1e-6)
+    compare(jaxdist.unshard(got[0]["frozen"]), params["frozen"], 0)
+
+
+def test_a_table_of_many_rows() -> None:
+    params = {"a": jnp.asarray(RNG.normal(size=(63, 63))), "b": jnp.asarray(RNG.normal(size=(50257, 8)))}
+    x = {"a": RNG.normal(size=(8, 63)), "b": RNG.integers(0, 50257, 8)}
+    loss = lambda p, x: jnp.mean(jnp.tanh(x["a"] @ p["a"])[:, :8] * p["b"][x["b"]])
+    tx = optax.sgd(0.1, momentum=0.9)
+    check_steps(step_of(jaxdist.zero(tx, 3), loss), state_of(tx, params), [x])
+
+
+def test_levels_can_change_on_the_way() -> None:
+    want = got = state_of(ADAM)
+    for level in (1, 3, 0):
+        want = run(jax.jit(step_of(ADAM)), want)
+        got = run(decorated(step_of(jaxdist.zero(ADAM, level)), 4), got)
+        close(got, want)
+    assert keeps(got[0]) == SLICES  # what is in shards stays so, until it is made whole
+    assert keeps(jaxdist.unshard(got[0])) == WHOLE
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_outside_a_decorated_step_it_is_the_transformation(level: Any) -> None:
+    tx = jaxdist.zero(ADAM, level)
+    compare(run(jax.jit(step_of(tx)), state_of(tx)), run(jax.jit(step_of(ADAM)), state_of(ADAM)), 0)
+
+
+def test_a_moving_average_of_shards_stays_in_shards() -> None:
+    tx = jaxdist.zero(ADAM, 3)
+
+    def step(params: Any, opt_state: Any, average: Any, x: Any) -> Any:
+        params, opt_state, loss = step_of(tx)(params, opt_state, x)
+        return params, opt_state, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params), loss
+
+    got = run(decorated(step, 4), (*state_of(tx), jaxdist.shard(PARAMS)), 0)
+    *state, _ = jaxdist.data_parallel(step, donate=False)(*got, BATCH)
+    *want, _ = jax.jit(step)(*state_of(tx), PARAMS, BATCH)
+    close(state, want)
+    assert held(state[2]["w"]) < 30
+
+
+def test_a_step_that_needs_whole_gradients_and_parameters() -> None:
+    def of(tx: Any) -> Any:
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            grads = jax.grad(loss_fn)(params, x)
+            aux = {"sorted": jnp.sort(grads["w"].ravel()), "rank": jnp.linalg.norm(grads["v"], 2), "all": grads}
+            aux |= {"positive": grads["w"] > 0, "signs": jnp.sign(grads["v"]).astype(int)}
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            return params, opt_state, {**aux, "largest": jnp.max(jnp.abs(params["w"]))}
+
+        return step
+
+    check_steps(of(jaxdist.zero(ADAM, 3)), state_of(ADAM), BATCHES[:2], on=4, plain=of(ADAM))
+
+
+def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def median(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda m: -0.1 * m / (1 + jnp.sort(m.ravel())[m.size // 2] ** 2), updates), state
+
+    sorting = optax.GradientTransformation(lambda params: optax.EmptyState(), median)
+    for _ in range(2):  # a step that is decorated anew says nothing new
+        with caplog.at_level(logging.WARNING, "jaxdist"):
+            jaxdist.data_parallel(step_of(jaxdist.zero(sorting, 2, split="slices"))).lower(*state_of(sorting), BATCH)
+    (said,) = caplog.messages
+    assert all(word in said for word in ("560 B", "sort", "test_zero.py:"))
+    caplog.clear()
+    for tx in (jaxdist.zero(ADAM, 3), jaxdist.zero(optax.contrib.muon(1e-2), 2), jaxdist.zero(sorting, 2)):
+        jaxdist.data_parallel(step_of(tx)).lower(*state_of(tx), BATCH)
+    assert not caplog.messages
+
+
+def test_dynamic_loss_scaling_skips_the_step_on_all_devices() -> None:
+    """flax's DynamicScale; one device's part of the batch overflows."""
+    tx = jaxdist.zero(optax.adam(1e-2), 3)
+
+    def step(params: Any, opt_state: Any, scale: Any, x: Any) -> Any:
+        scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, x)
+        updates, new_state = tx.update(grads, opt_state, params)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        return keep(optax.apply_updates(params, updates), params), keep(new_state, opt_state), scale, loss
+
+    bad = BATCH.copy()
+    bad[3] = np.inf
+    start = (*state_of(tx), DynamicScale(scale=jnp.asarray(2.0**16)))  # type: ignore[arg-type]
+    *_, scale = check_steps(step, start, [BATCH, bad, BATCH])
+    assert float(scale.scale) == 2.0**15
+
+
+def test_gradients_of_each_example() -> None:
+    """`dpsgd` is given those: it clips and adds them up itself."""
+
+    def step_with(tx: Any) -> Any:
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            grads = jax.vmap(jax.grad(loss_fn), (None, 0))(params, x[:, None])
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, 0
+
+        return step
+
+    tx = optax.contrib.dpsgd(0.1, 0.01, 1.3, 0, momentum=0.9)
+    got = check_steps(step_with(jaxdist.zero(tx, 3)), state_of(tx), BATCHES[:2], on=4, plain=step_with(tx))
+    assert keeps(got[0]) == SLICES
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_parameters_that_are_not_given_to_update(level: Any) -> None:
+    """They are what the updates are added to, and kept and updated as if they were given."""
+
+    def step_with(tx: Any) -> Any:
+        def step(params: Any, opt_state: Any, x: Any) -> Any:
+            updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state)
+            return optax.apply_updates(params, jax.tree.map(lambda u: 2 * u, updates)), opt_state, 0
+
+        return step
+
+    adam = optax.adam(1e-2)
+    got = check_steps(step_with(jaxdist.zero(adam, level)), state_of(adam), BATCHES, on=4, plain=step_with(adam))
+    assert keeps(got[1][0].mu) == SLICES
+    assert keeps(got[0]) == (SLICES if level == 3 else WHOLE)
+
+
+def test_a_state_made_inside_a_decorated_function_is_in_shards() -> None:
+    tx = jaxdist.zero(optax.adam(1e-2), 3)
+
+    def init(key: Any) -> Any:
+        params = jaxdist.shard({"w": jax.random.normal(key, (6, 5)), "v": jnp.ones((5, 8)), "s": jnp.ones(())})
+        return params, tx.init(params)
+
+    state = jaxdist.data_parallel(init, batch_argnums=())(jax.random.key(0))
+    assert held(state[0]["v"]) == held(state[1][0].mu["v"]) == 5
+    plain = {"w": jax.random.normal(jax.random.key(0), (6, 5)), "v": jnp.ones((5, 8)), "s": jnp.ones(())}
+    close(state, state_of(optax.adam(1e-2), plain))
+    check_steps(step_of(tx), state, BATCHES[:1])
+
+
+def test_evaluation_takes_shards_and_a_copy_survives_the_next_step() -> None:
+    tx = jaxdist.zero(ADAM, 3)
+    step = jaxdist.data_parallel(step_of(tx))
+    state = run(step, state_of(tx))
+    evaluate = jaxdist.data_parallel(loss_fn)
+    got = float(evaluate(state[0], BATCH))
+    assert got == pytest.approx(float(loss_fn(jaxdist.unshard(state[0]), BATCH)), rel=1e-12)
+    assert float(evaluate(state[0], BATCH)) == got
+    copy = jaxdist.unshard(state)
+    before = jax.tree.map(np.array, copy)
+    run(step, state)
+    close(copy, before, 0)
+
+
+def test_a_leaf_with_padding_looks_like_the_array() -> None:
+    x = jaxdist.shard(PARAMS)["w"]
+    assert (x.shape, x.ndim, x.size, x.dtype, x.nbytes) == ((6, 5), 2, 30, np.float64, 240)
+    np.testing.assert_array_equal(np.asarray(x), PARAMS["w"])
+    np.testing.assert_array_equal(jnp.sum(jnp.asarray(x), 1), jnp.sum(PARAMS["w"], 1))
+    assert jax.block_until_ready(x) is x
+    for use in (lambda x: x * 2, lambda x: 2 - x, lambda x: x[0], lambda x: x @ x, float, len):
+        with raises(TypeError, "jaxdist.unshard"):
+            use(x)
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_shards_over_other_devices_as_a_batch(devices: int) -> None:
+    whole = -1.0 - jnp.arange(60.0).reshape(6, 10)
+    step = lambda batch: (batch.max(0), 2 * batch, jnp.sort(batch, 0)[-1])
+    compare(jaxdist.unshard(decorated(step, devices)(jaxdist.shard(whole))), jax.jit(step)(whole))
+
+
+def test_memory_counts_what_is_replicated_and_padding() -> None:
+    tx = jaxdist.zero(optax.adam(1e-2), 3)
+    step = decorated(step_of(tx), 4)
+    params, opt_state = run(step, state_of(tx))
+    table = jaxdist.memory({"params": params, "opt_state": opt_state}, step.lower(params, opt_state, BATCH).compile())
+    row = next(row for row in table.rows if row.kind == "params")
+    assert (row.whole, row.device, row.replicated) == (8 * (30 + 40 + 1), 8 * (10 + 10 + 1), 8)
+    assert row.padding == pytest.approx(8 * (10 - 30 / 4), abs=8)
+    assert table.compiled["arguments"] >= table.total.device
+    assert all(word in str(table) for word in ("params", "opt_state", "replicated", "padding", "total"))
+
+
+# --- groups of devices
+
+
+@pytest.mark.parametrize(("devices", "level"), [(4, 2), (8, 3)])
+def test_a_group_keeps_what_all_devices_would(level: Any, devices: int) -> None:
+    tx, flat = jaxdist.zero(ADAM, level, within=2), jaxdist.zero(ADAM, level)
+    got = check_steps(step_of(tx), state_of(tx), BATCHES, on=devices, plain=step_of(ADAM))
+    assert keeps(tuple(got)) == keeps(run(decorated(step_of(flat), 2), state_of(flat)))
+
+
+def test_groups_of_all_devices_or_one() -> None:
+    for within, kept in ((4, SLICES), (1, WHOLE)):
+        tx = jaxdist.zero(ADAM, 3, within=within)
+        assert keeps(run(decorated(step_of(tx), 4), state_of(tx))[0]) == kept
+
+
+def test_groups_can_change_on_the_way() -> None:
+    want = got = state_of(ADAM)
+    for level, within in ((3, 2), (3, 4), (2, None), (1, 2)):
+        want = run(jax.jit(step_of(ADAM)), want)
+        got = run(decorated(step_of(jaxdist.zero(ADAM, level, within)), 8), got)  # type: ignore[arg-type]
+    close(got, want)
+
+
+def test_shard_and_unshard_within_groups() -> None:
+    tree = {"even": jnp.arange(12.0).reshape(4, 3), "odd": jnp.arange(5.0), "one": jnp.ones(())}
+    kept = jaxdist.shard(tree, within=2)
+    assert jaxdist.memory(kept).total.device == (6 + 3 + 1) * 8
+    compare(jaxdist.unshard(kept), tree, 0)
+    jaxdist.check_sync(kept)
+    x = np.random.default_rng(0).normal(size=(16, 4))
+    evaluate = decorated(lambda p, x: jnp.mean(x @ p["even"]), 8)
+    close(evaluate(kept, x), np.mean(x @ tree["even"]))
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (7,)])
+def test_checkpoints_from_and_to_any_layout(tmp_path: Any, shape: tuple[int, ...]) -> None:
+    w = jnp.arange(float(np.prod(shape))).reshape(shape)
+    layouts = [jaxdist.shard(w, within=within) for within in (2, 4, None)] + [w]
+    for i, saved in enumerate(layouts):
+        jaxdist.save(tmp_path / f"{i}", {"w": saved, "n": 3}, step=1)
+        for like in layouts:
+            back = jaxdist.restore(tmp_path / f"{i}", like={"w": like, "n": 0})
+            assert type(back["w"]) is type(like)
+            assert held(back["w"]) == held(like)
+            np.testing.assert_array_equal(np.asarray(back["w"]), w)
+
+
+# --- refused
+
+
+@pytest.mark.parametrize("level", [4, -1, "2", 1.0, True, None])
+def test_no_such_level(level: Any) -> None:
+    with raises(ValueError, "level="):
+        jaxdist.zero(ADAM, level)
+
+
+@pytest.mark.parametrize("tx", [None, 1e-3, optax.adam, lambda g: g])
+def test_no_transformation(tx: Any) -> None:
+    with raises(TypeError, "init", "update"):
+        jaxdist.zero(tx, 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"split": "owner"}, {"split": 2}, {"within": "node"}, {"within": 0}, {"within": 1.5}]
+)
+def test_no_such_way(settings: Any) -> None:
+    with raises(ValueError, next(iter(settings)) + "="):
+        jaxdist.zero(ADAM, 2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "tokens"),
+    [
+        (lambda: jaxdist.zero(ADAM, 0, offload=True), ValueError, ("level 0",)),
+        (lambda: jaxdist.zero(ADAM, 1, offload="host"), TypeError, ("offload='host'",)),  # type: ignore[arg-type]
+        (lambda: jaxdist.zero(ADAM, 1, precision="half"), ValueError, ("precision='half'", "bf16", "fp16")),  # type: ignore[arg-type]
+        (lambda: decorated(step_of(jaxdist.zero(ADAM, 2, 3)), 4)(*state_of(ADAM), BATCH), ValueError, ("3", "4")),
+        (lambda: decorated(step_of(jaxdist.zero(ADAM, 2)))({**PARAMS, "more": jnp.ones(3)}, ADAM.init(PARAMS), BATCH),
+         ValueError, ("['more']",)),
+        (lambda: decorated(step_of(jaxdist.zero(ADAM, 2)))(
+            {**PARAMS, "w": jnp.ones((6, 9)), "v": jnp.ones((9, 8))}, ADAM.init(PARAMS), BATCH),
+         ValueError, ("['v']", "(5, 8)", "(9, 8)")),
+    ],
+)  # fmt: skip
+def test_refused(call: Any, kind: type[Exception], tokens: tuple[str, ...]) -> None:
+    with raises(kind, *tokens):
+        call()
+
+
+def test_gradients_of_other_shapes() -> None:
+    tx = jaxdist.zero(optax.sgd(0.1), 1)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        grads = jax.grad(loss_fn)(params, x)
+        updates, opt_state = tx.update({**grads, "w": grads["w"][:1]}, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with raises(ValueError, "['w']", "(1, 5)", "(6, 5)"):
+        jaxdist.data_parallel(step)(PARAMS, tx.init(PARAMS), BATCH)
+
+
+def test_parameters_that_are_needed_and_cannot_be_found() -> None:
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        return jaxdist.zero(optax.adam(1e-2), 3).update(jax.grad(loss_fn)(params, x), opt_state)
+
+    with raises(ValueError, "level=3", "tx.update(grads, state, params)"):
+        jaxdist.data_parallel(step)(*state_of(optax.adam(1e-2)), BATCH)
+
+
+def test_state_of_another_number_of_devices() -> None:
+    tx = jaxdist.zero(ADAM, 1)
+    state = run(decorated(step_of(tx), 4), state_of(tx))
+    with raises(ValueError, "opt_state", "0 to 3", "0 to 7"):
+        jaxdist.data_parallel(step_of(tx))(*state, BATCH)
+    run(jaxdist.data_parallel(step_of(tx)), jaxdist.unshard(state))
+
+
+def test_groups_as_a_batch() -> None:
+    rows = jaxdist.shard(jnp.arange(32.0).reshape(16, 2), within=2)
+    with raises(ValueError, "x", "state"):
+        jaxdist.data_parallel(lambda w, x: jnp.mean(w * x), batch_argnums=1)(jnp.ones(2), rows)
+
+
+def test_one_step_has_one_way() -> None:
+    txs = [jaxdist.zero(optax.sgd(0.1), 2, split=split) for split in ("owners", "slices")]
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: sum(jnp.mean((x @ w) ** 2) for w in p))(params)
+        updates = [tx.update(g, tx.init(p), p)[0] for tx, g, p in zip(txs, grads, params, strict=True)]
+        return optax.apply_updates(params, updates)
+
+    with raises(ValueError, "split"):
+        jaxdist.data_parallel(step, mesh=mesh(2))([jnp.ones((4, 4)), jnp.ones((4, 4))], np.ones((8, 4)))
