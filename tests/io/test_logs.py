@@ -1,0 +1,435 @@
+"""`run_log` and its sinks, `digest`, `profile`, and the commands `plot` and `replay`: what a run leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from catalogue.trees import some
+from harness import jobs, told
+from harness.commands import CLI, command
+from harness.errors import raises
+from harness.states import there
+from harness.steps import train_step
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+
+FILE = "metrics.jsonl"
+
+
+class NotYet:
+    """A scalar that its device has not computed."""
+
+    shape = ()
+
+    def __init__(self, value: float):
+        self.value, self.computed = value, False
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return self.computed
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        assert self.computed, "fetched before it was computed"
+        return np.asarray(self.value)
+
+
+def steps(path: Path) -> list[float]:
+    """Those that are in the file."""
+    return [line["step"] for line in jaxdist.read_metrics(path)]
+
+
+def log_steps(path: Path, first: int, last: int, *sinks: Any, **how: Any) -> None:
+    """Log a loss at each step from the first up to the last."""
+    with jaxdist.run_log(path, sinks=sinks, **how) as log:
+        for step in range(first, last):
+            log(step, loss=jnp.float32(step))
+
+
+# --- the file
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    """An evaluation at the same step is a line of its own; rates are those of the time between two steps."""
+    run = tmp_path / "a" / "run"
+    with jaxdist.run_log(run, examples_per_step=64, tokens_per_step=640) as log:
+        for step in (0, 1, 2, 5):
+            log(step, loss=jnp.float32(step), correct=jnp.int32(step), lr=0.5)
+            time.sleep(0.01)
+        log(5, accuracy=0.5)
+    *lines, last = jaxdist.read_metrics(run)
+    assert (last["step"], last["accuracy"], last.get("loss")) == (5, 0.5, None)
+    assert [(x["loss"], x["correct"], x["lr"]) for x in lines] == [(float(i), i, 0.5) for i in (0, 1, 2, 5)]
+    assert "examples_per_s" not in lines[0] | last, "the first step is compiled: it says nothing of the throughput"
+    for a, b in itertools.pairwise(lines):
+        rate = 64 * (b["step"] - a["step"]) / (b["time"] - a["time"])
+        assert b["examples_per_s"] == pytest.approx(rate, rel=0.01)
+        assert b["tokens_per_s"] == pytest.approx(10 * rate, rel=0.01)
+
+
+def test_nothing_waits_for_the_device(tmp_path: Path) -> None:
+    """What is not computed yet is held back, with what comes after it; but not for more than a thousand steps."""
+    slow, quick = NotYet(1.0), NotYet(2.0)
+    quick.computed = True
+    with jaxdist.run_log(tmp_path) as log:
+        log(0, loss=slow)
+        log(1, loss=quick)
+        assert steps(tmp_path) == []
+        slow.computed = True
+        log(2, loss=(last := NotYet(3.0)))
+        assert steps(tmp_path) == [0, 1]
+        last.computed = True
+    assert steps(tmp_path) == [0, 1, 2]
+    with raises(AssertionError, "fetched before"), jaxdist.run_log(tmp_path / "far") as log:
+        for step in range(1100):
+            log(step, loss=NotYet(1.0))
+
+
+def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyError), jaxdist.run_log(tmp_path) as log:
+        log(0, loss=1.0)
+        log(1, loss=NotYet(1.0))
+        raise KeyError
+    assert steps(tmp_path) == [0]
+
+
+def test_the_end_of_a_step_is_noted_when_it_ends(tmp_path: Path) -> None:
+    """Not when the host next looks; tried again where the thread that notes it was kept waiting."""
+    slowly = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda i, x: jnp.tanh(x @ x), x).sum())
+    slowly(x := jnp.ones((400, 400)))
+    for attempt in range(5):
+        with jaxdist.run_log(run := tmp_path / str(attempt)) as log:
+            log(0, loss=(loss := slowly(x)))
+            ended = time.time() if loss.block_until_ready() else 0.0
+            time.sleep(0.2)
+        if jaxdist.read_metrics(run)[0]["time"] < ended + 0.1:
+            return
+    raise AssertionError("noted when the host looked")
+
+
+def test_metrics_of_a_decorated_step_and_donated_ones(tmp_path: Path) -> None:
+    step = jaxdist.data_parallel(lambda w, batch: (w - 1, {"loss": jnp.mean(batch) * w}))
+    w = jnp.ones(())
+    with jaxdist.run_log(tmp_path) as log:
+        for i in range(3):
+            w, aux = step(w, jnp.ones((8, 2)))
+            log(i, **aux)
+    assert [line["loss"] for line in jaxdist.read_metrics(tmp_path)] == [1.0, 0.0, -1.0]
+    w.delete()
+    with raises(RuntimeError, "'norm'", "step 4", "donated"), jaxdist.run_log(tmp_path) as log:
+        log(4, norm=w)
+
+
+def test_a_restart_leaves_no_step_twice(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 6)
+    before = (tmp_path / FILE).read_text()
+    log_steps(tmp_path, 4, 7)
+    assert steps(tmp_path) == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in jaxdist.read_metrics(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+    assert (tmp_path / f"{FILE}.bak").read_text() == before
+    log_steps(tmp_path, 7, 7)  # opening alone changes nothing
+    log_steps(tmp_path, 7, 8)
+    assert steps(tmp_path) == list(range(8))
+    assert (tmp_path / f"{FILE}.bak").read_text() == before, "nothing was dropped: nothing to keep"
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 8, "lo')  # by a kill
+    assert steps(tmp_path) == list(range(8))
+    log_steps(tmp_path, 8, 9)
+    assert steps(tmp_path) == list(range(9))
+
+
+def test_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:
+    with jaxdist.run_log(tmp_path) as log:
+        log(0, a=jnp.nan, b=jnp.float32(jnp.inf), c=-jnp.inf)
+    text = (tmp_path / FILE).read_text()
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert [float(line[name]) for name in "bc"] == [jnp.inf, -jnp.inf]
+    assert str(jaxdist.read_metrics(tmp_path)[0]["a"]) == "nan"
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with jaxdist.run_log(tmp_path) as log:
+        log(3, loss=1.0)
+        for step, metrics, tokens in [
+            (4, {"loss": jnp.ones(2)}, ("'loss'", "step 4", "(2,)")), (4, {"time": 1.0}, ("'time'",)),
+            (2, {"loss": 1.0}, ("step 2", "step 3")),
+        ]:  # fmt: skip
+            with raises(ValueError, *tokens):
+                log(step, **metrics)
+    (tmp_path / FILE).write_text("not JSON\n")
+    with raises(ValueError, FILE, "line 1", "not JSON"):
+        jaxdist.read_metrics(tmp_path)
+    with raises(FileNotFoundError, "nowhere"):
+        jaxdist.read_metrics(tmp_path / "nowhere")
+    for use in (jaxdist.run_log, jaxdist.profile):
+        with raises(OSError, str(tmp_path / FILE / "run")), use(tmp_path / FILE / "run"):
+            pass
+    for sinks in ("tensorboard", ["wandb"], Recording(), [Recording]):
+        with raises(TypeError, "sinks"), jaxdist.run_log(tmp_path, sinks=sinks):  # type: ignore[arg-type]
+            pass
+    for hash_every in (0, True):
+        with raises(ValueError, f"hash_every={hash_every}"), jaxdist.run_log(tmp_path, hash_every=hash_every):
+            pass
+    with raises(ValueError, "state"), jaxdist.run_log(tmp_path / "run", hash_every=1) as log:
+        log(0, loss=1.0)
+
+
+# --- the display
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of 4 steps never shows a fifth, whether they are counted from 0 or from 1, after a restart too."""
+    for i, (logged, shown) in enumerate([((0, 1, 2, 3), "14"), ((3,), "4"), ((1, 2, 3, 4), "14"), ((3, 4), "34")]):
+        with jaxdist.run_log(tmp_path / str(i // 2), total=4, examples_per_step=8) as log:
+            for step in logged:
+                log(step, loss=float(step))
+        out, err = capsys.readouterr()
+        assert (out, re.findall(r"(\d)/4", err)) == ("", list(shown)), i
+        assert f"loss={logged[-1]}" in err
+        assert ("examples/s" in err) == (len(logged) > 1)
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        log_steps(tmp_path, 0, 4, total=4)
+    text = ""
+    with contextlib.suppress(OSError):  # all is read
+        while found := os.read(ours, 1 << 16):
+            text += found.decode(errors="replace")
+    os.close(ours)
+    assert "4/4" in text
+    assert "5/4" not in text
+    assert "loss=3" in text
+
+
+# --- sinks
+
+
+class Recording:
+    """What it was given, in order."""
+
+    def __init__(self, fails: str = ""):
+        self.fails, self.said = fails, list[str]()
+
+    def _do(self, what: str) -> None:
+        self.said.append(what)
+        if self.fails and what.startswith(self.fails):
+            raise ConnectionError("gone")
+
+    def open(self, path: Path) -> None:
+        self._do("open")
+
+    def drop(self, step: int) -> None:
+        self._do(f"drop {step}")
+
+    def write(self, step: int, time: float, metrics: Any) -> None:
+        self._do(f"write {step} {metrics['loss']:g}")
+
+    def close(self, failed: bool) -> None:
+        self._do(f"close {failed}")
+
+
+@pytest.mark.parametrize(("fails", "given"), [("drop", 2), ("write 2", 4), ("close", 6)])
+def test_a_sink_that_fails_is_left_out(
+    fails: str, given: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_steps(tmp_path, 0, 3)
+    bad, good = Recording(fails), Recording()
+    with caplog.at_level(logging.WARNING, "jaxdist"):
+        log_steps(tmp_path, 1, 4, bad, good)
+    assert good.said == ["open", "drop 1", "write 1 1", "write 2 2", "write 3 3", "close False"]
+    assert bad.said == good.said[:given]
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    (text,) = caplog.messages
+    assert [token for token in ("Recording", "ConnectionError: gone") if token not in text] == []
+
+
+def test_sinks_are_opened_and_closed(tmp_path: Path) -> None:
+    first, second, third = Recording(), Recording("open"), Recording()
+    with raises(RuntimeError, "Recording", "ConnectionError: gone"):
+        log_steps(tmp_path, 0, 1, first, second, third)
+    assert (first.said, third.said) == (["open", "close True"], [])
+    log_steps(tmp_path, 0, 0, sink := Recording())
+    assert sink.said == ["open", "close False"]
+    with pytest.raises(KeyError), jaxdist.run_log(tmp_path, sinks=[sink := Recording()]):
+        raise KeyError
+    assert sink.said == ["open", "close True"]
+
+
+def test_a_sink_that_hangs_holds_no_step_up(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    class Hanging(Recording):
+        def write(self, step: int, time: float, metrics: Any) -> None:
+            assert go.wait(60)
+            super().write(step, time, metrics)
+
+    sink = Hanging()
+    with jaxdist.run_log(tmp_path, sinks=[sink]) as log:
+        for step in range(9):
+            log(step, loss=float(step))
+        assert steps(tmp_path) == list(range(9))
+        assert sink.said == ["open"]
+        go.set()
+    assert len(sink.said) == 11
+
+
+# --- digest
+
+STATE = {
+    "w": np.arange(35, dtype=np.float32).reshape(5, 7), "half": some("bfloat16", 6), "step": 3,
+    "key": jax.random.key(1), "name": "a", "none": None, "empty": np.zeros((0, 3)), "flag": True,
+}  # fmt: skip
+CHANGES: list[dict[str, Any]] = [
+    {"w": STATE["w"].reshape(7, 5)}, {"w": STATE["w"].view(np.int32)}, {"w": -STATE["w"]}, {"w": STATE["w"][::-1]},
+    {"w": np.roll(STATE["w"], 1, 1)}, {"w": np.zeros_like(STATE["w"])}, {"half": -STATE["half"]}, {"step": 4},
+    {"key": jax.random.key(2)}, {"name": "b"}, {"flag": False}, {"empty": np.zeros((3, 0))}, {"none": 0},
+]  # fmt: skip
+
+
+def test_a_digest_changes_with_any_bit() -> None:
+    seen = {jaxdist.digest(STATE), *(jaxdist.digest(STATE | change) for change in CHANGES)}
+    assert len(seen) == 1 + len(CHANGES)
+    assert jaxdist.digest(dict(STATE)) in seen
+    for dtype in ("uint8", "int16", "bfloat16", "float64", "complex128"):
+        raw = (x := some(dtype, 15).reshape(3, 5)).reshape(-1).view(np.uint8)
+        seen = {jaxdist.digest(x)}
+        for byte, bit in itertools.product(range(raw.size), range(8)):
+            raw[byte] ^= 1 << bit
+            seen.add(jaxdist.digest(x))
+            raw[byte] ^= 1 << bit
+        assert len(seen) == 1 + raw.size * 8, dtype
+
+
+def test_a_digest_is_the_same_however_a_state_is_kept() -> None:
+    """In shards of any form, padded, or whole on the host."""
+    mesh = Mesh(np.reshape(jax.devices(), (2, 4)), ("a", "b"))
+    for dtype in ("bool", "uint8", "int16", "bfloat16", "float32", "complex128"):
+        for shape, spec in [
+            ((40_008,), P("a")),
+            ((6, 8), P("a", "b")),
+            ((8, 3, 4), P("b", None, "a")),
+            ((16, 5), P(("a", "b"))),
+        ]:
+            x = some(dtype, int(np.prod(shape))).reshape(shape)
+            assert jaxdist.digest(jax.device_put(x, NamedSharding(mesh, spec))) == jaxdist.digest(x), (dtype, shape)
+    for level in (1, 3):
+        tx = jaxdist.zero(optax.adam(0.1), level)  # type: ignore[arg-type]
+        params = {"even": jnp.ones((16, 3)), "odd": jnp.ones((9, 5))}
+        loss = lambda p, x: jnp.mean((x @ p["even"]) ** 2) + jnp.sum(p["odd"] ** 2)
+        state = jaxdist.data_parallel(train_step(loss, tx))(params, tx.init(params), jnp.ones((8, 16)))[:2]
+        assert jaxdist.digest(state) == jaxdist.digest(jax.tree.map(np.asarray, jaxdist.unshard(state))) < 1 << 53
+
+
+# --- profile
+
+
+def test_a_profile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of three steps on eight devices: traces on disk, and what collectives take, on stderr."""
+
+    @jaxdist.data_parallel
+    def step(w: Any, batch: Any) -> Any:
+        total = jnp.tanh(batch @ w).sum(0)
+        return w + 1e-3 * total, {"mean": total.mean()}
+
+    w, batch = jnp.ones((64, 64), jnp.float32), np.ones((16, 64), np.float32)
+    w, _ = step(w, batch)
+    with jaxdist.profile(tmp_path):
+        for _ in range(3):
+            w, _ = step(w, batch)
+    assert list((tmp_path / "rank0").rglob("*.xplane.pb"))
+    assert list((tmp_path / "rank0").rglob("perfetto_trace.json.gz"))
+    said = capfd.readouterr().err
+    share, count = re.search(r"([\d.]+)% of", said), re.search(r"(\d+) all_reduce", said)
+    assert share
+    assert count
+    assert 0 < float(share[1]) < 100
+    assert int(count[1]) >= 3 * 8
+    for _ in range(2):  # an error inside ends the trace
+        with pytest.raises(KeyError), jaxdist.profile(tmp_path):
+            raise KeyError
+    with jaxdist.profile(tmp_path / "nothing"):
+        pass
+    assert "no device ran anything" in capfd.readouterr().err
+
+
+# --- commands
+
+
+def write_run(folder: Path, *losses: str) -> Path:
+    """The log of a run."""
+    folder.mkdir()
+    rows = [f'{{"step": {i}, "time": {i}, "loss": {x}, "examples_per_s": {100 + i}}}' for i, x in enumerate(losses)]
+    (folder / FILE).write_text("\n".join([*rows, '{"step": 1, "time": 1, "accuracy": 0.5}', ""]))
+    return folder
+
+
+def test_plot(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", "3", '"NaN"', "0.001"), write_run(tmp_path / "b", "2", '"Infinity"')
+    assert command("plot", a) == (0, str(a / "metrics.png"))
+    assert (a / "metrics.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert command("plot", a, b / FILE, "--metrics", "loss,accuracy", "--out", tmp_path / "both.svg")[0] == 0
+    assert "<svg" in (tmp_path / "both.svg").read_text()
+
+
+def test_what_plot_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", "1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / FILE).write_text("")
+    for arguments, tokens in [
+        ((tmp_path / "nowhere",), ("nowhere", FILE)), ((tmp_path / "empty",), ("empty",)), ((), ("RUN",)),
+        ((run, "--metrics", "lr"), ("'lr'", "accuracy, loss")), ((run, "--out", "x.txt"), ("x.txt", ".svg")),
+        ((run, "--out", "nowhere/x.png"), ("nowhere",)),
+    ]:  # fmt: skip
+        code, said = command("plot", *arguments)
+        assert (code, [token for token in tokens if token not in said]) == (2, []), said
+    find: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *r: None if name == "matplotlib" else find(name, *r))
+    code, said = command("plot", run)
+    assert (code, "jaxdist[plots]" in said, "--out" in said) == (2, True, False)
+
+
+@pytest.mark.slow
+def test_a_logged_step_again(tmp_path: Path) -> None:
+    """The hash of a step of a job in lanes, on one process; nothing is logged or saved."""
+
+    def call(*words: object) -> jobs.Result:
+        job = jobs.Job()
+        job.start([*CLI, *map(str, words)], {"PYTHONPATH": str(told.TESTS)})
+        return job.finish()[0]
+
+    script, run = Path(__file__).parent / "scripts" / "lanes.py", tmp_path / "run"
+    done = call("run", "--lanes", 4, "-n", 3, "--launcher", "env", script, run)
+    assert done.returncode == 0, done.output
+    logged = jaxdist.read_metrics(run)
+    assert [line["step"] for line in logged if "hash" in line] == [0, 3, 6, 9]
+    again = call("replay", "--lanes", 4, "--step", 6, run / "checkpoints" / "4", script, run)
+    assert again.returncode == 0, again.output
+    assert f"hash {logged[6]['hash']:.0f}" in again.stdout
+    assert (jaxdist.read_metrics(run), there(run / "checkpoints")) == (logged, ["4", "8"])
+    for step, folder, code, token in [(2, run / "checkpoints" / "4", 1, "step 2"), (2, run, 2, str(run))]:
+        refused = call("replay", "--lanes", 4, "--step", step, folder, script, run)
+        assert (refused.returncode, token in refused.stderr) == (code, True), refused.output
