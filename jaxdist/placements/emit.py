@@ -281,6 +281,7 @@ class Emitter:
                 return self.run(xs)
             finally:  # `jax.checking_leaks` looks for tracers that outlive their trace
                 self._forms.clear()
+                self.__dict__.pop("index", None)
 
         # Axes of one device are no passes, and code of the user's own may name them.
         alone = [(name, 1) for name in NAMES if all(name != axis.name for axis in self.infer.mesh)]

@@ -1,0 +1,19 @@
+"""A mesh that is set for the whole process before jaxdist is imported, as an import of netket does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+jax.set_mesh(jax.make_mesh((4,), ("S",), (jax.sharding.AxisType.Auto,)))
+
+import jaxdist  # noqa: E402
+
+jaxdist.init()
+X = np.arange(24.0).reshape(8, 3) / 24
+step = jaxdist.data_parallel(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+w = step(step(jnp.ones(3), X), X)
+want = jnp.ones(3)
+for _ in range(2):
+    want -= 0.1 * jax.grad(lambda w: jnp.mean((X @ w) ** 2))(want)
+np.testing.assert_allclose(w * 1.0, want, rtol=1e-12)
+assert jaxdist.allreduce(np.ones(2)).tolist() == [1, 1]

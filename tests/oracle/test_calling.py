@@ -1,0 +1,475 @@
+"""How a decorated step is called: which arguments are the batch, keywords, constants, donation, and what `jit` has."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from harness.check import close, compare
+from harness.errors import raises
+from jax import lax
+from jax.sharding import Mesh
+
+import jaxdist
+
+RNG = np.random.default_rng(0)
+X, Y, Z = RNG.normal(size=(16, 4)), RNG.normal(size=16), RNG.normal(size=(24, 4))
+W = jnp.asarray(RNG.normal(size=4))
+PARAMS = {"w": W, "b": jnp.zeros(())}
+KEY = jax.random.key(0)
+KEYS = jax.random.split(KEY, 16)
+Pair = collections.namedtuple("Pair", "x y")
+
+
+def loss_of(w: Any, x: Any, y: Any = 0.0) -> Any:
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def sgd(w: Any, x: Any, lr: Any = 0.1) -> Any:
+    return w - lr * jax.grad(loss_of)(w, x), loss_of(w, x)
+
+
+def noise(keys: Any) -> Any:
+    return jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
+
+
+def descent(loss: Any) -> Any:
+    return lambda w, *batch: (w - 0.1 * jax.grad(loss)(w, *batch), loss(w, *batch))
+
+
+def counted(f: Any) -> tuple[Any, list[int]]:
+    """A function, and a list that has an entry for each time that it was traced."""
+    traced: list[int] = []
+
+    @functools.wraps(f)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        traced.append(1)
+        return f(*args, **kwargs)
+
+    return count, traced
+
+
+# --- which arguments are the batch
+
+
+def graph_loss(w: Any, g: Any) -> Any:
+    sent = jax.ops.segment_sum(jnp.tanh(g["nodes"] @ w)[g["from"]], g["to"], num_segments=g["nodes"].shape[0])
+    return jnp.mean(sent**2) * jnp.mean(g["y"])
+
+
+def moving(state: Any, batch: Any) -> Any:
+    return {"w": state["w"] - loss_of(state["w"], batch["x"]) * batch["s"], "k": jax.random.split(state["k"])[0]}, 0.0
+
+
+GRAPH = {"from": RNG.integers(0, 24, 17), "nodes": Z, "to": RNG.integers(0, 24, 17), "y": RNG.normal(size=3)}
+scaled: Any = lambda w, b: loss_of(w, b["x"]) * b["s"]
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "state and batch": (lambda p, x: jax.tree.map(lambda w: w - loss_of(W, x), p), (PARAMS, X)),
+    "two arguments": (lambda w, x, y: w - jax.grad(loss_of)(w, x, y), (W, X, Y)),
+    "evaluation": (lambda p, x, y: loss_of(p["w"], x, y), (PARAMS, X, Y)),
+    "the batch first": (lambda x, w: w - jax.grad(loss_of)(w, x), (X, W)),
+    "a key": (lambda w, x, key: w - loss_of(w, x + jax.random.normal(key, x.shape)), (W, X, KEY)),
+    "a raw key": (lambda w, x, k: w - loss_of(w, x + jax.random.normal(k, x.shape)), (W, X, jax.random.PRNGKey(0))),
+    "two lengths": (descent(lambda w, real, z: loss_of(w, real) + loss_of(w, z)), (W, X, Z)),
+    "statistics": (lambda p, stats, x: loss_of(p["w"], x / stats), (PARAMS, jnp.ones(4), X)),
+    "a number": (lambda w, lr, x: w - lr * jax.grad(loss_of)(w, x), (W, 0.1, X)),
+    "a named tuple": (lambda w, b: loss_of(w, b.x, b.y), (W, Pair(X, Y))),
+    "no state": (lambda predictions, labels: jnp.mean((predictions - labels) ** 2), (Y, 2 * Y)),
+    "no batch": (lambda w: w - jax.grad(lambda w: (w**2).sum())(w), (W,)),
+    "a key alone": (lambda key: jax.random.normal(key, (3,)), (KEY,)),
+    "a number in the batch": (descent(scaled), (W, {"x": X, "s": 2.0})),
+    "a scalar in the batch": (descent(scaled), (W, {"x": X[:5], "s": np.float32(2)})),
+    "a 0-d array in the batch": (scaled, (W, {"x": X, "s": jnp.asarray(2.0)})),
+    "the parameters last": (lambda b, p: scaled(p["w"], b), ({"x": X, "s": 2.0}, PARAMS)),
+    "a count in the batch": (
+        descent(lambda w, b: sum(loss_of(w, b["x"]) for _ in range(b["n"]))), (W, {"x": X, "n": 2})),
+    "a string in the batch": (
+        descent(lambda w, b: loss_of(w, b["x"]) if b["kind"] == "mean" else 0.0), (W, {"x": X, "kind": "mean"})),
+    "keys in the batch": (descent(lambda w, b: loss_of(w, b["x"] + noise(b["k"]))), (W, {"x": X, "k": KEYS})),
+    "keys beside the batch": (descent(lambda w, x, k: loss_of(w, x + noise(k))), (W, X, KEYS)),
+    "one key in the batch": (
+        descent(lambda w, b: loss_of(w, b["x"] + noise(b["k"][None])[0])), (W, {"x": X, "k": KEY})),
+    "a graph": (graph_loss, (W, GRAPH)),
+    "a graph and labels": (descent(lambda w, g, y: graph_loss(w, g) + y.mean()), (W, GRAPH, Y)),
+    "constants in the batch": (
+        descent(lambda w, b: jnp.mean(b["y"] * (b["x"] @ jnp.outer(w, b["c"]) * np.arange(3)).sum(1))),
+        (W, {"c": np.ones(3), "x": X, "y": Y})),
+    "one row in the batch": (
+        descent(lambda w, b: loss_of(w, b["x"] * b["one"])), (W, {"one": np.ones((1, 4)), "x": X})),
+    "nothing in the batch": (
+        descent(lambda w, b: loss_of(w, b["x"]) + b["none"].sum()), (W, {"none": np.ones((0, 2)), "x": X})),
+    "a teacher": (
+        descent(lambda w, t, x: loss_of(w + t["w"], x) * t["b"].sum()), (W, {"w": W, "b": jnp.ones(3)}, X)),
+    "a key in the state": (moving, ({"w": W, "k": KEY}, {"x": X, "s": 2.0})),
+    "keys that move on": (
+        lambda w, x, k: (w - loss_of(w, x + noise(k)), jax.vmap(lambda k: jax.random.split(k)[0])(k)), (W, X, KEYS)),
+    "two networks": (
+        lambda a, b, x: (jax.tree.map(lambda p: p - loss_of(b["w"], x), a), jax.tree.map(lambda p: p * 0.5, b)),
+        (PARAMS, PARAMS, X)),
+    "a target": (lambda w, t, x: (w - 0.1 * jax.grad(loss_of)(w, x), 0.9 * t + 0.1 * w), (W, W, X)),
+    "swapped": (lambda w, m, x: (0.9 * m + loss_of(w, x), w - m), (W, 2 * W, X)),
+    "gradients for a caller": (lambda w, x: jax.grad(loss_of)(w, x), (W, X)),
+    "an array without entries": (lambda w, x: (w + 1, (x @ w).sum()), (jnp.zeros((0, 8)), jnp.zeros((8, 0)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_the_batch_is_found(name: str) -> None:
+    step, args = CALLS[name]
+    compare(jaxdist.unshard(jaxdist.data_parallel(step, donate=False)(*args)), jax.jit(step)(*args) if name not in (
+        "a count in the batch", "a string in the batch") else step(*args))  # fmt: skip
+
+
+def is_split(x: Any) -> bool:
+    return not x.sharding.is_fully_replicated
+
+
+def test_the_batch_by_argument_name_and_path() -> None:
+    """What is the batch comes back in slices, what is state is whole."""
+    step = lambda state, data: (state["x"] * 1, data["y"] * 1)
+    args = {"w": W, "x": X}, {"y": Y}
+    wanted: dict[Any, tuple[bool, bool]] = {
+        "data": (False, True), 1: (False, True), (-1,): (False, True), (): (False, False),
+        ("data", "state['x']"): (True, True),
+    }  # fmt: skip
+    for argnums, split in wanted.items():
+        got = jaxdist.data_parallel(step, batch_argnums=argnums, donate=False)(*args)
+        assert tuple(map(is_split, got)) == split, argnums
+    for argnums, tokens in (("label", ("label", "state['w']")), (2, ("2",))):
+        with raises(TypeError, *tokens):
+            jaxdist.data_parallel(step, batch_argnums=argnums)(*args)
+
+
+def test_what_earlier_calls_left_on_the_mesh() -> None:
+    """What is whole there stays whole, inside of a batch too; what is split over the examples is batch."""
+    centres = jaxdist.data_parallel(lambda c, x: c + x.mean(0), donate=False)(jnp.zeros((16, 4)), X)
+    got = jaxdist.data_parallel(lambda w, b: (b["x"] * w, b["c"] * w), donate=False)(W, {"x": X, "c": centres})
+    assert tuple(map(is_split, got)) == (True, False)
+    features = jaxdist.data_parallel(lambda w, x: jnp.tanh(x * w), donate=False)(W, X)
+    step = jaxdist.data_parallel(lambda w, b: (scaled(w, b), b["x"] * 2), donate=False)
+    loss, doubled = step(W, {"x": features, "s": 2.0})
+    close(loss, scaled(W, {"x": np.tanh(X * W), "s": 2.0}))
+    assert is_split(doubled)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "options", "warned"),
+    [
+        (
+            lambda i, s: jax.tree.map(lambda x: x - 0.1 * i * jnp.exp(x), s),
+            (1, {"a": np.ones(8), "b": np.ones(8)}),
+            {},
+            True,
+        ),
+        (lambda i, s: jax.tree.map(lambda x: x - 0.1 * i, s), (1, {"a": np.ones(8)}), {"batch_argnums": ()}, False),
+        (lambda w, x: w - jnp.mean(x) * w, (W, X), {}, False),
+    ],
+)
+def test_a_state_that_is_taken_for_the_batch_is_said_once(
+    step: Any, args: Any, options: Any, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    decorated = jaxdist.data_parallel(step, donate=False, **options)
+    for _ in range(2):
+        close(decorated(*args), jax.jit(step)(*args))
+    said = [text for text in caplog.messages if "batch_argnums" in text]
+    assert len(said) == warned
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        (X[:0], ("x", "(0, 4)")), (np.float64(3.0), ("x",)), (3.0, ("x",)), ("digits", ("x",)),
+        ({"a": X, "b": None, "c": "name"}, ("x['c']",)),
+    ],
+)  # fmt: skip
+def test_bad_batches(batch: Any, tokens: tuple[str, ...]) -> None:
+    step = jaxdist.data_parallel(lambda w, x: w, batch_argnums=1)
+    with raises((ValueError, TypeError), *tokens):
+        step(W, batch)
+    np.testing.assert_array_equal(step(W, X), W)  # nothing is lost
+
+
+# --- keywords, constants, types
+
+
+def test_keywords_and_defaults() -> None:
+    step = jaxdist.data_parallel(sgd, donate=False)
+    close(step(W, x=X), sgd(W, X))
+    close(step(x=X, w=W, lr=0.5), sgd(W, X, 0.5))
+    only = jaxdist.data_parallel(lambda w, *, x, lr: sgd(w, x, lr), donate=False)
+    close(only(W, lr=0.25, x=X), sgd(W, X, 0.25))
+    several = jaxdist.data_parallel(lambda w, *xs, **more: sgd(w, sum(xs), more["lr"]), donate=False)
+    close(several(W, X, X, lr=0.5), sgd(W, X + X, 0.5))
+    named = jaxdist.data_parallel(lambda w, a, b, lr=0.1: sgd(w, a - b, lr), batch_argnums=(1, 2), donate=False)
+    close(named(W, b=X[::-1], a=X, lr=0.5), sgd(W, X - X[::-1], 0.5))
+    with raises(TypeError, "'x'"):
+        only(W, lr=0.5)  # type: ignore[call-arg]
+
+
+def test_partials_methods_and_no_decoration() -> None:
+    close(jaxdist.data_parallel(functools.partial(sgd, lr=0.5), donate=False)(W, X), sgd(W, X, 0.5))
+
+    class Trainer:
+        lr = 0.5
+
+        @jaxdist.data_parallel
+        def step(self, w: Any, x: Any) -> Any:  # the instance is no array: a constant
+            """Doc."""
+            return sgd(w, x, self.lr)
+
+    close(Trainer().step(W, x=X), sgd(W, X, 0.5))
+    assert Trainer.step.__doc__ == "Doc."
+    with raises(TypeError, "sgd", "pmap"):
+        jaxdist.data_parallel(jax.pmap(sgd, axis_name="batch"))
+
+
+def test_static_arguments() -> None:
+    def power(w: Any, x: Any, n: int, kind: str = "mean") -> Any:
+        return getattr(jnp, kind)((x @ w) ** (n if n > 1 else 1))
+
+    by_name = jaxdist.data_parallel(power, static_argnames=("n", "kind"), donate=False)
+    by_number = jaxdist.data_parallel(power, static_argnums=(2, -1), donate=False)
+    for step in (by_name, by_number):
+        for n in (2, 3, 2):
+            close(step(W, X, n), power(W, X, n))
+        close(step(W, X, 2, kind="sum"), power(W, X, 2, "sum"))
+    with raises(ValueError, "n", "list"):
+        by_name(W, X, [2])  # type: ignore[arg-type]
+    with raises(ValueError, "m"):
+        jaxdist.data_parallel(power, static_argnames="m")
+    with raises(ValueError, "4"):
+        jaxdist.data_parallel(power, static_argnums=4)
+
+
+def test_one_and_true_are_other_constants() -> None:
+    static = lambda x, k: x.sum() + (100 if isinstance(k, float) else k)
+    for decorate in (jax.jit, jaxdist.data_parallel):
+        step = decorate(static, static_argnums=1)
+        assert [float(step(jnp.ones(8), k)) for k in (1, 1.0, True, 1)] == [9, 108, 9, 9]
+
+
+def test_a_number_that_is_needed_as_one_is_a_constant() -> None:
+    def expected(config: Any, w: Any, x: Any) -> Any:
+        x = x if config["train"] else 2 * x
+        for _ in range(config["layers"]):
+            x = jnp.tanh(x)
+        return w - config["lr"] * jax.grad(loss_of)(w, x)
+
+    count, traced = counted(expected)
+    step = jaxdist.data_parallel(count, donate=False)
+    for layers, train in ((1, True), (2, True), (2, False)):
+        config = {"layers": layers, "train": train, "lr": 0.1}
+        close(step(config, W, X), expected(config, W, X))
+    before = len(traced)
+    close(step(config | {"lr": 0.5}, W, X), expected(config | {"lr": 0.5}, W, X))
+    assert len(traced) == before  # what is only computed with is data
+
+
+@dataclasses.dataclass
+class _Config:
+    width: int = 3
+
+
+@pytest.mark.parametrize("config", [_Config(), {"a": [1, _Config()]}])
+def test_an_argument_that_can_be_neither_data_nor_constant_is_named(config: Any) -> None:
+    with raises(TypeError, "config", "_Config"):
+        jaxdist.data_parallel(lambda w, config, x: w + x.mean(0))(W, config, X)
+
+
+def test_weak_types_and_one_trace_for_each_type_of_the_state() -> None:
+    def step(state: Any, x: Any) -> Any:
+        n = state["n"] + 1
+        aux = {"n": n, "mean": x.mean() * state["lr"], "two": 2, "where": jnp.where(x[:, 0] > 0, 1, 2), "half": 0.5}
+        return {"lr": state["lr"] * 0.5, "n": n, "w": state["w"] * state["lr"]}, aux | {"scaled": state["lr"] * 3}
+
+    count, traced = counted(step)
+    decorated, state, want = jaxdist.data_parallel(count), {"lr": 0.1, "n": 0, "w": jnp.ones(3)}, None
+    want = state
+    for _ in range(3):
+        (state, aux), (want, expected) = decorated(state, X), jax.jit(step)(want, X)
+        compare((state, jaxdist.unshard(aux)), (want, expected))
+    assert len(traced) <= 2
+    for w in (jnp.ones((3, 2)), jnp.asarray(2.0), jnp.asarray(2.0, float)):  # of the second the type is weak
+        scaled = jaxdist.data_parallel(lambda s, x: {"w": s["w"] - x.mean() * s["w"], "n": s["n"] + 1})
+        close(scaled({"w": w, "n": 0}, X)["w"], w - X.mean() * w)
+
+
+def test_gradients_of_integers() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jax.grad(lambda n, w: (n * (x @ w) ** 2).mean(), argnums=(0, 1), allow_int=True)(jnp.arange(len(x)), w)
+
+    (got, w), (expected, twin) = jaxdist.data_parallel(step)(W, X), jax.jit(step)(W, X)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    close(w, twin)
+
+
+# --- donation
+
+
+def test_what_is_donated() -> None:
+    def step(a: Any, b: Any, x: Any) -> Any:
+        return a - 0.1 * jax.grad(loss_of)(a, x), b * 0.5
+
+    a, b = jaxdist.data_parallel(step, donate=False)(W, W * 2, X)
+    jaxdist.data_parallel(step, donate_argnums=1)(a, b, X)
+    assert (a.is_deleted(), b.is_deleted()) == (False, True)
+    with raises(ValueError, "3"):
+        jaxdist.data_parallel(step, donate_argnums=3)
+    c, d = jaxdist.data_parallel(step, donate=False)(W, W * 2, X)
+    jaxdist.data_parallel(step, donate=True)(c, d, X)
+    assert c.is_deleted()
+    assert d.is_deleted()
+    host = np.array(W)
+    jaxdist.data_parallel(step, donate=True)(host, W * 2, X)
+    np.testing.assert_array_equal(host, W)
+
+
+def test_gradients_donate_nothing() -> None:
+    w = jaxdist.data_parallel(lambda w, x: w * 1.0, donate=False)(W, X)
+    jaxdist.data_parallel(lambda w, x: (loss_of(w, x), jax.grad(loss_of)(w, x)), donate=True)(w, X)
+    assert not w.is_deleted()
+
+
+def test_a_donated_array_is_named_when_it_is_used() -> None:
+    def train(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(loss_of)(w, x)
+
+    step = jaxdist.data_parallel(train, donate=True)
+    evaluate = jaxdist.data_parallel(lambda p, x: loss_of(p["w"], x), donate=False)
+    w = jaxdist.data_parallel(train, donate=False)(W, X)
+    step(w, X)
+    with raises(RuntimeError, "p['w']", "train"):
+        evaluate({"w": w}, X)
+
+
+def test_one_array_twice_in_the_state() -> None:
+    def step(state: Any, x: Any) -> Any:
+        grad = jax.grad(loss_of)(state["w"], x)
+        return {"w": state["w"] - grad, "average": 0.9 * state["average"] + 0.1 * state["w"]}
+
+    decorated = jaxdist.data_parallel(step)
+    placed = decorated({"w": W, "average": W}, X)["w"]
+    want = jax.jit(step)({"w": np.array(placed), "average": np.array(placed)}, X)
+    close(decorated({"w": placed, "average": placed}, X), want)
+
+
+# --- what `jax.jit` has
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_ahead_of_time(donate: bool) -> None:
+    count, traced = counted(sgd)
+    step = jaxdist.data_parallel(count, donate=donate)
+    for lowered in (step.lower(W, X, lr=0.5), step.trace(W, X, lr=0.5).lower()):
+        assert "all_reduce" in lowered.as_text()
+        compiled = lowered.compile()
+        assert compiled.cost_analysis()
+        w, twin = W, W
+        for _ in range(3):
+            (w, loss), (twin, expected) = compiled(w, X, lr=0.5), jax.jit(sgd)(twin, X, lr=0.5)
+            close((w, loss), (twin, expected))
+    close(step(W, X, lr=0.5), sgd(W, X, lr=0.5))
+    assert len(traced) == 1
+    with raises(TypeError, "(16, 4)", "(8, 4)"):
+        compiled(W, X[:8], lr=0.5)
+    for shapes in (step.eval_shape, functools.partial(jax.eval_shape, step)):
+        found = shapes(W, jax.ShapeDtypeStruct((64, 4), X.dtype))
+        assert [(x.shape, x.dtype) for x in found] == [((4,), W.dtype), ((), W.dtype)]
+    step.clear_cache()
+    close(step(W, X, lr=0.5), sgd(W, X, lr=0.5))
+    assert len(traced) > 1
+
+
+def test_static_arguments_are_not_passed_to_what_is_compiled_ahead() -> None:
+    def step(n: int, w: Any, x: Any, *, scale: float = 1.0, shift: int = 0) -> Any:
+        return n * w * scale + x.mean(0) + shift
+
+    options: Any = {"static_argnums": 0, "static_argnames": "shift"}
+    for decorate in (jax.jit, jaxdist.data_parallel):
+        compiled = decorate(step, **options).lower(3, W, X, scale=0.5, shift=2).compile()
+        close(compiled(W, X, scale=0.5), step(3, W, X, scale=0.5, shift=2))
+        with pytest.raises(TypeError):
+            compiled(W, scale=0.5)
+
+
+def test_an_object_of_nnx_ahead_of_time() -> None:
+    models = [nnx.Linear(4, 1, rngs=nnx.Rngs(0)) for _ in range(2)]
+
+    def step(model: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+        return loss
+
+    compiled, plain = jaxdist.data_parallel(step).lower(models[0], X).compile(), nnx.jit(step)
+    for _ in range(3):
+        close(compiled(models[0], X), plain(models[1], X), 1e-6)
+    close(nnx.state(models[0]), nnx.state(models[1]), 1e-6)
+
+
+def test_on_tracers_it_is_the_plain_step() -> None:
+    step = jaxdist.data_parallel(sgd, donate=False)
+    close(jax.grad(lambda w: step(w, X)[1])(W), jax.grad(lambda w: sgd(w, X)[1])(W))
+    close(jax.vmap(step, (0, None))(jnp.stack([W, 2 * W]), X)[0][1], sgd(2 * W, X)[0])
+    with pytest.warns(UserWarning, match="8 devices"):
+        close(jax.jit(step)(W, X), sgd(W, X))
+    with pytest.warns(UserWarning, match="plain step"):
+        lax.scan(lambda w, x: step(w, x), W, X[None])
+
+
+def test_a_decorated_step_in_a_decorated_step() -> None:
+    inner = jaxdist.data_parallel(sgd)
+
+    @jaxdist.data_parallel
+    def outer(w: Any, x: Any) -> Any:
+        w, first = inner(w, x)
+        w, losses = lax.scan(inner, w, jnp.stack([x, 2 * x]))
+        return w, [first, *losses]
+
+    w, losses = W, []
+    for x in (X, X, 2 * X):
+        w, loss = sgd(w, x)
+        losses.append(loss)
+    close(outer(W, X), (w, losses))
+
+
+def test_global_arrays_are_taken_as_they_are() -> None:
+    batch = jax.device_put(X, jax.NamedSharding(jaxdist.get_context().mesh, jax.P("data")))
+    close(jaxdist.data_parallel(sgd)(W, batch), sgd(W, X))
+
+
+@pytest.mark.optimised
+def test_bit_identical_twice() -> None:
+    def run() -> bytes:
+        step, w, bits = jaxdist.data_parallel(sgd), W, b""
+        for _ in range(3):
+            w, loss = step(w, X)
+            bits += np.asarray(w).tobytes() + np.asarray(loss).tobytes()
+        return bits
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "token"),
+    [
+        ({"reduce": "sum"}, TypeError, "reduce"),
+        ({"mesh": Mesh(jax.devices(), ("model",))}, ValueError, "data"),
+        ({"mesh": "auto"}, TypeError, "jaxdist.parallel"),
+        ({"batch_argnums": 2}, TypeError, "batch_argnums"),
+        ({"compress": "int8"}, ValueError, "bf16"),
+        ({"bucket_bytes": -1}, ValueError, "bucket_bytes"),
+        ({"bucket_bytes": "big"}, ValueError, "bucket_bytes"),
+        ({"step": 3}, TypeError, "function"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], kind: type[Exception], token: str) -> None:
+    decorate: Any = jaxdist.data_parallel
+    with raises(kind, token):
+        decorate(**{"step": sgd, **settings})(W, X)
