@@ -42,10 +42,11 @@ def operations_by_way() -> list[tuple[tuple[int, int], tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize(("way", "names"), operations_by_way(), ids=str)
-def test_operations(way: tuple[int, int], names: tuple[str, ...]) -> None:
+def test_operations(way: tuple[int, int], names: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     devices, rows = way
     run = lambda w, b: {name: operations.OPERATIONS[name](w, b) for name in names}
     check(run, operations.state(), operations.batch(rows), on=devices)
+    assert "does not know" not in caplog.text, "no primitive of JAX is without a rule"
 
 
 @pytest.mark.parametrize("names", groups(flows.FLOWS, 1 if FULL else 12), ids=lambda names: names[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from catalogue import flows
 from harness import programs
 from harness.check import check, decorated, train_step
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 import jaxdist
 
@@ -356,3 +359,77 @@ def test_a_small_step_keeps_state_in_shards() -> None:
     check(step, w, tx.init(w), jnp.ones((16, 24)) / 24, on=4)
     new, opt = decorated(step, 4)(w, tx.init(w), jnp.ones((16, 24)) / 24)
     assert {x.sharding.is_fully_replicated for x in jax.tree.leaves((new, opt)) if x.ndim} == {False}
+
+
+# --- few examples travel in place of large weights
+
+
+def layers_of(params: Any, x: Any) -> Any:
+    return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params, x) ** 2)
+
+
+def tied(params: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params[0]) @ params[0].T) ** 2)
+
+
+def looked_up(params: Any, ids: Any) -> Any:
+    return jnp.mean(jnp.tanh(params[0][ids[:, 0]] @ params[1]) ** 2)
+
+
+def zeros(*shape: int) -> Any:
+    return jnp.zeros(shape, jnp.float32)
+
+
+WIDE = [zeros(96, 768), zeros(768, 96)]
+TRAVELS: dict[str, tuple[Any, Any, Any, int, int | None]] = {
+    "a large batch": (layers_of, WIDE, zeros(4096, 96), 3, 3),
+    "few examples, level 3": (layers_of, WIDE, zeros(24, 96), 3, 0),
+    "few examples, level 1": (layers_of, WIDE, zeros(24, 96), 1, 2),
+    "64 rows beside 512 columns": (layers_of, [zeros(512, 512)] * 2, zeros(64, 512), 3, 0),
+    "a weight used twice": (tied, [zeros(512, 512)], zeros(32, 512), 3, None),
+    "rows of a table": (looked_up, [zeros(4096, 96), zeros(96, 768)], jnp.zeros((24, 2), jnp.int32), 3, 0),
+}
+"""A loss, its parameters and batch, the level, and how many weights are gathered."""
+
+
+@pytest.mark.parametrize("name", TRAVELS)
+def test_few_examples_travel_in_place_of_weights(name: str) -> None:
+    loss, params, x, level, gathered = TRAVELS[name]
+    tx = jaxdist.zero(optax.sgd(0.1), level)  # type: ignore[arg-type]
+    found = sent(train_step(loss, tx), params, tx.init(params), x)
+    sizes = {p.size for p in params}
+    weights = [size for kind, size, _ in found if kind == "all-gather" and size in sizes]
+    if gathered is None:  # what is not gathered twice is not gathered once
+        assert sum(size for *_, size, _ in found) < 2 * params[0].size
+    else:
+        assert len(weights) == gathered
+    if not gathered:
+        assert "all-reduce" not in {kind for kind, size, _ in found if size in sizes}, "no gradient is reduced whole"
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(64, "all-gather"), (1024, "all-reduce")])
+def test_few_rows_cross_groups(rows: int, kind: str) -> None:
+    """Of devices far from each other: rows of the batch, or slices of gradients."""
+    tx, params = jaxdist.zero(optax.sgd(0.1), 2, within=2), [zeros(512, 512)] * 3
+    ops = programs.of(decorated(train_step(layers_of, tx), 4), params, tx.init(params), zeros(rows, 512))
+    crossing = {op.name for op in ops if op.groups == ((0, 2), (1, 3)) and op.size > 3 * 512}
+    assert crossing == {kind}
+
+
+# --- operations that jaxdist does not know
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_operation_of_your_own(known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What JAX registers as elementwise runs on slices; another one is computed whole, and said."""
+    own = Primitive(f"own_{known}")
+    own.def_impl(lambda x: x + 1)
+    own.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(own, mlir.lower_fun(lambda x: x + 1, multiple_results=False))
+    if known:
+        batching.defvectorized(own)
+    w, x = np.ones(3), np.arange(24.0).reshape(8, 3)
+    step = decorated(lambda w, x: w + own.bind(x * w).mean(0), 8)
+    np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
+    said = [m for m in caplog.messages if f"own_{known}" in m and "test_sent.py:" in m]
+    assert len(said) == (not known)
