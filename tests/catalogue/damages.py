@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness.states import data_file, flip
 
 Damage = Callable[[Path], Any]
@@ -114,3 +116,30 @@ def _swap(a: Path, b: Path) -> None:
     a.rename(aside)
     b.rename(a)
     aside.rename(b)
+
+
+def _zeros(folder: Path) -> None:
+    content = (folder / "tokens.npy").read_bytes()
+    (folder / "tokens.npy").write_bytes(content[:4000] + bytes(400) + content[4400:])
+
+
+def _moved_end(folder: Path) -> None:
+    ends = np.load(folder / "ends.npy")
+    ends[77] += 1
+    np.save(folder / "ends.npy", ends)
+
+
+OF_TOKENS: dict[str, tuple[Damage, str]] = {
+    "a bit of the tokens": (lambda d: flip(d / "tokens.npy"), "tokens.npy"),
+    "zeros among the tokens": (_zeros, "tokens.npy"),
+    "tokens cut short": (lambda d: (d / "tokens.npy").write_bytes(b"\x93NUMPY"), "tokens.npy"),
+    "a bit of the ends": (lambda d: flip(d / "ends.npy"), "ends.npy"),
+    "an end moved": (_moved_end, "ends.npy"),
+    "another list": (lambda d: (d / "about.json").write_text("[]"), ""),
+    "a number": (lambda d: (d / "about.json").write_text("3"), ""),
+    "null": (lambda d: (d / "about.json").write_text("null"), ""),
+    "deeply nested": (lambda d: (d / "about.json").write_text("[" * 100_000), ""),
+    "no digests": (lambda d: (d / "about.json").write_text(json.dumps({"dtype": "uint16"})), "tokens.npy"),
+    "nothing about it": (lambda d: (d / "about.json").unlink(), ""),
+}
+"""Of a folder that `jaxdist.tokenize` has written, and the file that the error names."""

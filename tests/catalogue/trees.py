@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -141,3 +143,26 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an empty shape": ({"none": np.zeros((0, 2))}, ("model.none", "(0, 3)", "(0, 2)")),
 }
 """What is other in `like` than in `MODEL`, and what the error names."""
+
+_CYCLE: list[Any] = [1]
+_CYCLE.append({"again": _CYCLE})
+
+BAD_SAVES: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
+    ({"step": -1}, ValueError, ("-1",)), ({"step": 1.5}, ValueError, ("1.5",)), ({"step": True}, ValueError, ("True",)),
+    ({"keep": 0}, ValueError, ("keep", "0")), ({"state": {}}, ValueError, ("no leaves",)),
+    ({"state": {"n": 2**63}}, ValueError, ("leaf n", str(2**63))),
+    ({"state": _CYCLE}, ValueError, ("contains itself",)),
+    ({"state": {"x": "\ud800"}}, ValueError, ("leaf x", "UTF-8")),
+    ({"state": {"a.b": 1, "a": {"b": 2}}}, ValueError, ("a.b",)), ({"state": {"\ud800": 1}}, ValueError, ("UTF-8",)),
+    ({"state": {"/": 1}}, ValueError, ("leaf /", "slash")), ({"state": {"~": "text"}}, ValueError, ("leaf ~",)),
+    ({"state": {"x": jax.ShapeDtypeStruct((2,), np.float32)}}, TypeError, ("leaf x", "ShapeDtypeStruct")),
+    ({"path": ""}, ValueError, ("empty",)), ({"path": "gs://bucket/run"}, ValueError, ("gs:/", "URL")),
+    ({"path": Path("s3://bucket/run")}, ValueError, ("s3:/", "URL")),
+]  # fmt: skip
+"""Arguments of `save`, and what the error names."""
+
+FOLDERS = [
+    "lr=[0.1]", "[!a]", "a*b", "**", "a?b", "run#3", "a|b", "50%", "a%20b", "a%2Fb", "a\\b", "a/b", "gs:/b", "a:b",
+    "~", "{a}", "$HOME", "a;b", "'", '"', "a b", "a\nb", "a\x7fb", "ü", os.fsdecode(b"a\xffb"), "x" * 255,
+]  # fmt: skip
+"""Names of folders, odd ones."""

@@ -11,6 +11,8 @@ from typing import Any
 from harness import jobs
 
 TESTS = Path(__file__).parents[1]
+PATH = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+"""For a script to import the harness, and jaxdist of this checkout."""
 _LINE = "TOLD "
 
 
@@ -40,7 +42,7 @@ def run(
     code: int = 0, timeout: float = 120.0,
 ) -> tuple[list[Any], str]:  # fmt: skip
     """Run a script on several ranks to its end: what each has said, and all that they printed."""
-    args, own = [str(script), *map(str, words)], {"PYTHONPATH": str(TESTS), **(env or {})}
+    args, own = [str(script), *map(str, words)], {**PATH, **(env or {})}
     done = [jobs.mpirun(ranks, args, own, timeout)] if mpi else jobs.spawn_env(ranks, args, own, timeout)
     output = "".join(one.output for one in done)
     assert {one.returncode for one in done} == {code}, output

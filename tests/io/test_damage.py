@@ -173,15 +173,20 @@ def test_too_many_open_files_are_no_damage(path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert restored(path) == 20  # what libraries open once stays
     highest = max(int(p.name) for p in Path("/proc/self/fd").iterdir() if p.exists())
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < highest:  # no number below is free
+        taken.append(os.open(os.devnull, os.O_RDONLY))
     told = []
     for more in range(2, 9):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + more, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + more, hard))
         try:
             assert restored(path, fallback=True) == 20
         except (CheckpointError, OSError) as error:
             told.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for number in taken:
+        os.close(number)
     assert told
     assert all(os.strerror(errno.EMFILE) in text for text in told), told
     jaxdist.save(path, filled(30), 30)
@@ -190,11 +195,13 @@ def test_too_many_open_files_are_no_damage(path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_nor_is_a_disk_that_fails(number: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError(number, os.strerror(number))
+    def read(file: Path, of: Callable[[Path], bytes] = Path.read_bytes) -> bytes:
+        if path / "20" in file.parents:
+            raise OSError(number, os.strerror(number))
+        return of(file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", fail)
+        patch.setattr(Path, "read_bytes", read)
         with raises(CheckpointError, str(path / "20"), os.strerror(number)):
             restored(path, fallback=True)
     assert restored(path) == 20

@@ -80,26 +80,26 @@ def test_each_source_gives_each_example_once() -> None:
 LEG = st.tuples(st.sampled_from([8, 3, 6, 1]), st.integers(1, 4), st.integers(0, 5), st.booleans())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    kind=st.sampled_from(list(ALL)), tail=st.sampled_from(["keep", "pad"]), window=st.sampled_from([0, 1, 9, 200]),
-    legs=st.lists(LEG, min_size=1, max_size=6), prefetch=st.integers(0, 2), seed=st.integers(0, 3),
+    kind=st.sampled_from(list(ALL)), tail=st.sampled_from(["keep", "pad", "drop"]), prefetch=st.integers(0, 2),
+    window=st.sampled_from([0, 1, 9, 200]), legs=st.lists(LEG, min_size=1, max_size=6), seed=st.integers(0, 3),
 )  # fmt: skip
 def test_any_restarts_on_any_ranks_skip_and_repeat_nothing(
     kind: str, tail: str, window: int, legs: list[tuple[int, int, int, bool]], prefetch: int, seed: int
 ) -> None:
-    """By a state through JSON; what a killed job did comes again."""
+    """By a state through JSON; a killed job is lost; the last one goes on to the end of the epoch."""
     shuffle = window if kind in STREAMS else window > 0
     want = alone(kind, shuffle=shuffle, seed=seed)
     got: list[list[int]] = [[], [], []]
     state: Any = None
-    for size, batch_size, steps, killed in legs:
+    for size, batch_size, steps, killed in [*legs, (1, 1, 200, False)]:
         how: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "tail": tail, "prefetch": prefetch}
         loaders = ranks(ALL[kind], size, batch_size, **how)
         for loader in loaders if state else ():
             loader.set_state(json.loads(state))
         if (number := loaders[0].epoch) > 2:
-            break
+            return
         seen = flat(epoch(loaders, steps))
         states = {json.dumps(loader.get_state()) for loader in loaders}
         assert len(states) == 1
@@ -109,29 +109,16 @@ def test_any_restarts_on_any_ranks_skip_and_repeat_nothing(
             got[number] += seen
             (state,) = states
             assert len(state) <= 1024
-    for one, whole in zip(got, want, strict=True):
-        assert one == whole[: len(one)]
+    for i, (one, whole) in enumerate(zip(got, want, strict=True)):
+        assert one == whole[: len(one) if i > number or tail == "drop" else None]
 
 
-@pytest.mark.parametrize("shuffle", [9, True], ids=["stream", "by index"])
-def test_restarts_with_a_dropped_tail(shuffle: Any) -> None:
-    source = Again() if shuffle == 9 else np.arange(N)
-    want = flat(epoch(ranks(source, 1, N, shuffle=shuffle)))
-    seen: list[int] = []
-    state: Any = None
-    for size, batch_size, steps in [(2, 4, 3), (3, 3, 1), (1, 2, 2), (2, 3, 9)]:  # 24, 9, 4 and 24
-        loaders = ranks(source, size, batch_size, shuffle=shuffle)
-        for loader in loaders if state else ():
-            loader.set_state(state)
-        seen += flat(epoch(loaders, steps))
-        state = loaders[0].get_state()
-    assert seen == want
-    assert (state["epoch"], state["position"]) == (1, 0)
-    (late,) = ranks(source, 1, 8, shuffle=shuffle)
-    (early,) = ranks(source, 1, 57, shuffle=shuffle)
-    epoch([early], 1)
-    late.set_state(state | {"epoch": 0, "position": 57} if shuffle is True else early.get_state())
-    assert (late.epoch, len(epoch([late]))) == (1, 7)  # no batch of 8 was left
+def test_what_fills_no_batch_any_more_is_the_next_epoch() -> None:
+    for source, shuffle in ((Again(), 9), (np.arange(N), True)):
+        (early,), (late,) = (ranks(source, 1, size, shuffle=shuffle) for size in (57, 8))
+        epoch([early], 1)
+        late.set_state(early.get_state() | ({"epoch": 0, "position": 57} if shuffle is True else {}))
+        assert (late.epoch, len(epoch([late]))) == (1, 7)
 
 
 def test_the_orders_of_epochs_and_seeds() -> None:
@@ -165,6 +152,7 @@ def test_a_loop_that_is_left() -> None:
     assert (loader.epoch, loader.get_state()["position"]) == (0, 6)
     state = loader.get_state()
     assert epoch(loaders, 3) != left
+    assert (loader.epoch, loader.get_state()["position"]) == (1, 6)
     loader.set_epoch(0)
     whole = epoch(loaders)
     assert (whole[:3], len(whole)) == (left, 10)
@@ -229,8 +217,7 @@ def jittered(x: Any, rng: np.random.Generator) -> int:
 @pytest.mark.parametrize("kind", ["array", "list", "plain"])
 def test_a_random_transform_depends_on_example_epoch_and_seed_alone(kind: str) -> None:
     def read(size: int, seed: int = 0) -> list[list[int]]:
-        shuffle = 7 if kind in STREAMS else True
-        loaders = ranks(ALL[kind], size, 4 // size, shuffle=shuffle, transform=jittered, seed=seed)
+        loaders = ranks(ALL[kind], size, 4 // size, shuffle=kind not in STREAMS, transform=jittered, seed=seed)
         return [sorted(flat(epoch(loaders))) for _ in range(2)]
 
     one = read(1)

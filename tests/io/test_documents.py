@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from catalogue.damages import OF_TOKENS
 from harness.errors import raises
-from harness.loaders import epoch, make, ranks
-from harness.states import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,36 +123,10 @@ def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> 
         jaxdist.tokenize(list("abc"), str.encode, tmp_path / "u")
 
 
-def _zeros(folder: Path) -> None:
-    content = (folder / "tokens.npy").read_bytes()
-    (folder / "tokens.npy").write_bytes(content[:4000] + bytes(400) + content[4400:])
-
-
-def _moved_end(folder: Path) -> None:
-    ends = np.load(folder / "ends.npy")
-    ends[77] += 1
-    np.save(folder / "ends.npy", ends)
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a bit of the tokens": (lambda d: flip(d / "tokens.npy"), "tokens.npy"),
-    "zeros among the tokens": (_zeros, "tokens.npy"),
-    "tokens cut short": (lambda d: (d / "tokens.npy").write_bytes(b"\x93NUMPY"), "tokens.npy"),
-    "a bit of the ends": (lambda d: flip(d / "ends.npy"), "ends.npy"),
-    "an end moved": (_moved_end, "ends.npy"),
-    "another list": (lambda d: (d / "about.json").write_text("[]"), ""),
-    "a number": (lambda d: (d / "about.json").write_text("3"), ""),
-    "null": (lambda d: (d / "about.json").write_text("null"), ""),
-    "deeply nested": (lambda d: (d / "about.json").write_text("[" * 100_000), ""),
-    "no digests": (lambda d: (d / "about.json").write_text(json.dumps({"dtype": "uint16"})), "tokens.npy"),
-    "nothing about it": (lambda d: (d / "about.json").unlink(), ""),
-}
-
-
 def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
     """By the name of the file or the folder."""
     texts = ["".join(chr(97 + i * j % 26) for j in range(50)) for i in range(100)]
-    for i, (name, (damage, file)) in enumerate(DAMAGES.items()):
+    for i, (name, (damage, file)) in enumerate(OF_TOKENS.items()):
         jaxdist.tokenize(texts, str.encode, folder := tmp_path / str(i))
         damage(folder)
         for call in (
@@ -229,14 +200,3 @@ def test_packing_that_cannot_be() -> None:
             jaxdist.packed(wrong, length)
     with raises(IndexError, "1"):
         jaxdist.packed(documents, 4)[1]
-
-
-def test_rows_are_those_of_one_process_on_any_ranks() -> None:
-    lengths = np.random.default_rng(0).integers(1, 50, 60)
-    rows = jaxdist.packed(jaxdist.Documents(np.arange(lengths.sum()), np.cumsum(lengths)), 16, seed=1)
-    how: dict[str, Any] = {"tail": "keep", "transform": lambda row: row["tokens"][0]}
-    whole, loaders, rest = epoch([make(rows, 6, **how)]), ranks(rows, 3, 2, **how), ranks(rows, 2, 3, **how)
-    begun = epoch(loaders, 4)
-    for loader in rest:
-        loader.set_state(loaders[0].get_state())
-    assert begun + epoch(rest) == whole

@@ -66,6 +66,7 @@ def test_the_sums_of_all_examples(tail: Any, on_devices: bool) -> None:
     stream = jaxdist.loader(Stream(), 16, tail=tail, shuffle=False)
     for loader in (batches, batches, stream):
         next(iter(loader))
+        loader.set_state(loader.get_state())
         sums = jaxdist.evaluate(step, jaxdist.shard(W), loader)
         check(sums)
         assert type(sums["loss"]) is float

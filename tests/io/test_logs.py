@@ -231,12 +231,15 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 class Recording:
     """What it was given, in order."""
 
-    def __init__(self, fails: str = ""):
-        self.fails, self.said = fails, list[str]()
+    def __init__(self, fails: str = "", when: threading.Event | None = None):
+        self.fails, self.when, self.said, self.ready = fails, when, list[str](), threading.Event()
 
     def _do(self, what: str) -> None:
         self.said.append(what)
+        if what.startswith("write 3"):
+            self.ready.set()
         if self.fails and what.startswith(self.fails):
+            assert self.when is None or self.when.wait(60)
             raise ConnectionError("gone")
 
     def open(self, path: Path) -> None:
@@ -257,7 +260,8 @@ def test_a_sink_that_fails_is_left_out(
     fails: str, given: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log_steps(tmp_path, 0, 3)
-    bad, good = Recording(fails), Recording()
+    good = Recording()
+    bad = Recording(fails, when=good.ready)  # others wait for it by then
     with caplog.at_level(logging.WARNING, "jaxdist"):
         log_steps(tmp_path, 1, 4, bad, good)
     assert good.said == ["open", "drop 1", "write 1 1", "write 2 2", "write 3 3", "close False"]
@@ -418,7 +422,7 @@ def test_a_logged_step_again(tmp_path: Path) -> None:
 
     def call(*words: object) -> jobs.Result:
         job = jobs.Job()
-        job.start([*CLI, *map(str, words)], {"PYTHONPATH": str(told.TESTS)})
+        job.start([*CLI, *map(str, words)], told.PATH)
         return job.finish()[0]
 
     script, run = Path(__file__).parent / "scripts" / "lanes.py", tmp_path / "run"
