@@ -25,4 +25,5 @@ if __name__ == "__main__" or "unguarded" in sys.argv:
     jaxdist.init()
     batches = jaxdist.loader(Source(), 2, shuffle=False, workers=1)
     kept = [jax.numpy.asarray(batch["x"]) for batch in batches]  # in use when the script ends
+    jaxdist.barrier()
     print(sum(float(x.sum()) for x in kept))
