@@ -1,23 +1,32 @@
-"""Sources of other packages, as a loader reads them; in CI with the newest Python (`uv run --group integrations`)."""
+"""Sources and sinks of other packages; in CI with the newest Python (`uv run --group integrations`)."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import io
 import json
+import math
+import struct
 import sys
 import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from catalogue.sources import N
+from harness.errors import raises
 from harness.loaders import epoch, flat, make, ranks
 
 import jaxdist
+
+# --- sources
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +38,7 @@ def _without_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def installed(name: str) -> Any:
     """A module, if its package is there."""
-    package = {"array_record": "array-record"}.get(top := name.partition(".")[0], top)
+    package = {"array_record": "array-record", "mlflow": "mlflow-skinny"}.get(top := name.partition(".")[0], top)
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -105,3 +114,131 @@ def test_array_records(tmp_path: Path) -> None:
     source = grain.sources.ArrayRecordDataSource(path)
     loader = make(source, 4, tail="keep", transform=lambda raw: np.frombuffer(raw, np.int64)[0])
     assert sorted(np.concatenate(list(loader)).tolist()) == list(range(N))
+
+
+# --- sinks: what they store, offline, after a restart too
+
+
+def log_steps(path: Path, first: int, last: int, sink: Any, fails: bool = False) -> None:
+    """Log a loss at each step from the first up to the last."""
+    with contextlib.suppress(KeyError), jaxdist.run_log(path, sinks=[sink], hash_every=1) as log:
+        for step in range(first, last):
+            log(step, state={"w": jnp.ones(2)}, loss=jnp.float32(step), lr=math.nan)
+        if fails:
+            raise KeyError
+
+
+def events(folder: Path) -> Iterator[tuple[str, int, float]]:
+    """What TensorBoard reads, in the order of its files: (tag, step, value), and where a restart purges."""
+    event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack_from("<Q", data)
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            if event.session_log.status == event_pb2.SessionLog.START:
+                yield "purge", event.step, 0
+            yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    installed("tensorboardX")
+    log_steps(tmp_path, 0, 3, jaxdist.sinks.TensorBoard())
+    log_steps(tmp_path, 1, 3, jaxdist.sinks.TensorBoard())
+    found = list(events(tmp_path))
+    losses = [("loss", 0, 0), ("loss", 1, 1), ("loss", 2, 2)]
+    assert [x for x in found if x[0] in ("loss", "purge")] == [*losses, ("purge", 1, 0), *losses[1:]]
+    assert {tag for tag, *_ in found} == {"loss", "lr", "purge"}, "no hash, which is no number"
+    assert all(math.isnan(value) for tag, _, value in found if tag == "lr")
+
+
+def records(file: Path) -> Iterator[Any]:
+    """Of a file of wandb, which is a log of LevelDB."""
+    message = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+    data, at, rest = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        rest, at = rest + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield message.FromString(rest)
+            rest = b""
+
+
+def wandb_runs(folder: Path, number: int) -> list[tuple[Any, list[tuple[int, float]], int]]:
+    """Of each offline run: the record, the losses by step and the exit code; once all have an end."""
+    end, ended = time.monotonic() + 60, list[Any]()
+    while len(ended) < number:  # wandb's own process writes them, a little later
+        assert time.monotonic() < end, ended
+        time.sleep(0.05)
+        all_of_them = [list(records(file)) for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+        fields = [
+            {field for field in ("exit", "history") for record in found if record.HasField(field)}
+            for found in all_of_them
+        ]
+        ended = [found for found, there in zip(all_of_them, fields, strict=True) if len(there) == 2]
+    runs = []
+    for found in ended:
+        rows = [
+            {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            for record in found if record.HasField("history")
+        ]  # fmt: skip
+        losses = [(int(row["_step"]), float(row["loss"])) for row in rows]
+        (code,) = (record.exit.exit_code for record in found if record.HasField("exit"))
+        record = next(record.run for record in found if record.HasField("run"))
+        runs.append((float(rows[0]["_timestamp"]), record, losses, code))
+    return [run for _, *run in sorted(runs, key=lambda run: run[0])]  # type: ignore[misc]
+
+
+def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("wandb")
+    for name, value in {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_DISABLE_GIT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    sink = lambda: jaxdist.sinks.Wandb(project="letters", config={"lr": 0.5}, mode="offline")
+    log_steps(tmp_path, 0, 3, sink())
+    log_steps(tmp_path, 3, 4, sink())  # nothing is to go
+    log_steps(tmp_path, 2, 4, sink())  # from a checkpoint before the end
+    log_steps(tmp_path, 0, 2, sink(), fails=True)  # from the start: another run
+    runs = wandb_runs(tmp_path, 4)
+    assert [losses for _, losses, _ in runs] == [
+        [(0, 0), (1, 1), (2, 2)], [(3, 3)], [(2, 2), (3, 3)], [(0, 0), (1, 1)],
+    ]  # fmt: skip
+    first, second, third, last = (run for run, *_ in runs)
+    assert (first.project, [code for *_, code in runs]) == ("letters", [0, 0, 0, 1])
+    assert first.run_id == second.run_id == third.run_id != last.run_id
+    assert (second.HasField("branch_point"), third.branch_point.value) == (False, 1)
+    assert (tmp_path / "wandb.id").read_text() == last.run_id
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's, about sqlalchemy
+def test_mlflow(tmp_path: Path) -> None:
+    mlflow, _ = installed("mlflow"), installed("alembic")  # what its store in a file takes
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    sink = lambda: jaxdist.sinks.MLflow("letters", uri=uri, params={"lr": 0.5})
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    for first, last, status in [(0, 3, "FINISHED"), (2, 4, "FINISHED"), (4, 5, "FAILED")]:
+        log_steps(tmp_path, first, last, sink(), fails=status == "FAILED")
+        (run,) = client.search_runs([client.get_experiment_by_name("letters").experiment_id])
+        assert (run.info.status, run.data.params) == (status, {"lr": "0.5"})
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(m.step, m.value) for m in history] == [(0, 0), (1, 1), (2, 2), (2, 2), (3, 3), (4, 4)]
+    times = [line["time"] for line in jaxdist.read_metrics(tmp_path)]
+    assert [history[i].timestamp for i in (0, 1, 3, 4, 5)] == [int(1000 * time) for time in times]
+    assert all(math.isnan(m.value) for m in client.get_metric_history(run.info.run_id, "lr"))
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("TensorBoard", "tensorboardX", "tensorboard"), ("Wandb", "wandb", "wandb"), ("MLflow", "mlflow", "mlflow")],
+)
+def test_a_package_that_is_not_there(
+    name: str, package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for loaded in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, package, None)
+    with raises(ImportError, package, f"jaxdist[{extra}]"):
+        log_steps(tmp_path, 0, 1, getattr(jaxdist.sinks, name)())
