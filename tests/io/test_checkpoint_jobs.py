@@ -235,7 +235,9 @@ def test_a_lock_of_another_host(tmp_path: Path) -> None:
     assert "faraway" not in file.read_text()
 
 
-@pytest.mark.parametrize("kind", ["copied folder", "cut short", "link to nothing", "link to a file", "pipe", "dead"])
+@pytest.mark.parametrize(
+    "kind", ["copied folder", "cut short", "link to nothing", "link to a file", "pipe", "dead", "another process"]
+)
 def test_what_is_no_lock_of_a_living_job(kind: str, tmp_path: Path) -> None:
     path, other = tmp_path / "run", tmp_path / "other"
     jaxdist.save(tmp_path / "first", {"w": 1}, 1)
@@ -252,8 +254,9 @@ def test_what_is_no_lock_of_a_living_job(kind: str, tmp_path: Path) -> None:
         file.symlink_to(other)
         if kind == "link to a file":
             other.write_text("mine")
-    elif kind == "dead":
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": 2**22 + 1}))
+    elif kind in ("dead", "another process"):  # which has the number of the dead one now
+        number = 2**22 + 1 if kind == "dead" else os.getppid()
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": number}))
     jaxdist.save(path, {"w": 2}, 2)
     assert json.loads(file.read_text())["pid"] == os.getpid()
     assert not file.is_symlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,24 @@ def test_tokenize_writes_once(tmp_path: Path) -> None:
         assert isinstance(each.tokens, np.memmap)
     assert np.load(folder / "tokens.npy").dtype == np.uint16  # without jaxdist
     assert np.load(folder / "ends.npy").tolist() == list(range(2, 202, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_tokens_of_an_iterable_that_another_job_writes_too(tmp_path: Path) -> None:
+    class Texts:
+        def __iter__(self) -> Iterator[str]:
+            return map(str, range(100))
+
+    def encode(text: str, others: list[Any] = []) -> bytes:  # noqa: B006
+        if text == "99" and not others:
+            others.append(None)
+            jaxdist.tokenize(Texts(), str.encode, tmp_path / "t")
+        return text.encode()
+
+    for _ in range(2):
+        assert [bytes(x.tolist()) for x in jaxdist.tokenize(Texts(), encode, tmp_path / "t")] == list(
+            map(str.encode, Texts())
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
