@@ -426,7 +426,7 @@ def survives(mutant: Mutant, suite: str | None = None, root: Path = ROOT) -> str
         command = [*chosen[0].split(), *(["-k", chosen[1]] if chosen[1:] else [])]
         command += [] if mutant.slow or "-m" in command else ["-m", "not slow"]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "2", *command],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *command],
             cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode in (1, 2) and "FAILED " in done.stdout:  # 2: pytest-xdist has stopped at the first failure

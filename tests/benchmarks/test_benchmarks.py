@@ -165,15 +165,6 @@ def test_a_wrong_loss_and_a_rank_that_fails_end_it(tmp_path: Path, monkeypatch: 
         measure("right", "fails")
 
 
-def test_what_trains_on_other_examples_is_compared_apart() -> None:
-    losses = {"a": [2.0], "1 rank: a": [9.0], "1 rank x2: a": [2.0], "1 rank: b": [9.0]}
-    assert step_time.check_losses(losses) == 0
-    with pytest.raises(SystemExit, match="1 rank: c does not compute what 1 rank: a does"):
-        step_time.check_losses(losses | {"1 rank: c": [2.0]})
-    with pytest.raises(SystemExit, match="c does not compute what a does"):
-        step_time.check_losses(losses | {"c": [float("nan")]})
-
-
 @pytest.mark.mpi
 def test_collectives(tmp_path: Path) -> None:
     args = ["--systems", "jaxdist mpi", "mpi4py", "--sizes", "4096", "--ops", "allreduce", "broadcast"]
@@ -208,16 +199,3 @@ def test_a_part_of_the_gpus_on_a_cpu() -> None:
     found = json.loads(call(gpu.main, "gpu.py", "--part", "utilisation", "tiny", "1", "0.01").splitlines()[-1])
     assert found["tokens"] == 2 * 16
     assert 0 < found["rates"]["model"][0] < found["rates"]["product"][0]
-
-
-def test_what_is_said_of_a_gpu() -> None:
-    size = {
-        "steps": {"ms": {"jit": [2.0, 4.0], "level 0": [1.0, 2.0]}},
-        "memory": {"level 0": {"measured": 2 << 30, "planned": 1 << 30}},
-        "utilisation": {"parameters": 124e6, "rates": {"model": [3e12], "product": [4e12]}},
-    }
-    core = {"cases": 3, "largest_gap": 1e-15, "failed": {"a case": "differs by 0.1"}}
-    said = gpu.markdown({"device": "GPU", "core": core, "sizes": {"124M": size}})
-    assert "2 of 3 cases agree; largest difference 1.0e-15.\n\n- **a case**: differs by 0.1" in said
-    assert "| 124M | level 0 | 1.50 (1.00–2.00) | 0.50 (0.50–0.50) | 2.000 | 1.000 | 0.500 |" in said
-    assert "| 124M | 124M | 3 | 4 | 0.75 (0.75–0.75) |" in said

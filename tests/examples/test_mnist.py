@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import os
 import re
 import struct
@@ -108,39 +107,3 @@ def test_idx_files(name: str, tmp_path: Path) -> None:
         words = ["--data-dir", tmp_path, "--epochs", 1, "--batch-size", 48, "--optimizer", "adam"]
         words += ["--log-dir", tmp_path / "run"]
         assert final(gallery.script("mnist", *words)[0])[1] == 1
-
-
-def test_missing_and_broken_idx_files(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has none of: train-images-idx3-ubyte, .*\.gz"):
-        digits.load(tmp_path)
-    path = tmp_path / "train-images-idx3-ubyte"
-    path.write_bytes(b"GIF89a")
-    with pytest.raises(SystemExit, match="is not an IDX file"):
-        digits.load(tmp_path)
-    write_idx(path, np.zeros((2, 28, 28), np.uint8))
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(SystemExit, match="cut short"):
-        digits.load(tmp_path)
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(1, 100), (3, 360), (8, 96)])
-def test_ranks_share_each_batch_and_evaluation_counts_each_example_once(ranks: int, size: int) -> None:
-    (train, test), *_ = parts = [digits.load(None, rank, ranks) for rank in range(ranks)]
-    whole = digits.Split(train.image_NxHxWxC, train.label_N).batches(size, seed=3)
-    shares = zip(*(train.batches(size, seed=3) for train, _ in parts), strict=True)
-    for batch, share in zip(whole, shares, strict=True):
-        for name, value in batch.items():
-            np.testing.assert_array_equal(np.concatenate([s[name] for s in share]), value)
-        assert batch["real"].all()
-    tests = list(itertools.chain(*zip(*(test.batches(size) for _, test in parts), strict=True)))
-    assert all(len(batch["label"]) == size // ranks for batch in tests)
-    seen = [batch["label"][batch["real"]] for batch in tests]
-    np.testing.assert_array_equal(np.concatenate(seen), test.label_N)
-
-
-def test_batch_that_ranks_cannot_share() -> None:
-    train, _ = digits.load(None, 0, 5)
-    with pytest.raises(SystemExit, match=r"--batch-size 96 can't be shared .* 5 ranks; try 95"):
-        next(train.batches(96, seed=0))
-    with pytest.raises(SystemExit, match="more than the 1438 examples"):
-        next(train.batches(5000, seed=0))
