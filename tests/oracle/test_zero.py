@@ -61,6 +61,17 @@ def test_what_a_level_keeps_in_shards(level: Any) -> None:
     assert jax.tree.structure(opt_state) == jax.tree.structure(ADAM.init(PARAMS))
 
 
+def test_parameters_that_only_apply_updates_sees_keep_in_shards() -> None:
+    tx = jaxdist.zero(optax.adam(1e-2), 3)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    assert keeps(check_steps(step, state_of(tx), BATCHES, on=4)[0]) == SLICES
+
+
 @pytest.mark.parametrize(("level", "devices"), [(1, 3), (3, 8)])
 def test_leaves_of_all_kinds(level: Any, devices: int) -> None:
     """Of all shapes, in less precision, frozen, and one array as two of them."""
