@@ -1,0 +1,233 @@
+"""`jaxdist run`: what ranks are given, and what is shown of what they write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.started import CLI, Jaxdist
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RANK = SCRIPTS / "rank.py"
+
+
+def test_ranks_without_mpirun_get_what_torchrun_would_set(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    done = jaxdist("run", "-n", 3, "--launcher", "env", RANK, "environment")
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    for rank, env in enumerate(seen):
+        assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("3", "3")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+        assert env["JAXDIST_CONNECTOR"] == "env://"
+    assert len({env["MASTER_PORT"] for env in seen}) == 1
+    assert len({env["JAXDIST_SECRET"] for env in seen}) == 1
+    assert len(seen[0]["JAXDIST_SECRET"]) >= 32
+
+
+def test_their_share_of_cores_one_order_of_sets_a_communicator_and_all_options_after_the_script(
+    jaxdist: Jaxdist, launcher: str
+) -> None:
+    ranks = 2 * len(os.sched_getaffinity(0))
+    words = ["-n", "7", "--prefix", "--only-rank", "9", "--", "-m", "a b"]
+    env = {"PJRT_NPROC": None, "PYTHONHASHSEED": None, "OMP_NUM_THREADS": "5"}
+    run = ["run", "-n", ranks, "--launcher", launcher, "--communicator", "xla"]
+    done = jaxdist(*run, RANK, "given", *words, env=env)
+    lines = done.stdout.splitlines()
+    assert lines == lines[:1] * ranks, done.stderr
+    settings, _, given = json.loads(lines[0])
+    assert settings == ["1", "5", "xla"]  # the user's 5 stays
+    assert given == words
+
+
+def test_a_module_of_a_package(jaxdist: Jaxdist, tmp_path: Path, launcher: str) -> None:
+    """As under `python -m`: relative imports, this folder first on the path, the module's own options."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "model.py").write_text("name = 'a model'\n")
+    (package / "train.py").write_text(
+        "import sys\nfrom .model import name\nprint(__name__, __package__, name, sys.argv[1:], sys.path[0])\n"
+    )
+    options = ["-n", "3", "--prefix", "-m", "x", "--", "--lr=0.1"]
+    done = jaxdist("run", "-n2", "--launcher", launcher, "-m", "package.train", *options)
+    assert done.stdout == f"__main__ package a model {options} {tmp_path}\n" * 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (["echo", "hello", "-n"], ["[0] hello -n", "[1] hello -n"]),
+        (["printf", "no newline"], ["[0] no newline", "[1] no newline"]),
+        (["python", "-c", "import sys; print(sys.executable)"], [f"[{r}] {sys.executable}" for r in range(2)]),
+    ],
+    ids=["executable", "no last newline", "python"],
+)
+def test_any_program_of_this_environment(jaxdist: Jaxdist, program: list[str], said: list[str]) -> None:
+    done = jaxdist("run", "-n", 2, "--launcher", "env", "--prefix", *program)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == said
+
+
+def test_a_prefix_of_each_line_and_the_users_own_order_of_sets(jaxdist: Jaxdist, launcher: str) -> None:
+    env = {"PYTHONHASHSEED": "7"}
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "--prefix", RANK, "words", env=env)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0] out 0 7", "[1] out 1 7"]
+    first, *errors = done.stderr.splitlines()
+    assert first.startswith("jaxdist: 2 ranks on 1 host, ")
+    assert sorted(errors) == ["[0] err 0", "[1] err 1"]
+
+
+def test_only_one_rank_is_shown(jaxdist: Jaxdist, launcher: str) -> None:
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "--only-rank", 1, RANK, "words", env={"PYTHONHASHSEED": "7"})
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[1:]) == (0, "out 1 7\n", ["err 1"])
+
+
+def test_lines_of_ranks_do_not_mix(jaxdist: Jaxdist) -> None:
+    """Unbuffered, print() writes each argument, space and newline by itself."""
+    done = jaxdist("run", "-n", 3, "--launcher", "env", "--prefix", RANK, "lines", env={"PYTHONUNBUFFERED": "1"})
+    lines = [f"[{rank}] rank {rank} of 3 line {i}" for rank in range(3) for i in range(300)]
+    assert sorted(done.stdout.splitlines()) == sorted(lines)
+
+
+def started(*args: object, **how: Any) -> subprocess.Popen[Any]:
+    return subprocess.Popen([*CLI, "run", "--launcher", "env", *map(str, args)], **how)
+
+
+def test_a_progress_bar_is_seen_before_its_line_ends() -> None:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with started("--prefix", RANK, "bar", **streams) as job:
+        assert job.stderr is not None
+        assert job.stderr.read(13) == b"[0] \r[0] 10%\r"
+        job.terminate()
+
+
+def test_a_slow_reader_gets_long_lines_and_the_last_one() -> None:
+    with started("--prefix", RANK, "long", stdout=subprocess.PIPE, text=True) as job:
+        time.sleep(1.5)  # a rank's silence is waited for 1 s
+        assert job.stdout is not None
+        assert job.stdout.readlines() == ["[0] " + "x" * (3 << 20) + "\n", *["[0] y\n"] * 900]
+        assert job.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize(("program", "code"), [(["echo", "hello"], 120), (["sh", "-c", "echo hello; exit 3"], 3)])
+def test_output_that_can_not_be_written_is_told(program: list[str], code: int) -> None:
+    """`jaxdist run train.py > log` on a full disk; a job that succeeds does not, then."""
+    with Path("/dev/full").open("w") as full, started("--prefix", *program, stdout=full, stderr=-1, text=True) as job:
+        _, errors = job.communicate(timeout=60)
+    assert job.returncode == code
+    assert "No space left on device" in errors
+
+
+def test_a_reader_that_has_gone_ends_the_job() -> None:
+    """`jaxdist run train.py | head`."""
+    with started("--prefix", "yes", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"[0] y\n"
+        job.stdout.close()
+        assert job.wait(timeout=30) != 0
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("mpirun_there")
+def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    """Or a killed job leaves /tmp/ompi.PID, and the next mpirun of that number can't start."""
+    done = jaxdist("run", "-n", 1, "--launcher", "mpirun", RANK, "kills mpirun")
+    assert done.returncode != 0
+    folder, existed = json.loads((tmp_path / "seen.json").read_text())
+    if folder is None:
+        pytest.skip("mpirun IS NOT OPEN MPI 5: where it keeps its files is not tested")
+    assert existed
+    assert not Path(folder).parent.exists()
+
+
+BAR = "\r\x1b[2Kstep"
+
+
+def on_a_terminal(folder: Path, *words: str, out: Path | None = None, environment: dict[str, str] | None = None) -> str:
+    """What appears on a terminal; without words, those of `jaxdist run`: of the script by itself."""
+    ours, theirs = pty.openpty()
+    seen: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the last one that had it open has closed it
+            while data := os.read(ours, 1 << 16):
+                seen.append(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX"))}
+    env |= {"TERM": "xterm", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | (environment or {})
+    with contextlib.ExitStack() as stack:
+        stdout = theirs if out is None else stack.enter_context(out.open("wb"))
+        run = ["-m", "jaxdist", "run", *words] if words else []
+        command = [sys.executable, *run, str(SCRIPTS / "bar.py")]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": theirs}
+        done = subprocess.run(command, **streams, cwd=folder, env=env, timeout=120, check=False)  # type: ignore[call-overload]
+    os.close(theirs)
+    reader.join(60)
+    os.close(ours)
+    text = b"".join(seen).decode()
+    assert done.returncode == 0, text
+    return text
+
+
+@pytest.mark.slow
+def test_a_bar(launcher: str, tmp_path: Path) -> None:
+    """Drawn by the root, above which lines of ranks go; a standard output that is a file gets these alone."""
+    out = tmp_path / "out.txt"
+    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", launcher, out=out)
+    head, _, rest = text.partition("\x1b[?25l")
+    lines = head.replace("\r\x1b[K", "").splitlines()
+    assert [re.findall(r"2 ranks on 1 host|compiling step|step: compiled in", line) for line in lines] == [
+        ["2 ranks on 1 host"],
+        ["compiling step"],
+        ["step: compiled in"],
+    ]
+    assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h", rest[rest.rindex(BAR) :])
+    assert text.endswith("\x1b[?25h")  # again, should the root be killed
+    assert out.read_text() == "printed 0\nprinted 1\nprinted 2\n"
+
+
+@pytest.mark.slow
+def test_lines_stand_above_the_bar(tmp_path: Path) -> None:
+    text = on_a_terminal(tmp_path)  # by itself
+    assert "jaxdist:" not in text
+    assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h$", text)
+    assert re.findall(r"\x1b\[2Kprinted (\d)", text) == ["0", "1", "2"]
+    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env")
+    assert re.findall(r"(.{4})printed (\d)\r\n", text, re.DOTALL) == [("\r\x1b[K", str(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [
+        (("--prefix",), {}),
+        pytest.param(("--only-rank", "0"), {}, marks=pytest.mark.slow),
+        pytest.param((), {"TERM": "dumb"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_lines_where_a_bar_would_be_torn(words: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:
+    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", *words, environment=environment)
+    assert "\x1b" not in text
+    assert re.search(r"step 3/3  loss=", text)
+
+
+@pytest.mark.slow
+def test_who_asks_for_no_log_gets_none(tmp_path: Path) -> None:
+    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", environment={"JAXDIST_LOG": ""})
+    assert "2 ranks on 1 host" in text
+    assert "compil" not in text
