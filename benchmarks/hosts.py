@@ -22,7 +22,7 @@ from typing import Any
 
 import report
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("hosts", "")]
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("jobs", "")]
 
 VARIANTS = {
     "level 0": "jaxdist {} 0",

@@ -35,7 +35,9 @@ OPEN_MPI = {
 }
 
 
-RUNNER = str(Path(__file__).parents[1] / "mpi" / "runner.py")
+RUNNER = str(Path(__file__).parents[1] / "jobs" / "scripts" / "runner.py")
+LAUNCHERS = ("run", "mpirun")
+"""What a launcher does is tested on both: `jaxdist run` without MPI, and `mpirun`."""
 
 
 class Result(NamedTuple):
@@ -61,7 +63,9 @@ class Job:
         self._dir = Path(tempfile.mkdtemp(prefix="jaxdist-test-"))
         self._started = time.monotonic()
 
-    def start(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> None:
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str | None] | None = None, keep: Sequence[int] = ()
+    ) -> None:
         """Start one process of the job; its output goes to files, so that no pipe fills up."""
         i = len(self.processes)
         with (self._dir / f"{i}.out").open("wb") as out, (self._dir / f"{i}.err").open("wb") as err:
@@ -70,7 +74,7 @@ class Job:
                     list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                     # A killed mpirun leaves files by its number, and the next to get that number can't start.
                     env=environment({"PRTE_MCA_prte_tmpdir_base": str(self._dir), **(env or {}), _MARK: self.id}),
-                    start_new_session=True,
+                    start_new_session=True, pass_fds=keep,
                     preexec_fn=_hear_ctrl_c,
                 )
             )  # fmt: skip
@@ -110,6 +114,13 @@ class Job:
             pytest.fail(f"processes outlived their job: {orphans}\n{self.everything()}")
         self.clean()
         return results
+
+    def end(self, timeout: float = 120.0) -> Result:
+        """As `finish`, as one: the first failing exit code, and all output."""
+        results = self.finish(timeout)
+        code = next((r.returncode for r in results if r.returncode), 0)
+        out, err = ("".join(getattr(r, stream) for r in results) for stream in ("stdout", "stderr"))
+        return Result(code, out, err, results[0].seconds)
 
     def clean(self) -> None:
         """Remove the output's files."""
@@ -179,17 +190,32 @@ def start_mpirun(n: int, args: Sequence[str], env: Mapping[str, str | None] | No
     return job
 
 
-def start_env(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
-    """Start n processes by hand, as a user of env:// does."""
+def start_env(
+    n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None, wrapped: Sequence[str] = (),
+    keep: Sequence[int] = (),
+) -> Job:  # fmt: skip
+    """Start n processes by hand, as a user of env:// does; by another program, with these files open, if it is said."""
     job, port = Job(), free_port()
     for rank in range(n):
         job.start(
-            [sys.executable, *args],
+            [*wrapped, sys.executable, *args],
             {
                 "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), **(env or {}),
             },
+            keep,
         )  # fmt: skip
+    return job
+
+
+def launch(how: str, n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
+    """Start n ranks of `python args`: by "mpirun", by "run" (`jaxdist run` without MPI), or each by "hand"."""
+    if how == "mpirun":
+        return start_mpirun(n, args, env)
+    if how == "hand":
+        return start_env(n, args, env)
+    job, program = Job(), args if args[0] == "-m" else [sys.executable, *args]
+    job.start([sys.executable, "-m", "jaxdist", "run", "-n", str(n), "--launcher", "env", *program], env)
     return job
 
 
@@ -200,10 +226,10 @@ def mpirun(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = N
 
 def cases(
     n: int, communicator: str, folder: Path, *words: str, env: Mapping[str, str | None] | None = None,
-    timeout: float = 540.0,
+    timeout: float = 540.0, how: str = "mpirun",
 ) -> tuple[Result, dict[str, list[Any]]]:  # fmt: skip
-    """Run cases of tests/mpi in one job of `mpirun` that must not fail, and what each returned on each rank."""
-    result = mpirun(n, [RUNNER, communicator, str(folder), *words], env, timeout)
+    """Run cases (see jobs/scripts/runner.py) in one job that must not fail, and what each returned on each rank."""
+    result = launch(how, n, [RUNNER, communicator, str(folder), *words], env).end(timeout)
     assert result.returncode == 0, result.output
     ranks = [[json.loads(line) for line in (folder / f"rank{rank}.json").read_text().splitlines()] for rank in range(n)]
     assert all([word for word, _ in lines] == list(words) for lines in ranks), result.output

@@ -1,0 +1,264 @@
+"""Steps as they are called elsewhere, on several ranks: each returns what one device does for the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from harness.check import close, compare
+from harness.errors import raises
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+
+ctx = jaxdist.get_context()
+R, N = ctx.rank, ctx.size
+ROWS = 6
+
+
+def everyones(make: Any) -> list[Any]:
+    """What each rank makes, by its number."""
+    return [make(np.random.default_rng(rank)) for rank in range(N)]
+
+
+def whole(parts: list[Any]) -> Any:
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs) if jnp.ndim(xs[0]) else xs[0], *parts)
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[list[str]]:
+    """What jaxdist logs meanwhile on this rank."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("jaxdist").addHandler(handler)
+    yield said
+    logging.getLogger("jaxdist").removeHandler(handler)
+
+
+X = everyones(lambda rng: rng.normal(size=(ROWS, 3)))
+Y = everyones(lambda rng: rng.normal(size=ROWS))
+Z = everyones(lambda rng: rng.normal(size=(ROWS // 2, 3)))
+W = jnp.asarray([1.0, -2.0, 0.5])
+CLASSES = [np.arange(ROWS) % 4 + rank for rank in range(N)]
+KEYS = [jax.random.split(jax.random.key(rank), ROWS) for rank in range(N)]
+OLD_KEYS = [np.asarray(jax.random.split(jax.random.PRNGKey(rank), ROWS)) for rank in range(N)]
+TABLE = np.linspace(0.0, 1.0, 4 + N)
+
+
+def loss_of(w: Any, x: Any, y: Any = 0.0) -> Any:
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def descend(w: Any, x: Any, y: Any = 0.0) -> Any:
+    return w - 0.1 * jax.grad(loss_of)(w, x, y)
+
+
+def noise(keys: Any) -> Any:
+    return jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+
+
+def centred(x: Any) -> Any:
+    return jax.vmap(lambda x: x - lax.pmean(x, "rows") * lax.pmax(x, "rows"), axis_name="rows")(x)
+
+
+def weighted(w: Any, b: Any) -> Any:
+    return jnp.mean(b["x"] @ w * b["t"][b["y"]])
+
+
+def graph(rng: Any) -> dict[str, Any]:
+    """A part of a batch of graphs: its edges count from its own first node."""
+    ends = rng.integers(0, ROWS, (2, 2 * ROWS))
+    return {"nodes": rng.normal(size=(ROWS, 3)), "from": ends[0], "to": ends[1], "y": rng.normal(size=2)}
+
+
+def convolved(w: Any, g: Any) -> Any:
+    sent = jax.ops.segment_sum(jnp.tanh(g["nodes"] @ w)[g["from"]], g["to"], num_segments=g["nodes"].shape[0])
+    return jnp.mean(sent**2) + g["y"].mean()
+
+
+GRAPHS = everyones(graph)
+MOVED = [g | {"from": g["from"] + rank * ROWS, "to": g["to"] + rank * ROWS} for rank, g in enumerate(GRAPHS)]
+
+
+class Row(NamedTuple):
+    """A step, of each argument of its batch what every rank passes, and what comes before."""
+
+    step: Callable[..., Any]
+    parts: list[list[Any]]
+    state: tuple[Any, ...] = (W,)
+    settings: dict[str, Any] = {}  # noqa: RUF012
+
+
+def beside_x(**more: Any) -> list[list[Any]]:
+    """A batch that is a dictionary: x, and of each other leaf what every rank has (or all)."""
+    return [[{"x": X[k], **{n: v[k] if isinstance(v, list) else v for n, v in more.items()}} for k in range(N)]]
+
+
+SAID: dict[str, Any] = {"batch_argnums": "b"}
+STEPS: dict[str, Row] = {
+    "two arguments": Row(descend, [X, Y]),
+    "an evaluation": Row(loss_of, [X, Y]),
+    "other sizes": Row(lambda w, x, z: w - jax.grad(lambda w: loss_of(w, x) + loss_of(w, z))(w), [X, Z]),
+    "no state": Row(lambda a, b: jnp.sum((a - b) ** 2), [Y, [y * 2 for y in Y]], ()),
+    "only a batch, said": Row(lambda x: x - 0.1 * x.mean(0), [X], (), {"batch_argnums": "x"}),
+    "axes of vmap": Row(lambda w, x: (centred(x) @ w).mean(), [X]),
+    "a mask of ones": Row(
+        lambda w, x, mask: jnp.sum((x @ w) ** 2 * mask) / mask.sum(), [X, [np.ones(ROWS)] * N]),
+    "a queue": Row(lambda w, queue, x: (loss_of(w, x), queue.sum()), [X], (W, jnp.ones((5, 3)))),
+    "a key that is closed over": Row(lambda x: (x + jax.random.normal(jax.random.key(3), x.shape)).sum(), [X], ()),
+    "a key in the state": Row(
+        lambda w, key, x: (w - jnp.mean(x + jax.random.normal(key, x.shape), 0), jax.random.fold_in(key, 1)),
+        [X], (W, jax.random.key(1))),
+    "keys": Row(lambda w, x, k: loss_of(w, x + noise(k)), [X, KEYS]),
+    "keys in a batch": Row(lambda w, b: loss_of(w, b["x"] + noise(b["k"])), beside_x(k=KEYS)),
+    "old keys in a batch": Row(lambda w, b: loss_of(w, b["x"] + noise(b["k"])), beside_x(k=OLD_KEYS)),
+    "a key in a batch": Row(
+        lambda w, b: loss_of(w, b["x"] + jax.random.normal(b["k"], b["x"].shape)), beside_x(k=jax.random.key(3))),
+    "a number in a batch": Row(lambda w, b: w - b["s"] * jax.grad(loss_of)(w, b["x"]), beside_x(s=2.0)),
+    "an array without entries in a batch": Row(
+        lambda w, b: w - b["s"] * jax.grad(loss_of)(w, b["x"]), beside_x(s=jnp.asarray(2.0)), (W,), SAID),
+    "a count": Row(lambda w, b: loss_of(w, b["x"]) / b["mask"].sum(), beside_x(mask=[np.ones(ROWS)] * N), (W,), SAID),
+    "an unused leaf": Row(lambda w, b: loss_of(w, b["x"]), beside_x(id=[np.zeros(ROWS, int)] * N)),
+    "None in a batch": Row(lambda w, b: loss_of(w, b["x"]) * (2.0 if b["kind"] else 1.0), beside_x(kind=None)),
+    "a table, said": Row(
+        weighted, beside_x(y=CLASSES, t=TABLE), (W,), {"batch_argnums": ("b['x']", "b['y']")}),
+    "a graph, said": Row(convolved, [MOVED], (W,), {"batch_argnums": "g"}),
+    "each device's own code": Row(
+        lambda w, x: w * jaxdist.per_device(lambda x: lax.pmax(x.sum(), "data"), P("data"), P())(x), [X], (W,),
+        {"batch_argnums": "x"}),
+}  # fmt: skip
+
+
+def steps() -> None:
+    """Twice each."""
+    for name, row in STEPS.items():
+        if name == "each device's own code":
+            want: Any = W * max(x.sum() for x in X)
+        else:
+            want = jax.jit(row.step)(*row.state, *map(whole, row.parts))
+        decorated = jaxdist.data_parallel(row.step, donate=False, **row.settings)
+        for _ in range(2):
+            close(data(decorated(*row.state, *(part[R] for part in row.parts))), data(want))
+    step = jaxdist.data_parallel(lambda w, *, x, lr=0.1: w - lr * jax.grad(loss_of)(w, x), donate=False)
+    close(step(W, lr=0.5, x=X[R]), W - 0.5 * jax.grad(loss_of)(W, whole(X)))
+    power = jaxdist.data_parallel(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n", donate=False)
+    close([power(W, X[R], n) for n in (2, 4)], [jnp.mean((whole(X) @ W) ** n) for n in (2, 4)])
+    typed_as_a_number = jnp.broadcast_to(jnp.asarray(1.0), (6,))
+    step = jaxdist.data_parallel(lambda w, x: (w * 2 + x.sum() * 0, x.sum()), donate=False)
+    close(step(step(typed_as_a_number, X[R])[0], X[R])[0], np.full(6, 4.0))
+
+
+def data(tree: Any) -> Any:
+    """With keys as their bits."""
+    key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if key(x) else x, jaxdist.unshard(tree))
+
+
+def refused() -> None:
+    """On every rank, and the job goes on."""
+    own, later = W + R, jnp.full((5, 3), float(R))
+    over: Callable[..., Any] = lambda f, **settings: jaxdist.data_parallel(f, donate=False, **settings)
+    power = over(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n")
+    drawn = over(lambda key, x: x + jax.random.normal(key, x.shape))
+    enqueue = over(lambda w, queue, x: (loss_of(w, x), queue.sum()))
+    enqueue(W, jnp.ones((5, 3)), X[R])
+    scaled = over(lambda w, b: w - b["s"] * jax.grad(loss_of)(w, b["x"]))
+    with_table = {"x": X[R], "y": CLASSES[R], "t": TABLE}
+    donated = jaxdist.data_parallel(lambda w, x: (descend(w, x), loss_of(w, x)), donate_argnums=0)
+    gone, _ = donated({"w": W}["w"] + 0.0, X[R])
+    donated(gone, X[R])
+    nan = X[R] * (np.nan if R == 1 else 1.0)
+    rows: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
+        (lambda: over(loss_of)(own, X[R]), ValueError, ("w", "rank 0", "rank 1", "batch_argnums")),
+        (lambda: enqueue(W, later, X[R]), ValueError, ("queue", "rank 0", "rank 1")),
+        (lambda: power(W, X[R], 2 + 2 * (R == 1)), ValueError, ("n", "rank 0", "rank 1")),
+        (lambda: drawn(jax.random.key(R), X[R]), ValueError, ("key", "rank 0", "rank 1")),
+        (lambda: scaled(W, {"x": X[R], "s": 1.0 + R}), ValueError, ("b['s']", "rank 0", "rank 1")),
+        (lambda: over(weighted, batch_argnums="b")(W, with_table), ValueError, ("b['t']", "batch_argnums")),
+        (lambda: over(convolved)(W, GRAPHS[R]), ValueError, ("batch_argnums",)),
+        (lambda: over(lambda x: x - 0.1 * x.mean(0))(X[R]), ValueError, ("batch_argnums",)),
+        (lambda: jax.grad(lambda w: over(loss_of)(w, X[R]))(W), RuntimeError, ("loss_of",)),
+        (lambda: jax.jit(lambda w: over(loss_of)(w, X[R]))(W), RuntimeError, (f"{N} processes",)),
+        (lambda: over(loss_of, check_finite=True)(W, nan), FloatingPointError, ("loss_of",)),
+        (lambda: donated(gone, X[R]), ValueError, ("w ", "call 2")),
+    ]
+    for call, kind, tokens in rows:
+        with raises((kind, RuntimeError), *tokens):
+            call()
+        close(over(loss_of)(W, X[R]), loss_of(W, whole(X)))
+    with jax.debug_nans(True), raises(FloatingPointError, "nan"):
+        over(loss_of)(W, nan)
+
+
+def said() -> None:
+    """What is no error and may be a mistake, once, on the root; and what that means."""
+    params: Any = {"w": jnp.asarray(np.random.default_rng(R).normal(size=(3, 4))), "b": jnp.ones(4) * R}
+    first: Any = {"w": np.random.default_rng(0).normal(size=(3, 4)), "b": jnp.zeros(4)}
+    loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)
+    step: Any = lambda p, x: jax.tree.map(lambda a, g: a - g, p, jax.grad(loss)(p, x))
+    with messages() as heard:
+        close(jaxdist.data_parallel(step, donate=False)(params, X[R]), step(first, whole(X)))
+        forgotten = jaxdist.data_parallel(step, donate=False)
+        close(forgotten(first, X[0]), step(first, X[0]))
+        forgotten(first, X[0])
+    rows = [("rank 0", "rank 1", "'b'"), (f"{N} ranks", "same batch")]
+    for tokens in rows if ctx.is_root else []:
+        assert sum(all(token in text for token in tokens) for text in heard) == 1, (tokens, heard)
+
+
+def modules(level: int) -> None:
+    """Of flax, with BatchNorm, dropout, an optimizer and metrics."""
+
+    def train(decorate: Any, tx: Any, batches: list[Any]) -> Any:
+        model = nnx.Sequential(
+            nnx.Linear(3, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float64, use_bias=False),
+            nnx.BatchNorm(4, rngs=nnx.Rngs(1), param_dtype=jnp.float64),
+            nnx.Dropout(0.5, rngs=nnx.Rngs(2)),
+            nnx.Linear(4, 1, rngs=nnx.Rngs(3), param_dtype=jnp.float64),
+        )
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+        @decorate
+        def step(model: Any, optimizer: Any, metrics: Any, x: Any, y: Any) -> Any:
+            loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x)[:, 0] - y) ** 2))(model)
+            optimizer.update(model, grads)
+            metrics.update(loss=loss)
+            return loss
+
+        losses = [step(model, optimizer, metrics, *batch) for batch in batches]
+        return losses, nnx.state(model), metrics.compute(), optimizer.step.get_value()
+
+    mine = [(X[R] * k, Y[R]) for k in (1.0, 2.0, 3.0)]
+    every = [(whole(X) * k, whole(Y)) for k in (1.0, 2.0, 3.0)]
+    tx = optax.adam(0.1)
+    found = train(jaxdist.data_parallel, jaxdist.zero(tx, level), mine)  # type: ignore[arg-type]
+    leaves = lambda tree: jax.tree.leaves(data(jax.tree.map(lambda x: x, tree)))
+    close(leaves(found), leaves(train(nnx.jit, tx, every)), 1e-6)  # nnx.metrics has float32 alone
+
+
+def averages() -> None:
+    """Of the parameters, in shards beside whole ones."""
+
+    def step(p: Any, e: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - 1) ** 2))(p)
+        p = jax.tree.map(lambda a, g: a - 0.1 * g, p, grads)
+        return p, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, e, p), loss
+
+    x = np.random.default_rng(0).normal(size=(24, 5))
+    p: Any = {"in": jnp.ones((5, 7)), "out": jnp.ones(7)}
+    want, average = p, p
+    decorated, e = jaxdist.data_parallel(step, donate=False), jaxdist.shard(jax.tree.map(jnp.copy, p))
+    for _ in range(3):
+        p, e, _ = decorated(p, e, x[R * len(x) // N :][: len(x) // N])
+        want, average, _ = step(want, average, x)
+    compare(jaxdist.unshard(e), average)

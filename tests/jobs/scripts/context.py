@@ -1,0 +1,126 @@
+"""Who and where each rank is, and what travels between their contexts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness.check import compare
+from harness.errors import raises
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+
+ctx = jaxdist.get_context()
+R, N = ctx.rank, ctx.size
+
+
+class Pair(NamedTuple):
+    w: Any
+    f: Any
+
+
+def fields() -> list[Any]:
+    """A device each, whatever XLA_FLAGS asks for; one context for all who ask."""
+    wire = ctx.communicator
+    assert jaxdist.init() is ctx is jaxdist.get_context() is jaxdist.init(communicator=wire)  # type: ignore[arg-type]
+    with raises(RuntimeError, "communicator", wire):
+        jaxdist.init(communicator="mpi" if wire == "xla" else "xla")
+    with raises(RuntimeError, "connector"):
+        jaxdist.init("slurm")
+    assert (ctx.num_devices, len(jax.devices()), jax.local_device_count()) == (N, N, 1)
+    assert [d.process_index for d in ctx.devices] == list(range(N))
+    assert (ctx.mesh.axis_names, ctx.mesh.axis_types) == (("data",), (jax.sharding.AxisType.Auto,))
+    assert (ctx.is_root, ctx.root_rank) == (R == 0, 0)
+    x = jax.make_array_from_process_local_data(NamedSharding(ctx.mesh, P("data")), np.full((2, 3), R, np.float32))
+    assert float(jax.jit(lambda x: x.sum())(x)) == 6 * sum(range(N))  # a program of the user's own
+    # Ranks share the cores of a host.
+    jax.jit(lambda a: a @ a)(jnp.ones((500, 500))).block_until_ready()
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert names.count("tf_XLAEigen") <= max(1, len(os.sched_getaffinity(0)) // N)
+    # Under PYTHONUNBUFFERED, as tests run: a line is written whole.
+    out: Any = sys.stdout
+    assert (out.line_buffering, out.write_through) == (True, False)
+    assert "[Gloo]" not in repr(ctx)
+    return [R, ctx.local_rank, ctx.local_size, ctx.hosts[R] == os.uname().nodename]
+
+
+def broadcasts() -> None:
+    """Of trees of all types from any root; what can't be sent is an error on every rank."""
+    root = N - 1
+    tree: dict[str, Any] = {
+        "bf16": jnp.full((3, 2), R, jnp.bfloat16), "scalar": jnp.full((), R, jnp.float64), "int": np.arange(4) * R,
+        "big": np.full(5_000_000, R, np.float32),  # 20 MB: several messages
+        "empty": jnp.zeros((0, 3)), "key": jax.random.key(R), "strided": np.arange(12.0).reshape(3, 4).T * R,
+    }  # fmt: skip
+    want = {
+        "bf16": jnp.full((3, 2), root, jnp.bfloat16), "scalar": jnp.full((), root, jnp.float64),
+        "int": np.arange(4) * root, "big": np.full(5_000_000, root, np.float32), "empty": jnp.zeros((0, 3)),
+        "key": jax.random.key(root), "strided": np.arange(12.0).reshape(3, 4).T * root,
+    }  # fmt: skip
+    got = ctx.broadcast(tree, root=root)
+    compare(got, want)
+    assert isinstance(got["bf16"], jax.Array)
+    assert isinstance(got["int"], np.ndarray)
+    got["big"][0] = 5  # the receiver's own memory
+    assert ctx.broadcast([R, Pair(R, "text"), None], root=1) == [1, Pair(1, "text"), None]
+    # Not picklable as a whole: the leaves go, the structure is each rank's own.
+    mine = jax.tree_util.Partial(lambda w: w * 2, jnp.full((2,), float(R)))
+    assert (ctx.broadcast(mine).args[0] == 0).all()
+    everywhere = jax.device_put(np.arange(3.0), NamedSharding(ctx.mesh, P()))
+    assert (np.asarray(ctx.broadcast(everywhere)) == np.arange(3.0)).all()
+    split = jax.make_array_from_process_local_data(NamedSharding(ctx.mesh, P("data")), np.ones(2))
+    for bad in (split, threading.Lock()):
+        with raises((TypeError, ValueError), f"rank {R}"):
+            ctx.broadcast(bad)
+    with raises(RuntimeError, "rank 0", "broadcast", "barrier"):
+        ctx.broadcast(1) if R == 0 else ctx.barrier()
+    with raises(ValueError, f"root={N}"):
+        ctx.broadcast(1, root=N)
+    with raises(RuntimeError, "root=0", "root=1"):
+        ctx.broadcast(1, root=R % 2)
+    ctx.barrier(timeout=60)
+
+
+def compiled() -> None:
+    """Programs that all ranks compile, and those of one: each rank runs its own, with its own options."""
+
+    def differs(x: Any) -> Any:
+        return x * (R + 2)
+
+    def shared(x: Any) -> Any:
+        return jnp.sin(x) @ x.T
+
+    def called(x: Any) -> Any:
+        return jax.pure_callback(lambda x: x * (R + 1), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    x = np.random.default_rng(R).normal(size=(5, 7)).astype(np.float32)
+    out = jax.jit(shared)(x)
+    assert out.devices() == {jax.local_devices()[0]}
+    np.testing.assert_allclose(out, np.sin(x) @ x.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(jax.jit(differs)(np.ones(3)), np.full(3, R + 2.0))
+    np.testing.assert_array_equal(jax.jit(called)(np.ones(3)), np.full(3, R + 1.0))
+    ctx.barrier()
+    # One program, and options of each rank's own: what one has compiled is no other's.
+    fast = {
+        "xla_cpu_enable_fast_math": True,
+        "xla_cpu_fast_math_honor_nans": False,
+        "xla_cpu_use_fusion_emitters": True,
+    }
+    nan = np.full(3, np.nan)
+    for first in range(2):
+        program = jax.jit(
+            lambda x, first=first: (jnp.sin(x) + first) * jnp.isnan(x), compiler_options=fast if R else {}
+        )
+        if first != R:
+            ctx.barrier()
+        assert np.isnan(program(nan)).any() == (R == 0), first
+        if first == R:
+            ctx.barrier()

@@ -1,0 +1,391 @@
+"""One rank of several does something else: `python faults.py NAME [CULPRIT [ARGUMENT]]`, by default rank 1.
+
+Whoever gets to the end of a fault that should have ended the job prints THROUGH.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxdist
+
+NAME, CULPRIT, ARGUMENT = [*sys.argv[1:], "1", ""][:3] if len(sys.argv) < 4 else sys.argv[1:4]
+ctx = jaxdist.init()
+ODD = ctx.rank == int(CULPRIT)
+SCALE = 1.0
+
+
+def descend(w: Any, x: Any) -> Any:
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(lambda w: jnp.mean((x @ w["w"] + w["b"]) ** 2))(w))
+
+
+@jaxdist.data_parallel
+def step(w: Any, x: Any) -> Any:
+    return descend(w, x), jnp.mean(x) * SCALE
+
+
+@jaxdist.data_parallel
+def another(w: Any, x: Any) -> Any:
+    return jax.tree.map(lambda a: a * 0.9, w), jnp.max(x)
+
+
+def state(width: int = 2) -> Any:
+    return {"w": jnp.ones((3, width), jnp.float32), "b": jnp.zeros(width, jnp.float32)}
+
+
+def batch(rows: int = 4) -> Any:
+    return np.random.default_rng(ctx.rank).normal(size=(rows, 3)).astype(np.float32)
+
+
+def train(calls: int, w: Any = None) -> Any:
+    w = state() if w is None else w
+    for _ in range(calls):
+        w, _ = jax.block_until_ready(step(w, batch()))
+    return w
+
+
+# --- a rank that ends
+
+
+class Odd(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raises() -> None:
+    train(3)
+    if ODD:
+        raise ValueError("boom on purpose")
+    time.sleep(100)
+
+
+def raises_oddly() -> None:
+    if ODD:
+        raise BaseExceptionGroup("two", [Odd(), SystemExit(0)])
+    time.sleep(100)
+
+
+def raises_in_a_thread() -> None:
+    if ODD:
+        threading.Thread(target=lambda: [][1]).start()
+    time.sleep(100)
+
+
+def raises_in_a_callback() -> None:
+    w = train(2)
+    if ODD:
+
+        def host(v: Any) -> Any:
+            raise ValueError("boom on purpose")
+
+        jax.block_until_ready(jax.jit(lambda v: jax.pure_callback(host, jax.ShapeDtypeStruct((), v.dtype), v))(1.0))
+    train(1000, w)
+
+
+def exits() -> None:
+    w = train(2)
+    if ODD:
+        sys.exit(3)
+    train(1000, w)
+
+
+def dies() -> None:
+    """By a signal, in the middle of training."""
+    w = train(2)
+    if ODD:
+        os.kill(os.getpid(), getattr(signal, ARGUMENT or "SIGKILL"))
+    train(1000, w)
+    time.sleep(100)
+
+
+def trains() -> None:
+    """Until something from outside ends it."""
+    w = train(2)
+    print(f"READY {ctx.rank} {os.getpid()}", flush=True)
+    for _ in range(1000):
+        w = train(1, w)
+        time.sleep(0.1)
+
+
+def stuck_in_native_code() -> None:
+    train(1)
+    if ODD:
+        print(f"READY {ctx.rank} {os.getpid()}", flush=True)
+        jaxdist.barrier()
+    time.sleep(100)
+
+
+def has_children() -> None:
+    """A program, one that heeds no SIGTERM, and a fork with a program of its own; then it is killed."""
+    if ODD:
+        sleep = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
+        for command in (sleep, ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]):
+            subprocess.Popen(command)
+        if os.fork() == 0:
+            subprocess.Popen(sleep)
+            time.sleep(300)
+        time.sleep(1)
+    dies()
+
+
+def leaves_early() -> None:
+    train(2 if ODD else 5)
+
+
+# --- a rank that does not come
+
+
+def stuck() -> None:
+    w = train(2)
+    if ODD:
+        stuck_in_the_loader()
+    train(1, w)
+
+
+def stuck_in_the_loader() -> None:
+    if ARGUMENT == "stops":  # the others ask it, and wait for an answer
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while ARGUMENT == "spins":
+        pass
+    time.sleep(100)  # here
+
+
+def stuck_at_first() -> None:
+    if ODD:
+        stuck_in_the_loader()
+    train(1)
+
+
+def stuck_eagerly() -> None:
+    jaxdist.allreduce(1.0)
+    if ODD:
+        stuck_in_the_loader()
+    jaxdist.allreduce(np.ones(3))
+
+
+def late() -> None:
+    """No fault: who is late is waited for."""
+    w = state()
+    for _ in range(3):
+        if ODD:
+            time.sleep(1.0)
+        w = train(1, w)
+
+
+def slow() -> None:
+    """No fault: no rank is missing, and it takes its time."""
+
+    def slowly(value: Any) -> Any:  # on the root
+        time.sleep(2.5)
+        return np.asarray(value)
+
+    waits = jaxdist.data_parallel(
+        lambda w, x: (descend(w, x), jax.pure_callback(slowly, jax.ShapeDtypeStruct((), x.dtype), x.mean()))
+    )
+    jax.block_until_ready(waits(train(1), batch()))
+
+
+# --- ranks whose programs, or whose order of calls, are not the same
+
+
+def constant() -> None:
+    given = jnp.asarray(np.full((3, 2), 1.0 + ODD, np.float32))
+    jaxdist.data_parallel(lambda w, x: (w - jnp.mean(x @ given), x.sum()))(np.ones(3), batch())
+
+
+def number() -> None:
+    rate = 0.1 + ODD
+    jaxdist.data_parallel(lambda w, x: (w * rate, x.sum()))(np.ones(3), batch())
+
+
+def operation() -> None:
+    jaxdist.data_parallel(lambda w, x: (jnp.tanh(w) if ODD else jnp.sin(w), x.sum()))(np.ones(3), batch())
+
+
+def collective() -> None:
+    def on_each(x: Any) -> Any:
+        return (jax.lax.pmax if ODD else jax.lax.psum)(x.sum(), "data")
+
+    summed = jaxdist.per_device(on_each, in_specs=jax.P("data"), out_specs=jax.P())
+    jaxdist.data_parallel(lambda w, x: (w - summed(x), x.sum()))(np.ones(3), batch())
+
+
+def order_of_collectives() -> None:
+    def twice(w: Any, x: Any) -> Any:
+        parts = {i: jnp.sum(x * 2 if i else x) for i in ([1, 0] if ODD else [0, 1])}
+        return w - parts[0] + parts[1], x.sum()
+
+    jaxdist.data_parallel(twice)(np.ones(3), batch())
+
+
+def level() -> None:
+    import optax
+
+    tx = jaxdist.zero(optax.adam(0.1), 3 if ODD else 1)
+
+    def trained(w: Any, opt: Any, x: Any) -> Any:
+        updates, opt = tx.update(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), opt, w)
+        return optax.apply_updates(w, updates), opt
+
+    w = jnp.ones((3, 2), jnp.float32)
+    jaxdist.data_parallel(trained)(w, tx.init(w), batch())
+
+
+def retraced() -> None:
+    """A global has changed on one rank alone, or on both, to other values."""
+    global SCALE
+    w = train(2)
+    if ODD or ARGUMENT == "both":
+        SCALE = 2.0 + ODD
+        step.clear_cache()  # type: ignore[attr-defined]
+    train(2, w)
+
+
+def settings() -> None:
+    w = train(2)
+    with jax.default_matmul_precision("highest" if ODD else None):  # type: ignore[arg-type]
+        train(1, w)
+
+
+def x64() -> None:
+    jax.config.update("jax_enable_x64", ODD)
+    jaxdist.data_parallel(lambda w, x: (w + x.sum(), x.mean()))(np.ones(3), np.ones((4, 3)))
+
+
+def types() -> None:
+    w = train(2)
+    train(1, jax.tree.map(lambda x: x.astype(jnp.bfloat16), w) if ODD else w)
+
+
+def rows() -> None:
+    """Of a length that every rank knows, in another call than on the others."""
+    w = state()
+    for i in range(8):
+        w, _ = jax.block_until_ready(step(w, batch(3 if (i % 2 == 0) != (ODD and i == 6) else 4)))
+
+
+def shape_later() -> None:
+    w = train(2)
+    jax.block_until_ready(step(w, batch(3 if ODD else 4)))
+
+
+def type_later() -> None:
+    w = train(2)
+    jax.block_until_ready(step(w, "text" if ODD else batch()))
+
+
+def order() -> None:
+    """Two steps of the same types."""
+    w = state()
+    for i in range(8):
+        for one in (another, step) if ODD and i == 6 else (step, another):
+            w, _ = jax.block_until_ready(one(w, batch()))
+
+
+def models() -> None:
+    """One step, two models of one structure."""
+    small, large = state(), state(700)
+    for i in range(8):
+        for swap in (True, False) if ODD and i == 6 else (False, True):
+            if swap:
+                large, _ = step(large, batch())
+            else:
+                small, _ = step(small, batch())
+        jax.block_until_ready((small, large))
+
+
+def eager_between() -> None:
+    """A sum, or a barrier, comes before the step, on the others after it."""
+    meet = ctx.barrier if ARGUMENT == "barrier" else lambda: jaxdist.allreduce(jnp.ones(2))
+    w = state()
+    for i in range(8):
+        if ODD and i == 6:
+            meet()
+        w = train(1, w)
+        if not (ODD and i == 6):
+            meet()
+
+
+def changed_copy() -> None:
+    w = train(3)
+    train(2, jax.tree.map(lambda x: x * 3, w) if ODD else w)
+
+
+def exchanged() -> None:
+    """Two results of one type are passed in the other order."""
+    swap = jaxdist.data_parallel(lambda p, q, x: (descend(p, x), descend(q, x)))
+    p, q = state(), jax.tree.map(lambda x: x + 1, state())
+    for i in range(5):
+        p, q = jax.block_until_ready(swap(*((q, p) if ODD and i == 3 else (p, q)), batch()))
+
+
+# --- the end of a script
+
+
+def ends_late() -> None:
+    """No fault: it takes longer than the timeout to end."""
+    train(2)
+    if ODD:
+        time.sleep(4)
+        print("LATE", flush=True)
+
+
+def hangs_at_exit() -> None:
+    if ODD:
+        atexit.register(lambda: time.sleep(100))
+
+
+def step_at_exit() -> None:
+    w = train(3)
+    if ODD:
+        atexit.register(lambda: step(w, batch()))
+
+
+def error_at_exit() -> None:
+    """No fault of the job: an error of the script's own at exit, an exit that was caught, steps of all until then."""
+    w = train(2)
+
+    def last() -> None:
+        print(f"WEIGHTS {float(step(w, batch())[0]['b'][0]):.6f}", flush=True)
+        if ODD:
+            raise ValueError("no business of the job")
+
+    atexit.register(last)
+    try:
+        sys.exit(4)
+    except SystemExit:
+        print("caught", flush=True)
+
+
+def killed_at_the_end() -> None:
+    """While it waits for the others."""
+    if ODD:
+        atexit.register(lambda: print(f"READY {os.getpid()}", flush=True))
+    else:
+        time.sleep(60)
+
+
+# --- what is no error
+
+
+def undecorated() -> None:
+    """Each rank trains by itself; with an argument it does not."""
+    w = state()
+    for _ in range(2):
+        w = (step(w, batch())[0]) if ARGUMENT else jax.jit(descend)(w, batch())
+
+
+globals()[NAME]()
+if NAME not in ("late", "slow", "ends_late", "error_at_exit", "undecorated", "hangs_at_exit", "step_at_exit"):
+    print("THROUGH", flush=True)

@@ -1,0 +1,122 @@
+"""SHA-256 of what steps return in lanes: the same on any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from flax import nnx
+from harness import oracle
+from harness.check import train_step
+
+import jaxdist
+
+ctx = jaxdist.get_context()
+WIDTH = 600
+"""Of products that Eigen may divide among threads, one of them along its inner dimension."""
+
+
+def bits(words: list[str], rows: int, steps: int) -> dict[str, str]:
+    """Cases, each ``NAME:LEVEL``, or ``NAME:LEVEL:MODEL:inner`` (or ``outer``) over a model axis of so many lanes."""
+    found = {}
+    for word in words:
+        name, level, *model = word.split(":")
+        mesh = {"data": -1, "model": int(model[0])} if model else {"data": -1}
+        if model and model[1] == "outer":  # then ranks pass parts of which others pass some
+            mesh = {"model": int(model[0]), "data": -1}
+        if name == "padded":
+            found[word] = padded(int(level))
+            continue
+        own, parts = ctx.parts(mesh)
+        case = OWN[name](int(level)) if name in OWN else oracle.idiom(name, rows, int(level))
+        got = oracle.run_decorated(case, own, parts, steps, rows, with_=jaxdist.parallel, mesh=mesh)
+        found[word] = digest(got)
+    return found
+
+
+def digest(tree: Any) -> str:
+    """Of all bytes of a result."""
+    return hashlib.sha256(b"".join(x.tobytes() for x in oracle.leaves(tree))).hexdigest()[:16]
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def case(name: str, loss: Any, w: Any, tx: Any, *batch: int) -> oracle.Case:
+    return oracle.Case(name, train_step(loss, tx), (w, tx.init(w)), lambda i: normal(*batch, seed=i))
+
+
+def wide(level: int) -> oracle.Case:
+    """Layers wider than the batch, a gradient of which the inner dimension is long, and sums of tall columns.
+
+    Bits of the latter depend on the number of threads, on jax 0.10.
+    """
+
+    def loss(w: Any, x: Any) -> Any:
+        h = jnp.tanh(jnp.repeat(x, 40, 0) @ w["w0"]) @ w["w1"]
+        tall = jnp.repeat(x, 840, 0) @ w["w0"][:, :37]
+        return jnp.mean(h**2) + jnp.mean(jax.nn.logsumexp(h, axis=1)) + jnp.mean(tall.mean(0) ** 2)
+
+    w = {f"w{i}": normal(WIDTH, WIDTH, seed=i) / 25 for i in range(2)}
+    tx = optax.chain(optax.clip_by_global_norm(0.5), jaxdist.zero(optax.adamw(1e-3), level))  # type: ignore[arg-type]
+    return case("wide", loss, w, tx, 96, WIDTH)
+
+
+def matrices(level: int) -> oracle.Case:
+    """Muon, whose matrices are worked on by one lane each."""
+    w = {f"w{i}": normal(40, 56, seed=i) for i in range(3)}
+    tx = jaxdist.zero(optax.contrib.muon(1e-2), level, split="owners")  # type: ignore[arg-type]
+    return case("matrices", lambda w, x: jnp.mean(sum(jnp.tanh(x @ one) for one in w.values()) ** 2), w, tx, 96, 40)
+
+
+def lstm(level: int) -> oracle.Case:
+    """A recurrent net of which the last state is regressed on a sequence's mean."""
+    graph, w = nnx.split(nnx.OptimizedLSTMCell(3, 16, rngs=nnx.Rngs(0)), nnx.Param)
+
+    def loss(w: Any, x: Any) -> Any:
+        cell, start = nnx.merge(graph, w), jnp.zeros((len(x), 16), x.dtype)
+        (_, last), _ = jax.lax.scan(cell, (start, start), x.swapaxes(0, 1))
+        return jnp.mean((last.sum(1) - x.mean((1, 2))) ** 2)
+
+    return case("lstm", loss, w, jaxdist.zero(optax.adam(1e-2), level), 96, 7, 3)  # type: ignore[arg-type]
+
+
+def whole(level: int) -> oracle.Case:
+    """A step that has no meaning for the examples of one process, with one argument beside them."""
+
+    def step(w: Any, x: Any) -> Any:
+        turn = lambda w, x: (w - 0.1 * jnp.tanh(x @ w).mean() * x.mean(0), None)
+        return jax.lax.scan(turn, w, x.reshape(8, 3, 5))[0], jnp.max(x @ w)
+
+    return oracle.Case("whole", step, (normal(5),), lambda i: normal(24, 5, seed=i))
+
+
+def padded(level: int) -> str:
+    """Epochs of a loader whose last batch is smaller, and a gather of what its steps return for each example."""
+    given = wide(level)
+    step, (w, opt) = jaxdist.data_parallel(given.step), given.state
+    found, rows, size = [], given.batch(0)[:22], 8 // ctx.parts()[1]
+    for batch in jaxdist.loader(rows, size, seed=3, tail="keep"):
+        w, opt, loss = step(w, opt, batch)
+        found.append(loss)
+    each = jaxdist.data_parallel(lambda w, x: jnp.tanh(x @ w["w0"]).sum(1))
+    for batch, weight in jaxdist.loader(rows, size, tail="pad"):
+        found.append(jaxdist.gather_for_metrics((each(w, batch), np.asarray(batch)), weight))
+    jaxdist.check_sync((w, opt))
+    return digest((jaxdist.unshard((w, opt)), found))
+
+
+def _oracle(name: str) -> Callable[[int], oracle.Case]:
+    return lambda level: oracle.case(name, level)
+
+
+OWN: dict[str, Callable[[int], oracle.Case]] = {
+    "wide": wide, "matrices": matrices, "lstm": lstm, "whole": whole, **{name: _oracle(name) for name in oracle.CASES},
+}  # fmt: skip

@@ -1,0 +1,172 @@
+"""How far what several processes compute is from what one device does: cases of `oracle`, idioms, meshes, optimizers.
+
+Each function returns the largest difference by name, as this rank has it. What one device computes comes in a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from catalogue import optimizers
+from harness import oracle
+from jax.sharding import Mesh
+
+import jaxdist
+
+ROWS, STEPS = 24, 2
+"""Examples in a batch of the idioms, and how many batches."""
+X = np.random.default_rng(0).normal(size=(22, 5))
+ctx = jaxdist.get_context()
+R, N = ctx.rank, ctx.size
+
+
+@functools.cache
+def expected(path: str) -> dict[str, Any]:
+    return pickle.loads(Path(path).read_bytes())
+
+
+def cases(path: str, names: list[str]) -> dict[str, float]:
+    """Cases of `oracle`, some of them in shards, in parts of their tolerance."""
+    found = {}
+    for name in names:
+        case = oracle.case(name, oracle.IN_SHARDS.get(name, 0))
+        got = oracle.run_decorated(case, R, N)
+        found[name] = 1e-10 * oracle.difference(expected(path)[name], got) / case.tolerance
+    return found
+
+
+def idioms(path: str, words: list[str], mesh: dict[str, int] | None = None) -> dict[str, float]:
+    """Idioms, each ``NAME:LEVEL``, on a mesh of one axis or of several."""
+    found, ((part,), parts) = {}, ctx.parts(mesh)
+    over: Any = {"with_": jaxdist.parallel, "mesh": mesh} if mesh else {}
+    for word in words:
+        name, _, level = word.partition(":")
+        got = oracle.run_decorated(oracle.idiom(name, ROWS, int(level)), part, parts, STEPS, ROWS, **over)
+        found[word] = oracle.difference(expected(path)[name], got)
+    return found
+
+
+def optimizers_in_shards(path: str, names: list[str], shift: int, within: int | None) -> dict[str, float]:
+    """Optimizers that one step trains, the first at level 1 + shift % 3 and so on."""
+    levels = [1 + (shift + i) % 3 for i in range(len(names))]
+    got = optimizers.run_sharded(names, levels, R, N, within=within, split="owners")
+    want = expected(path)["optimizers"]
+    found = {name: optimizers.gap(want[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    if within:  # few examples beside large weights: values of the batch travel within groups and across
+        got = oracle.run_decorated(oracle.case("few_examples", 3, within), R, N)
+        found["few_examples"] = oracle.difference(expected(path)["few_examples"], got)
+    return found
+
+
+def step(tx: Any) -> Any:
+    def step(params: Any, opt: Any, batch: Any) -> Any:
+        def loss(p: Any) -> Any:
+            rows = (jnp.tanh(batch @ p["in"]) @ p["out"]) ** 2
+            return rows.mean(), rows.sum(1)
+
+        (value, rows), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt = tx.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, value, rows
+
+    return step
+
+
+def around(folder: str, sizes: dict[str, int]) -> dict[str, float]:
+    """How far a loader's batches, a checkpoint and arrays on the mesh are from one device."""
+    rng = np.random.default_rng(1)
+    params = {"in": rng.normal(size=(5, 7)), "out": rng.normal(size=(7, 3))}
+    tx, (_, parts) = optax.adam(1e-2), ctx.parts(sizes)
+    got = want = params, tx.init(params)
+    plain = jax.jit(step(tx))
+    layouts = {"in": 1, "out": 0}
+    decorated = jaxdist.parallel(step(jaxdist.zero(tx, level=3)), mesh=sizes, layouts=layouts, check_every=2)
+    gaps = []
+    for k, batch in enumerate(jaxdist.loader(X, 8 // parts, shuffle=False, tail="keep", mesh=sizes)):
+        *want, _, one = plain(*want, X[8 * k : 8 * k + 8])  # type: ignore[assignment]
+        *got, _, per_example = decorated(*got, batch)  # type: ignore[assignment]
+        gaps.append(oracle.difference(one, jaxdist.unshard(per_example)))
+    gaps.append(oracle.difference(want, jaxdist.unshard(tuple(got))))
+    jaxdist.check_sync(got)
+    path = Path(folder, *map(str, sizes.items()))
+    jaxdist.save(path, tuple(got), 1)
+    flat = params, tx.init(params)
+    gaps += [oracle.difference(want, jaxdist.unshard(jaxdist.restore(path, like))) for like in (flat, tuple(got))]
+    # The weights of a tail: each example once, though several ranks have it.
+    padded = jaxdist.loader(X, 8 // parts, shuffle=False, tail="pad", mesh=sizes)
+    seen = [jaxdist.gather_for_metrics(batch, weight, sizes) for batch, weight in padded]
+    gaps.append(oracle.difference(X, np.concatenate(seen)))
+    return {"gap": max(gaps)}
+
+
+def offloaded(folder: str) -> dict[str, float]:
+    """State in the host's memory and back, by way of a checkpoint."""
+    rng = np.random.default_rng(0)
+    params = {"in": rng.normal(size=(5, 24)), "out": rng.normal(size=(24, 9))}
+    x, tx = rng.normal(size=(12, 5)), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    want: Any
+    want = state = params, tx.init(params)
+    plain = jax.jit(step(tx))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxdist.machine.Machine.has_own_memory", True)  # private: there is no GPU here
+        patch.setattr("jaxdist.step.program_cache.check_host_memory", lambda mesh: None)  # private: likewise
+        for i, (level, in_host) in enumerate([(2, False), (1, True), (3, True), (1, False)]):
+            *want, _, _ = plain(*want, x)
+            decorated = jaxdist.data_parallel(step(jaxdist.zero(tx, level, offload=in_host)))  # type: ignore[arg-type]
+            *state, _, _ = decorated(*state, np.split(x, N)[R])
+            kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state) if leaf.ndim}
+            assert kinds == ({"device", "pinned_host"} if i else {"device"}), kinds
+            jaxdist.check_sync(state)
+            jaxdist.save(folder, state, step=i, wait=False)
+            state = jaxdist.restore(folder, state)
+    return {"gap": oracle.difference(want, jaxdist.unshard(tuple(state)))}
+
+
+# --- meshes of several axes
+
+
+def mlp(w: Any, x: Any) -> Any:
+    value, grads = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2))(w)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), value
+
+
+def chosen() -> dict[str, float]:
+    """``mesh="auto"``: each passes rows of its own, and all choose the same; small steps, and wide ones."""
+    gaps = {}
+    for rows, width, hidden in ((512, 16, 16), (N, 64, 4096)):
+        rng = np.random.default_rng(0)
+        shapes = {"up": (width, hidden), "down": (hidden, width)}
+        w = {name: jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5) for name, shape in shapes.items()}
+        x, ((part,), parts) = rng.normal(size=(rows, width)), ctx.parts()
+        decorated = jaxdist.parallel(mlp, mesh="auto")
+        got, value = decorated(w, np.split(x, parts)[part])
+        gaps[str(width)] = oracle.difference(jax.jit(mlp)(w, x), (jaxdist.unshard(got), value))
+    return gaps
+
+
+def places() -> dict[str, float]:
+    """Of 4 ranks on meshes of two axes: parts of the batch by place, arrays by the mesh's order."""
+    mesh, w = {"data": 2, "model": 2}, {"up": np.ones((6, 4)), "down": np.ones((4, 6))}
+    x, gaps = np.random.default_rng(0).normal(size=(8, 6)), {}
+    assert ctx.places(mesh) == {"data": (R // 2,), "model": (R % 2,)}
+    assert (ctx.parts(mesh), ctx.parts()) == (((R // 2,), 2), ((R,), 4))
+    want = jax.jit(mlp)(w, x)
+    for sizes in (mesh, {"model": 2, "data": 2}, {"model": 4}, {"model": 4, "data": 1}):
+        (index,), parts = ctx.parts(sizes)
+        layouts = {"up": 1, "down": 0}
+        step = jaxdist.parallel(lambda w, x: mlp(w, x), mesh=sizes, layouts=layouts, donate=False)
+        state, loss = step(w, np.split(x, parts)[index])
+        gaps[str(sizes)] = oracle.difference(want, (jaxdist.unshard(state), loss))
+        assert state["up"].addressable_data(0).shape[1] == 4 // sizes["model"]
+    turned = Mesh(np.array(ctx.devices)[[2, 0, 3, 1]], ("data",))
+    index = [2, 0, 3, 1].index(R)
+    reverse = jaxdist.data_parallel(lambda w, x: (w, x[::-1] - jnp.arange(8)[:, None]), mesh=turned, donate=False)
+    got = jaxdist.unshard(reverse(np.ones(3), x[2 * index : 2 * index + 2])[1])
+    return gaps | {"turned": oracle.difference(x[::-1] - np.arange(8)[:, None], got)}

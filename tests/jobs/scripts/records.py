@@ -1,0 +1,113 @@
+"""Several ranks evaluate, log and profile: sums of all ranks on each; sinks of which one fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness.check import close
+from harness.errors import raises
+
+import jaxdist
+
+ctx = jaxdist.get_context()
+R, N = ctx.rank, ctx.size
+X = np.random.default_rng(0).normal(size=(53, 4))
+W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)))
+
+
+def evaluations() -> list[float]:
+    """The same on every rank, to the bit."""
+
+    def sums(w: Any, x: Any) -> Any:
+        return {"sum": jnp.sum((x @ w) ** 2), "count": len(x), "columns": jnp.sum(x @ w, 0)}
+
+    def weighted(w: Any, batch: Any) -> Any:
+        x, weight = batch
+        return {"sum": jnp.sum(jnp.sum((x @ w) ** 2, 1) * weight), "count": jnp.sum(weight)}
+
+    def mean(w: Any, batch: Any) -> Any:
+        found = weighted(w, batch)
+        return found["sum"] / found["count"]
+
+    over, padded, part = jaxdist.data_parallel, jaxdist.loader(X, 5, tail="pad"), X[2 * R : 2 * R + 2]
+    step, found = over(sums), {}
+    for w in (W, jaxdist.shard(W)):
+        found = jaxdist.evaluate(step, w, jaxdist.loader(X, 5, tail="keep"))
+        close(found, sums(np.asarray(W), X), 1e-12)
+    close(jaxdist.evaluate(over(weighted), W, padded), {"sum": found["sum"], "count": 53.0}, 1e-12)
+    assert jaxdist.evaluate(step, W, jaxdist.loader(X, 5))["count"] == 53 // (5 * N) * 5 * N  # without the tail
+    rows: list[tuple[Any, tuple[str, ...]]] = [
+        (lambda: jaxdist.evaluate(over(mean), W, padded), ("evaluate", "weight")),
+        (lambda: jaxdist.evaluate(jax.jit(lambda x: jnp.sum(x)), [part]), ("evaluate", f"{N} ranks")),
+        (lambda: jaxdist.evaluate(over(lambda w, x: x @ w), W, [part]), ("evaluate", f"({2 * N}, 3)")),
+        (lambda: jaxdist.evaluate(step, W, []), ("evaluate", "no batch")),
+    ]
+    for call, tokens in rows:
+        with raises((ValueError, TypeError), *tokens):
+            call()
+    return [float(found["sum"]), *map(float, found["columns"])]
+
+
+def sinks(folder: str) -> None:
+    """One that fails costs the run nothing; the root alone calls them."""
+    step = jaxdist.data_parallel(lambda w, x: (w - 0.0, jnp.mean(x * w)))
+    heard: dict[str, list[Any]] = {"good": [], "fails": []}
+
+    class Sink:
+        def __init__(self, name: str):
+            self.name = name
+
+        def open(self, path: Path) -> None: ...
+
+        def drop(self, step: int) -> None: ...
+
+        def close(self, failed: bool) -> None: ...
+
+        def write(self, step: int, time: float, metrics: Any) -> None:
+            heard[self.name].append((step, float(metrics["loss"])))
+            if self.name == "fails" and step == 1:
+                raise ConnectionError("the server is gone")
+
+    w = jnp.ones(())
+    with jaxdist.run_log(Path(folder, "run"), sinks=[Sink(name) for name in heard]) as log:
+        for i in range(4):
+            w, loss = step(w, np.full(4, i, float))
+            log(i, loss=loss)
+    every = [(i, float(i)) for i in range(4)]
+    assert heard == ({"good": every, "fails": every[:2]} if ctx.is_root else {"good": [], "fails": []})
+
+
+def seen(folder: str) -> None:
+    """`run_log` waits for no step, `profile` is of each rank, and what can't be written is an error on all."""
+
+    @jaxdist.data_parallel
+    def step(w: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2))(w)
+        return [a - 0.1 * g for a, g in zip(w, grads, strict=True)], {"loss": value}
+
+    w = [jnp.ones((64, 64), jnp.float32) / 64, jnp.ones((64, 8), jnp.float32) / 64]
+    batch, path = jnp.ones((4, 64), jnp.float32) * (R + 1), Path(folder, "seen")
+    with jaxdist.run_log(path, total=4, examples_per_step=8) as log:
+        for i in range(2):
+            # The root's second call can't end before rank 1 makes its own, which it does when the root is done with
+            # logging the first: if `log` waited for the loss, this would be a deadlock.
+            while i and not ctx.is_root and not Path(folder, "logged").exists():
+                time.sleep(0.01)
+            w, aux = step(w, batch)
+            log(i, **aux)
+            if i and ctx.is_root:
+                Path(folder, "logged").touch()
+        with jaxdist.profile(Path(folder, "trace")):
+            for i in (2, 3):
+                w, aux = step(w, batch)
+                log(i, **aux)
+    jaxdist.allreduce(jnp.ones(10, jnp.float32))
+    Path(folder, "file").touch()
+    for what in (jaxdist.run_log, jaxdist.profile):
+        with raises(OSError, "file"), what(Path(folder, "file", "run")):
+            pass

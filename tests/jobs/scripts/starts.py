@@ -1,0 +1,249 @@
+"""How a process comes into a job, or does not: `python starts.py NAME [ARGUMENTS]`. Prints FINE at its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+NAME, ARGUMENTS = sys.argv[1], sys.argv[2:]
+
+
+def streams() -> list[str]:
+    """What the standard streams are."""
+    paths = [Path(f"/proc/self/fd/{k}") for k in range(3)]
+    return [str(path.readlink()) if path.is_symlink() else "" for path in paths]
+
+
+def imported() -> None:
+    """Without some streams; a child has the same. Writes into a file what it has seen."""
+    first = streams()
+    import jaxdist  # noqa: F401
+
+    print("out", flush=True)
+    print("err", file=sys.stderr)
+    sys.stdin.read()
+    code = "import os; print([os.readlink(f'/proc/self/fd/{k}') for k in (0, 2)])"
+    child = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout.decode()
+    Path(ARGUMENTS[0]).write_text(repr((first, streams(), child.strip())))
+
+
+def in_a_job() -> None:
+    """Without some streams, of which a library that came before jaxdist may have taken the numbers."""
+    if "first" in ARGUMENTS:
+        import socket
+
+        pair = socket.socketpair()
+        pair[0].setblocking(False)
+    import numpy as np
+
+    import jaxdist
+
+    ctx = jaxdist.init(timeout=30)
+    os.write(2, b"a line of a library's\n")
+    for _ in range(5):
+        jaxdist.allreduce(np.ones(8))
+    Path(ARGUMENTS[0], f"seen{ctx.rank}").write_text(repr(streams()))
+
+
+def under_run() -> None:
+    Path(ARGUMENTS[0], f"seen{os.environ['RANK']}").write_text(repr(streams()))
+
+
+def alone() -> None:
+    """A process by itself: what `init` refuses, with what, and what it makes."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxdist
+
+    assert "mpi4py" not in sys.modules
+    from harness.errors import raises
+
+    def refused(kind: type[Exception], *tokens: str, env: dict[str, str] | None = None, **given: Any) -> None:
+        os.environ.update(env or {})
+        try:
+            with raises(kind, *tokens):
+                jaxdist.init(**given)
+        finally:
+            for name in env or {}:
+                del os.environ[name]
+
+    refused(ValueError, "nccl", "auto, xla, mpi", communicator="nccl")
+    refused(ValueError, "carrier pigeon", "mpi", connector="carrier pigeon")
+    refused(ValueError, "8 devices", communicator="mpi")
+    refused(ValueError, "JAXDIST_COMMUNICATOR", "nope", env={"JAXDIST_COMMUNICATOR": "nope"})
+    refused(ValueError, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", env={"RANK": "0"})
+    for seconds in ("0", "-1", "inf", "nan", "soon"):
+        refused(ValueError, "JAXDIST_TIMEOUT", seconds, "seconds", env={"JAXDIST_TIMEOUT": seconds})
+    refused(ValueError, "timeout", "-3", timeout=-3)
+    for lanes in ("many", "1025"):
+        refused(ValueError, "JAXDIST_LANES", lanes, env={"JAXDIST_LANES": lanes})
+    refused(ValueError, "lanes=True", lanes=True)
+    refused(ValueError, "mpi", "xla", communicator="mpi", lanes=4)
+    for word in ("h1000", "cpu,network=-1", "cpu,memory=1", "cpu,latency=nan"):
+        refused(ValueError, "JAXDIST_MACHINE", word, env={"JAXDIST_MACHINE": word})
+    there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ARGUMENTS[0]}
+    refused(TimeoutError, "rank 1", env=there, timeout=0.3)
+    jnp.ones(2)  # a started backend is no harm to one process
+    ctx = jaxdist.get_context()
+    assert jaxdist.init() is ctx is jaxdist.init("local", "xla")
+    assert (ctx.rank, ctx.size, ctx.local_rank, ctx.local_size, ctx.is_root) == (0, 1, 0, 1, True)
+    assert ctx.num_devices == len(ctx.devices) == ctx.mesh.shape["data"] == 8
+    assert (ctx.communicator, ctx.mesh.axis_types) == ("xla", (jax.sharding.AxisType.Auto,))
+    refused(RuntimeError, "communicator", "mpi", communicator="mpi")
+    refused(RuntimeError, "connector", "mpi", connector="mpi")
+    ctx.barrier()
+    assert ctx.broadcast("x") == "x"
+    with raises(ValueError, "root=1"):
+        ctx.broadcast(1, root=1)
+
+
+def initialized() -> None:
+    """`jax.distributed` is already, of two processes; with an argument `init` is told where they meet."""
+    import jax
+
+    rank = int(os.environ["RANK"])
+    jax.distributed.initialize(f"127.0.0.1:{ARGUMENTS[0]}", 2, rank)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxdist
+
+    ctx = jaxdist.init(ARGUMENTS[1], rank=rank, size=2) if ARGUMENTS[1:] else jaxdist.init()
+    step = jaxdist.data_parallel(lambda w, x: (w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.mean(x)))
+    _, mean = step(jnp.ones(3), np.full((4, 3), 1.0 + rank, np.float32))
+    print(f"rank {ctx.rank} of {ctx.size} mean {float(mean)}", flush=True)
+
+
+def late() -> None:
+    """A backend has started before `init`, in one of several processes."""
+    import jax
+
+    import jaxdist
+
+    if os.environ["RANK"] == "1":
+        jax.devices()
+    jaxdist.init(timeout=30)
+
+
+def joins() -> None:
+    """By `init` with what the rank of each is given: ``JOINS`` or flags of XLA."""
+    mine = ARGUMENTS[int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)]
+    given: dict[str, Any] = {}
+    if mine.startswith("--"):
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" {mine}"
+    else:
+        name, _, value = mine.partition("=")
+        given = {name: int(value) if value.isdigit() else value}
+    import jaxdist
+
+    jaxdist.init(timeout=30, **given)
+
+
+def funneled() -> None:
+    """MPI was initialised to be called by one thread at a time."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    import jaxdist
+
+    print("COMMUNICATOR", jaxdist.init(communicator=ARGUMENTS[0]).communicator, flush=True)  # type: ignore[arg-type]
+    jaxdist.barrier()
+
+
+def connects() -> None:
+    """By a connector of the user's own; and nothing of the job listens to the network."""
+    import threading
+
+    import numpy as np
+    from harness.listening import listening
+
+    import jaxdist
+    from jaxdist.connectors.tcp import from_env  # private: to make one of the user's own of it
+
+    class Mine:
+        name = "mine"
+
+        def __init__(self) -> None:
+            inner = from_env(30)
+            for name in ("rank", "size", "local_rank", "local_size", "barrier", "broadcast", "abort"):
+                setattr(self, name, getattr(inner, name))
+
+    ports, started = set(), threading.Event()
+
+    def watch() -> None:
+        while not started.wait(0.01):
+            ports.update(listening())
+
+    threading.Thread(target=watch).start()
+    ctx = jaxdist.init(Mine(), timeout=60)  # type: ignore[arg-type]
+    assert jaxdist.allreduce(np.ones(2), groups=[[0], [*range(1, ctx.size)]])[0] == (ctx.size - 1 if ctx.rank else 1)
+    started.set()
+    assert {address for address, _ in ports} == {"127.0.0.1"}, ports
+    assert ctx.connector.broadcast({"from": ctx.rank}, root=1) == {"from": 1}
+
+
+def compiles_otherwise() -> None:
+    """A program's messages are in another order on one rank, as between other processors; here by a flag."""
+    if os.environ["RANK"] == "1":
+        os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxdist
+    from jaxdist.runtime import compiler  # private: flags that differ are refused
+
+    compiler.check_same = lambda *args: None  # type: ignore[assignment]
+    ctx = jaxdist.init(communicator="xla", timeout=60)
+    tx = jaxdist.zero(optax.adam(1e-3), 3)
+
+    @jaxdist.data_parallel
+    def step(ws: Any, state: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            hidden = x
+            for w in ws:
+                hidden = jnp.tanh(hidden @ w)
+            return (hidden**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        updates, state = tx.update(grads, state, ws)
+        return optax.apply_updates(ws, updates), state, value
+
+    ws = [jnp.ones((64, 64)) / 64] * 6
+    jax.block_until_ready(step(ws, tx.init(ws), np.full((256, 64), ctx.rank, np.float32)))
+
+
+def spawns_workers() -> None:
+    """A script without ``if __name__ == "__main__"`` whose workers import it again."""
+    import multiprocessing
+
+    import jaxdist
+
+    jaxdist.init()
+    worker = multiprocessing.get_context("spawn").Process(target=print, args=("THE WORKER",))
+    worker.start()
+    worker.join()
+
+
+def waits() -> None:
+    """Alone, for Ctrl-C."""
+    import time
+
+    import jaxdist
+
+    jaxdist.init()
+    print("READY", flush=True)
+    while True:
+        time.sleep(0.1)
+
+
+sys.path.insert(1, str(Path(__file__).parents[2]))
+globals()[NAME]()
+os.write(1, b"FINE\n") if NAME != "imported" else None

@@ -1,0 +1,223 @@
+"""One rank fails, differs, does not come or ends early: the job ends, with an error that says who, what and where.
+
+A fault by the launchers and over the wires of its row; with JAXDIST_FULL set, over all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import jobs
+
+FULL = "JAXDIST_FULL" in os.environ
+SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
+WHO = "rank 1 ("
+HAND, RUN, MPIRUN, GLOO = "hand", "run", "mpirun", "mpirun, gloo"
+EVERYWHERE = (HAND, RUN, MPIRUN, GLOO)
+
+
+class Fault(NamedTuple):
+    """What one of some ranks does.
+
+    Attributes:
+      call: arguments of the script.
+      tokens: that the output holds.
+      on: how it is started, the first one in a quick test if it is one.
+      quick: whether it is.
+      code: of the job; None: any that is not 0.
+      env: of the job.
+      ranks: of it.
+    """
+
+    call: str
+    tokens: tuple[str, ...]
+    on: tuple[str, ...] = (HAND,)
+    quick: bool = False
+    code: int | None = None
+    env: dict[str, str] = {}  # noqa: RUF012
+    ranks: int = 2
+
+
+def line(text: str) -> str:
+    """Where the script has this text, as a message names it."""
+    (number,) = (i for i, one in enumerate(SCRIPT.read_text().splitlines(), 1) if text in one)
+    return f"faults.py:{number}"
+
+
+def differ(what: str, *tokens: str, on: tuple[str, ...] = (HAND,), quick: bool = False) -> Fault:
+    """Two programs, of which none has run."""
+    return Fault(what, ("different programs", "call 1", *tokens), on, quick)
+
+
+SHORT = {"JAXDIST_TIMEOUT": "2"}
+CALLS = ("step 'step'", "rank 0", "rank 1")
+FAULTS = [
+    # A rank that ends.
+    Fault("raises", (f"{WHO}", "ValueError", "boom on purpose", 'faults.py", line'), (RUN, MPIRUN), True),
+    Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (HAND, GLOO)),
+    Fault("raises_oddly", (WHO, "BaseExceptionGroup", "Odd"), (RUN,)),
+    Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), True, 1),
+    Fault("raises_in_a_callback", (WHO, "boom on purpose"), (MPIRUN, RUN)),
+    Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
+    Fault("exits", (WHO, "exit code 3"), (RUN, HAND, GLOO), False, 3),
+    Fault("dies", (), (RUN, MPIRUN), True, 137),
+    Fault("dies", (WHO, "died"), (HAND, GLOO)),
+    Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
+    Fault("dies 2", ("rank 2 (", "died"), (HAND,), ranks=3),
+    Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),
+    Fault("has_children", (), (RUN, MPIRUN), True, 137),
+    Fault("leaves_early", ("rank 1", "2 calls", "rank 0", "call 3", "step 'step'"), (RUN, MPIRUN), True),
+    # A rank that does not come.
+    Fault("stuck", ("call 3", "rank 0", WHO, line("    time.sleep(100)  # here"), "stuck_in_the_loader"), (MPIRUN,),
+          env=SHORT),
+    Fault("stuck", ("rank 0", "rank 2", WHO, "stuck_in_the_loader"), (RUN,), env=SHORT, ranks=3),
+    Fault("stuck 1 spins", (WHO, "stuck_in_the_loader"), (MPIRUN,), env=SHORT),
+    Fault("stuck 1 stops", ("call 3", WHO, "does not answer"), (RUN, MPIRUN), env=SHORT),
+    Fault("stuck_at_first", ("step 'step'", WHO, "stuck_in_the_loader"), env={"JAXDIST_TIMEOUT": "4"}),
+    Fault("stuck_eagerly", ("allreduce", "float32[3]", WHO, "stuck_in_the_loader"), (HAND, MPIRUN), env=SHORT),
+    # Ranks whose programs are not the same: an operation is named, and its line.
+    differ("constant", "float32[3,2]", line("x @ given"), on=(HAND, MPIRUN), quick=True),
+    differ("number", "mul", "0.1", "1.1", line("w * rate")),
+    differ("operation", "sin", "tanh", line("jnp.tanh(w)"), on=(MPIRUN,)),
+    differ("collective", "psum", "pmax"),
+    differ("order_of_collectives", "reduce_sum", "mul", on=(MPIRUN,)),
+    differ("level", "level=1", "level=3"),
+    Fault("retraced 1 both", ("call 3", "2.0", "3.0", line("jnp.mean(x) * SCALE")), (HAND, MPIRUN)),
+    Fault("retraced", CALLS, (MPIRUN, HAND)),
+    Fault("settings", (*CALLS, "jax_default_matmul_precision", "highest")),
+    Fault("x64", ("jax_enable_x64", "False", "True", "rank 1"), (MPIRUN,)),
+    Fault("types", CALLS, (HAND,)),
+    # Calls in another order, or with something else.
+    Fault("rows", ("x", "float32[3,3]", "float32[4,3]"), (GLOO,)),
+    Fault("shape_later", (*CALLS, "float32[3,3]", "float32[4,3]"), (MPIRUN, HAND)),
+    Fault("type_later", ("step 'step'", "'text'"), (HAND,)),
+    Fault("order", (*CALLS, "step 'another'"), (HAND, MPIRUN), True),
+    Fault("models", CALLS, (MPIRUN,)),
+    Fault("eager_between", (*CALLS, "allreduce"), (HAND, MPIRUN)),
+    Fault("eager_between 0 barrier", ("step 'step'", "barrier"), (MPIRUN,)),
+    Fault("changed_copy", (*CALLS, "['w']"), (HAND,)),
+    Fault("exchanged", ("rank 1", "['w']"), (MPIRUN,)),
+    # The end of a script.
+    Fault("hangs_at_exit", (WHO, line("time.sleep(100))")), (HAND, RUN), env=SHORT),
+    Fault("step_at_exit", ("rank 1",), (HAND, MPIRUN)),
+    # No faults.
+    Fault("late", (), (MPIRUN,), code=0),
+    Fault("slow", ("rank 0", "no rank is missing"), (HAND,), code=0, env={"JAXDIST_TIMEOUT": "1"}),
+    Fault("ends_late", ("LATE", WHO), (HAND, RUN), code=0, env=SHORT),
+    Fault("error_at_exit", ("caught", "no business of the job"), (HAND, MPIRUN), code=0),
+    Fault("undecorated", ("2 ranks", "jaxdist.data_parallel"), (HAND,), code=0),
+]  # fmt: skip
+
+
+def start(how: str, fault: Fault) -> jobs.Job:
+    env = {"JAXDIST_TIMEOUT": "60", **fault.env}
+    if how == GLOO:
+        how, env["JAXDIST_COMMUNICATOR"] = "mpirun", "xla"
+    return jobs.launch(how, fault.ranks, [str(SCRIPT), *fault.call.split()], env)
+
+
+def marked() -> list[object]:
+    found = []
+    for fault in FAULTS:
+        for i, how in enumerate(EVERYWHERE if FULL and "stops" not in fault.call else fault.on):
+            marks = [pytest.mark.mpi] if "mpirun" in how else []
+            marks += [] if fault.quick and i == 0 else [pytest.mark.slow]
+            found.append(pytest.param(fault, how, marks=marks, id=f"{fault.call}, {how}"))
+    return found
+
+
+@pytest.mark.parametrize(("fault", "how"), marked())
+def test_the_job_ends_and_says_why(fault: Fault, how: str) -> None:
+    result = start(how, fault).end(60)
+    assert [token for token in fault.tokens if token not in result.output] == [], result.output
+    assert result.returncode == (result.returncode or 1 if fault.code is None else fault.code), result.output
+    if fault.code != 0:  # no rank is through, unless it is that which leaves; and neither gloo nor MPI has ended it
+        assert result.stdout.count("THROUGH") <= ("leaves" in fault.call), result.output
+        assert "Aborted" not in result.output, result.output
+    else:
+        assert "[Gloo]" not in result.output
+
+
+def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
+    results = start(HAND, Fault("stuck", (), env=SHORT)).finish(60)
+    for rank, result in enumerate(results):
+        assert result.returncode == 1
+        assert f"[jaxdist rank {rank}] " in result.stderr
+        assert WHO in result.stderr
+        assert line("    time.sleep(100)  # here") in result.stderr
+        assert result.seconds < 20, "the watchdog is on time"
+        assert ("stuck_in_the_loader" if rank else "in train") in result.stderr, result.stderr
+
+
+# --- from outside
+
+
+def pids(text: str) -> dict[int, int]:
+    return {int(rank): int(pid) for rank, pid in re.findall(r"READY (\d) (\d+)", text)}
+
+
+@pytest.mark.parametrize("how", [RUN, pytest.param(MPIRUN, marks=[pytest.mark.mpi, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+)
+def test_a_signal_to_the_launcher_ends_all_its_ranks(number: signal.Signals, code: int, how: str) -> None:
+    job = start(how, Fault("trains", ()))
+    ranks = pids(job.wait_for(lambda text: len(pids(text)) == 2))
+    assert len(ranks) == 2
+    job.processes[0].send_signal(number)
+    result = job.end(60)  # which fails if a process is left
+    assert result.returncode != 0
+    assert result.returncode == code or how == MPIRUN
+    assert "THROUGH" not in result.stdout
+    if number == signal.SIGINT:
+        assert "Traceback" not in result.output, result.output
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_ctrl_c_of_a_rank_that_is_stuck_in_native_code() -> None:
+    job = start(MPIRUN, Fault("stuck_in_native_code", ()))
+    found = pids(job.wait_for(lambda text: "READY" in text))
+    time.sleep(1)  # to be inside
+    os.kill(found[1], signal.SIGINT)
+    result = job.end(60)
+    assert result.returncode != 0
+    assert "rank 1] interrupted" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_is_killed_while_it_waits_for_the_others_is_missed(culprit: int) -> None:
+    job = start(HAND, Fault(f"killed_at_the_end {culprit}", ()))
+    text = job.wait_for(lambda text: "READY" in text)
+    os.kill(int(text.split("READY")[1].split()[0]), signal.SIGKILL)
+    results = job.finish(60)
+    assert results[1 - culprit].returncode == 1, results
+    assert f"rank {culprit} (" in results[1 - culprit].stderr
+
+
+@pytest.mark.slow
+def test_what_nobody_reads_does_not_keep_a_rank_from_ending() -> None:
+    """A traceback into a full pipe."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    while True:
+        try:
+            os.write(writing, b"x" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(writing, True)
+    try:
+        command = ["sh", "-c", f'exec "$@" 2>&{writing}', "sh"]
+        job = jobs.start_env(2, [str(SCRIPT), "raises"], wrapped=command, keep=[writing])
+        assert [result.returncode for result in job.finish(60)] == [1, 1]
+    finally:
+        os.close(reading)
+        os.close(writing)

@@ -1,0 +1,223 @@
+"""The one promise, between processes: what one device computes, over both wires, on 2, 3 and 4 ranks.
+
+A case runs in some of the jobs, so that each kind of it occurs over both wires and by all numbers of ranks that it has;
+with JAXDIST_FULL set, in all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from catalogue import optimizers
+from harness import jobs, oracle, quick
+
+FULL = "JAXDIST_FULL" in os.environ
+ROWS, STEPS = 24, 2  # as in scripts/one_device.py
+IDIOMS = [
+    "infonce", "cnn_batchnorm", "mixup_permutation", "private_map", "moe_expert_choice", "topk_hard_mining",
+    "gradient_accumulation", "moco_queue", "flax_batchnorm_dropout", "spearman_double_argsort", "transformer_scanned",
+    "aux_in_order",
+]  # fmt: skip
+"""Between them they gather, exchange, permute, sort, scatter, carry and draw."""
+SMALL = ["ppo_shuffled_minibatches", "gan_concatenated", "quantile_clipping"]
+"""Whose messages cost more than to compute them whole."""
+ON_MESHES = [name for name in IDIOMS if name not in ("mixup_permutation", "private_map", "moco_queue", "aux_in_order")]
+OPTIMIZERS = list(optimizers.ENTRIES) if FULL else ["chain", "lamb", "adafactor", "muon", "galore", "apply_if_finite"]
+CASES = list(oracle.CASES)
+APART = {"JAXDIST_MACHINE": "cpu,latency=0,stall=4e-5"}
+"""Devices on which no step is computed whole for its messages."""
+
+
+class Job(NamedTuple):
+    """Ranks that run cases one after the other."""
+
+    ranks: int
+    how: str
+    wire: str
+    env: dict[str, str] = APART
+
+
+JOBS = {
+    "2 by run": Job(2, "run", "xla"),
+    "2 by mpirun": Job(2, "mpirun", "mpi"),
+    "2 by hand": Job(2, "hand", "xla", {"JAXDIST_MACHINE": "cpu"}),
+    "3 by mpirun": Job(3, "mpirun", "mpi"),
+    "4 by hand": Job(4, "hand", "xla"),
+    "4 by mpirun": Job(4, "mpirun", "mpi", {"JAXDIST_MACHINE": "cpu", "JAXDIST_DEBUG": "1"}),
+}
+
+
+class Row(NamedTuple):
+    """A case: its words for the runner, in the order of the jobs (more than one are dealt out), and where it runs.
+
+    Attributes:
+      words: ``FOLDER`` and ``EXPECTED`` in them are replaced.
+      quick: jobs of the quick tests.
+      slow: jobs of the others.
+    """
+
+    words: list[str]
+    quick: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+
+
+def word(name: str, *arguments: Any) -> str:
+    return name + (json.dumps(arguments) if arguments else "")
+
+
+def dealt(names: list[str], turn: int, of: int, levels: bool = True) -> list[str]:
+    """Every so many of the names, or all, each at one of the four levels."""
+    chosen = [(i, name) for i, name in enumerate(names) if FULL or i % of == turn % of]
+    return [f"{name}:{(i // of + turn) % 4}" if levels else name for i, name in chosen]
+
+
+RUN, MPIRUN, HAND, THREE, FOUR, FOUR_MPI = JOBS
+TWO, ALL = (RUN, MPIRUN), tuple(JOBS)
+IDIOM_JOBS = {RUN: (IDIOMS, {}), MPIRUN: (IDIOMS, {}), HAND: (SMALL, {}), THREE: (IDIOMS + SMALL, {})}
+MESHES: dict[str, list[dict[str, int]]] = {
+    RUN: [{"sequence": 2}, {"model": 2, "data": 1}],
+    FOUR: [{"data": 2, "model": 2}, {"data": 2, "sequence": 2}],
+    FOUR_MPI: [{"model": 2, "data": 2}, {"model": 2, "sequence": 2}],
+}
+ROWS_OF: list[Row] = [
+    # What every rank compares by itself.
+    Row(["collectives:numbers"], TWO, (THREE, FOUR, FOUR_MPI)),
+    Row(["collectives:details"], TWO, (THREE, FOUR_MPI)),
+    Row(["collectives:refused"], (RUN,), (HAND, MPIRUN, THREE, FOUR_MPI)),
+    Row([word("collectives:random_calls", 8)], TWO, ()),
+    Row([word("collectives:random_calls", 60)], (), (THREE, FOUR_MPI)),
+    Row([word("collectives:random_calls", 12)], (), (RUN, FOUR)),
+    Row(["collectives:gradients"], (MPIRUN,), (HAND, THREE, FOUR)),
+    Row([word("collectives:large", 4, 4.0)], (MPIRUN,), ()),
+    Row([word("collectives:large", 30, 35.0)], (), (HAND, MPIRUN)),
+    Row([word("collectives:of_jax", True)], (MPIRUN,), ()),
+    Row(["collectives:of_jax"], (), (HAND, THREE)),
+    Row([word("collectives:of_jaxdist", 1)], (RUN,), (HAND, THREE, FOUR, FOUR_MPI)),
+    Row(["collectives:nan_in_a_step"], TWO, (FOUR,)),
+    Row([word("collectives:scattered", 200 if FULL else 50)], (), (HAND,)),
+    Row([word("collectives:away", "FOLDER")], (), (MPIRUN,)),
+    Row(["collectives:in_pieces"], (), (MPIRUN, THREE)),
+    Row(["collectives:threads"], (MPIRUN,), (HAND, THREE)),
+    Row(["calls:steps"], (RUN,), (MPIRUN, THREE)),
+    Row(["calls:refused"], (RUN,), (MPIRUN, THREE)),
+    Row(["calls:said"], TWO, (THREE,)),
+    Row([word("calls:modules", 1)], (), (MPIRUN,)),
+    Row([word("calls:modules", 3)], (), (HAND,)),
+    Row(["calls:averages"], (), (HAND, THREE)),
+    Row(["state:compared"], (RUN,), (THREE, MPIRUN)),
+    Row(["state:checked_in_steps"], (RUN,), (THREE, MPIRUN)),
+    Row([word("state:differs", "FOLDER")], (RUN,), (THREE, MPIRUN)),
+    Row([word("state:steady", "FOLDER")], (), (HAND, THREE)),
+    Row(["context:fields"], TWO, (THREE, FOUR)),
+    Row(["context:broadcasts"], (MPIRUN,), (HAND, THREE)),
+    Row(["context:compiled"], (RUN,), (MPIRUN, THREE)),
+    Row(["records:evaluations"], (MPIRUN,), (HAND, THREE)),
+    Row([word("records:sinks", "FOLDER")], (), (RUN, MPIRUN)),
+    Row([word("records:seen", "FOLDER")], (), (RUN, MPIRUN)),
+    # How far it is from one device.
+    *(Row([word("one_device:idioms", "EXPECTED", dealt(names, i, 2))], (), (job,))
+      for i, (job, (names, _)) in enumerate(IDIOM_JOBS.items())),
+    Row([word("one_device:idioms", "EXPECTED", ["cnn_batchnorm:3", "infonce:1"])], (RUN,)),
+    Row([word("one_device:idioms", "EXPECTED", ["topk_hard_mining:2", "moe_expert_choice:0"])], (MPIRUN,)),
+    *(Row([word("one_device:idioms", "EXPECTED", dealt(ON_MESHES, i + k, 4), mesh)], (), (job,))
+      for i, (job, meshes) in enumerate(MESHES.items()) for k, mesh in enumerate(meshes)),
+    *(Row([word("one_device:around", "FOLDER", meshes[0])], (), (job,)) for job, meshes in MESHES.items()),
+    *(Row([word("one_device:cases", "EXPECTED", dealt(CASES, i, 2, levels=False))], (), (job,))
+      for i, job in enumerate((RUN, THREE))),
+    Row([word("one_device:cases", "EXPECTED", ["clip_adamw", "microbatches"])], TWO),
+    Row([word("one_device:optimizers_in_shards", "EXPECTED", ["chain", "muon"], 1, None)], (RUN,)),
+    Row([word("one_device:optimizers_in_shards", "EXPECTED", OPTIMIZERS, 0, None)], (), (MPIRUN,)),
+    Row([word("one_device:optimizers_in_shards", "EXPECTED", OPTIMIZERS, 1, None)], (), (THREE,)),
+    Row([word("one_device:optimizers_in_shards", "EXPECTED", OPTIMIZERS, 2, 2)], (), (FOUR,)),
+    Row([word("one_device:offloaded", "FOLDER/run")], (), (RUN, THREE)),
+    Row(["one_device:chosen"], (), (HAND, FOUR_MPI)),
+    Row(["one_device:places"], (), (FOUR, FOUR_MPI)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one device computes in each case that words name, in a file: the ranks need not compute it again."""
+    known: dict[str, Any] = {}
+
+    def named(text: str) -> str:
+        with quick.compilation():
+            for name in CASES + IDIOMS + SMALL:
+                if f'"{name}' in text and name not in known:
+                    one = oracle.idiom(name, ROWS) if name in IDIOMS + SMALL else oracle.case(name)
+                    rows = (STEPS, ROWS) if name in IDIOMS + SMALL else ()
+                    known[name] = oracle.leaves(oracle.run_plain(one, *rows))
+            if "optimizers_in_shards" in text:
+                known["few_examples"] = oracle.expected("few_examples")
+                chosen = [name for name in OPTIMIZERS if f'"{name}' in text]
+                out = jax.device_get(optimizers.run_plain(chosen))
+                known["optimizers"] = {name: out[2 * i : 2 * i + 2] for i, name in enumerate(chosen)}
+        path = tmp_path_factory.mktemp("expected") / "expected.pickle"
+        path.write_bytes(pickle.dumps(known))
+        return str(path)
+
+    return named
+
+
+def speeds(name: str) -> Any:
+    marks = [pytest.mark.mpi] if JOBS[name].how == "mpirun" else []
+    if any(name in row.quick for row in ROWS_OF):
+        yield pytest.param(name, True, marks=marks, id=f"{name}, quick")
+    yield pytest.param(name, False, marks=[*marks, pytest.mark.slow], id=name)
+
+
+@pytest.mark.parametrize(("name", "fast"), [each for name in JOBS for each in speeds(name)])
+def test_several_processes_compute_what_one_device_does(name: str, fast: bool, expected: Any, tmp_path: Path) -> None:
+    ranks, how, wire, env = JOBS[name]
+    rows = [row for row in ROWS_OF if name in (row.quick if fast else row.slow)]
+    text = "\n".join(one for row in rows for one in row.words).replace("FOLDER", str(tmp_path))
+    words = text.replace("EXPECTED", expected(text)).splitlines()
+    result, found = jobs.cases(ranks, wire, tmp_path, *words, env={"JAXDIST_TIMEOUT": "60", **env}, how=how)
+    for one, of_ranks in found.items():
+        gaps = [gap for gaps in of_ranks if one.startswith("one_device") for gap in gaps.items()]
+        assert bool(gaps) == one.startswith("one_device"), one
+        assert {name: gap for name, gap in gaps if not gap <= 1e-10} == {}, one
+        if one == "context:fields":
+            assert of_ranks == [[rank, rank, ranks, True] for rank in range(ranks)]
+        if one == "records:evaluations":
+            assert of_ranks == of_ranks[:1] * ranks
+    if "JAXDIST_DEBUG" in env:
+        assert "[jaxdist rank 1] eager collective 1: allreduce(op='sum') of float32[4,4]" in result.stderr
+
+
+# --- lanes: the bits do not depend on the number of processes
+
+LANES = 4
+QUICK_BITS = ["cnn_batchnorm:1", "whole:0", "clip_adamw:3"]
+BITS = ["wide:0", "wide:3", "wide:1:2:inner", "cnn_batchnorm:1", "transformer_scanned:3", "infonce:0", "gru_lengths:1",
+        "lstm:0", "microbatches:0", "matrices:1", "padded:3", "whole:0", "microbatches:3:2:outer"]  # fmt: skip
+"""An MLP of products that Eigen may divide among threads, also on a mesh with a model axis; BatchNorm, dropout in a
+scan, a contrastive loss, recurrent nets, accumulation, Muon by owners, an uneven tail of the loader, a step of the
+whole batch alone, parts that several ranks pass."""
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "sizes"),
+    [
+        pytest.param(QUICK_BITS, 2, (1, 2), id="quick"),
+        pytest.param(BITS, 200 if FULL else 3, (1, 2, 4) if FULL else (1, 4), marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_in_lanes_the_bits_are_those_of_one_process(
+    words: list[str], steps: int, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    found = []
+    for ranks in sizes:
+        (folder := tmp_path / str(ranks)).mkdir()
+        asked = word("lanes:bits", words, ROWS, steps)
+        _, bits = jobs.cases(ranks, "auto", folder, asked, env={"JAXDIST_LANES": str(LANES)}, how="hand")
+        found += bits[asked]
+    assert found == found[:1] * sum(sizes)
+    names = {one.split(":")[0] for one in words}
+    assert len(set(found[0].values())) >= len(names)  # of one problem at several levels they may be the same

@@ -1,0 +1,157 @@
+"""How processes come together: by whom, with what, with which streams; and what keeps a job from starting."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import jobs
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "starts.py")
+GLOO = {"JAXDIST_COMMUNICATOR": "xla"}
+
+
+class Start(NamedTuple):
+    """A job, and what it says: to each rank started by hand, or in all.
+
+    Attributes:
+      call: arguments of the script; ``FOLDER`` and ``PORT`` are replaced.
+      tokens: of the output.
+      fails: whether it does not start.
+      how: it is started.
+      ranks: of it.
+      quick: whether it is a quick test.
+      env: of the job.
+    """
+
+    call: str
+    tokens: tuple[str, ...] = ()
+    fails: bool = False
+    how: str = "hand"
+    ranks: int = 2
+    quick: bool = False
+    env: dict[str, str | None] = {}  # noqa: RUF012
+
+
+FAST, PROXY = "--xla_cpu_enable_fast_math=", "http://127.0.0.1:9"
+STARTS = [
+    Start("initialized PORT", ("rank ", " of 2", "tcp://", "size=2"), True, quick=True),
+    Start("initialized PORT tcp://127.0.0.1:MEET", (" of 2 mean 1.5",), quick=True),
+    Start("late", ("rank 1", "JAX backend"), True),
+    Start(f"joins {FAST}false {FAST}true", ("rank 0 (", "rank 1 (", f"{FAST}false", f"{FAST}true"), True),
+    Start("joins lanes=4 lanes=2", ("lanes=4", "rank 0", "lanes=2", "rank 1"), True),
+    Start("joins lanes=1 lanes=1", ("2 processes", "lanes=1"), True),
+    Start("joins communicator=mpi communicator=mpi", ("mpi", "lanes"), True, env={"JAXDIST_LANES": "4"}),
+    Start("joins communicator=mpi communicator=mpi", ("communicator 'mpi'",), True),
+    Start("connects", ranks=3, env={"http_proxy": PROXY, "https_proxy": PROXY, "no_proxy": None}),
+    Start("compiles_otherwise", ("rank 0", "rank 1", "another order", "collective_"), True),
+    Start("spawns_workers", ("data worker", "__main__"), how="hand", ranks=1),
+    Start("funneled auto", ("COMMUNICATOR xla", "one thread"), how="mpirun"),
+    Start("funneled mpi", ("one thread",), True, "mpirun"),
+]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param(s, marks=[pytest.mark.mpi] * (s.how == "mpirun") + [pytest.mark.slow] * (not s.quick), id=s.call)
+     for s in STARTS],
+)  # fmt: skip
+def test_processes_come_together_or_say_why_not(given: Start, tmp_path: Path) -> None:
+    port, meet = str(jobs.free_port()), str(jobs.free_port())
+    call = given.call.replace("PORT", port).replace("MEET", meet).replace("FOLDER", str(tmp_path)).split()
+    results = jobs.launch(given.how, given.ranks, [SCRIPT, *call], given.env).finish(90)
+    for result in results:
+        assert bool(result.returncode) == given.fails, result.output
+        assert ("FINE" in result.stdout) != given.fails, result.output
+        assert [token for token in given.tokens if token not in result.output] == [], result.output
+
+
+def test_a_process_alone() -> None:
+    env = jobs.environment({
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(Path(__file__).parents[1]),
+    })  # fmt: skip
+    command = [sys.executable, SCRIPT, "alone", str(jobs.free_port())]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "FINE\n", done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [(), ("-m", "jaxdist", "run", "-n", "1", "--launcher", "env")], ids=["python", "run"])
+def test_ctrl_c_of_a_process_alone_prints_one_line(run: tuple[str, ...]) -> None:
+    job = jobs.Job()
+    job.start([sys.executable, *run, SCRIPT, "waits"])
+    job.wait_for(lambda text: "READY" in text)
+    job.processes[0].send_signal(signal.SIGINT)
+    result = job.end(40)
+    assert result.returncode == (130 if run else -signal.SIGINT)  # of a process: as Python's own
+    assert len(result.stderr.splitlines()) == 1, result.output
+    assert "interrupted" in result.stderr
+    assert run or "starts.py:" in result.stderr
+
+
+def test_which_gpu_a_process_takes() -> None:
+    from jaxdist.runtime.devices import Resources, choose_gpu  # private: there is no GPU here
+
+    shared = [Resources(host, (0,), ("u0", "u1"), "gpu") for host in "aabb"]
+    assert [choose_gpu(shared, rank) for rank in range(4)] == [0, 1, 0, 1]
+    own = [Resources("a", (0,), (gpu,), "gpu") for gpu in ("u0", "u1", "u2")]
+    assert [choose_gpu(own, rank) for rank in range(3)] == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"3 .*\b2\b"):
+        choose_gpu([Resources("a", (0,), ("u0", "u1"), "gpu")] * 3, 2)
+
+
+# --- standard streams that were closed when a process started: a daemon's child, `2>&-`
+
+CLOSED = ("<&-", ">&-", "2>&-")
+
+
+def closing(*which: int) -> list[str]:
+    """Runs a command without these streams."""
+    return ["sh", "-c", f'exec "$@" {" ".join(CLOSED[k] for k in which)}', "sh"]
+
+
+@pytest.mark.parametrize("which", [(0,), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
+def test_the_null_device_stands_in_for_what_is_closed(which: tuple[int, ...], tmp_path: Path) -> None:
+    command = [*closing(*which), sys.executable, SCRIPT, "imported", str(tmp_path / "seen")]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done
+    first, after, child = eval((tmp_path / "seen").read_text())
+    assert [k for k in range(3) if not first[k]] == list(which)
+    assert after == ["/dev/null" if k in which else first[k] for k in range(3)]
+    assert eval(child) == [after[0], after[2]]
+    assert done.stdout == (b"" if 1 in which else b"out\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "first"), [((2,), False), ((0, 1, 2), False), ((0, 1, 2), True)])
+def test_nothing_of_the_job_gets_the_number_of_a_stream(which: tuple[int, ...], first: bool, tmp_path: Path) -> None:
+    """A connection that has it already, of a library that came before jaxdist, is an error on every rank."""
+    job, port = jobs.Job(), str(jobs.free_port())
+    for rank in range(2):
+        there = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        start = [*(closing(*which) if rank else []), sys.executable, SCRIPT, "in_a_job", str(tmp_path)]
+        job.start([*start, *(["first"] if first and rank else [])], there)
+    results = job.finish(90)
+    assert [bool(result.returncode) for result in results] == [first, first], [r.output for r in results]
+    if first:
+        assert "rank 1" in results[0].output
+        assert "stdout was closed" in results[0].output
+    else:
+        seen = eval((tmp_path / "seen1").read_text())
+        assert [seen[k] for k in which] == ["/dev/null"] * len(which)
+
+
+@pytest.mark.slow
+def test_the_launcher_runs_without_streams(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", "env", "--prefix", SCRIPT]
+    command = [*closing(0, 1, 2), *run, "under_run", str(tmp_path)]
+    env = jobs.environment()
+    done = subprocess.run(command, capture_output=True, timeout=90, check=False, env=env, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done
+    for rank in (0, 1):
+        seen = eval((tmp_path / f"seen{rank}").read_text())
+        assert not [name for name in seen if not name or name.startswith("socket:")]
