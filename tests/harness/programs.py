@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 KINDS = {
     "all_reduce": "all-reduce",
     "reduce_scatter": "reduce-scatter",
@@ -50,7 +52,23 @@ def _tensors(text: str) -> list[tuple[tuple[int, ...], str]]:
     return [_tensor(found) for found in re.findall(r"tensor<([^>]*)>", text)]
 
 
-def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+def _meshes(text: str) -> dict[str, tuple[dict[str, int], np.ndarray]]:
+    """By name: the sizes of the axes, and the devices."""
+    meshes = {}
+    for name, axes, ids in re.findall(r"sdy\.mesh @(\w+) = <\[(.*?)\](?:, device_ids=\[(.*?)\])?>", text):
+        sizes = {axis: int(size) for axis, size in re.findall(r'"(\w+)"=(\d+)', axes)}
+        devices = np.array([int(i) for i in ids.split(",")]) if ids else np.arange(math.prod(sizes.values()))
+        meshes[name] = sizes, devices.reshape(list(sizes.values()))
+    return meshes
+
+
+def _groups(line: str, meshes: dict[str, tuple[dict[str, int], np.ndarray]]) -> tuple[tuple[int, ...], ...]:
+    if found := re.search(r"replica_group_mesh_axes<mesh = @(\w+), axes = \[(.*?)\]>", line):  # jax 0.12
+        sizes, devices = meshes[found[1]]
+        across = re.findall(r'name = "(\w+)"', found[2])
+        order = [axis for axis in sizes if axis not in across] + across
+        moved = devices.transpose([list(sizes).index(axis) for axis in order])
+        return tuple(map(tuple, moved.reshape(-1, math.prod(sizes[axis] for axis in across)).tolist()))
     found = re.search(r"replica_groups = dense<(.*?)> : tensor<(\d+)x(\d+)xi64>", line)
     if not found:
         return ()
@@ -62,6 +80,7 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
 def operations(text: str) -> list[Op]:
     """All operations of a program in order, those of its functions where they are called."""
     bodies: dict[str, list[str]] = {}
+    meshes = _meshes(text)
     name = ""
     for line in text.splitlines():
         if found := re.match(r"\s*func\.func .*?@([\w.]+)\(", line):
@@ -86,10 +105,10 @@ def operations(text: str) -> list[Op]:
                 elif (
                     not waiting and " : " in line and (types := _tensors(line.rpartition(" : ")[2].rpartition("->")[2]))
                 ):
-                    yield Op(kind, *types[0], inside, _groups(line), _flops(kind, line, types[0][0]))
+                    yield Op(kind, *types[0], inside, _groups(line, meshes), _flops(kind, line, types[0][0]))
             if waiting and (end := re.match(r"\s*\}\) : .*-> (.*)$", line)):
                 for shape, dtype in _tensors(end[1]):
-                    yield Op(waiting[0], shape, dtype, inside, _groups(waiting[1]))
+                    yield Op(waiting[0], shape, dtype, inside, _groups(waiting[1], meshes))
                 waiting = None
             stripped = line.strip()
             if stripped.startswith("}") and regions and not stripped.startswith("} do"):
