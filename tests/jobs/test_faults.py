@@ -60,57 +60,44 @@ CALLS = ("step 'step'", "rank 0", "rank 1")
 FAULTS = [
     # A rank that ends.
     Fault("raises", (f"{WHO}", "ValueError", "boom on purpose", 'faults.py", line'), (RUN, MPIRUN), True),
-    Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (HAND, GLOO)),
+    Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (GLOO,)),
     Fault("raises_oddly", (WHO, "BaseExceptionGroup", "Odd"), (RUN,)),
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), True, 1),
-    Fault("raises_in_a_callback", (WHO, "boom on purpose"), (MPIRUN, RUN)),
+    Fault("raises_in_a_callback", (WHO, "boom on purpose"), (MPIRUN,)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
-    Fault("exits", (WHO, "exit code 3"), (RUN, HAND, GLOO), False, 3),
     Fault("dies", (), (RUN, MPIRUN), True, 137),
-    Fault("dies", (WHO, "died"), (HAND, GLOO)),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
-    Fault("dies 2", ("rank 2 (", "died"), (HAND,), ranks=3),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),
-    Fault("has_children", (), (RUN, MPIRUN), True, 137),
+    Fault("has_children", (WHO,), (HAND, MPIRUN), True),
     Fault("leaves_early", ("rank 1", "2 calls", "rank 0", "call 3", "step 'step'"), (RUN, MPIRUN), True),
     # A rank that does not come.
     Fault("stuck", ("call 3", "rank 0", WHO, line("    time.sleep(100)  # here"), "stuck_in_the_loader"), (MPIRUN,),
-          env=SHORT),
-    Fault("stuck", ("rank 0", "rank 2", WHO, "stuck_in_the_loader"), (RUN,), env=SHORT, ranks=3),
-    Fault("stuck 1 spins", (WHO, "stuck_in_the_loader"), (MPIRUN,), env=SHORT),
-    Fault("stuck 1 stops", ("call 3", WHO, "does not answer"), (RUN, MPIRUN), env=SHORT),
+          env=SHORT, ranks=3),
+    Fault("stuck 1 stops", ("call 3", WHO, "does not answer"), (RUN,), env=SHORT),
     Fault("stuck_at_first", ("step 'step'", WHO, "stuck_in_the_loader"), env={"JAXDIST_TIMEOUT": "4"}),
-    Fault("stuck_eagerly", ("allreduce", "float32[3]", WHO, "stuck_in_the_loader"), (HAND, MPIRUN), env=SHORT),
+    Fault("stuck_eagerly", ("allreduce", "[3]", WHO, "stuck_in_the_loader"), (MPIRUN,), env=SHORT),
     # Ranks whose programs are not the same: an operation is named, and its line.
-    differ("constant", "float32[3,2]", line("x @ given"), on=(HAND, MPIRUN), quick=True),
-    differ("number", "mul", "0.1", "1.1", line("w * rate")),
+    differ("constant", "float32[3,2]", line("x @ given"), quick=True),
     differ("operation", "sin", "tanh", line("jnp.tanh(w)"), on=(MPIRUN,)),
-    differ("collective", "psum", "pmax"),
-    differ("order_of_collectives", "reduce_sum", "mul", on=(MPIRUN,)),
-    differ("level", "level=1", "level=3"),
-    Fault("retraced 1 both", ("call 3", "2.0", "3.0", line("jnp.mean(x) * SCALE")), (HAND, MPIRUN)),
-    Fault("retraced", CALLS, (MPIRUN, HAND)),
-    Fault("settings", (*CALLS, "jax_default_matmul_precision", "highest")),
-    Fault("x64", ("jax_enable_x64", "False", "True", "rank 1"), (MPIRUN,)),
+    differ("order_of_collectives", line("w - summed(x)"), on=(MPIRUN,)),
+    Fault("retraced 1 both", ("call 3", "2.0", "3.0", line("jnp.mean(x) * SCALE")), (HAND,)),
+    Fault("settings", (*CALLS, "setting")),
     Fault("types", CALLS, (HAND,)),
     # Calls in another order, or with something else.
     Fault("rows", ("x", "float32[3,3]", "float32[4,3]"), (GLOO,)),
-    Fault("shape_later", (*CALLS, "float32[3,3]", "float32[4,3]"), (MPIRUN, HAND)),
-    Fault("type_later", ("step 'step'", "'text'"), (HAND,)),
+    Fault("shape_later", (*CALLS, "float32[3,3]", "float32[4,3]"), (MPIRUN,)),
     Fault("order", (*CALLS, "step 'another'"), (HAND, MPIRUN), True),
-    Fault("models", CALLS, (MPIRUN,)),
-    Fault("eager_between", (*CALLS, "allreduce"), (HAND, MPIRUN)),
+    Fault("eager_between", (*CALLS, "allreduce"), (HAND,)),
     Fault("eager_between 0 barrier", ("step 'step'", "barrier"), (MPIRUN,)),
     Fault("changed_copy", (*CALLS, "['w']"), (HAND,)),
-    Fault("exchanged", ("rank 1", "['w']"), (MPIRUN,)),
     # The end of a script.
-    Fault("hangs_at_exit", (WHO, line("time.sleep(100))")), (HAND, RUN), env=SHORT),
-    Fault("step_at_exit", ("rank 1",), (HAND, MPIRUN)),
+    Fault("hangs_at_exit", (WHO, line("time.sleep(100))")), (HAND,), env=SHORT),
+    Fault("step_at_exit", ("rank 1",), (HAND,)),
     # No faults.
     Fault("late", (), (MPIRUN,), code=0),
     Fault("slow", ("rank 0", "no rank is missing"), (HAND,), code=0, env={"JAXDIST_TIMEOUT": "1"}),
-    Fault("ends_late", ("LATE", WHO), (HAND, RUN), code=0, env=SHORT),
-    Fault("error_at_exit", ("caught", "no business of the job"), (HAND, MPIRUN), code=0),
+    Fault("ends_late", ("LATE", WHO), (RUN,), code=0, env=SHORT),
+    Fault("error_at_exit", ("caught", "no business of the job"), (MPIRUN,), code=0),
     Fault("undecorated", ("2 ranks", "jaxdist.data_parallel"), (HAND,), code=0),
 ]  # fmt: skip
 
@@ -215,7 +202,7 @@ def test_what_nobody_reads_does_not_keep_a_rank_from_ending() -> None:
             break
     os.set_blocking(writing, True)
     try:
-        command = ["sh", "-c", f'exec "$@" 2>&{writing}', "sh"]
+        command = ["sh", "-c", f'exec "$@" 2>/proc/self/fd/{writing}', "sh"]
         job = jobs.start_env(2, [str(SCRIPT), "raises"], wrapped=command, keep=[writing])
         assert [result.returncode for result in job.finish(60)] == [1, 1]
     finally:

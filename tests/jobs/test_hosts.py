@@ -70,13 +70,6 @@ def test_open_mpi(hosts: Hosts, expected: str, communicator: str, tmp_path: Path
     check(hosts.run("node1", [*mpirun, *cases], CLUSTER).output, TWO_EACH, communicator)
 
 
-@pytest.mark.mpi
-def test_jaxdist_run_through_mpirun(hosts: Hosts, expected: str) -> None:
-    jobs.mpirun_path()
-    command = [*RUN, "--hosts", "node1:2,node2:2", SCRIPT, "mpi", "auto", expected, f"{SMALL}:0"]
-    check(hosts.run("node1", command).output, TWO_EACH, "mpi")
-
-
 def test_jaxdist_run_over_ssh_on_three_hosts(hosts: Hosts, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# rank 0 is not where the job is started\nnode2:2\n\nnode1 slots=1  # Open MPI's form\nnode3\n")
@@ -115,8 +108,7 @@ def training_on(hosts: Hosts, launcher: str, *fails: str) -> jobs.Job:
     return job
 
 
-@pytest.mark.parametrize("launcher", ["env", pytest.param("mpirun", marks=pytest.mark.mpi)])
-@pytest.mark.parametrize("what", ["exit", "kill"])
+@pytest.mark.parametrize(("launcher", "what"), [("env", "exit"), pytest.param("mpirun", "kill", marks=pytest.mark.mpi)])
 def test_a_rank_that_ends_on_one_host_ends_all(hosts: Hosts, what: str, launcher: str) -> None:
     job = training_on(hosts, launcher, *(["1"] if what == "exit" else []))
     if what == "kill":
@@ -128,8 +120,7 @@ def test_a_rank_that_ends_on_one_host_ends_all(hosts: Hosts, what: str, launcher
     hosts.check_idle()
 
 
-@pytest.mark.parametrize("at", ["jaxdist run", "ssh -T"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("at", "number"), [("jaxdist run", signal.SIGKILL), ("ssh -T", signal.SIGTERM)])
 def test_a_launcher_or_a_connection_that_ends_ends_the_ranks(hosts: Hosts, at: str, number: signal.Signals) -> None:
     job = training_on(hosts, "env")
     found = [p for p in hosts.processes("node1") if f" {at} " in f" {p}"]

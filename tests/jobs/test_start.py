@@ -51,7 +51,6 @@ STARTS = [
     Start("compiles_otherwise", ("rank 0", "rank 1", "another order", "collective_"), True),
     Start("spawns_workers", ("data worker", "__main__"), how="hand", ranks=1),
     Start("funneled auto", ("COMMUNICATOR xla", "one thread"), how="mpirun"),
-    Start("funneled mpi", ("one thread",), True, "mpirun"),
 ]
 
 

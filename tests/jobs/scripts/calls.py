@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from harness.check import close, compare
+from harness.check import close
 from harness.errors import raises
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -138,9 +136,9 @@ STEPS: dict[str, Row] = {
 }  # fmt: skip
 
 
-def steps() -> None:
-    """Twice each."""
-    for name, row in STEPS.items():
+def steps(turn: int = 0, of: int = 1) -> None:
+    """Every so many of them, twice each."""
+    for name, row in list(STEPS.items())[turn::of]:
         if name == "each device's own code":
             want: Any = W * max(x.sum() for x in X)
         else:
@@ -213,52 +211,3 @@ def said() -> None:
     rows = [("rank 0", "rank 1", "'b'"), (f"{N} ranks", "same batch")]
     for tokens in rows if ctx.is_root else []:
         assert sum(all(token in text for token in tokens) for text in heard) == 1, (tokens, heard)
-
-
-def modules(level: int) -> None:
-    """Of flax, with BatchNorm, dropout, an optimizer and metrics."""
-
-    def train(decorate: Any, tx: Any, batches: list[Any]) -> Any:
-        model = nnx.Sequential(
-            nnx.Linear(3, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float64, use_bias=False),
-            nnx.BatchNorm(4, rngs=nnx.Rngs(1), param_dtype=jnp.float64),
-            nnx.Dropout(0.5, rngs=nnx.Rngs(2)),
-            nnx.Linear(4, 1, rngs=nnx.Rngs(3), param_dtype=jnp.float64),
-        )
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
-
-        @decorate
-        def step(model: Any, optimizer: Any, metrics: Any, x: Any, y: Any) -> Any:
-            loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x)[:, 0] - y) ** 2))(model)
-            optimizer.update(model, grads)
-            metrics.update(loss=loss)
-            return loss
-
-        losses = [step(model, optimizer, metrics, *batch) for batch in batches]
-        return losses, nnx.state(model), metrics.compute(), optimizer.step.get_value()
-
-    mine = [(X[R] * k, Y[R]) for k in (1.0, 2.0, 3.0)]
-    every = [(whole(X) * k, whole(Y)) for k in (1.0, 2.0, 3.0)]
-    tx = optax.adam(0.1)
-    found = train(jaxdist.data_parallel, jaxdist.zero(tx, level), mine)  # type: ignore[arg-type]
-    leaves = lambda tree: jax.tree.leaves(data(jax.tree.map(lambda x: x, tree)))
-    close(leaves(found), leaves(train(nnx.jit, tx, every)), 1e-6)  # nnx.metrics has float32 alone
-
-
-def averages() -> None:
-    """Of the parameters, in shards beside whole ones."""
-
-    def step(p: Any, e: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - 1) ** 2))(p)
-        p = jax.tree.map(lambda a, g: a - 0.1 * g, p, grads)
-        return p, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, e, p), loss
-
-    x = np.random.default_rng(0).normal(size=(24, 5))
-    p: Any = {"in": jnp.ones((5, 7)), "out": jnp.ones(7)}
-    want, average = p, p
-    decorated, e = jaxdist.data_parallel(step, donate=False), jaxdist.shard(jax.tree.map(jnp.copy, p))
-    for _ in range(3):
-        p, e, _ = decorated(p, e, x[R * len(x) // N :][: len(x) // N])
-        want, average, _ = step(want, average, x)
-    compare(jaxdist.unshard(e), average)

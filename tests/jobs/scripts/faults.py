@@ -20,7 +20,7 @@ import numpy as np
 
 import jaxdist
 
-NAME, CULPRIT, ARGUMENT = [*sys.argv[1:], "1", ""][:3] if len(sys.argv) < 4 else sys.argv[1:4]
+NAME, CULPRIT, ARGUMENT = (*sys.argv[1:], *("1", "")[len(sys.argv) - 2 :])
 ctx = jaxdist.init()
 ODD = ctx.rank == int(CULPRIT)
 SCALE = 1.0
@@ -204,42 +204,17 @@ def constant() -> None:
     jaxdist.data_parallel(lambda w, x: (w - jnp.mean(x @ given), x.sum()))(np.ones(3), batch())
 
 
-def number() -> None:
-    rate = 0.1 + ODD
-    jaxdist.data_parallel(lambda w, x: (w * rate, x.sum()))(np.ones(3), batch())
-
-
 def operation() -> None:
     jaxdist.data_parallel(lambda w, x: (jnp.tanh(w) if ODD else jnp.sin(w), x.sum()))(np.ones(3), batch())
 
 
-def collective() -> None:
+def order_of_collectives() -> None:
     def on_each(x: Any) -> Any:
-        return (jax.lax.pmax if ODD else jax.lax.psum)(x.sum(), "data")
+        found = {f: f(x.sum(), "data") for f in ((jax.lax.pmax, jax.lax.psum)[:: -1 if ODD else 1])}
+        return found[jax.lax.psum] + found[jax.lax.pmax]
 
     summed = jaxdist.per_device(on_each, in_specs=jax.P("data"), out_specs=jax.P())
     jaxdist.data_parallel(lambda w, x: (w - summed(x), x.sum()))(np.ones(3), batch())
-
-
-def order_of_collectives() -> None:
-    def twice(w: Any, x: Any) -> Any:
-        parts = {i: jnp.sum(x * 2 if i else x) for i in ([1, 0] if ODD else [0, 1])}
-        return w - parts[0] + parts[1], x.sum()
-
-    jaxdist.data_parallel(twice)(np.ones(3), batch())
-
-
-def level() -> None:
-    import optax
-
-    tx = jaxdist.zero(optax.adam(0.1), 3 if ODD else 1)
-
-    def trained(w: Any, opt: Any, x: Any) -> Any:
-        updates, opt = tx.update(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), opt, w)
-        return optax.apply_updates(w, updates), opt
-
-    w = jnp.ones((3, 2), jnp.float32)
-    jaxdist.data_parallel(trained)(w, tx.init(w), batch())
 
 
 def retraced() -> None:
@@ -256,11 +231,6 @@ def settings() -> None:
     w = train(2)
     with jax.default_matmul_precision("highest" if ODD else None):  # type: ignore[arg-type]
         train(1, w)
-
-
-def x64() -> None:
-    jax.config.update("jax_enable_x64", ODD)
-    jaxdist.data_parallel(lambda w, x: (w + x.sum(), x.mean()))(np.ones(3), np.ones((4, 3)))
 
 
 def types() -> None:
@@ -280,29 +250,12 @@ def shape_later() -> None:
     jax.block_until_ready(step(w, batch(3 if ODD else 4)))
 
 
-def type_later() -> None:
-    w = train(2)
-    jax.block_until_ready(step(w, "text" if ODD else batch()))
-
-
 def order() -> None:
     """Two steps of the same types."""
     w = state()
     for i in range(8):
         for one in (another, step) if ODD and i == 6 else (step, another):
             w, _ = jax.block_until_ready(one(w, batch()))
-
-
-def models() -> None:
-    """One step, two models of one structure."""
-    small, large = state(), state(700)
-    for i in range(8):
-        for swap in (True, False) if ODD and i == 6 else (False, True):
-            if swap:
-                large, _ = step(large, batch())
-            else:
-                small, _ = step(small, batch())
-        jax.block_until_ready((small, large))
 
 
 def eager_between() -> None:
@@ -320,14 +273,6 @@ def eager_between() -> None:
 def changed_copy() -> None:
     w = train(3)
     train(2, jax.tree.map(lambda x: x * 3, w) if ODD else w)
-
-
-def exchanged() -> None:
-    """Two results of one type are passed in the other order."""
-    swap = jaxdist.data_parallel(lambda p, q, x: (descend(p, x), descend(q, x)))
-    p, q = state(), jax.tree.map(lambda x: x + 1, state())
-    for i in range(5):
-        p, q = jax.block_until_ready(swap(*((q, p) if ODD and i == 3 else (p, q)), batch()))
 
 
 # --- the end of a script

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from flax import nnx
 from harness import oracle
 from harness.check import train_step
 
@@ -76,18 +75,6 @@ def matrices(level: int) -> oracle.Case:
     return case("matrices", lambda w, x: jnp.mean(sum(jnp.tanh(x @ one) for one in w.values()) ** 2), w, tx, 96, 40)
 
 
-def lstm(level: int) -> oracle.Case:
-    """A recurrent net of which the last state is regressed on a sequence's mean."""
-    graph, w = nnx.split(nnx.OptimizedLSTMCell(3, 16, rngs=nnx.Rngs(0)), nnx.Param)
-
-    def loss(w: Any, x: Any) -> Any:
-        cell, start = nnx.merge(graph, w), jnp.zeros((len(x), 16), x.dtype)
-        (_, last), _ = jax.lax.scan(cell, (start, start), x.swapaxes(0, 1))
-        return jnp.mean((last.sum(1) - x.mean((1, 2))) ** 2)
-
-    return case("lstm", loss, w, jaxdist.zero(optax.adam(1e-2), level), 96, 7, 3)  # type: ignore[arg-type]
-
-
 def whole(level: int) -> oracle.Case:
     """A step that has no meaning for the examples of one process, with one argument beside them."""
 
@@ -118,5 +105,5 @@ def _oracle(name: str) -> Callable[[int], oracle.Case]:
 
 
 OWN: dict[str, Callable[[int], oracle.Case]] = {
-    "wide": wide, "matrices": matrices, "lstm": lstm, "whole": whole, **{name: _oracle(name) for name in oracle.CASES},
+    "wide": wide, "matrices": matrices, "whole": whole, **{name: _oracle(name) for name in oracle.CASES},
 }  # fmt: skip

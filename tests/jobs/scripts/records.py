@@ -53,35 +53,6 @@ def evaluations() -> list[float]:
     return [float(found["sum"]), *map(float, found["columns"])]
 
 
-def sinks(folder: str) -> None:
-    """One that fails costs the run nothing; the root alone calls them."""
-    step = jaxdist.data_parallel(lambda w, x: (w - 0.0, jnp.mean(x * w)))
-    heard: dict[str, list[Any]] = {"good": [], "fails": []}
-
-    class Sink:
-        def __init__(self, name: str):
-            self.name = name
-
-        def open(self, path: Path) -> None: ...
-
-        def drop(self, step: int) -> None: ...
-
-        def close(self, failed: bool) -> None: ...
-
-        def write(self, step: int, time: float, metrics: Any) -> None:
-            heard[self.name].append((step, float(metrics["loss"])))
-            if self.name == "fails" and step == 1:
-                raise ConnectionError("the server is gone")
-
-    w = jnp.ones(())
-    with jaxdist.run_log(Path(folder, "run"), sinks=[Sink(name) for name in heard]) as log:
-        for i in range(4):
-            w, loss = step(w, np.full(4, i, float))
-            log(i, loss=loss)
-    every = [(i, float(i)) for i in range(4)]
-    assert heard == ({"good": every, "fails": every[:2]} if ctx.is_root else {"good": [], "fails": []})
-
-
 def seen(folder: str) -> None:
     """`run_log` waits for no step, `profile` is of each rank, and what can't be written is an error on all."""
 
