@@ -129,5 +129,3 @@ def data(call: Call, rng: np.random.Generator, n: int) -> np.ndarray:
     shape, dtype = (n, *call["shape"]), call["dtype"]
     x = rng.integers(0, 2 if dtype == "bool" else 3, shape)
     return np.asarray(x + 1j * rng.integers(0, 3, shape) if dtype in COMPLEX else x).astype(jnp.dtype(dtype))
-
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ def check(f: Callable[..., Any], *args: Any, on: On = 8, tolerance: float = 1e-1
 
 
 def check_steps(
-    step: Callable[..., Any], state: Any, batches: Sequence[Any], on: On = 8, tolerance: float = 1e-10,
+    step: Callable[..., Any], state: Any, batches: Any, on: On = 8, tolerance: float = 1e-10,
     plain: Callable[..., Any] | None = None, **settings: Any,
 ) -> Any:  # fmt: skip
     """Compare each of several steps ``(*state, batch) -> (*state, aux)``; the last state, on the mesh.

@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 """What else a step does: it names axes, changes arguments, prints, checks, compresses, and runs where a mesh is set."""
 
 from __future__ import annotations

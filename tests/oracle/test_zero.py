@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false
 """`zero`, `shard`, `unshard`: what is kept where, that nothing else changes, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """What the model axis cuts where nobody says it, which mesh is chosen, and what that sends."""
 
 from __future__ import annotations

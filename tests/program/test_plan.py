@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
 """`plan` and `fit`: what they say of devices that are not here is what a run then holds and sends."""
 
 from __future__ import annotations
