@@ -272,8 +272,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a permutation over MPI goes the other way",
         "jaxdist/communicators/mpi.py",
-        'dest = dict(eqn.params["perm"]).get(mine, null)\n        source = {d: s for s, d in eqn.params["perm"]}.get(mine, null)',
-        'source = dict(eqn.params["perm"]).get(mine, null)\n        dest = {d: s for s, d in eqn.params["perm"]}.get(mine, null)',
+        'dest = dict(eqn.params["perm"]).get(mine, null)\n        source = {d: s for s, d in eqn.params["perm"]}.get(mine, null)',  # noqa: E501
+        'source = dict(eqn.params["perm"]).get(mine, null)\n        dest = {d: s for s, d in eqn.params["perm"]}.get(mine, null)',  # noqa: E501
         "tests/jobs/test_results.py -k quick and mpirun",
     ),
     Mutant(
@@ -323,7 +323,7 @@ MUTANTS: list[Mutant] = [
         "buckets are in another order on one rank",
         "jaxdist/placements/bucket_order.py",
         "return sorted(closed, key=lambda bucket: (turn[bucket[0].at], *bucket[-1].order))",
-        'odd = __import__("jax").process_index() == 1\n    return sorted(closed, key=lambda bucket: (turn[bucket[0].at], *bucket[-1].order), reverse=odd)',
+        'odd = __import__("jax").process_index() == 1\n    return sorted(closed, key=lambda bucket: (turn[bucket[0].at], *bucket[-1].order), reverse=odd)',  # noqa: E501
         "tests/jobs/test_results.py -k quick and run and not mpirun and not lanes",
     ),
     Mutant(
@@ -414,7 +414,7 @@ MUTANTS: list[Mutant] = [
         "what a stranger sends is unpickled before its proof",
         "jaxdist/control/handshake.py",
         "whole = _CHALLENGE + _ANSWER\n        try:\n            part = sock.recv(whole - len(received))",
-        "whole = _CHALLENGE + _ANSWER\n        try:\n            part = sock.recv(whole - len(received))\n            __import__('contextlib').suppress(Exception).__enter__()\n            try:\n                __import__('pickle').loads(part[4:])\n            except Exception:\n                pass",
+        "whole = _CHALLENGE + _ANSWER\n        try:\n            part = sock.recv(whole - len(received))\n            __import__('contextlib').suppress(Exception).__enter__()\n            try:\n                __import__('pickle').loads(part[4:])\n            except Exception:\n                pass",  # noqa: E501
         "tests/control/test_control.py -k goes_on",
     ),
     Mutant(

@@ -1,0 +1,105 @@
+"""The command line of `jaxdist run`: what is refused with exit code 2, hints, and hosts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from harness.commands import command
+from harness.started import Jaxdist
+
+REFUSED = [
+    (["nosuch.py"], ["nosuch.py"]),
+    (["no-such-command"], ["no-such-command"]),
+    (["-m"], ["nothing to start"]),
+    (["-m", "nosuch.module"], ["nosuch.module"]),
+    (["-m", "train.py"], ["train.py", "-m"]),
+    (["-n", "0", "echo"], ["-n"]),
+    (["-n", "2", "--only-rank", "2", "echo"], ["--only-rank 2", "2 ranks"]),
+    (["--communicator", "smoke", "echo"], ["--communicator", "smoke"]),
+    (["--launcher", "env", "--communicator", "mpi", "echo"], ["MPI"]),
+    (["-n", "3", "--hosts", "a:1,b:1", "echo"], ["-n 3", "2 slots"]),
+    (["--only-rank", "2", "--hosts", "a:1,b:1", "echo"], ["--only-rank 2", "2 ranks"]),
+    (["--hosts", "a:1,a:1", "echo"], ["--hosts", "entry 2", "a "]),
+    (["--hosts", "a", "--hostfile", __file__, "echo"], ["--hosts", "--hostfile"]),
+    *((["--hosts", hosts, "echo"], ["--hosts", "entry"])
+      for hosts in ("", "node1,,node2", "node1:", "node1:-1", "node 1:x", "-oProxyCommand=x")),
+    (["--grow", "echo"], ["--grow", "--shrink"]),
+    (["-n", "3", "--lanes", "2", "echo"], ["3 ranks", "--lanes 2"]),
+    (["-n", "1000000", "--launcher", "env", __file__], ["-n 1000000", "GiB", "--hosts"]),  # no room in memory
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "tokens"), REFUSED, ids=lambda words: " ".join(words)[:40])
+def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
+    code, said = command("run", *words)
+    assert code == 2
+    assert [token for token in tokens if token not in said] == [], said
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("node1\n\nnode2 slot=2\n", ["line 3", "'slot=2'"]),
+        ("node1\nnode2:two\n", ["line 2", "node2:two"]),
+        ("node1 slots=2\nnode1:2\n", ["line 2", "node1"]),
+        ("node1 slots=0\n", ["line 1", "slots=0"]),
+        ("node1:2 slots=2\n", ["line 1", "slots=2"]),
+        ("# nobody\n", ["no host"]),
+    ],
+)
+def test_a_bad_host_file_is_named_with_its_line(tmp_path: Path, text: str, tokens: list[str]) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    code, said = command("run", "--hostfile", path, "echo")
+    assert code == 2
+    assert [token for token in [str(path), *tokens] if token not in said] == [], said
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["localhost slots=2 max_slots=4\n", "localhost:2\n", "# mine\n\n\tlocalhost   slots=2  # the first"],
+    ids=["Open MPI", "MPICH", "comments"],
+)
+def test_ranks_by_a_host_file(jaxdist: Jaxdist, tmp_path: Path, text: str) -> None:
+    """This machine needs no ssh."""
+    (tmp_path / "hosts").write_text(text)
+    show = "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR"
+    done = jaxdist("run", "--hostfile", "hosts", "--launcher", "env", "--prefix", "sh", "-c", show)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 0 2 127.0.0.1", "[1] 1 1 2 127.0.0.1"]
+
+
+def test_without_ssh_no_other_host_is_reached(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    done = jaxdist("run", "--hosts", "node1", "--launcher", "env", sys.executable, env={"PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "ssh" in done.stderr
+    assert "node1" in done.stderr
+
+
+def test_a_host_that_does_not_answer_as_it_should(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho Welcome\necho 'bash: python: No such file' >&2\nexit 127\n")
+    ssh.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = jaxdist("run", "--hosts", "localhost:1,node1:1", "--launcher", "env", sys.executable, env=env)
+    assert done.returncode == 2
+    assert "node1: bash: python: No such file" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["a.py", "-n", "2"], "jaxdist run -n 2 a.py"),
+        (["a.py", "--lr", "1", "--np", "2", "--shrink"], "jaxdist run --np 2 --shrink a.py --lr 1"),
+        (["a.py", "--nproc", "2", "--communicator", "xla", "x-n", "2"], ""),  # its own
+        (["-n", "1", "a.py", "-n", "2"], ""),
+    ],
+)
+def test_options_of_run_behind_the_script_are_hinted_at(jaxdist: Jaxdist, tmp_path: Path, words: list[str], hint: str):
+    (tmp_path / "a.py").write_text("import sys; print(sys.argv[1:])")
+    done = jaxdist("run", "--launcher", "env", *words)
+    assert (done.returncode, done.stdout) == (0, f"{words[words.index('a.py') + 1 :]}\n")
+    assert (hint in done.stderr) if hint else ("jaxdist run" not in done.stderr)
