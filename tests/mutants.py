@@ -376,13 +376,6 @@ MUTANTS: list[Mutant] = [
         "tests/jobs/test_faults.py -k order and hand",
     ),
     Mutant(
-        "a rank that leaves early is not missed",
-        "jaxdist/control/sequence.py",
-        "if self.count <= count:",
-        "if True:",
-        "tests/jobs/test_faults.py -k leaves_early",
-    ),
-    Mutant(
         "SIGTERM is swallowed",
         "jaxdist/compat/distributed.py",
         'for name in ("jax_enable_preemption_service", "jax_check_proxy_envs"):',

@@ -141,11 +141,6 @@ class Hosts:
         """Take the host's network card `down`, or `up` again."""
         self._ip(host, f"link set eth0 {state}")
 
-    def throttle(self, host: str, rate: str) -> None:
-        """Limit what the host sends; a packet counts as 30 kB more than it has, so that small ones take time, too."""
-        shape = f"stab overhead 30000 linklayer ethernet tbf rate {rate} burst 128kb latency 1s"
-        self._in_network(host, f"tc qdisc replace dev eth0 root {shape}")
-
     def processes(self, host: str) -> list[str]:
         """pid (as seen here) and command line of what runs on the host, its sshd left out."""
         space = Path(f"/proc/{self._roots[host].pid}/ns/pid_for_children").readlink()
@@ -179,8 +174,6 @@ class Hosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process.split()[0]), signal.SIGKILL)
             self.link(host, "up")
-            if "tbf" in self._in_network(host, "tc qdisc show dev eth0"):
-                self._in_network(host, "tc qdisc del dev eth0 root")
 
     def close(self) -> None:
         """End the hosts."""
@@ -234,12 +227,8 @@ class Hosts:
             time.sleep(0.05)
 
     def _ip(self, host: str, arguments: str) -> None:
-        self._in_network(host, f"ip {arguments}")
-
-    def _in_network(self, host: str, command: str) -> str:
-        # The network of the host, but the process ids of here: `netns PID` means those.
-        entered = ["nsenter", f"--target={self._roots[host].pid}", "--net", *command.split()]
+        # In the network of the host, but with the process ids of here: `netns PID` means those.
+        entered = ["nsenter", f"--target={self._roots[host].pid}", "--net", "ip", *arguments.split()]
         done = subprocess.run(entered, capture_output=True, text=True, timeout=30, env=self._env, check=False)
         if done.returncode != 0:
-            raise Unavailable(f"{host}: {command}: {done.stderr.strip()}; needed: {_MEND}")
-        return done.stdout
+            raise Unavailable(f"{host}: ip {arguments}: {done.stderr.strip()}; needed: {_MEND}")

@@ -84,8 +84,7 @@ FAULTS = [
     Fault("settings", (*CALLS, "setting")),
     Fault("types", CALLS, (HAND,)),
     # Calls in another order, or with something else.
-    Fault("rows", ("x", "float32[3,3]", "float32[4,3]"), (GLOO,)),
-    Fault("shape_later", (*CALLS, "float32[3,3]", "float32[4,3]"), (MPIRUN,)),
+    Fault("rows", ("x", "float32[3,3]", "float32[4,3]"), (MPIRUN,)),
     Fault("order", (*CALLS, "step 'another'"), (HAND, MPIRUN), True),
     Fault("eager_between", (*CALLS, "allreduce"), (HAND,)),
     Fault("eager_between 0 barrier", ("step 'step'", "barrier"), (MPIRUN,)),
@@ -94,7 +93,6 @@ FAULTS = [
     Fault("hangs_at_exit", (WHO, line("time.sleep(100))")), (HAND,), env=SHORT),
     Fault("step_at_exit", ("rank 1",), (HAND,)),
     # No faults.
-    Fault("late", (), (MPIRUN,), code=0),
     Fault("slow", ("rank 0", "no rank is missing"), (HAND,), code=0, env={"JAXDIST_TIMEOUT": "1"}),
     Fault("ends_late", ("LATE", WHO), (RUN,), code=0, env=SHORT),
     Fault("error_at_exit", ("caught", "no business of the job"), (MPIRUN,), code=0),

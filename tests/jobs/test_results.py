@@ -30,8 +30,7 @@ SMALL = ["ppo_shuffled_minibatches", "gan_concatenated", "quantile_clipping"]
 ON_MESHES = [name for name in IDIOMS if name not in ("mixup_permutation", "private_map", "moco_queue", "aux_in_order")]
 OPTIMIZERS = list(optimizers.ENTRIES) if FULL else ["chain", "lamb", "adafactor", "muon", "galore", "apply_if_finite"]
 CASES = list(oracle.CASES)
-APART = {"JAXDIST_MACHINE": "cpu,latency=0,stall=4e-5"}
-"""Devices on which no step is computed whole for its messages."""
+APART = {"JAXDIST_MACHINE": "cpu,latency=0,stall=4e-5"}  # where no step is computed whole for its messages
 
 
 class Job(NamedTuple):
@@ -54,13 +53,7 @@ JOBS = {
 
 
 class Row(NamedTuple):
-    """A case: its words for the runner, in the order of the jobs (more than one are dealt out), and where it runs.
-
-    Attributes:
-      words: ``FOLDER`` and ``EXPECTED`` in them are replaced.
-      quick: jobs of the quick tests.
-      slow: jobs of the others.
-    """
+    """Words for the runner, in which ``FOLDER`` and ``EXPECTED`` are replaced; jobs of the quick tests, and others."""
 
     words: list[str]
     quick: tuple[str, ...] = ()
@@ -112,7 +105,6 @@ ROWS_OF: list[Row] = [
     Row(["state:compared"], (RUN,), (THREE,)),
     Row(["state:checked_in_steps"], (RUN,), (THREE,)),
     Row([word("state:differs", "FOLDER")], (RUN,), (MPIRUN,)),
-    Row([word("state:steady", "FOLDER")], (), (HAND,)),
     Row(["context:fields"], TWO, (THREE, FOUR)),
     Row(["context:broadcasts"], (MPIRUN,), (HAND,)),
     Row(["context:compiled"], (RUN,), (MPIRUN,)),

@@ -23,8 +23,7 @@ import jaxdist
 
 ctx = jaxdist.get_context()
 R, N = ctx.rank, ctx.size
-EPS = 1e-6
-"""Of sums in other orders, of types that have eight bits at least: see `tolerance`."""
+EPS = 1e-6  # of sums in other orders
 
 
 def tolerance(dtype: Any) -> float:

@@ -174,15 +174,6 @@ def stuck_eagerly() -> None:
     jaxdist.allreduce(np.ones(3))
 
 
-def late() -> None:
-    """No fault: who is late is waited for."""
-    w = state()
-    for _ in range(3):
-        if ODD:
-            time.sleep(1.0)
-        w = train(1, w)
-
-
 def slow() -> None:
     """No fault: no rank is missing, and it takes its time."""
 
@@ -243,11 +234,6 @@ def rows() -> None:
     w = state()
     for i in range(8):
         w, _ = jax.block_until_ready(step(w, batch(3 if (i % 2 == 0) != (ODD and i == 6) else 4)))
-
-
-def shape_later() -> None:
-    w = train(2)
-    jax.block_until_ready(step(w, batch(3 if ODD else 4)))
 
 
 def order() -> None:
@@ -332,5 +318,5 @@ def undecorated() -> None:
 
 
 globals()[NAME]()
-if NAME not in ("late", "slow", "ends_late", "error_at_exit", "undecorated", "hangs_at_exit", "step_at_exit"):
+if NAME not in ("slow", "ends_late", "error_at_exit", "undecorated", "hangs_at_exit", "step_at_exit"):
     print("THROUGH", flush=True)

@@ -21,8 +21,7 @@ from jax.sharding import Mesh
 
 import jaxdist
 
-ROWS, STEPS = 24, 2
-"""Examples in a batch of the idioms, and how many batches."""
+ROWS, STEPS = 24, 2  # examples in a batch of the idioms, and batches
 X = np.random.default_rng(0).normal(size=(22, 5))
 ctx = jaxdist.get_context()
 R, N = ctx.rank, ctx.size

@@ -196,6 +196,7 @@ def compiles_otherwise() -> None:
     import jax.numpy as jnp
     import numpy as np
     import optax
+    from harness.check import train_step
 
     import jaxdist
     from jaxdist.runtime import compiler  # private: flags that differ are refused
@@ -204,18 +205,12 @@ def compiles_otherwise() -> None:
     ctx = jaxdist.init(communicator="xla", timeout=60)
     tx = jaxdist.zero(optax.adam(1e-3), 3)
 
-    @jaxdist.data_parallel
-    def step(ws: Any, state: Any, x: Any) -> Any:
-        def loss(ws: Any) -> Any:
-            hidden = x
-            for w in ws:
-                hidden = jnp.tanh(hidden @ w)
-            return (hidden**2).mean()
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
 
-        value, grads = jax.value_and_grad(loss)(ws)
-        updates, state = tx.update(grads, state, ws)
-        return optax.apply_updates(ws, updates), state, value
-
+    step = jaxdist.data_parallel(train_step(loss, tx))
     ws = [jnp.ones((64, 64)) / 64] * 6
     jax.block_until_ready(step(ws, tx.init(ws), np.full((256, 64), ctx.rank, np.float32)))
 

@@ -128,14 +128,3 @@ def differs(folder: str) -> None:
     close(data(noisy(jax.random.fold_in(key, 1), w, MINE)[0]), data(jax.random.split(jax.random.fold_in(key, 1))[0]))
     with raises(ValueError, "key", "rank 0", "rank 1"):
         noisy(jax.random.fold_in(key, R), w, MINE)
-
-
-def steady(folder: str) -> None:
-    """State of steps, of checkpoints, and what every rank makes of it alike are taken as they are."""
-    gradient = jaxdist.data_parallel(jax.grad(loss_of), donate=False)
-    w, expected = W, W
-    for _ in range(6):
-        w, expected = w - 0.1 * gradient(w, MINE), expected - 0.1 * jax.grad(loss_of)(expected, whole(X))
-    jaxdist.save(f"{folder}/outside", {"w": w}, 1)
-    restored = jaxdist.restore(f"{folder}/outside", {"w": w})["w"]
-    close([w, gradient(restored, MINE)], [expected, jax.grad(loss_of)(expected, whole(X))])
