@@ -22,8 +22,7 @@ SMALL, LARGE = "clip_adamw", "few_examples"
 """Cases of `oracle`; the weights of the second are large enough to be reduced and gathered by hosts."""
 TWO_EACH = ["0 node1 0 2", "1 node1 1 2", "2 node2 0 2", "3 node2 1 2"]
 SECRET = {"JAXDIST_SECRET": "of these two"}
-# Open MPI uses all cards unless told, and docker0 leads nowhere. As on a cluster: nobody said anything of more ranks
-# than cores.
+# Open MPI uses all cards unless told, and docker0 leads nowhere. A cluster says nothing of more ranks than cores.
 NETWORK = ["--mca", "btl_tcp_if_include", "10.77.0.0/24"]
 CLUSTER = {"PRTE_MCA_rmaps_default_mapping_policy": None, "OMPI_MCA_rmaps_base_oversubscribe": None}
 
