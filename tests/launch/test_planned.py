@@ -1,0 +1,138 @@
+"""`jaxdist plan`: a function by file or module, tables, JSON and a picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.commands import command
+from harness.started import Jaxdist
+
+SCRIPT = Path(__file__).parent / "scripts" / "planned.py"
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+PNG = b"\x89PNG\r\n"
+
+
+def plan(*words: object) -> dict[str, Any]:
+    code, text = command("plan", *words, "--json")
+    assert code == 0, text
+    return json.loads(text)
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the folder where the test works."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copy(SCRIPT, tmp_path / "script.py"))
+
+
+def test_bytes_of_the_example() -> None:
+    (found,) = plan(f"{GPT}:planned", "layers=1", "width=32", "bf16=true", "--topology=2xcpu", "--levels=")["levels"]
+    assert (found["level"], found["own"]) == (1, True)
+    weights = 12 * 32**2 + 3 * 32 + (256 + 128) * 32  # of the layer, of norms, of bytes and places
+    assert found["bytes"]["parameters"] == 2 * weights
+
+
+def test_a_script_that_reads_its_own_arguments_and_a_picture(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    done = jaxdist("plan", "script.py:make", "--topology=2x4xcpu", "--levels=0,1,2,3", "--json", "--plot", "plan.png")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["topology"]["hosts"] == 2
+    assert [one["level"] for one in found["levels"]] == [None]
+    assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
+
+
+def test_a_module(script: Path) -> None:
+    script.rename("planned_module.py")
+    code, text = command("plan", "planned_module:make", "width=16", "name=x", "--topology=2xcpu")
+    assert code == 0, text
+    assert [token for token in ("'step'", "2xcpu", "64 B") if token not in text] == []
+
+
+def test_a_mesh_and_the_best_one() -> None:
+    assert plan("script.py:make", "--topology=2x2xcpu", "--mesh=data=2,model=-1")["mesh"] == {"data": 2, "model": 2}
+    found = plan("script.py:make", "--topology=4xcpu", "--mesh=auto", "--fit")
+    assert {one["mesh"] for one in found["candidates"]} >= {"data=4", "data=2, model=2", "model=4"}
+    assert "jaxdist.parallel(step, mesh=" in found["code"]
+
+
+def test_what_fits() -> None:
+    fit = ["script.py:make", "--topology=2xcpu", "--fit"]
+    code, text = command("plan", *fit, "--plot", "fit.png")
+    assert code == 0, text
+    assert "chosen" in text
+    assert Path("fit.png").read_bytes().startswith(PNG)
+    assert plan(*fit)["chosen"] == 0
+
+
+def test_what_is_varied() -> None:
+    vary = ["--fit", "--vary", "width=16,4", "--vary", "name=w,true", "--topology=2xcpu"]
+    found = plan("script.py:make", *vary)
+    choices = [one["choice"] for one in found["candidates"]]
+    assert choices == [{"width": width, "name": name} for width in (16, 4) for name in ("w", True)]
+    code, text = command("plan", "script.py:make", *vary)
+    assert code == 0, text
+    assert "make(width=16, name='w')" in text
+    remat = [f"{GPT}:planned", "layers=1", "width=32", "--fit", "--vary=remat=true,false", "--levels=1"]
+    code, text = command("plan", *remat, "--topology=2xcpu")
+    assert code == 0, text
+    assert "planned(remat=False)" in text
+    assert "level=1" in text
+
+
+VARY = "--vary=width=4,8"
+REFUSED = [
+    (["make"], ["MODULE:FUNCTION"]),
+    (["missing.py:make"], ["missing.py"]),
+    (["missing_module:make"], ["missing_module"]),
+    (["script.py:other"], ["'other'"]),
+    (["script.py:nothing"], ["(step, *args)"]),
+    (["script.py:make", "4"], ["NAME=VALUE"]),
+    (["script.py:make", "size=4"], ["'size'"]),
+    (["script.py:make", "--topology=8xTPU"], ["TPU", "A100-40", "H100", "cpu"]),
+    (["script.py:make", "--mesh=data"], ["AXIS=SIZE"]),
+    (["script.py:make", "--mesh=data=a"], ["AXIS=SIZE"]),
+    (["script.py:make", "--topology=4xcpu", "--mesh=data=3,model=2"], ["4xcpu", "4 devices"]),
+    (["script.py:make", "--mesh=auto"], ["--mesh auto", "--fit"]),
+    (["script.py:make", "--levels=a"], ["0 to 3"]),
+    (["script.py:make", "--topology=2xcpu", "--fit", "--levels=7"], ["level 7"]),
+    (["script.py:make", "--topology=2xTPU", "--fit"], ["TPU"]),
+    (["script.py:make", VARY], ["--vary", "--fit"]),
+    (["script.py:make", "--fit", VARY, "width=4"], ["'width'", "--vary"]),
+    (["script.py:make", "--fit", "--vary=size=4,8"], ["'size'", "name", "width"]),
+    (["script.py:make", "--fit", "--vary=width="], ["'width'"]),
+    (["script.py:make", "--fit", "--vary=width"], ["NAME=VALUE"]),
+    (["script.py:make", "--fit", "--vary=width=4", "--vary=width=8"], ["'width'", "twice"]),
+    (["script.py:nothing", "--fit", "--vary=width=4"], ["nothing(width=4)", "DataParallel"]),
+    (["script.py:make", "--fit", "--vary=width=4", "size=4"], ["'size'"]),
+    (["script.py:make", "--topology=2xcpu", "--plot=x.txt"], ["--plot"]),
+]
+
+
+@pytest.mark.parametrize(("words", "tokens"), REFUSED, ids=lambda words: " ".join(words)[:60])
+def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
+    code, text = command("plan", *words)
+    assert code == 2
+    assert [token for token in tokens if token not in text] == [], text
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "line", "tokens"),
+    [
+        ("makes_no_number", [], 'int("four")', ["invalid literal", "'four'"]),
+        ("opens_nothing", ["--fit", VARY], 'Path("missing.json").read_text()', ["'missing.json'"]),
+        ("opens_within", [], 'Path("missing.json").read_text()', ["'missing.json'", "'opens'"]),
+        ("multiplies_within", ["--fit", VARY], "jnp.ones(3) @ jnp.ones(4)", ["contracting", "'multiplies'"]),
+    ],
+)
+def test_an_error_of_the_users_comes_with_its_line(
+    name: str, more: list[str], line: str, tokens: list[str], script: Path
+) -> None:
+    numbers = [i for i, text in enumerate(script.read_text().splitlines(), 1) if text.strip() == line]
+    code, text = command("plan", f"script.py:{name}", "--topology=2xcpu", *more)
+    assert code == 2
+    assert [token for token in tokens if token not in text] == [], text
+    assert f"script.py:{numbers[-1 if name == 'opens_nothing' else 0]})" in text
