@@ -46,7 +46,7 @@ def test_a_script_that_reads_its_own_arguments_and_a_picture(jaxdist: Jaxdist, t
 
 
 def test_a_module(script: Path) -> None:
-    script.rename("planned_module.py")
+    Path("planned_module.py").write_text(script.read_text().replace("parse_args()", "parse_args([])"))
     code, text = command("plan", "planned_module:make", "width=16", "name=x", "--topology=2xcpu")
     assert code == 0, text
     assert [token for token in ("'step'", "2xcpu", "64 B") if token not in text] == []

