@@ -1,0 +1,123 @@
+"""A script that spawns functions of its own, as a notebook does: `spawning.py WHAT`."""
+
+import contextlib
+import io
+import linecache
+import os  # noqa: F401 (of the cell)
+import sys
+import threading  # noqa: F401
+import time
+
+WHAT, SLOW = sys.argv[1], sys.argv[2:]
+if WHAT == "waits" and SLOW:  # ranks are in the midst of importing
+    import cloudpickle  # noqa: F401
+
+    sys.path.insert(0, SLOW[0])
+
+import jaxdist  # noqa: E402
+
+CELL = """def fail(how):
+    ctx = jaxdist.get_context()
+    if ctx.rank != ctx.size - 1:
+        ctx.barrier()  # which never ends
+    if how == "raises":
+        raise Mine("went", "wrong")
+    if how == "exits":
+        sys.exit(3)
+    if how == "is killed":
+        os.kill(os.getpid(), 9)
+    return threading.Lock()
+"""
+
+
+class Mine(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} {b}")
+
+
+def wait():
+    print("ready", flush=True)
+    time.sleep(100)
+
+
+def seen():
+    ctx = jaxdist.get_context()
+    return ctx.rank, ctx.communicator
+
+
+def train():
+    import jax
+    import jax.numpy as jnp
+    import mine
+    import optax
+
+    jax.config.update("jax_enable_x64", True)
+    ctx = jaxdist.init()
+    key, tx = jax.random.key(0), jaxdist.zero(optax.adam(0.1), 2)
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    same.defjvp(lambda primals, tangents: (same(*primals), *tangents))
+
+    @jaxdist.data_parallel
+    def step(state, batch):
+        w, opt = state
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ same(w) - 1) ** 2))(w)
+        updates, opt = tx.update(grad, opt, w)
+        return (optax.apply_updates(w, updates), opt), loss
+
+    def loop(batch, steps):
+        w = jax.random.normal(key, (3,))
+        state = w, tx.init(w)
+        for i in range(steps):
+            state, _ = step(state, batch)
+            print("step", i, "on", jaxdist.get_context().rank, 10 * "#")
+        return state[0]
+
+    def of_a_rank(batch, *, steps):
+        assert ctx is jaxdist.init()
+        assert ctx.size == 2, "the context is the rank's own"
+        w = loop(batch * (1 + ctx.rank), steps)
+        return ctx.rank, w, mine.step(0.0, jnp.full(1, 0.5 + ctx.rank))[1], key
+
+    batch = jnp.arange(6.0).reshape(2, 3)
+    with contextlib.redirect_stdout(io.StringIO()) as out:  # which has no bytes below it, as in a notebook
+        results = jaxdist.spawn(of_a_rank, 2, (batch,), {"steps": 2}, prefix=True)
+    seen = sorted(out.getvalue().splitlines())
+    assert seen == sorted(f"[{r}] step {i} on {r} {10 * '#'}" for r in range(2) for i in range(2)), seen
+    assert [rank for rank, *_ in results] == [0, 1]
+    with contextlib.redirect_stdout(io.StringIO()):
+        want = loop(jnp.concatenate([batch, 2 * batch]), 2)
+    for _, w, total, again in results:
+        assert type(w).__name__ == "ndarray"
+        assert (w.dtype, total) == (jnp.float64, 2.0)
+        assert abs(w - want).max() < 1e-12, (w, want)
+        assert (again == key).all()
+    print("done")
+
+
+def errors():
+    linecache.cache["cell"] = (len(CELL), None, CELL.splitlines(True), "cell")
+    exec(compile(CELL, "cell", "exec"), globals())
+    for how, n in (("raises", 2), ("exits", 1), ("is killed", 2), ("returns a lock", 1)):
+        try:
+            jaxdist.spawn(fail, n, [how])  # noqa: F821
+        except Exception as error:
+            print(type(error).__name__, error, *getattr(error, "__notes__", ()), "END")
+    print(jaxdist.spawn(lambda: sys.exit(), 1))
+
+
+if __name__ == "__main__":
+    if WHAT == "trains":
+        train()
+    elif WHAT == "errors":
+        errors()
+    elif WHAT == "mpi":
+        print(jaxdist.spawn(seen, 2, communicator="mpi"))
+    else:
+        try:
+            jaxdist.spawn(wait, 2)
+        except KeyboardInterrupt:
+            print("stopped", flush=True)
