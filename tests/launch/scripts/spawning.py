@@ -7,6 +7,7 @@ import os  # noqa: F401 (of the cell)
 import sys
 import threading  # noqa: F401
 import time
+from typing import Any
 
 WHAT, SLOW = sys.argv[1], sys.argv[2:]
 if WHAT == "waits" and SLOW:  # ranks are in the midst of importing
@@ -55,10 +56,7 @@ def train():
     ctx = jaxdist.init()
     key, tx = jax.random.key(0), jaxdist.zero(optax.adam(0.1), 2)
 
-    @jax.custom_jvp
-    def same(x):
-        return x
-
+    same: Any = jax.custom_jvp(lambda x: x)
     same.defjvp(lambda primals, tangents: (same(*primals), *tangents))
 
     @jaxdist.data_parallel
@@ -99,11 +97,12 @@ def train():
 
 
 def errors():
-    linecache.cache["cell"] = (len(CELL), None, CELL.splitlines(True), "cell")
+    cached: Any = (len(CELL), None, CELL.splitlines(True), "cell")
+    linecache.cache["cell"] = cached
     exec(compile(CELL, "cell", "exec"), globals())
     for how, n in (("raises", 2), ("exits", 1), ("is killed", 2), ("returns a lock", 1)):
         try:
-            jaxdist.spawn(fail, n, [how])  # noqa: F821
+            jaxdist.spawn(globals()["fail"], n, [how])
         except Exception as error:
             print(type(error).__name__, error, *getattr(error, "__notes__", ()), "END")
     print(jaxdist.spawn(lambda: sys.exit(), 1))
