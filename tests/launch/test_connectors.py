@@ -227,16 +227,21 @@ def test_two_ranks_at_an_address() -> None:
 
 
 def test_two_slurm_jobs_at_once_on_one_host_do_not_mix() -> None:
-    both = []
     shared = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
     shared |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODELIST": "127.0.0.1"}
-    for number in ("4711", "4712"):
-        both.append(jobs.Job())
-        for rank in range(2):
-            both[-1].start(WHO, shared | {"SLURM_JOB_ID": number, "SLURM_PROCID": str(rank)})
-    for job in both:
-        for rank, result in enumerate(job.finish(60)):
-            assert said(result) == [["slurm", str(rank), "2", str(rank), "2", "xla"]], result.output
+    one, other = jobs.Job(), jobs.Job()
+
+    def start(job: jobs.Job, rank: int) -> None:
+        number = "4711" if job is one else "4712"
+        job.start(WHO, shared | {"SLURM_JOB_ID": number, "SLURM_PROCID": str(rank)})
+
+    start(one, 0)
+    start(other, 1)
+    time.sleep(2)  # in which they would meet
+    start(one, 1)
+    start(other, 0)
+    for job in (one, other):
+        assert said(job.end(60)) == [["slurm", str(rank), "2", str(rank), "2", "xla"] for rank in range(2)]
 
 
 def mpich() -> tuple[str, str]:
