@@ -208,7 +208,8 @@ def test_lines_stand_above_the_bar(tmp_path: Path) -> None:
     assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h$", text)
     assert re.findall(r"\x1b\[2Kprinted (\d)", text) == ["0", "1", "2"]
     text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env")
-    assert re.findall(r"(.{4})printed (\d)\r\n", text, re.DOTALL) == [("\r\x1b[K", str(i)) for i in range(3)]
+    # At the start of a line: where the bar stood it is wiped, and it may not have come back between two lines.
+    assert re.findall(r"(?:\r\x1b\[K|\n)printed (\d)\r(?=\n)", text) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
