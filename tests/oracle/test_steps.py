@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 """What else a step does: it names axes, changes arguments, prints, checks, compresses, and runs where a mesh is set."""
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -334,10 +334,10 @@ def test_gradients_that_are_not_finite_are_named_and_nothing_is_lost(level: Any)
         return optax.apply_updates(params, updates), opt_state, loss
 
     params = {"b": jnp.ones(13), "w": jnp.ones((3, 11))}
-    *state, _ = step(params, tx.init(params), np.ones((8, 3)))
+    params, opt_state, _ = step(params, tx.init(params), np.ones((8, 3)))
     with raises(FloatingPointError, "call 2", "grads['w']", "33 NaN"):
-        step(*state, with_nan(0))
-    step(*state, np.ones((8, 3)))
+        step(params, opt_state, with_nan(0))
+    step(params, opt_state, np.ones((8, 3)))
 
 
 def test_what_a_device_has_of_its_own_names_the_device() -> None:
@@ -410,7 +410,8 @@ def test_what_is_no_gradient_is_not_compressed() -> None:
         return {"w": state["w"], "total": state["total"] + x.sum(0), "moments": 0.9 * state["moments"] + x.T @ x}, aux
 
     state = {"w": MATRIX, "total": jnp.zeros(5), "moments": jnp.zeros((5, 5))}
-    close(*(decorated(step, 8, compress=c)(state, ROWS) for c in ("bf16", None)), 0)
+    got, want = (decorated(step, 8, compress=c)(state, ROWS) for c in ("bf16", None))
+    close(got, want, 0)
     half = {"half": jnp.ones(3, jnp.bfloat16), "complex": jnp.asarray([1 + 1j, 0.3, 2j])}
 
     def of_other_types(state: Any, x: Any) -> Any:
@@ -419,7 +420,8 @@ def test_what_is_no_gradient_is_not_compressed() -> None:
         )
         return jax.grad(loss)(state)
 
-    compare(*(decorated(of_other_types, 8, compress=c)(half, ROWS) for c in ("fp16", None)), 0)
+    got, want = (decorated(of_other_types, 8, compress=c)(half, ROWS) for c in ("fp16", None))
+    compare(got, want, 0)
 
 
 @pytest.mark.parametrize(("compress", "dtype", "wire"), [("bf16", "bfloat16", "bf16"), ("fp16", "float16", "f16")])
@@ -524,8 +526,8 @@ def script(folder: Path) -> Any:
         w = lax.cond(loss > 0, lambda: optax.apply_updates(w, updates), lambda: w)
         return lax.fori_loop(0, 2, lambda _, w: w * 0.99, w), opt_state, jax.random.split(key)[0], loss
 
-    *state, _ = step(W, optax.adam(0.1).init(W), jax.random.key(0), X)
-    *state, loss = step(*state, X)
+    w, opt_state, key, _ = step(W, optax.adam(0.1).init(W), jax.random.key(0), X)
+    *state, loss = step(w, opt_state, key, X)
     jaxdist.check_sync(state)
     jaxdist.save(folder, state, 1)
     state = jaxdist.restore(folder, state)

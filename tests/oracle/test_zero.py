@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=false
 """`zero`, `shard`, `unshard`: what is kept where, that nothing else changes, and what is refused."""
 
 from __future__ import annotations
@@ -125,7 +124,8 @@ def test_a_moving_average_of_shards_stays_in_shards() -> None:
         return params, opt_state, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params), loss
 
     got = run(decorated(step, 4), (*state_of(tx), jaxdist.shard(PARAMS)), 0)
-    *state, _ = jaxdist.data_parallel(step, donate=False)(*got, BATCH)
+    many: Any = jaxdist.data_parallel(step, donate=False)
+    *state, _ = many(*got, BATCH)
     *want, _ = jax.jit(step)(*state_of(tx), PARAMS, BATCH)
     close(state, want)
     assert held(state[2]["w"]) < 30
@@ -377,7 +377,7 @@ def test_parameters_that_are_needed_and_cannot_be_found() -> None:
         return jaxdist.zero(optax.adam(1e-2), 3).update(jax.grad(loss_fn)(params, x), opt_state)
 
     with raises(ValueError, "level=3", "tx.update(grads, state, params)"):
-        jaxdist.data_parallel(step)(*state_of(optax.adam(1e-2)), BATCH)
+        jaxdist.data_parallel(step)(PARAMS, optax.adam(1e-2).init(PARAMS), BATCH)
 
 
 def test_state_of_another_number_of_devices() -> None:

@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
 """What the model axis cuts where nobody says it, which mesh is chosen, and what that sends."""
 
 from __future__ import annotations
@@ -231,7 +230,7 @@ def auto(step: Any = halves, **options: Any) -> Any:
 
 def chosen(tree: Any) -> dict[str, int]:
     """The mesh of a result."""
-    sharding = next(x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    sharding: Any = next(x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     return dict(sharding.mesh.shape)
 
 

@@ -1,4 +1,3 @@
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
 """`plan` and `fit`: what they say of devices that are not here is what a run then holds and sends."""
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ def small(tx: Any, rows: int = 1 << 14) -> tuple[Any, ...]:
 @pytest.mark.parametrize("written", [(0, None), (1, "host")])
 def test_fit_takes_the_fastest(written: Any) -> None:
     """Whichever the step is written with; each row is what `plan` says of it."""
-    found = jaxdist.fit(*small(jaxdist.zero(ADAM, *written)), topology="2x4xcpu", levels=(0, 1))
+    found: Any = jaxdist.fit(*small(jaxdist.zero(ADAM, *written)), topology="2x4xcpu", levels=(0, 1))
     assert found.chosen.seconds == min(one.seconds for one in found.candidates if one.row.fits)
     assert [one.row.own for one in found.candidates].count(True) == 1
     for one in found.candidates:
@@ -267,7 +266,7 @@ def test_fit_takes_the_fastest(written: Any) -> None:
 def test_fit_says_when_nothing_fits() -> None:
     big = jax.ShapeDtypeStruct((1 << 19, 1 << 14), jnp.float32)
     step = jaxdist.data_parallel(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
-    found = jaxdist.fit(step, big, jax.ShapeDtypeStruct((64, 1 << 19), jnp.float32), topology="4xA100-40")
+    found: Any = jaxdist.fit(step, big, jax.ShapeDtypeStruct((64, 1 << 19), jnp.float32), topology="4xA100-40")
     assert found.chosen is None
     assert "nothing fits" in found.why
     assert all(not one.row.fits for one in found.candidates)
@@ -279,9 +278,9 @@ def test_fit_over_meshes() -> None:
     params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in {"up": (64, 256), "down": (256, 64)}.items()}
     args = params, jax.eval_shape(ADAM.init, params), jax.ShapeDtypeStruct((1, 64), jnp.float32)
     step = jaxdist.data_parallel(train_step(loss, ADAM))
-    found = jaxdist.fit(step, *args, topology="4xcpu", mesh="auto")
+    found: Any = jaxdist.fit(step, *args, topology="4xcpu", mesh="auto")
     assert 'mesh={"model": 4}' in found.chosen.code, "one example is not divided"
-    alone = jaxdist.fit(step, *args, topology="4xcpu", mesh={"model": 4})
+    alone: Any = jaxdist.fit(step, *args, topology="4xcpu", mesh={"model": 4})
     assert alone.chosen.seconds == pytest.approx(found.chosen.seconds)
     with raises(ValueError, "4"):
         jaxdist.fit(step, *args, topology="4xcpu", mesh={"data": 3})
@@ -300,7 +299,8 @@ def test_fit_refuses() -> None:
 @for_gpus
 def test_programs_for_gpus() -> None:
     tx = jaxdist.zero(ADAM, 3)
-    found = jaxdist.plan(step_of(tx), *abstract(tx, 1 << 21), topology="2x4xH100")  # small on fewer rows: not divided
+    rows = 1 << 21  # a step on fewer is small for these, and not divided
+    found: Any = jaxdist.plan(step_of(tx), *abstract(tx, rows), topology="2x4xH100")
     assert found.compiled_for == "cuda"
     own = found.own
     assert 0 <= own.total.overlapped <= 1

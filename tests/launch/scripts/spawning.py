@@ -66,7 +66,7 @@ def train():
         updates, opt = tx.update(grad, opt, w)
         return (optax.apply_updates(w, updates), opt), loss
 
-    def loop(batch, steps):
+    def loop(batch, steps) -> Any:
         w = jax.random.normal(key, (3,))
         state = w, tx.init(w)
         for i in range(steps):
