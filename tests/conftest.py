@@ -8,7 +8,7 @@ if "OMPI_COMM_WORLD_SIZE" not in os.environ and "PMI_SIZE" not in os.environ:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 # Where tests look at what travels, this may not depend on how busy the machine was. Arrays are small here: where
-# messages took their time, whole steps would be computed on every device in place of them (placements/test_small.py).
+# messages took their time, whole steps would run on every device instead (oracle/test_idioms.py).
 os.environ["JAXDIST_MACHINE"] = "cpu,latency=0,stall=4e-5"
 # Unbuffered, a print() is one write for its text and one for the end of its line, and lines of ranks that share a pipe
 # mix. Tests that want it so say so.
@@ -28,36 +28,17 @@ gc.set_threshold(100_000)
 
 
 FIRST = (
-    "mpi/test_one_device.py", "mpi/test_faults_mpi.py", "mpi/test_collectives_mpi.py", "agreement/test_programs.py",
-    "control/test_failfast.py", "mpi/test_calls.py", "examples/test_gallery.py", "test_zero_optimizers.py",
-    "test_idioms.py", "examples/test_mnist.py", "cli/test_cli_run.py", "mpi/test_checkpoint_mpi.py",
-    "cli/test_cli_restarts.py", "test_oracle.py", "launch/test_spawn.py", "test_zero_memory.py", "test_zero.py",
+    "jobs/test_faults.py", "jobs/test_results.py", "jobs/test_start.py", "examples/test_gallery.py",
+    "oracle/test_optimizers.py", "oracle/test_idioms.py", "oracle/test_programs.py", "launch/test_ends.py",
+    "examples/test_mnist.py", "program/test_plan.py", "jobs/test_hosts.py", "io/test_checkpoint_jobs.py",
 )  # fmt: skip
 """The longest, each of which one worker runs: as the last one it would keep the others waiting."""
 
 
-REBUILT = {"control", "io", "jobs", "launch", "oracle", "program"}
-"""Folders whose rows say themselves which of them are slow."""
-
-QUICK = 4
-"""Cases of one function that the quick tests run, spread over all that there are."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order of `FIRST`, then those with slow tests, then the others; further cases are marked."""
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        if not item.get_closest_marker("slow") and item.path.parent.name not in REBUILT:
-            cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
-    for of_one in cases.values():
-        kept = {k * len(of_one) // QUICK for k in range(QUICK)}
-        for i, item in enumerate(of_one):
-            if len(of_one) > QUICK and i not in kept:
-                item.add_marker("slow")
-                item.add_marker("many")
+    """Files in the order of `FIRST`, then those with slow tests, then the others."""
     files = {item.path: item.path.relative_to(Path(__file__).parent).as_posix() for item in items}
-    slow = {m.path for m in items if m.get_closest_marker("slow") and not m.get_closest_marker("many")}
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
     order = {
         path: FIRST.index(name) if name in FIRST else len(FIRST) + (path not in slow) for path, name in files.items()
     }

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 
@@ -38,6 +39,15 @@ def expected(call: Call, xs: Sequence[Any]) -> list[Any]:
     groups = call.get("groups") or [list(range(len(xs)))]
     groups = [*groups, *([d] for d in range(len(xs)) if not any(d in g for g in groups))]
     return [_one(kind, call, [xs[i] for i in g], g.index(d), xs[d]) for d in range(len(xs)) for g in groups if d in g]
+
+
+def on_own(f: Any) -> Any:
+    """`f` of the values that each device has of stacked ones, for a step."""
+
+    def one(*args: Any) -> Any:
+        return jax.tree.map(lambda y: jnp.asarray(y)[None], f(*jax.tree.map(lambda x: x[0], args)))
+
+    return jaxdist.per_device(one, P("data"), P("data"))
 
 
 def _numpy(x: Any) -> Any:

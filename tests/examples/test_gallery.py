@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from harness import jobs, parity, quick
+from harness import check, jobs, quick
 from jax.sharding import Mesh
 
 import jaxdist
@@ -50,7 +50,7 @@ def _few_steps() -> Iterator[None]:
 def test_as_on_one_device(name: str) -> None:
     expected = gallery.on_one_device(name)
     for devices, level in [(1, 0), (2, 0), (4, 3)] if EVERYTHING else [(4, 3)]:
-        decorate = functools.partial(decorated, parity.mesh(devices))
+        decorate = functools.partial(decorated, check.mesh(devices))
         found = gallery.CASES[name](decorate, lambda batch: batch, level)
         gallery.compare(found, expected, f"{name} on {devices} devices at level {level}")
 
@@ -109,10 +109,10 @@ def test_a_run_that_goes_on_elsewhere(tmp_path: Path) -> None:
         return losses, (state.params, state.stats, state.key)
 
     one, final = run(jax.jit(step), 0, tmp_path / "one", 4)
-    first, _ = run(jaxdist.data_parallel(step, mesh=parity.mesh(4)), 3, tmp_path / "cut", 1)
-    rest, found = run(jaxdist.data_parallel(step, mesh=parity.mesh(2)), 2, tmp_path / "cut", 3)
+    first, _ = run(jaxdist.data_parallel(step, mesh=check.mesh(4)), 3, tmp_path / "cut", 1)
+    rest, found = run(jaxdist.data_parallel(step, mesh=check.mesh(2)), 2, tmp_path / "cut", 3)
     np.testing.assert_allclose([*first, *rest], one, rtol=0, atol=1e-10)
-    parity.compare(jaxdist.unshard(found), final)
+    check.compare(jaxdist.unshard(found), final)
 
 
 # --- scripts: their losses are those under `--single`

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
+
+
+def missing(tokens: Iterable[str], text: str) -> list[str]:
+    """Those that a text does not hold."""
+    return [token for token in tokens if token not in text]
 
 
 @contextlib.contextmanager
@@ -13,5 +18,5 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *tokens:
     """The block raises an error of this class, whose message holds each of the tokens."""
     with pytest.raises(kind) as info:
         yield
-    missing = [token for token in tokens if token not in str(info.value)]
-    assert not missing, f"{missing} not in: {info.value}"
+    lacks = missing(tokens, str(info.value))
+    assert not lacks, f"{lacks} not in: {info.value}"

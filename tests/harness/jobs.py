@@ -37,8 +37,6 @@ OPEN_MPI = {
 
 
 RUNNER = str(Path(__file__).parents[1] / "jobs" / "scripts" / "runner.py")
-LAUNCHERS = ("run", "mpirun")
-"""What a launcher does is tested on both: `jaxdist run` without MPI, and `mpirun`."""
 
 
 class Result(NamedTuple):
@@ -76,7 +74,7 @@ class Job:
                     # A killed mpirun leaves files by its number, and the next to get that number can't start.
                     env=environment({"PRTE_MCA_prte_tmpdir_base": str(self._dir), **(env or {}), _MARK: self.id}),
                     start_new_session=True, pass_fds=keep,
-                    preexec_fn=_hear_ctrl_c,
+                    preexec_fn=hear_ctrl_c,
                 )
             )  # fmt: skip
 
@@ -160,7 +158,7 @@ class Job:
             process.wait()
 
 
-def _hear_ctrl_c() -> None:
+def hear_ctrl_c() -> None:
     """A shell's background job (`bash .ci/run &`) ignores SIGINT, and so would all that it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

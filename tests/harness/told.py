@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import jobs
+from harness.errors import missing
 
 TESTS = Path(__file__).parents[1]
 PATH = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
@@ -54,5 +55,4 @@ def check(told: Mapping[str, list[str]], expected: Mapping[str, tuple[str, ...]]
     assert told.keys() == expected.keys()
     for name, (kind, *tokens) in expected.items():
         got, message = told[name]
-        missing = [token for token in tokens if token not in message]
-        assert (got, missing) == (kind, []), f"{name}: {got}: {message}"
+        assert (got, missing(tokens, message)) == (kind, []), f"{name}: {got}: {message}"

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from harness.commands import command
-from harness.errors import raises
+from harness.errors import missing, raises
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -97,7 +97,7 @@ def test_bad_calls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (["run", "out.npz", "--rename", "kernel|bias=x"], ("params.dense.kernel", "params.dense.x")),
     ]:  # fmt: skip
         code, said = command("export", *arguments)
-        assert (code, [token for token in tokens if token not in said]) == (2, []), said
+        assert (code, missing(tokens, said)) == (2, []), said
     one = np.ones(2)
     calls: list[tuple[str, Any, tuple[str, ...]]] = [
         ("out.pt", {"a": one}, ("out.pt", ".npz")), ("out.npz", {"a.b": one, "a": {"b": one}}, ("'a.b'",)),

@@ -23,10 +23,10 @@ import optax
 import pytest
 from catalogue.trees import some
 from harness import jobs, told
+from harness.check import train_step
 from harness.commands import CLI, command
-from harness.errors import raises
+from harness.errors import missing, raises
 from harness.states import there
-from harness.steps import train_step
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -268,7 +268,7 @@ def test_a_sink_that_fails_is_left_out(
     assert bad.said == good.said[:given]
     assert steps(tmp_path) == [0, 1, 2, 3]
     (text,) = caplog.messages
-    assert [token for token in ("Recording", "ConnectionError: gone") if token not in text] == []
+    assert missing(("Recording", "ConnectionError: gone"), text) == []
 
 
 def test_sinks_are_opened_and_closed(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_what_plot_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ((run, "--out", "nowhere/x.png"), ("nowhere",)),
     ]:  # fmt: skip
         code, said = command("plot", *arguments)
-        assert (code, [token for token in tokens if token not in said]) == (2, []), said
+        assert (code, missing(tokens, said)) == (2, []), said
     find: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *r: None if name == "matplotlib" else find(name, *r))
     code, said = command("plot", run)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from harness import jobs
+from harness.errors import missing
 
 FULL = "JAXDIST_FULL" in os.environ
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
@@ -120,7 +121,7 @@ def marked() -> list[object]:
 @pytest.mark.parametrize(("fault", "how"), marked())
 def test_the_job_ends_and_says_why(fault: Fault, how: str) -> None:
     result = start(how, fault).end(60)
-    assert [token for token in fault.tokens if token not in result.output] == [], result.output
+    assert missing(fault.tokens, result.output) == [], result.output
     assert result.returncode == (result.returncode or 1 if fault.code is None else fault.code), result.output
     if fault.code != 0:  # no rank is through, unless it is that which leaves; and neither gloo nor MPI has ended it
         assert result.stdout.count("THROUGH") <= ("leaves" in fault.call), result.output

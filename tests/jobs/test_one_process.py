@@ -77,11 +77,7 @@ def test_bad_arguments(row: int) -> None:
 
 def on_each(f: Any, n: int, *stacked: Any) -> list[Any]:
     """What `f` makes of each device's own of the stacked values, by device."""
-
-    def one(*args: Any) -> Any:
-        return jax.tree.map(lambda y: jnp.asarray(y)[None], f(*jax.tree.map(lambda x: x[0], args)))
-
-    step = jaxdist.data_parallel(jaxdist.per_device(one, P("data"), P("data")), mesh=mesh(n), donate=False)
+    step = jaxdist.data_parallel(calls.on_own(f), mesh=mesh(n), donate=False)
     out = jax.tree.map(np.asarray, step(*stacked))
     return [jax.tree.map(lambda y, d=d: y[d], out) for d in range(n)]
 

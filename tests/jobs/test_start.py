@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from harness import jobs
+from harness.errors import missing
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "starts.py")
 GLOO = {"JAXDIST_COMMUNICATOR": "xla"}
@@ -66,7 +67,7 @@ def test_processes_come_together_or_say_why_not(given: Start, tmp_path: Path) ->
     for result in results:
         assert bool(result.returncode) == given.fails, result.output
         assert ("FINE" in result.stdout) != given.fails, result.output
-        assert [token for token in given.tokens if token not in result.output] == [], result.output
+        assert missing(given.tokens, result.output) == [], result.output
 
 
 def test_a_process_alone() -> None:

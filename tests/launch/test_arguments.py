@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.commands import command
+from harness.errors import missing
 from harness.started import Jaxdist
 
 REFUSED = [
@@ -36,7 +37,7 @@ REFUSED = [
 def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
     code, said = command("run", *words)
     assert code == 2
-    assert [token for token in tokens if token not in said] == [], said
+    assert missing(tokens, said) == [], said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import training
+from harness import jobs, training
+from harness.errors import missing
 from harness.started import CLI, Jaxdist
 
 RANK = Path(__file__).parent / "scripts" / "rank.py"
@@ -26,13 +27,8 @@ WaitGone = Callable[[str, float], list[int]]
 
 def started(*args: object, **how: Any) -> subprocess.Popen[Any]:
     """A `jaxdist run` that goes on, with its output in a pipe, or as is said; it hears Ctrl-C."""
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "preexec_fn": hear_ctrl_c} | how
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "preexec_fn": jobs.hear_ctrl_c} | how
     return subprocess.Popen([*CLI, "run", *map(str, args)], **how)
-
-
-def hear_ctrl_c() -> None:
-    """A shell's background job ignores SIGINT, and so would all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def lines(job: subprocess.Popen[str], count: int) -> list[str]:
@@ -58,7 +54,7 @@ def test_the_first_failing_exit_code_is_the_jobs_and_nothing_is_left(
     begin = time.monotonic()
     done = jaxdist("run", "-n", 2, "--launcher", launcher, RANK, what, mark)
     assert done.returncode in codes, done.stderr
-    assert [token for token in tokens if token not in done.stderr] == []
+    assert missing(tokens, done.stderr) == []
     assert time.monotonic() - begin < 30  # although ranks ignore SIGTERM
     assert wait_gone(mark, 1) == []
 

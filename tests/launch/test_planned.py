@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from harness.commands import command
+from harness.errors import missing
 from harness.started import Jaxdist
 
 SCRIPT = Path(__file__).parent / "scripts" / "planned.py"
@@ -49,7 +50,7 @@ def test_a_module(script: Path) -> None:
     Path("planned_module.py").write_text(script.read_text().replace("parse_args()", "parse_args([])"))
     code, text = command("plan", "planned_module:make", "width=16", "name=x", "--topology=2xcpu")
     assert code == 0, text
-    assert [token for token in ("'step'", "2xcpu", "64 B") if token not in text] == []
+    assert missing(("'step'", "2xcpu", "64 B"), text) == []
 
 
 def test_a_mesh_and_the_best_one() -> None:
@@ -116,7 +117,7 @@ REFUSED = [
 def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
     code, text = command("plan", *words)
     assert code == 2
-    assert [token for token in tokens if token not in text] == [], text
+    assert missing(tokens, text) == [], text
 
 
 @pytest.mark.parametrize(
@@ -134,5 +135,5 @@ def test_an_error_of_the_users_comes_with_its_line(
     numbers = [i for i, text in enumerate(script.read_text().splitlines(), 1) if text.strip() == line]
     code, text = command("plan", f"script.py:{name}", "--topology=2xcpu", *more)
     assert code == 2
-    assert [token for token in tokens if token not in text] == [], text
+    assert missing(tokens, text) == [], text
     assert f"script.py:{numbers[-1 if name == 'opens_nothing' else 0]})" in text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import jobs
-from harness.errors import raises
+from harness.errors import missing, raises
 
 import jaxdist
 
@@ -44,7 +44,7 @@ def test_errors_of_ranks() -> None:
         ["TypeError", "_thread.lock"],
     ]
     for tokens, text in zip(expected, errors, strict=True):
-        assert [token for token in tokens if token not in text] == [], text
+        assert missing(tokens, text) == [], text
     assert "jaxdist/" not in errors[0], "the traceback is the user's own"
     assert last == "[None]"
 

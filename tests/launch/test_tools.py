@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 from harness.commands import command
+from harness.errors import missing
 from harness.started import Jaxdist
 
 COLLECTIVES = {"allreduce", "allgather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"}
@@ -83,7 +84,7 @@ def test_all_is_well_here(jaxdist: Jaxdist, request: pytest.FixtureRequest, comm
 def test_a_communicator_that_is_not_here_is_said_and_fails_where_it_was_asked_for(jaxdist: Jaxdist) -> None:
     asked = jaxdist("test", "--communicator", "xla", "--launcher", "env", "--hosts", "a:1,a:1")
     assert asked.returncode == 1
-    assert [token for token in ("communicator xla", "--hosts", "entry 2") if token not in asked.stdout] == []
+    assert missing(("communicator xla", "--hosts", "entry 2"), asked.stdout) == []
     assert command("test", "--communicator", "nccl")[0] == 2
 
 
@@ -140,4 +141,4 @@ def test_what_bench_refuses(words: list[str], tokens: list[str], monkeypatch: py
         )
     code, said = command("bench", *(words if words[0].startswith("-") else words[1:]))
     assert code == 2
-    assert [token for token in tokens if token not in said] == [], said
+    assert missing(tokens, said) == [], said

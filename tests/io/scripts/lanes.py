@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness.steps import train_step
+from harness.check import train_step
 
 import jaxdist
 

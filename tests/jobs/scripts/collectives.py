@@ -236,11 +236,7 @@ def threads() -> None:
 
 def on_each(f: Any, *stacked: Any) -> Any:
     """This device's part of what a step returns, which calls `f` with each device's own of the stacked values."""
-
-    def one(*args: Any) -> Any:
-        return jax.tree.map(lambda y: jnp.asarray(y)[None], f(*jax.tree.map(lambda x: x[0], args)))
-
-    step = jaxdist.data_parallel(jaxdist.per_device(one, P("data"), P("data")))
+    step = jaxdist.data_parallel(calls.on_own(f))
     outs = step(*jax.tree.map(lambda x: x[R : R + 1], stacked))
     # XLA does not shard what is empty.
     return jax.tree.map(lambda y: np.asarray(y.addressable_data(0))[0] if y.size else np.empty(y.shape[1:]), outs)
