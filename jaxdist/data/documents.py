@@ -176,11 +176,11 @@ class Documents:
     def open(folder: str | os.PathLike[str]) -> Documents:
         """The documents that `jaxdist.tokenize` has written to a folder; they stay on disk.
 
-        All of it is read once, to compare its digest: about a second for a GB.
+        Reads all of it once to check its digest, about a second for each GB.
 
         Raises:
           OSError: they are not there.
-          ValueError: they are damaged, or `jaxdist.tokenize` has not written them.
+          ValueError: they are damaged, or `jaxdist.tokenize` did not write them.
         """
         _check_digests(Path(folder), _about(Path(folder)))
         return _opened(folder)
@@ -217,13 +217,15 @@ def _opened(folder: str | os.PathLike[str]) -> Documents:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What `tokenize` has written of a folder."""
+    """The record that `tokenize` left in a folder."""
     try:
         about = json.loads((path / _ABOUT).read_text())
     except (OSError, ValueError, RecursionError):
+        if not path.exists():
+            raise
         about = None
     if not isinstance(about, dict):
-        raise ValueError(f"{path} is not a folder that jaxdist.tokenize has written: name another one")
+        raise ValueError(f"{path} was not written by jaxdist.tokenize: name another folder")
     return about
 
 

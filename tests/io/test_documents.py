@@ -154,6 +154,8 @@ def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
         ):
             with raises(ValueError, str(folder / file)):
                 print(name, call())
+    with raises(FileNotFoundError, "nowhere"):
+        jaxdist.Documents.open(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
