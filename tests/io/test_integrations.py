@@ -29,13 +29,6 @@ import jaxdist
 # --- sources
 
 
-@pytest.fixture(autouse=True)
-def _without_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Published steps (benchmarks/published), if they were loaded in this process, have stand-ins for packages."""
-    real = [finder for finder in sys.meta_path if not type(finder).__module__.endswith("source")]
-    monkeypatch.setattr(sys, "meta_path", real)
-
-
 def installed(name: str) -> Any:
     """A module, if its package is there."""
     package = {"array_record": "array-record", "mlflow": "mlflow-skinny"}.get(top := name.partition(".")[0], top)

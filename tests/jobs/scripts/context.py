@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import quick
 from harness.check import compare
 from harness.errors import raises
 from jax.sharding import NamedSharding
@@ -109,11 +110,8 @@ def compiled() -> None:
     np.testing.assert_array_equal(jax.jit(called)(np.ones(3)), np.full(3, R + 1.0))
     ctx.barrier()
     # One program, and options of each rank's own: what one has compiled is no other's.
-    fast = {
-        "xla_cpu_enable_fast_math": True,
-        "xla_cpu_fast_math_honor_nans": False,
-        "xla_cpu_use_fusion_emitters": True,
-    }
+    fast = {"xla_cpu_enable_fast_math": True, "xla_cpu_fast_math_honor_nans": False}
+    fast |= {quick.FLAG: True} if quick.KNOWN else {}
     nan = np.full(3, np.nan)
     for first in range(2):
         program = jax.jit(
