@@ -56,7 +56,7 @@ def _quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 def messages_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices are priced as where `JAXDIST_MACHINE` says nothing and nobody has measured them."""
     from jaxdist import get_context
-    from jaxdist.machine import VIRTUAL
+    from jaxdist.machine import VIRTUAL  # private: a public setting would be one of the process
 
     monkeypatch.setattr(get_context(), "kind", VIRTUAL.kind)
 
@@ -64,7 +64,7 @@ def messages_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_said() -> None:
     """What is said once in a process is said in each test."""
-    if tracing := sys.modules.get("jaxdist.step.tracing"):
+    if tracing := sys.modules.get("jaxdist.step.tracing"):  # private: a user has one process
         tracing.say_once.cache_clear()
 
 
@@ -72,5 +72,5 @@ def _nothing_said() -> None:
 def no_locks_left() -> Iterator[None]:
     """Each has a thread, and a process shows where its main thread is among a hundred at most."""
     yield
-    if lock := sys.modules.get("jaxdist.checkpoint.lock"):
+    if lock := sys.modules.get("jaxdist.checkpoint.lock"):  # private: a user's job saves into one folder
         lock.release_all()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import jaxdist
@@ -83,3 +84,30 @@ def test_nothing_is_imported_in_a_circle() -> None:
         for name in free:
             del after[name]
     assert dict(after) == {}
+
+
+def _private(file: Path, modules: Collection[str]) -> Iterator[int]:
+    """Lines of a file that import or name a module of the package that is not public."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = [node.value]
+        else:
+            continue
+        paths = [name.removeprefix("jaxdist.") for name in named if re.fullmatch(r"jaxdist(\.\w+)+", name)]
+        if any(path.partition(".")[0] not in jaxdist.__all__ and path.partition(".")[0] in modules for path in paths):
+            yield node.lineno
+
+
+def test_a_private_name_in_a_test_has_its_reason() -> None:
+    modules, tests = _modules(), Path(__file__).parent
+    wrong = [
+        f"{file.relative_to(tests)}:{line}"
+        for file in tests.rglob("*.py")
+        for line in _private(file, modules)
+        if not any("# private: " in text for text in file.read_text().splitlines()[max(0, line - 2) : line])
+    ]
+    assert wrong == []

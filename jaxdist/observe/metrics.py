@@ -75,6 +75,7 @@ class RunLog:
         self._last: int | None = None  # step given
         self._pending: deque[_Entry] = deque()
         self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._noting: threading.Thread | None = None
         self._ended: deque[tuple[float, int]] = deque()  # when a step was seen to have ended, and which
         self._file: TextIO | None = None
         self._show = Display(total)
@@ -124,7 +125,8 @@ class RunLog:
         self._file = (self._path / FILE).open("a", encoding="utf-8")
         self._show.start(step, next((line["step"] for line, _ in _lines(self._path / FILE)), step))
         # A daemon: what a failed job's device still computes may never come.
-        threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True).start()
+        self._noting = threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True)
+        self._noting.start()
 
     def _write(self, wait: bool) -> None:
         """Writes what has been computed, in order; the rest too if it may wait."""
@@ -170,6 +172,8 @@ class RunLog:
         self._running.put(None)
         try:
             self._write(wait=not failed)  # what a failed job's device still computes may never come
+            if self._noting and not failed:  # inside JAX at the interpreter's end it would abort the process
+                self._noting.join()
         except BaseException:
             failed = True
             raise

@@ -206,8 +206,7 @@ class _Untyped(Interpreter):
         return super().eval_eqn(eqn, *args)
 
     def _stretches(self, eqns: Sequence[Any]) -> Iterator[tuple[int, int]]:
-        # One by one: in a call values keep their types, which name the mesh with one axis of data.
-        return iter([(i, i + 1) for i in range(len(eqns))]) if len(self.data) > 1 else super()._stretches(eqns)
+        return iter([(i, i + 1) for i in range(len(eqns))])  # one by one: in a call values keep their types
 
     def touches(self, eqn: Any) -> bool:
         return eqn.primitive.name in _TYPED or (len(self.data) > 1 and AXIS in axes_of(eqn))

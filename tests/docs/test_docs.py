@@ -18,7 +18,8 @@ import jaxdist
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPTIONAL = {"jaxdist.communicators.mpi", "jaxdist.connectors.mpi", "jaxdist.__main__"}  # the first two import MPI
+# private: examples of every module are run, but of these: the first two import MPI
+OPTIONAL = {"jaxdist.communicators.mpi", "jaxdist.connectors.mpi", "jaxdist.__main__"}
 
 
 @pytest.mark.slow

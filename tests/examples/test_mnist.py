@@ -17,7 +17,7 @@ from gallery import digits
 from harness import quick
 
 import jaxdist
-from jaxdist.launch.mpi import find_mpirun
+from jaxdist.launch.mpi import find_mpirun  # private: the one that `jaxdist run` takes
 
 pytestmark = pytest.mark.slow  # together
 

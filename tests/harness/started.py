@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import quick
 
-from jaxdist.launch.mpi import find_mpirun
+from jaxdist.launch.mpi import find_mpirun  # private: the one that `jaxdist run` takes
 
 CLI = [sys.executable, "-m", "jaxdist"]
 

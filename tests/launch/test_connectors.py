@@ -19,7 +19,7 @@ import pytest
 from harness import jobs
 from harness.errors import raises
 
-from jaxdist import connectors
+from jaxdist import connectors  # private: what an environment of a cluster chooses, where there is no cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 WHO = [sys.executable, str(SCRIPTS / "who.py")]

@@ -144,10 +144,10 @@ def test_the_generator_is_part_of_what_is_compiled() -> None:
     np.testing.assert_array_equal(step(draws.KEY, x), first)
 
 
-# private: to reach the carry of a 64-bit place a public call would need 4 billion entries
 def test_places_beyond_32_bits() -> None:
+    # private: to reach the carry of a 64-bit place a public call would need 4 billion entries
     from jaxdist.placements.random_bits import _places, _product
-    from jaxdist.placements.values import Split
+    from jaxdist.placements.values import Split  # private: likewise
 
     index = [0, 1, 4, 65535, 65536, 2**31, 2**32 - 1]
     for stride in (1, 7, 3 << 12, (1 << 20) * (3 << 12), (1 << 33) + 5):
