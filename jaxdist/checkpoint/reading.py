@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdist.agreement.copies import Copies
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.checkpoint import history, record, replay
+from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief
 from jaxdist.checkpoint.arrays import ArrayReader, damaged
 from jaxdist.checkpoint.background import await_pending
@@ -77,9 +77,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
         raise ValueError("restore(step=..., fallback=True): of which step? Leave one of them out")
     ctx = get_context()
     await_pending()
-    root, repeats = absolute(path), replay.asked()
-    if repeats:
-        root, step = absolute(repeats.path), repeats.step
+    root = absolute(path)
     again = step is None and os.environ.get("JAXDIST_RESTARTS", "0") not in ("", "0")
     another = again if fallback is None else fallback  # will do, where one is damaged
     passed: list[tuple[Saved, str]] = []  # damaged ones, and how
@@ -112,7 +110,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
                 raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
             passed.append((wanted, str(error)))
             continue
-        if ctx.is_root and not repeats:
+        if ctx.is_root:
             for damaged, text in passed:
                 ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
             history.at(root, wanted, [s for s, _ in passed])
@@ -141,8 +139,6 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    if repeats := replay.asked():
-        return repeats.step
     complete = saved(absolute(path))
     return complete[-1].step if complete else None
 

@@ -20,7 +20,7 @@ from jaxdist.agreement import copies
 from jaxdist.agreement.copies import Copies
 from jaxdist.agreement.description import Description
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.checkpoint import history, lock, orbax_writer, record, replay
+from jaxdist.checkpoint import history, lock, orbax_writer, record
 from jaxdist.checkpoint.agreement import together
 from jaxdist.checkpoint.background import Saving, at_exit, await_pending
 from jaxdist.checkpoint.checksum import MODULUS, checksum, share_of
@@ -108,8 +108,6 @@ def save(
     ctx = get_context()
     known = ctx.only(Copies)
     await_pending()
-    if replay.asked():
-        return Saving(step)
 
     def prepare() -> Part[tuple[Path, list[tuple[str, ...]], list[Any], Description]]:
         need("orbax.checkpoint", "jaxdist.save")

@@ -10,7 +10,6 @@ from jaxdist.cli.export import export
 from jaxdist.cli.info import info
 from jaxdist.cli.plan import plan
 from jaxdist.cli.plot import plot
-from jaxdist.cli.replay import replay
 from jaxdist.cli.run import RunCommand, run
 from jaxdist.cli.selftest import self_test
 
@@ -44,7 +43,6 @@ def main(
 
 
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
-app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(replay)
 app.command()(info)
 app.command("test")(self_test)
 app.command()(bench)

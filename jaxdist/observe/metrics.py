@@ -20,9 +20,7 @@ import jax
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.checkpoint import replay
 from jaxdist.errors import in_words
-from jaxdist.observe.digest import digest
 from jaxdist.observe.display import Display
 from jaxdist.observe.sinking import Sinking
 from jaxdist.runtime.context import Context, get_context
@@ -31,7 +29,7 @@ from jaxdist.sinks import Sink
 FILE = "metrics.jsonl"
 _MOST = 1000  # steps held back: a host that runs ahead of its device by more waits
 _WINDOW = 5.0  # seconds over which the throughput that is shown is taken
-_OWN = ("step", "time", "hash", "examples_per_s", "tokens_per_s")
+_OWN = ("step", "time", "examples_per_s", "tokens_per_s")
 
 
 @dataclass(eq=False)
@@ -67,11 +65,9 @@ class RunLog:
         total: int | None,
         per_step: dict[str, float],
         sinks: Sequence[Sinking] = (),
-        hash_every: int | None = None,
     ):
         self._path, self._is_root, self._size = path, ctx.is_root, ctx.num_devices
         self._total, self._per_step, self._sinks = total, per_step, sinks
-        self._hash_every, self._replay = hash_every, replay.asked()
         self._last: int | None = None  # step given
         self._pending: deque[_Entry] = deque()
         self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -80,18 +76,16 @@ class RunLog:
         self._file: TextIO | None = None
         self._show = Display(total)
 
-    def __call__(self, step: int, *, state: Any = None, **metrics: Any) -> None:
+    def __call__(self, step: int, **metrics: Any) -> None:
         """Log the metrics of a step.
 
         Args:
           step: counted from 0 (or from 1) over the whole run, restarts included; not less than in the call before. The
             first call of a restarted run removes what was logged for this step and later ones.
-          state: after the step: every `hash_every` steps its `jaxdist.digest` is logged as ``hash``.
           **metrics: numbers, or scalar arrays that the next step does not take (aux values; of state, ``float(x)``).
 
         Raises:
-          ValueError: a metric is no scalar, or has a name of our own; the step is before the last one; `hash_every` is
-            set, and there is no state (on every rank).
+          ValueError: a metric is no scalar, or has a name of our own; the step is before the last one.
           RuntimeError: the array of a metric was donated before it could be read; says which.
         """
         step = int(step)
@@ -102,13 +96,6 @@ class RunLog:
                 raise ValueError(f"metric {name!r} of step {step} has shape {np.shape(value)}; expected a scalar")
         if self._last is not None and step < self._last:
             raise ValueError(f"step {step} was logged after step {self._last}: the steps of a log go upwards")
-        if state is None and (self._hash_every or self._replay):
-            raise ValueError(f"log({step}, …): without state= there is nothing to take the hash of")
-        if self._replay:
-            replay.seen(self._replay, step, state, digest)
-            return
-        if self._hash_every and step % self._hash_every == 0:
-            metrics["hash"] = digest(state)
         first, self._last = self._last is None, step
         if not self._is_root:
             return
@@ -145,10 +132,9 @@ class RunLog:
         assert self._file is not None
         line = {"step": step, "time": round(now, 6), **metrics, **rates}
         self._file.write(json.dumps({name: _in_json(x) for name, x in line.items()}) + "\n")
-        shown = {name: x for name, x in metrics.items() if name != "hash"}
         for sink in self._sinks:
-            sink.write(step, now, {**shown, **rates})
-        self._show.update(step, shown, lately)
+            sink.write(step, now, {**metrics, **rates})
+        self._show.update(step, metrics, lately)
 
     def _throughput(self, step: int, now: float) -> tuple[dict[str, float], dict[str, float]]:
         """Examples and tokens per second since the step before, for the file, and over the last seconds, for the eye.
@@ -193,7 +179,6 @@ def run_log(
     examples_per_step: float | None = None,
     tokens_per_step: float | None = None,
     sinks: Sequence[Sink] = (),
-    hash_every: int | None = None,
 ) -> Iterator[RunLog]:
     """Log a training run: progress on the root's standard error, metrics into ``path/metrics.jsonl``.
 
@@ -215,15 +200,12 @@ def run_log(
         or any object with the methods of `jaxdist.sinks.Sink`. Each works in a thread of its own. One that fails, or
         is 100000 steps behind, is left out from then on, with a warning; the end of the ``with`` block waits a minute
         for it at most.
-      hash_every: steps from one hash of the state to the next (`jaxdist.digest`); None: none. ``jaxdist replay``
-        compares with it.
 
     Returns:
       A context manager that gives the log, ``log(step, loss=...)``.
 
     Raises:
       OSError: the root can't write there (on every rank).
-      ValueError: `hash_every` is no positive number of steps.
       TypeError: `sinks` is no list of sinks.
       ImportError: what a sink needs is missing on the root (on every rank).
       RuntimeError: a sink can't be opened (on every rank).
@@ -238,20 +220,17 @@ def run_log(
       [1.0, 0.5]
     """
     ctx, folder = get_context(), Path(path)
-    if hash_every is not None and (isinstance(hash_every, bool) or hash_every != int(hash_every) or hash_every < 1):
-        raise ValueError(f"hash_every={hash_every!r}: expected a positive number of steps")
-
     if not isinstance(sinks, Sequence) or not all(isinstance(x, Sink) and not isinstance(x, type) for x in sinks):
         raise TypeError(f"sinks={sinks!r}: expected a list of sinks, such as [jaxdist.sinks.TensorBoard()]")
 
     def prepare() -> Part[list[Sinking]]:
-        return Part(_make_ready(folder, sinks) if ctx.is_root and not replay.asked() else [])
+        return Part(_make_ready(folder, sinks) if ctx.is_root else [])
 
     errors = (OSError, ImportError, RuntimeError)
     working, _ = on_every_rank(ctx, "run_log", prepare, raises=errors, patient=bool(sinks))
     per_step = {"examples": examples_per_step, "tokens": tokens_per_step}
     given = {name: n for name, n in per_step.items() if n is not None}
-    log = RunLog(folder, ctx, total, given, working, hash_every)
+    log = RunLog(folder, ctx, total, given, working)
     try:
         yield log
     except BaseException:

@@ -1,4 +1,4 @@
-"""`run_log` and its sinks, `digest`, `profile`, and the commands `plot` and `replay`: what a run leaves behind."""
+"""`run_log` and its sinks, `digest`, `profile`, and the command `plot`: what a run leaves behind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ import numpy as np
 import optax
 import pytest
 from catalogue.trees import some
-from harness import jobs, told
 from harness.check import train_step
-from harness.commands import CLI, command
+from harness.commands import command
 from harness.errors import missing, raises
-from harness.states import there
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -187,11 +185,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for sinks in ("tensorboard", ["wandb"], Recording(), [Recording]):
         with raises(TypeError, "sinks"), jaxdist.run_log(tmp_path, sinks=sinks):  # type: ignore[arg-type]
             pass
-    for hash_every in (0, True):
-        with raises(ValueError, f"hash_every={hash_every}"), jaxdist.run_log(tmp_path, hash_every=hash_every):
-            pass
-    with raises(ValueError, "state"), jaxdist.run_log(tmp_path / "run", hash_every=1) as log:
-        log(0, loss=1.0)
 
 
 # --- the display
@@ -414,26 +407,3 @@ def test_what_plot_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *r: None if name == "matplotlib" else find(name, *r))
     code, said = command("plot", run)
     assert (code, "jaxdist[plots]" in said, "--out" in said) == (2, True, False)
-
-
-@pytest.mark.slow
-def test_a_logged_step_again(tmp_path: Path) -> None:
-    """The hash of a step of a job in lanes, on one process; nothing is logged or saved."""
-
-    def call(*words: object) -> jobs.Result:
-        job = jobs.Job()
-        job.start([*CLI, *map(str, words)], told.PATH)
-        return job.finish()[0]
-
-    script, run = Path(__file__).parent / "scripts" / "lanes.py", tmp_path / "run"
-    done = call("run", "--lanes", 4, "-n", 3, "--launcher", "env", script, run)
-    assert done.returncode == 0, done.output
-    logged = jaxdist.read_metrics(run)
-    assert [line["step"] for line in logged if "hash" in line] == [0, 3, 6, 9]
-    again = call("replay", "--lanes", 4, "--step", 6, run / "checkpoints" / "4", script, run)
-    assert again.returncode == 0, again.output
-    assert f"hash {logged[6]['hash']:.0f}" in again.stdout
-    assert (jaxdist.read_metrics(run), there(run / "checkpoints")) == (logged, ["4", "8"])
-    for step, folder, code, token in [(2, run / "checkpoints" / "4", 1, "step 2"), (2, run, 2, str(run))]:
-        refused = call("replay", "--lanes", 4, "--step", step, folder, script, run)
-        assert (refused.returncode, token in refused.stderr) == (code, True), refused.output
