@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py --torch PYTHON --json c.json --markdown c.md --png c.png
 
-Sizes are bytes of one process's input, in float32. `jaxdist bench` measures all collectives of one wire.
+Sizes are bytes of one process's input, in float32.
 """
 
 from __future__ import annotations

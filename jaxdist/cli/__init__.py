@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from jaxdist.cli.bench import bench
 from jaxdist.cli.export import export
 from jaxdist.cli.info import info
 from jaxdist.cli.plan import plan
@@ -45,7 +44,6 @@ def main(
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
 app.command("test")(self_test)
-app.command()(bench)
 app.command()(export)
 app.command()(plot)
 app.command()(plan)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxdist.cli.bench import check_plot
+from jaxdist.cli.output import check_plot
 from jaxdist.control.stacks import users_line
 from jaxdist.errors import message_of
 

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from jaxdist.cli.bench import check_plot
+from jaxdist.cli.output import check_plot
 
 _RATES = {"tokens_per_s": "tokens per second", "examples_per_s": "examples per second"}
 _INTERVALS = 200  # of a curve of throughput at most: more could not be told apart
