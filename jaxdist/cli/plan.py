@@ -1,7 +1,6 @@
 """`jaxdist plan`: what a step takes on devices that are not here, as tables, JSON and a picture."""
 
 import ast
-import functools
 import importlib
 import importlib.util
 import os
@@ -46,16 +45,9 @@ def plan(
         typer.Option(
             "--fit",
             help="Find the level and the groups of devices (all, or those of each host) that fit, in the least "
-            "estimated time. Microbatches and what jax.checkpoint recomputes stay as the step has them, or --vary.",
+            "estimated time. Microbatches and what jax.checkpoint recomputes stay as the step has them.",
         ),
     ] = False,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=V1,V2,...",
-            help="With --fit: also find the best of these values of an argument of the function; may be repeated.",
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Also draw the bytes by level: a .png, .pdf or .svg.")
@@ -70,7 +62,6 @@ def plan(
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA complains about each program that does not fit
     import jax
 
-    from jaxdist.planning.candidates import built
     from jaxdist.planning.fit import Fit, fit
     from jaxdist.planning.plan import plan as make_plan
     from jaxdist.planning.topology import Topology
@@ -84,19 +75,15 @@ def plan(
         sizes = "auto" if mesh == "auto" else _sizes(mesh)
         if isinstance(sizes, str) and not fitted:
             raise ValueError("--mesh auto is for --fit, which chooses between meshes")
-        make, fixed, varied = _function(what), _arguments(options or []), _varied(vary or [])
-        if varied and not fitted:
-            raise ValueError("--vary is for --fit, which chooses between the values")
-        if both := varied.keys() & fixed.keys():
-            raise ValueError(f"{min(both)!r} is given as an argument and to --vary: it is one or the other")
-        if varied:
-            made = functools.partial(make, **fixed)
-            found = fit(made, topology=wanted, levels=chosen, vary=varied, mesh=sizes)
-        elif fitted:
-            found = fit(*built(make, fixed), topology=wanted, levels=chosen, mesh=sizes)
+        make = _function(what)
+        made = make(**_arguments(options or []))
+        if not isinstance(made, tuple) or not made:
+            raise TypeError(f"{what} returned {type(made).__name__}, expected a tuple (step, *args)")
+        if fitted:
+            found = fit(*made, topology=wanted, levels=chosen, mesh=sizes)
         else:
             assert not isinstance(sizes, str)
-            found = make_plan(*built(make, fixed), topology=wanted, levels=chosen, mesh=sizes)
+            found = make_plan(*made, topology=wanted, levels=chosen, mesh=sizes)
     except (ValueError, TypeError, OSError) as problem:
         line = users_line(problem.__traceback__)
         said = f"{message_of(problem)} ({line})" if line else message_of(problem)
@@ -161,10 +148,10 @@ def _arguments(options: list[str]) -> dict[str, Any]:
     return {name: _value(text) for name, text in (_pair(option) for option in options)}
 
 
-def _pair(option: str, flag: str = "", values: str = "VALUE") -> tuple[str, str]:
+def _pair(option: str, flag: str = "", value: str = "VALUE") -> tuple[str, str]:
     name, equals, text = option.partition("=")
     if not equals or not name.isidentifier():
-        raise ValueError(f"{flag}{option!r}: expected NAME={values}")
+        raise ValueError(f"{flag}{option!r}: expected NAME={value}")
     return name, text
 
 
@@ -173,17 +160,6 @@ def _value(text: str) -> Any:
         return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
-
-
-def _varied(options: list[str]) -> dict[str, list[Any]]:
-    """The values of each name."""
-    varied: dict[str, list[Any]] = {}
-    for option in options:
-        name, text = _pair(option, "--vary ", "VALUE,VALUE")
-        if name in varied:
-            raise ValueError(f"--vary: {name!r} is given twice; its values go together: {name}=VALUE,VALUE")
-        varied[name] = [_value(part) for part in (part.strip() for part in text.split(",")) if part]
-    return varied
 
 
 def draw(plan: "Plan", path: Path) -> None:
@@ -197,7 +173,7 @@ def draw(plan: "Plan", path: Path) -> None:
 
     figure = Figure(figsize=(2 + 1.6 * len(plan.levels), 5), layout="constrained")
     axes = figure.subplots()
-    names = [f"{one.built}\n" * bool(one.built) + one.name + "\n(this step)" * one.own for one in plan.levels]
+    names = [one.name + "\n(this step)" * one.own for one in plan.levels]
     bottom = [0.0] * len(names)
     visible = max(one.peak for one in plan.levels) / 500
     for kind in dict.fromkeys(kind for one in plan.levels for kind, size in one.bytes.items() if size > visible):

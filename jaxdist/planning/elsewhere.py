@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -70,13 +69,6 @@ class Elsewhere:
             self._mesh = chosen(on, self.meshes() or [{AXIS: -1}], self.topology.machine).mesh
             self._forecast = self._forecast.on(self._mesh)
 
-    def beside(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Elsewhere:
-        """Another step on the same devices; what has been compiled and what there is to say they have in common."""
-        other = copy.copy(self)
-        step, args = _decorated(step, args)
-        other._step, other._args, other._forecast = step, args, self._forecast_of(step, args)
-        return other
-
     def on(self, mesh: Sizes) -> Elsewhere:
         """The same step on the same devices in another mesh; what has been compiled they have in common."""
         other = copy.copy(self)
@@ -93,11 +85,6 @@ class Elsewhere:
     def repeats(self) -> bool:
         """Whether the model axis cuts nothing: each device along it does the same."""
         return self._forecast.repeats
-
-    @property
-    def batch_bytes(self) -> int:
-        """The bytes of the batch of all devices."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self._forecast.batch)
 
     def meshes(self) -> list[dict[str, int]]:
         """Meshes that may be chosen (see `jaxdist.step.choice.meshes`)."""

@@ -1,9 +1,9 @@
-"""`fit`: the ZeRO level, the groups of devices and what a step is built with, so that it fits in the least time."""
+"""`fit`: the ZeRO level, the groups of devices and the mesh with which a step fits, in the least time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,18 +11,7 @@ from rich.table import Table
 
 from jaxdist.machine import REACHED
 from jaxdist.mesh import AXIS, Sizes
-from jaxdist.planning.candidates import (
-    MOST,
-    Candidate,
-    Option,
-    Search,
-    built,
-    choices,
-    named_of,
-    options,
-    search,
-    written,
-)
+from jaxdist.planning.candidates import MOST, Candidate, Search, options, search
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.memory import readable
 from jaxdist.planning.report import FRACTION, STATE, Plan, duration
@@ -31,11 +20,7 @@ from jaxdist.step.choice import said
 from jaxdist.step.settings import AUTO
 from jaxdist.text import text_of
 
-_NOT_VARIED = (
-    "the number of microbatches and what jax.checkpoint recomputes are as the step has them; to try others: vary=, on "
-    "the command line --vary"
-)
-_SIZES = "the batches are not of one size: candidates are compared by the time of as much data"
+_NOT_VARIED = "the number of microbatches and what jax.checkpoint recomputes are as the step has them"
 _NAMED = 3
 """Candidates that a sentence names."""
 
@@ -46,7 +31,7 @@ class Fit:
 
     Attributes:
       plan: of all candidates that were compiled: their bytes and collectives.
-      candidates: all that were considered, in the order of what they are built with and of their levels.
+      candidates: all that were considered, in the order of their meshes and levels.
       chosen: that which fits and takes the least time; None: nothing fits.
       why: a sentence.
     """
@@ -63,10 +48,9 @@ class Fit:
         del figures["levels"]
         figures["candidates"] = [
             {
-                "choice": {name: _plain(value) for name, value in one.choice.items()}, **one.row.figures(),
-                "compiled": one.compiled, "fits": one.fits, "missing": self._missing(one), "compute": one.compute,
-                "state": one.state, "in_host": one.in_host, "between": one.between, "hidden": one.hidden,
-                "mesh": one.mesh or None, "seconds": one.seconds, "code": one.code,
+                **one.row.figures(), "compiled": one.compiled, "fits": one.fits, "missing": self._missing(one),
+                "compute": one.compute, "state": one.state, "in_host": one.in_host, "between": one.between,
+                "hidden": one.hidden, "mesh": one.mesh or None, "seconds": one.seconds, "code": one.code,
             }
             for one in self.candidates
         ]  # fmt: skip
@@ -85,7 +69,7 @@ class Fit:
             f"{wires}; "
             "hidden: those that run beside what is computed" + "; >: at least, not compiled" * (not self._all_compiled)
         )
-        width = 120 + 16 * len(self._names) + 32 * any(one.mesh for one in self.candidates)
+        width = 120 + 32 * any(one.mesh for one in self.candidates)
         lines = [text_of(self.plan.headline, self._table(), width=width)]
         if self.chosen is not None:  # code is to be copied: in one line
             lines.append(f"chosen: {self.chosen.code or 'the step as it is written'}")
@@ -95,16 +79,11 @@ class Fit:
         return max(0, one.row.peak - self.plan.memory)
 
     @property
-    def _names(self) -> list[str]:
-        """Names of what is varied."""
-        return list(self.candidates[0].choice)
-
-    @property
     def _shown(self) -> list[Candidate]:
         """All that were compiled, and the fastest of each mesh: there are many."""
         fastest: dict[str, Candidate] = {}
         for one in self.candidates:
-            if one.mesh not in fastest or one.cost < fastest[one.mesh].cost:
+            if one.mesh not in fastest or one.seconds < fastest[one.mesh].seconds:
                 fastest[one.mesh] = one
         return [one for one in self.candidates if not one.mesh or one.compiled or one is fastest[one.mesh]]
 
@@ -122,7 +101,7 @@ class Fit:
             f"s{'; the others: the fastest of each mesh' * (len(shown) < len(self.candidates))})"
         )
         meshes = any(one.mesh for one in self.candidates)
-        for name in (*self._names, *(["mesh"] if meshes else []), "level", *(["within"] if several else [])):
+        for name in (*(["mesh"] if meshes else []), "level", *(["within"] if several else [])):
             table.add_column(name, no_wrap=name == "mesh")
         wires = ("in host", "between") if several else ("wire",)
         for name in ("peak", "fits", "compute", "state", *wires, "hidden", "step"):
@@ -134,9 +113,9 @@ class Fit:
             within = [] if not several else ["all" if row.within is None else str(row.within)] if row.level else [""]
             fits = {True: "yes", False: f"lacks {least}{readable(self._missing(one))}", None: ""}[one.fits]
             times = (one.compute, one.state, one.in_host, *((one.between,) if several else ()), one.hidden)
-            said = ["chosen"] * (one is self.chosen) + ["this step"] * (row.own and not one.made_by and not meshes)
+            said = ["chosen"] * (one is self.chosen) + ["this step"] * (row.own and not meshes)
             table.add_row(
-                *map(str, one.choice.values()), *([one.mesh] if meshes else []), level, *within,
+                *([one.mesh] if meshes else []), level, *within,
                 least + readable(row.peak), fits,
                 *(f"{1e3 * x:.2f}" for x in times), f"{least}{1e3 * one.seconds:.2f}", ", ".join(said),
             )  # fmt: skip
@@ -148,7 +127,6 @@ def fit(
     *args: Any,
     topology: str | Topology,
     levels: Sequence[int] = LEVELS,
-    vary: Mapping[str, Sequence[Any]] | None = None,
     mesh: Sizes | Literal["auto"] | None = None,
 ) -> Fit:
     """Find the ZeRO level and the groups of devices with which a step fits the memory and takes the least time.
@@ -158,22 +136,19 @@ def fit(
     `plan`.
 
     ``mesh="auto"`` finds the mesh too, among those that divide the batch and keep the axes of the model and of
-    sequences within a host. `vary` finds what the step is built with: the number of microbatches, what `jax.checkpoint`
-    recomputes, or any other argument of a function that makes the step. Then only candidates that may be the best are
-    compiled, the fastest first, until nothing else can be faster, and at most ten; `why` says if others are left.
+    sequences within a host. Then only candidates that may be the best are compiled, the fastest first, until nothing
+    else can be faster, and at most ten; `why` says if others are left.
 
     The time of a step orders the candidates and is not what you will measure. It adds up FLOPs at a part of the data
     sheet's speed, the state, read and written once at the full speed of the memory, and messages at the full speed of
     the links, without those that the schedule hides. Without a schedule (see `plan`) nothing counts as hidden, which is
-    unfair to what sends more. Batches of different sizes are compared by the time of as much data.
+    unfair to what sends more.
 
     Args:
-      step: decorated with `jaxdist.data_parallel`. With `vary`: a function that returns such a step and what it would
-        be called with, ``(step, *args)``.
+      step: decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
       *args: what the step would be called with, as for `plan`.
       topology: the devices, as for `plan`.
       levels: ZeRO levels to try.
-      vary: arguments of the function, by name, with the values to try.
       mesh: the sizes of the axes, as for `jaxdist.parallel`; "auto": the best are found; None: those that the step was
         decorated with.
 
@@ -181,31 +156,26 @@ def fit(
       The candidates: ``print`` them, or take `chosen` (None: nothing fits), its ``code``, and ``to_json()``.
 
     Raises:
-      TypeError: `step` is not a decorated step; with `vary`, not a function that takes these names and returns one.
-      ValueError: no such topology or level, a mesh that the devices don't make, or a name without values.
+      TypeError: `step` is not a decorated step.
+      ValueError: no such topology or level, or a mesh that the devices don't make.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
-      >>> def make(microbatches):
-      ...     tx = jaxdist.zero(optax.adam(1e-3), level=0)
-      ...     @jaxdist.data_parallel
-      ...     def step(w, opt_state, batch):
-      ...         loss_fn = lambda w, batch: jnp.mean((batch @ w) ** 2)
-      ...         _, grads = jaxdist.value_and_grad(loss_fn, microbatches=microbatches)(w, batch)
-      ...         updates, opt_state = tx.update(grads, opt_state, w)
-      ...         return optax.apply_updates(w, updates), opt_state
-      ...     w = jax.ShapeDtypeStruct((1000, 100), jnp.float32)
-      ...     return step, w, jax.eval_shape(tx.init, w), jax.ShapeDtypeStruct((64, 1000), jnp.float32)
-      >>> found = jaxdist.fit(*make(1), topology="4xcpu", levels=(1, 3))
+      >>> tx = jaxdist.zero(optax.adam(1e-3), level=0)
+      >>> @jaxdist.data_parallel
+      ... def step(w, opt_state, batch):
+      ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+      ...     updates, opt_state = tx.update(grads, opt_state, w)
+      ...     return optax.apply_updates(w, updates), opt_state
+      >>> w = jax.ShapeDtypeStruct((1000, 100), jnp.float32)
+      >>> batch = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
+      >>> found = jaxdist.fit(step, w, jax.eval_shape(tx.init, w), batch, topology="4xcpu", levels=(1, 3))
       >>> [one.row.name for one in found.candidates], found.chosen.row.fits
       (['level 0', 'level 1', 'level 3'], True)
-      >>> found = jaxdist.fit(make, topology="4xcpu", levels=(1, 3), vary={"microbatches": [1, 2]})
-      >>> len(found.candidates), found.chosen.choice
-      (6, {'microbatches': 1})
     """
     if mesh is None and getattr(step, "mesh", None) == AUTO:
         mesh = AUTO
-    if vary is None and mesh != "auto":
+    if mesh != AUTO:
         there = Elsewhere(step, args, topology, levels, mesh)
         among = options(there, mesh=said(there.mesh) if mesh else "")
         rows = [one.compile() for one in among]
@@ -217,75 +187,36 @@ def fit(
         activations = there.activations(own) if chosen is None else None
         there.note(_NOT_VARIED)
     else:
-        if vary is not None and args:
-            raise TypeError("vary: the function that makes the step is called with these names, and with nothing else")
-        there, among = _varied(step, args, vary, topology, levels, mesh)
-        found, activations = search(among), None
-        if any(one.share != 1 for one in found.candidates):
-            there.note(_SIZES)
+        there = Elsewhere(step, args, topology, levels, {AXIS: -1})
+        among = [one for on in map(there.on, there.meshes()) for one in options(on, said(on.mesh))]
+        if not among:
+            raise ValueError(f"no mesh of {there.topology} divides the batch")
+        found, activations = search([one for one in among if not one.there.repeats] or among), None
     if there.compiled_for != "cuda":
         there.note("no schedule is known: no message is taken to be hidden")
     plan = there.plan([one.row for one in found.candidates if one.compiled])
-    return Fit(plan, found.candidates, found.chosen, _why(plan, found, activations, vary is not None or mesh == "auto"))
+    return Fit(plan, found.candidates, found.chosen, _why(plan, found, activations))
 
 
-def _varied(
-    make: Callable[..., Any],
-    args: tuple[Any, ...],
-    vary: Mapping[str, Sequence[Any]] | None,
-    topology: Any,
-    levels: Sequence[int],
-    mesh: Sizes | Literal["auto"] | None,
-) -> tuple[Elsewhere, list[Option]]:
-    """The devices, and the options of all choices and meshes."""
-    there: Elsewhere | None = None
-    among: list[Option] = []
-    name = "" if vary is None else named_of(make)
-    for choice in [{}] if vary is None else choices(make, vary):
-        try:
-            step, *given = (make, *args) if vary is None else built(make, choice)
-            wanted = AUTO if mesh is None and getattr(step, "mesh", None) == AUTO else mesh
-            sizes = {AXIS: -1} if wanted == AUTO else wanted
-            here = there.beside(step, tuple(given)) if there else Elsewhere(step, tuple(given), topology, levels, sizes)
-            there = there or here
-            if wanted == AUTO:
-                for one in (here.on(sizes) for sizes in here.meshes()):
-                    among += options(one, choice, name, said(one.mesh))
-            else:
-                among += options(here, choice, name, said(here.mesh) if mesh else "")
-        except Exception as error:
-            if vary is not None:
-                error.add_note(f"in {written(name, choice)}, as vary asks for")
-            raise
-    assert there is not None
-    if not among:
-        raise ValueError(f"no mesh of {there.topology} divides the batch")
-    return there, [one for one in among if not one.there.repeats] or among
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
-
-
-def _why(plan: Plan, found: Search, activations: int | None, varied: bool) -> str:
+def _why(plan: Plan, found: Search, activations: int | None) -> str:
     chosen, candidates = found.chosen, found.candidates
     left = ""
     if found.left:
-        least = min(found.left, key=lambda one: one.cost)
+        least = min(found.left, key=lambda one: one.seconds)
         left = (
             f"; after {MOST} compilations {len(found.left)} faster ones were not compiled, the fastest of them "
             f"{least.name} (at least {duration(least.seconds)}); expected to fit: {found.expected or 'none'} of them"
         )
     if chosen is None:
-        return _nothing(plan, candidates, activations, varied) + left
+        return _nothing(plan, candidates, activations) + left
     if len(candidates) == 1:
         return f"{chosen.name} fits, and there is nothing to choose from"
     faster = sorted(
-        (one for one in candidates if one.cost < chosen.cost and one.fits is False), key=lambda one: -one.cost
+        (one for one in candidates if one.seconds < chosen.seconds and one.fits is False), key=lambda one: -one.seconds
     )
     if not faster:
         return f"{chosen.name} fits, and none takes less time" + left
-    named = faster[:_NAMED] if varied else faster
+    named = faster[:_NAMED]
     lacks = ", ".join(
         f"{one.name} ({duration(one.seconds)}) by {readable(one.row.peak - plan.memory)}" for one in named
     )
@@ -293,7 +224,7 @@ def _why(plan: Plan, found: Search, activations: int | None, varied: bool) -> st
     return f"{chosen.name} takes the least time of those that fit; faster ones are too large: {lacks}{more}{left}"
 
 
-def _nothing(plan: Plan, candidates: Sequence[Candidate], activations: int | None, varied: bool) -> str:
+def _nothing(plan: Plan, candidates: Sequence[Candidate], activations: int | None) -> str:
     """What is missing where nothing fits, and what would help."""
     best = min([one for one in candidates if one.compiled] or candidates, key=lambda one: one.row.peak)
     nearest = best.row
@@ -304,10 +235,8 @@ def _nothing(plan: Plan, candidates: Sequence[Candidate], activations: int | Non
     elif nearest.level:
         helps.append(f"more devices ({readable(state)} are state, in shards)")
     share = "activations" if activations is None else f"activations, {readable(activations)} of the step as written"
-    more = "other values to vary: " if varied else ""
     helps.append(
-        f"{more}microbatches by jaxdist.value_and_grad(..., microbatches=k), or jax.checkpoint around the layers "
-        f"({share})"
+        f"microbatches by jaxdist.value_and_grad(..., microbatches=k), or jax.checkpoint around the layers ({share})"
     )
     if best.compiled and not plan.topology.kind.is_cpu and (needed := plan.fits(nearest)) != "no":
         helps.append(f"a larger {FRACTION} (it fits {needed})")

@@ -75,7 +75,6 @@ class LevelPlan:
       within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
       flops: of a device in a step.
       host: bytes of its state in the host's memory, which are not in `bytes`.
-      choice: what the step was built with, where that is varied.
     """
 
     level: int | None
@@ -89,7 +88,6 @@ class LevelPlan:
     within: Within = None
     flops: int = 0
     host: int = 0
-    choice: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
         """Bytes, seconds, shares between 0 and 1."""
@@ -104,11 +102,6 @@ class LevelPlan:
     def total(self) -> Traffic:
         """The sum of all collectives."""
         return total_of("all", self.traffic)
-
-    @property
-    def built(self) -> str:
-        """What it was built with, for a person; "": that is not varied."""
-        return ", ".join(f"{name}={value}" for name, value in self.choice.items())
 
     @property
     def name(self) -> str:

@@ -69,22 +69,6 @@ def test_what_fits() -> None:
     assert plan(*fit)["chosen"] == 0
 
 
-def test_what_is_varied() -> None:
-    vary = ["--fit", "--vary", "width=16,4", "--vary", "name=w,true", "--topology=2xcpu"]
-    found = plan("script.py:make", *vary)
-    choices = [one["choice"] for one in found["candidates"]]
-    assert choices == [{"width": width, "name": name} for width in (16, 4) for name in ("w", True)]
-    code, text = command("plan", "script.py:make", *vary)
-    assert code == 0, text
-    assert "make(width=16, name='w')" in text
-    remat = [f"{GPT}:planned", "layers=1", "width=32", "--fit", "--vary=remat=true,false", "--levels=1"]
-    code, text = command("plan", *remat, "--topology=2xcpu")
-    assert code == 0, text
-    assert "planned(remat=False)" in text
-    assert "level=1" in text
-
-
-VARY = "--vary=width=4,8"
 REFUSED = [
     (["make"], ["MODULE:FUNCTION"]),
     (["missing.py:make"], ["missing.py"]),
@@ -101,14 +85,6 @@ REFUSED = [
     (["script.py:make", "--levels=a"], ["0 to 3"]),
     (["script.py:make", "--topology=2xcpu", "--fit", "--levels=7"], ["level 7"]),
     (["script.py:make", "--topology=2xTPU", "--fit"], ["TPU"]),
-    (["script.py:make", VARY], ["--vary", "--fit"]),
-    (["script.py:make", "--fit", VARY, "width=4"], ["'width'", "--vary"]),
-    (["script.py:make", "--fit", "--vary=size=4,8"], ["'size'", "name", "width"]),
-    (["script.py:make", "--fit", "--vary=width="], ["'width'"]),
-    (["script.py:make", "--fit", "--vary=width"], ["NAME=VALUE"]),
-    (["script.py:make", "--fit", "--vary=width=4", "--vary=width=8"], ["'width'", "twice"]),
-    (["script.py:nothing", "--fit", "--vary=width=4"], ["nothing(width=4)", "DataParallel"]),
-    (["script.py:make", "--fit", "--vary=width=4", "size=4"], ["'size'"]),
     (["script.py:make", "--topology=2xcpu", "--plot=x.txt"], ["--plot"]),
 ]
 
@@ -124,9 +100,9 @@ def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
     ("name", "more", "line", "tokens"),
     [
         ("makes_no_number", [], 'int("four")', ["invalid literal", "'four'"]),
-        ("opens_nothing", ["--fit", VARY], 'Path("missing.json").read_text()', ["'missing.json'"]),
+        ("opens_nothing", ["--fit"], 'Path("missing.json").read_text()', ["'missing.json'"]),
         ("opens_within", [], 'Path("missing.json").read_text()', ["'missing.json'", "'opens'"]),
-        ("multiplies_within", ["--fit", VARY], "jnp.ones(3) @ jnp.ones(4)", ["contracting", "'multiplies'"]),
+        ("multiplies_within", ["--fit"], "jnp.ones(3) @ jnp.ones(4)", ["contracting", "'multiplies'"]),
     ],
 )
 def test_an_error_of_the_users_comes_with_its_line(
