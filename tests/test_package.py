@@ -96,7 +96,7 @@ folder = tempfile.mkdtemp()
 w = np.ones(3, np.float32)
 w, opt_state, loss = step(w, tx.init(w), np.ones((8, 3), np.float32))
 with jaxdist.run_log(folder, total=1) as log:
-    log(0, loss=loss, state=w)
+    log(0, loss=loss)
 print(jaxdist.read_metrics(folder)[0]["loss"], jaxdist.digest(w) > 0, jaxdist.latest_step(folder))
 for use in (
     lambda: jaxdist.stream([1]),
