@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import shutil
-import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -214,15 +213,6 @@ def test_orbax_reads_it(tmp_path: Path) -> None:
         as_numpy = dict.fromkeys(state, ocp.RestoreArgs(restore_type=np.ndarray))
         plain = manager.restore(7, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
     assert same(jax.tree.map(np.asarray, plain), jax.tree.map(np.asarray, jaxdist.unshard(state)))
-
-
-def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
-    """Of 0.1: shards of all kinds of leaves, with their checksums."""
-    with tarfile.open(Path(__file__).with_name("of-0.1.tar.gz")) as tar:
-        tar.extractall(tmp_path, filter="data")
-    state = PLACED | {"key": jax.random.key(3), "step": 12, "text": "a", "weak": jnp.array(1.5)}
-    assert jaxdist.latest_step(tmp_path) == 12
-    assert same(jaxdist.restore(tmp_path, like(state)), state)
 
 
 # --- in the background
