@@ -111,7 +111,7 @@ def compiled() -> None:
     ctx.barrier()
     # One program, and options of each rank's own: what one has compiled is no other's.
     fast = {"xla_cpu_enable_fast_math": True, "xla_cpu_fast_math_honor_nans": False}
-    fast |= {quick.FLAG: True} if quick.KNOWN else {}
+    fast |= dict.fromkeys(quick.OPTIONS.keys() & {"xla_cpu_use_fusion_emitters"}, True)
     nan = np.full(3, np.nan)
     for first in range(2):
         program = jax.jit(
