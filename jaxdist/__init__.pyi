@@ -37,7 +37,6 @@ from jaxdist.planning.memory import memory
 from jaxdist.planning.plan import plan
 from jaxdist.planning.topology import Topology
 from jaxdist.precision import loss_scale
-from jaxdist.rng import fold_rank
 from jaxdist.runtime.context import Context, get_context, init
 from jaxdist.step.data_parallel import data_parallel, parallel
 from jaxdist.step.finite import check_finite
@@ -64,7 +63,6 @@ __all__ = [
     "explain",
     "export",
     "fit",
-    "fold_rank",
     "gather",
     "gather_for_metrics",
     "get_context",

@@ -21,8 +21,8 @@ def per_device(fn: Callable[P, R], in_specs: Any, out_specs: Any, *, check_vma: 
 
     For what is not "one device with the whole batch": statistics of each device's part (BatchNorm as under PyTorch's
     DDP), kernels of your own, collectives written by hand (`jax.lax.psum`, `jaxdist.allreduce`), random numbers that
-    differ between devices (`fold_rank`). It is ``jax.shard_map`` over the mesh of the decorated step, or outside one
-    over the mesh of the job. It can be differentiated.
+    differ between devices (``jax.random.fold_in(key, jax.lax.axis_index("data"))``). It is ``jax.shard_map`` over the
+    mesh of the decorated step, or outside one over the mesh of the job. It can be differentiated.
 
     Args:
       fn: takes and returns one device's arrays, or pytrees of these.

@@ -25,7 +25,7 @@ LAYERS = (
     ("agreement",),
     ("step",),
     ("precision", "sinks"),
-    ("zero", "grad", "rng", "per_device"),
+    ("zero", "grad", "per_device"),
     ("collectives",),
     ("data", "checkpoint"),
     ("observe",),

@@ -80,7 +80,7 @@ def test_each_source_gives_each_example_once() -> None:
 LEG = st.tuples(st.sampled_from([8, 3, 6, 1]), st.integers(1, 4), st.integers(0, 5), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kind=st.sampled_from(list(ALL)), tail=st.sampled_from(["keep", "pad", "drop"]), prefetch=st.integers(0, 2),
     window=st.sampled_from([0, 1, 9, 200]), legs=st.lists(LEG, min_size=1, max_size=6), seed=st.integers(0, 3),

@@ -63,7 +63,7 @@ FAULTS = [
     Fault("raises", (f"{WHO}", "ValueError", "boom on purpose", 'faults.py", line'), (RUN, MPIRUN), True),
     Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (GLOO,)),
     Fault("raises_oddly", (WHO, "BaseExceptionGroup", "Odd"), (RUN,)),
-    Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), True, 1),
+    Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", (WHO, "boom on purpose"), (MPIRUN,)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
     Fault("dies", (), (RUN, MPIRUN), True, 137),
@@ -130,6 +130,7 @@ def test_the_job_ends_and_says_why(fault: Fault, how: str) -> None:
         assert "[Gloo]" not in result.output
 
 
+@pytest.mark.slow
 def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
     results = start(HAND, Fault("stuck", (), env=SHORT)).finish(60)
     for rank, result in enumerate(results):
@@ -151,7 +152,10 @@ def pids(text: str) -> dict[int, int]:
 @pytest.mark.parametrize("how", [RUN, pytest.param(MPIRUN, marks=[pytest.mark.mpi, pytest.mark.slow])])
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    [
+        (signal.SIGTERM, 143),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((signal.SIGINT, 130), (signal.SIGKILL, -9))),
+    ],
 )
 def test_a_signal_to_the_launcher_ends_all_its_ranks(number: signal.Signals, code: int, how: str) -> None:
     job = start(how, Fault("trains", ()))

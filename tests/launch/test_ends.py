@@ -174,6 +174,7 @@ def test_no_more_than_asked_for(jaxdist: Jaxdist) -> None:
     assert restarts(done.stderr) == [(1, 2, 1), (2, 2, 1)]
 
 
+@pytest.mark.slow
 def test_with_fewer_ranks_and_with_all_again(jaxdist: Jaxdist) -> None:
     run = ["run", "-n", 2, "--launcher", "env", "--max-restarts", 2, "--shrink"]
     assert restarts(jaxdist(*run, RANK, "tries").stderr) == [(1, 2, 1), (2, 2, 1)]

@@ -30,6 +30,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.copy(SCRIPT, tmp_path / "script.py"))
 
 
+@pytest.mark.slow
 def test_bytes_of_the_example() -> None:
     (found,) = plan(f"{GPT}:planned", "layers=1", "width=32", "bf16=true", "--topology=2xcpu", "--levels=")["levels"]
     assert (found["level"], found["own"]) == (1, True)

@@ -114,6 +114,7 @@ def test_a_progress_bar_is_seen_before_its_line_ends() -> None:
         job.terminate()
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_long_lines_and_the_last_one() -> None:
     with started("--prefix", RANK, "long", stdout=subprocess.PIPE, text=True) as job:
         time.sleep(1.5)  # a rank's silence is waited for 1 s

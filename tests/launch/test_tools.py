@@ -28,6 +28,7 @@ def test_info_alone() -> None:
     assert [word for word in ("1 process", jax.__version__, "jaxlib") if word not in text] == []
 
 
+@pytest.mark.slow
 def test_info_of_a_job_that_can_not_start_still_shows_what_is_missing(jaxdist: Jaxdist) -> None:
     done = jaxdist("info", "--json", env={"RANK": "0", "JAXDIST_CONNECTOR": None, "WORLD_SIZE": None})
     assert done.returncode == 1

@@ -78,16 +78,11 @@ def test_gradients_pass_through() -> None:
     assert abs(float(whole[1]) - float(want[1])) > 1e-4
 
 
-def test_fold_rank_draws_differently_on_each_device() -> None:
+def test_keys_of_each_device() -> None:
     key = jax.random.key(0)
-    draw = jaxdist.per_device(lambda key: jax.random.uniform(jaxdist.fold_rank(key), (1,)), P(), P("data"))
-    draws = np.asarray(jaxdist.data_parallel(lambda key, x: (key, draw(key)))(key, X)[1])
-    assert len(set(draws.tolist())) == 8
-    np.testing.assert_array_equal(draws, draw(key))
-    np.testing.assert_array_equal(draws[3], jax.random.uniform(jax.random.fold_in(key, 3)))
-    draw = jaxdist.per_device(lambda key: jax.random.uniform(jaxdist.fold_rank(key), (1,)), P(), P(("data", "model")))
-    step = jaxdist.parallel(lambda key, x: (key, draw(key)), mesh=on_mesh({"data": 2, "model": 4}))
-    assert len(set(np.asarray(jaxdist.unshard(step(key, X)[1])).tolist())) == 8
+    draw = lambda key: jax.random.uniform(jax.random.fold_in(key, lax.axis_index("data")), (1,))
+    draws = jaxdist.data_parallel(lambda key, x: (key, jaxdist.per_device(draw, P(), P("data"))(key)))(key, X)[1]
+    close(draws, [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(8)])
 
 
 def test_collectives_in_branches_and_loops() -> None:
@@ -273,7 +268,7 @@ BODIES = {
     "mean": lambda x: x - lax.pmean(x, "data") + 3.0 * lax.axis_index("data"),
     "gather": lambda x: lax.all_gather(x, "data").sum(0) * lax.axis_size("data"),
     "groups": lambda x: jaxdist.allreduce(x, "sum", groups=[[0, 7], list(range(1, 7))]) + jaxdist.broadcast(x, 1),
-    "keys": lambda x: x + jax.random.normal(jaxdist.fold_rank(jax.random.key(0)), x.shape),
+    "keys": lambda x: x + jax.random.normal(jax.random.fold_in(jax.random.key(0), lax.axis_index("data")), x.shape),
     "loop": lambda x: lax.scan(
         lambda c, i: (lax.ppermute(c, "data", RING) + lax.axis_index("data") * i, lax.psum(c.sum(), "data")), x,
         jnp.arange(3.0),

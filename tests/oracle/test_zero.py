@@ -14,6 +14,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 from harness.check import check_steps, close, compare, decorated, held, mesh, train_step
 from harness.errors import raises
+from jax import lax
 
 import jaxdist
 
@@ -59,6 +60,35 @@ def test_what_a_level_keeps_in_shards(level: Any) -> None:
     assert keeps(params) == (SLICES if level == 3 else WHOLE)
     assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, PARAMS)
     assert jax.tree.structure(opt_state) == jax.tree.structure(ADAM.init(PARAMS))
+
+
+def test_a_communicator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rules take the place of ours, on the axis of data or its inner part."""
+    used: list[str] = []
+
+    def rule(name: str, call: Any) -> Any:
+        return lambda x, **how: (used.append(name), call(x, **how))[1]
+
+    own = {
+        "all_reduce": lambda x, wire: lax.psum(x, "data"),
+        "reduce_scatter": lambda x, dim, devices, wire: lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True),
+        "all_gather": lambda x, dim, size, devices: lax.all_gather(x, "data", axis=dim, tiled=True),
+        "max": lambda x: lax.pmax(x, "data"),
+    }
+    given = {name: rule(name, call) for name, call in own.items()}
+    monkeypatch.setattr(jaxdist.get_context(), "rules", given)  # as `init(communicator=given)` does
+    params = {"w": PARAMS["v"].T[:, :4], "v": PARAMS["v"][:4], "s": PARAMS["s"]}  # 4 devices divide these
+    shards = own.keys() - {"max"}
+    for level, within, names in ((0, None, {"all_reduce"}), (2, None, shards), (3, 2, shards)):
+        train = step_of(jaxdist.zero(ADAM, level, within))  # type: ignore[arg-type]
+
+        def step(p: Any, o: Any, x: Any, train: Any = train) -> Any:
+            p, o, loss = train(p, o, x)
+            return p, o, (loss, x.max())
+
+        used.clear()
+        check_steps(step, state_of(ADAM, params), [RNG.normal(size=(16, 8))], on=4)
+        assert set(used) == names | {"max"}, level
 
 
 def test_parameters_that_only_apply_updates_sees_keep_in_shards() -> None:

@@ -190,6 +190,7 @@ def test_explain_says_what_the_other_way_would_cost() -> None:
     assert any("otherwise: +" in line for line in found.choices)
 
 
+@pytest.mark.slow
 def test_every_process_finds_the_same() -> None:
     """Whatever the order of sets and hashes."""
     found = []

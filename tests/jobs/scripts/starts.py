@@ -73,6 +73,8 @@ def alone() -> None:
 
     refused(ValueError, "nccl", "auto, xla, mpi", communicator="nccl")
     refused(ValueError, "carrier pigeon", "mpi", connector="carrier pigeon")
+    refused(ValueError, "'sum'", "all_reduce", communicator={"sum": sum})
+    refused(ValueError, "all_reduce", "function", communicator={"all_reduce": 1})
     refused(ValueError, "8 devices", communicator="mpi")
     refused(ValueError, "JAXDIST_COMMUNICATOR", "nope", env={"JAXDIST_COMMUNICATOR": "nope"})
     refused(ValueError, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", env={"RANK": "0"})
