@@ -286,6 +286,14 @@ INDEXING: dict[str, Operation] = {
         jax.grad(lambda x: jnp.take_along_axis((x @ b["y"].T).T, jnp.arange(len(x))[:, None], 1).sum())(b["x"]),
         b["z"][jnp.arange(len(b["z"])), b["i"] % 4, :].sum(0), b["x"][jnp.arange(len(b["x"])) - 1, b["k"][:, 0]],
         b["m"][jnp.arange(len(b["m"]))]],
+    "rows of others": lambda w, b: (lambda i: [  # but for the wrapping of negative ones, as own rows are read
+        b["x"][jnp.where(i < 3, i + 1, i), b["k"][:, 0]], b["x"][jnp.where(i < 0, i + 1, i), b["k"][:, 0]],
+        b["x"][jnp.where(i < 3, i + len(i), i), b["k"][:, 0]]])(jnp.arange(len(b["x"]))),
+    "places without a sign": lambda w, b: [
+        w["table"][b["u32"][:, 0] % 9], b["x"][b["u32"][:, 1]], w["table"].at[b["u32"][:, 0] % 16].add(b["y"][:, :5])],
+    "nothing": lambda w, b: (lambda x: [
+        x.sum(0), x.max(0), x.T @ b["y"], b["y"] @ jnp.zeros((6, 0)), jax.grad(lambda e: (x @ e).sum())(w["w"][:0])])(
+            b["x"][:, :0]),
     "batched windows": lambda w, b: jax.vmap(lambda x, k: lax.dynamic_slice(x, (k[0] % 3,), (3,)))(b["x"], b["k"]),
     "batched updates": lambda w, b:
         jax.vmap(lambda x, y, k: lax.dynamic_update_slice(x, y[:2], (k[0] % 4,)))(b["x"], b["y"], b["k"]),

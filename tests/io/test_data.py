@@ -217,6 +217,7 @@ def test_a_random_transform_depends_on_example_epoch_and_seed_alone(kind: str) -
     assert one == read(2) == read(4)
     assert {x // 1000 for x in one[0]} <= set(range(N))
     assert len(set(one[0]) & set(one[1])) < N // 4
+    assert len({x % 1000 for x in one[0]}) > N // 2, "each example has numbers of its own"
     assert one != read(1, seed=1)
 
 

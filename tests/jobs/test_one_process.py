@@ -104,6 +104,7 @@ NUMBERS: dict[str, tuple[Any, list[float]]] = {
                       [1.5, 1.5, 3.5, 3.5]),
     "root": (lambda x: jaxdist.reduce(x, 2), [1, 2, 10, 4]),
     "broadcast": (lambda x: jaxdist.broadcast(x, 1), [2] * 4),
+    "broadcast in a pair": (lambda x: jaxdist.broadcast(x, 1, groups=[[0, 1]]), [2, 2, 3, 4]),
     "gather": (lambda x: jaxdist.gather(x, 0).sum(), [10, 0, 0, 0]),
     "permute": (lambda x: jaxdist.permute(x, [(0, 1), (1, 0)]), [2, 1, 0, 0]),
 }  # fmt: skip

@@ -270,6 +270,9 @@ def test_a_number_that_is_needed_as_one_is_a_constant() -> None:
     before = len(traced)
     close(step(config | {"lr": 0.5}, W, X), expected(config | {"lr": 0.5}, W, X))
     assert len(traced) == before  # what is only computed with is data
+    powers = jaxdist.data_parallel(lambda w, x, p: (w, jnp.arange(3) ** p if p > 1 else x.sum()), batch_argnums="x")
+    for p in (2, 2.0, 1, 2):
+        compare(jaxdist.unshard(powers(W, X, p)[1]), jnp.arange(3) ** p if p > 1 else jnp.asarray(X.sum()))
 
 
 @dataclasses.dataclass
@@ -331,10 +334,12 @@ def test_what_is_donated() -> None:
     np.testing.assert_array_equal(host, W)
 
 
-def test_gradients_donate_nothing() -> None:
-    w = jaxdist.data_parallel(lambda w, x: w * 1.0, donate=False)(W, X)
-    jaxdist.data_parallel(lambda w, x: (loss_of(w, x), jax.grad(loss_of)(w, x)), donate=True)(w, X)
-    assert not w.is_deleted()
+def test_gradients_and_differences_donate_nothing() -> None:
+    moved = lambda w, x: w - 0.1 * jax.grad(loss_of)(w, x)
+    for step in (lambda w, x: (loss_of(w, x), jax.grad(loss_of)(w, x)), lambda w, x: moved(w, x) - w):
+        w = jaxdist.data_parallel(lambda w, x: w * 1.0, donate=False)(W, X)
+        jaxdist.data_parallel(step, donate=True)(w, X)
+        assert not w.is_deleted()
 
 
 def test_a_donated_array_is_named_when_it_is_used() -> None:

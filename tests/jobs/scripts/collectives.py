@@ -164,6 +164,10 @@ def refused() -> None:
         (lambda: jaxdist.allreduce(batch), None, TypeError, ("x",)),
         (lambda: jaxdist.allreduce({"loss": loss}), None, ValueError, ("allreduce", "whole batch")),
     ]  # fmt: skip
+    if ctx.communicator == "mpi":
+        some = jnp.ones(N, jnp.int32)
+        ragged = lambda x: lax.ragged_all_to_all(x, x * 0, some, some, some, some, axis_name="data")
+        rows.append((lambda: on_each(ragged, np.ones((N, 4))), None, NotImplementedError, ("ragged", "'xla'")))
     for call, mine, kind, tokens in rows:
         with raises(kind, *tokens):
             (mine if mine and R == 1 else call)()
@@ -274,7 +278,7 @@ FLOATS, INTS, FEW = [*calls.FLOATS, *calls.COMPLEX], calls.INTS, ["float32"]
 JAXS_OWN: list[tuple[Callable[[Any], Any], list[str]]] = [
     (lambda x: lax.psum(x, "data"), FLOATS + INTS),
     (lambda x: lax.pmean(x, "data"), FLOATS),
-    (lambda x: lax.pmax(x, "data"), FLOATS[:4] + INTS),
+    (lambda x: lax.pmax(x, "data"), [*FLOATS[:4], *INTS, "bool"]),
     (lambda x: lax.pmin(x, "data"), FLOATS[:4] + INTS),
     (lambda x: sum(lax.psum((x, 2 * x, 3), "data")), ["float64"]),
     (lambda x: lax.all_gather(x, "data"), [*FLOATS, *INTS, "bool"]),
@@ -361,3 +365,4 @@ def in_pieces() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mpi, "MOST", 7)
         of_jaxdist(1)
+        compare(on_each(ring, x := np.arange(N * 12.0).reshape(N, 3, 4)), x[R - 1])

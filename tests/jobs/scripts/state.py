@@ -36,6 +36,8 @@ def compared() -> None:
     same: dict[str, Any] = {"w": as_of_all(ONES * np.nan), "key": jax.random.key(7), "shards": shards, "host": ONES,
                             "n": 3, "nan": float("nan"), "objects": ["text", None, len]}  # fmt: skip
     jaxdist.check_sync(same)
+    with raises(ValueError, "(7,)", "jaxdist.unshard"):
+        np.asarray(shards["w"])
     other = ONES.copy()
     other[1, 2] += 1e-6 * ODD
     gone = jnp.ones(2)
