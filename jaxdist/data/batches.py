@@ -11,15 +11,11 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.control import guard
 from jaxdist.data.sampling import Place, Sampling
-from jaxdist.mesh import Sizes, mesh_of
-from jaxdist.placements.layouts import Padded, of_batch
 from jaxdist.step.batch import batch_part
-from jaxdist.step.placer import Placer
 
 _AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, and of a rank's batch, that need not be read ahead
 
@@ -74,7 +70,6 @@ class Indexed:
       workers: processes that read.
       threads: batches that a process reads at once.
       prefetch: batches that are read ahead.
-      place: what becomes of a batch in the background.
     """
 
     def __init__(
@@ -85,10 +80,9 @@ class Indexed:
         workers: int,
         threads: int,
         prefetch: int,
-        place: Callable[[Any], Any] | None,
     ):
         self.source, self.sampling, self.transform = source, sampling, transform
-        self.workers, self.threads, self.prefetch, self.place = workers, threads, prefetch, place
+        self.workers, self.threads, self.prefetch = workers, threads, prefetch
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -106,7 +100,7 @@ class Indexed:
         """
         sampling = self.sampling
         read = BatchReader(sampling, place.epoch, place.position, self.source, self.transform)
-        if not self.workers and self.place is None and self.transform is None and read.small:
+        if not self.workers and self.transform is None and read.small:
             return _Placed((read(step) for step in itertools.count()), sampling, place)
         import grain  # slow to import
 
@@ -123,9 +117,6 @@ class Indexed:
             processes = grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch))
             batches = batches.mp_prefetch(processes)
             batches = batches.map(lambda read: jax.tree.map(compat.forget_name, read))
-        if self.place:
-            placed = batches.map(self.place)
-            batches = grain.experimental.ThreadPrefetchIterDataset(placed, prefetch_buffer_size=self.prefetch)
         return _Placed(iter(batches), sampling, place)
 
 
@@ -150,20 +141,6 @@ def known(sampling: Sampling, read: Any) -> Any:
         return read
     batch, left = read
     return jax.tree.map(lambda x: batch_part(x, left), batch) if left and not sampling.alone else batch
-
-
-def to_devices(context: Any, sampling: Sampling, mesh: Mesh | Sizes | None = None) -> Callable[[Any], Any]:
-    """Puts this process's part of a batch on its devices, as part of a global array."""
-    placer = Placer(context, mesh_of(mesh, context.devices) if mesh else context.mesh)
-
-    def place(read: Any) -> Any:
-        leaves, structure = jax.tree.flatten(known(sampling, read))
-        layouts = [of_batch(placer.logical_batch(x).shape, placer.mesh) for x in leaves]
-        arrays = placer.place_batch(leaves, layouts)
-        padded = [x if how.is_plain else Padded(x, how) for x, how in zip(arrays, layouts, strict=True)]
-        return jax.tree.unflatten(structure, padded)
-
-    return place
 
 
 def close(streams: list[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.data.batches import Indexed, close, is_stream, known, open_source, to_devices
+from jaxdist.data.batches import Indexed, close, is_stream, known, open_source
 from jaxdist.data.sampling import MOST, Place, Sampling
 from jaxdist.extras import need
 from jaxdist.mesh import Sizes
@@ -36,7 +36,6 @@ def loader(
     workers: int = 0,
     threads: int = 1,
     prefetch: int = 2,
-    on_devices: bool = False,
     mesh: Mesh | Sizes | None = None,
 ) -> Loader:
     """This rank's batches of a data set; every process makes the same one.
@@ -67,8 +66,6 @@ def loader(
       workers: processes that read and transform; 0: this one does. Each gets a copy of source and transform by pickle.
       threads: batches that a process reads at once; source and transform have to allow it.
       prefetch: batches (a worker) to read ahead in the background; 0: none.
-      on_devices: yield global arrays that are on the mesh of the job already, moved there ahead in the background,
-        instead of this process's part as numpy arrays. Costs the memory of `prefetch` batches there.
       mesh: that of `jaxdist.parallel`, on which processes that differ on other axes than that of data read the same
         examples (see `Context.parts`: ``256 // ctx.parts(mesh)[1]`` for 256 in all); default: each reads its own.
 
@@ -93,7 +90,7 @@ def loader(
     """
     ctx = get_context()
     settings = {"workers": workers, "threads": threads, "prefetch": prefetch}
-    return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, on_devices, mesh, **settings)
+    return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, mesh, **settings)
 
 
 class Loader:
@@ -117,7 +114,6 @@ class Loader:
         seed: int,
         tail: Tail,
         transform: Callable[..., Any] | None,
-        on_devices: bool = False,
         mesh: Mesh | Sizes | None = None,
         workers: int = 0,
         threads: int = 1,
@@ -147,16 +143,15 @@ class Loader:
             streams = is_stream(source)
             data, length = (source, 1) if streams else open_source(source)
             sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
-            place = to_devices(context, sampling, mesh) if on_devices else None
             if streams:
                 from jaxdist.data.streamed import Streamed  # with grain, which is slow to import
 
                 _check_stream(shuffle, workers, threads)
                 checked = context.size > 1
-                self._reading = Streamed(data, sampling, int(shuffle), transform, prefetch, place, checked)
+                self._reading = Streamed(data, sampling, int(shuffle), transform, prefetch, checked)
             else:
                 _check_length(sampling, tail, shuffle)
-                self._reading = Indexed(data, sampling, transform, workers, threads, prefetch, place)
+                self._reading = Indexed(data, sampling, transform, workers, threads, prefetch)
             return {
                 "len(source)": None if streams else length, "batch_size": size, "shuffle": shuffle, "seed": seed_,
                 "tail": tail, "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
@@ -326,7 +321,7 @@ class Loader:
                 self._stream.append(self._reading.start(self._at))
             batch, *where = next(self._stream[0])
             reading = self._reading
-            return batch if reading.place else known(reading.sampling, batch), *where
+            return known(reading.sampling, batch), *where
         except BaseException:
             # Grain's iterator may have moved on. It waits up to 25 s for workers that are still starting, but not here:
             # perhaps one was killed, and the job has to end.

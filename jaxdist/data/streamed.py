@@ -71,7 +71,6 @@ class Streamed:
       window: examples that are shuffled together; 0: none.
       transform: as of `jaxdist.loader`; of this rank's examples alone.
       prefetch: batches that a thread reads ahead.
-      place: what becomes of a batch in that thread.
       checked: whether to take a checksum of what is read.
     """
 
@@ -82,11 +81,10 @@ class Streamed:
         window: int,
         transform: Callable[..., Any] | None,
         prefetch: int,
-        place: Callable[[Any], Any] | None,
         checked: bool,
     ):
         self.source, self.sampling, self.window = source, sampling, window
-        self.prefetch, self.place, self.checked = prefetch, place, checked
+        self.prefetch, self.checked = prefetch, checked
         own = {grain.transforms.RandomMap: "random_map", grain.transforms.Map: "map"}
         name = next((name for kind, name in own.items() if isinstance(transform, kind)), "")
         how = getattr(transform, name) if name else transform
@@ -149,8 +147,7 @@ class Streamed:
                 then = Place(at.epoch, at.position + whole, inner) if more else Place(at.epoch + 1)
                 for row in rows if self.checked else ():
                     check = zlib.crc32(_checksum(row).to_bytes(4, "big"), check)
-                read = self._own(rows, at)
-                yield (self.place(read) if self.place else read), at, then, check
+                yield self._own(rows, at), at, then, check
                 rows, at = further, then
             at = Place(at.epoch + 1) if at.position else at
 

@@ -31,7 +31,6 @@ class Options(TypedDict, total=False):
     check_every: int
     bucket_bytes: int | None
     compress: Compression | None
-    enabled: bool
 
 
 @overload
@@ -55,7 +54,6 @@ def data_parallel(
     check_every: int = 0,
     bucket_bytes: int | None = None,
     compress: Compression | None = None,
-    enabled: bool = True,
     mesh: Mesh | None = None,
 ) -> Any:
     """Run a pure train step, written for one device, on every device of the job.
@@ -107,7 +105,6 @@ def data_parallel(
         rounded again: a relative error of at most 2**-8 (bf16; 2**-10 fp16) of the sum of the parts' magnitudes. On
         GPUs NCCL rounds each partial sum as well. The optimizer sees the gradient's own dtype. Losses, aux values,
         statistics of the batch and collectives of your own are not compressed.
-      enabled: False: the step runs as it is, on one device.
       mesh: the devices to use, one axis named ``"data"``; default: all of the job.
 
     Returns:
@@ -142,7 +139,7 @@ def data_parallel(
     options = Options(
         batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
         donate_argnums=donate_argnums, axis_name=axis_name, donate=donate, check_finite=check_finite,
-        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress, enabled=enabled,
+        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress,
     )  # fmt: skip
     return decorator(step, mesh, None, options)
 
@@ -246,7 +243,7 @@ def decorator(
         given_up = donate and (donate_argnums is None or calling.named(_several(donate_argnums), "donate_argnums"))
         settings = Settings(
             step, calling, batch, of["axis_name"], given_up, of["check_finite"], of["check_every"], mesh, layouts,
-            of["bucket_bytes"], of["compress"], of["enabled"],
+            of["bucket_bytes"], of["compress"],
         )  # fmt: skip
         return decorated_with(settings)
 
@@ -255,7 +252,7 @@ def decorator(
 
 _DEFAULTS = Options(
     batch_argnums=None, static_argnums=(), static_argnames=(), donate_argnums=None, axis_name=AXIS, donate=True,
-    check_finite=False, check_every=0, bucket_bytes=None, compress=None, enabled=True,
+    check_finite=False, check_every=0, bucket_bytes=None, compress=None,
 )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class DataParallel(Generic[P, R]):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_traced(args, kwargs) or not self._settings.enabled:
+        if is_traced(args, kwargs):
             return self._on_tracers(args, kwargs)
         return self._outermost(args, kwargs)
 
@@ -188,7 +188,7 @@ class DataParallel(Generic[P, R]):
         step = self._settings.step
         plain = lambda *xs: step(*effects.apart(xs), **effects.apart(kwargs))
         result = with_axis(plain, self._settings.axis_name, args)
-        if inside_step() or not self._settings.enabled:
+        if inside_step():
             return result
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)
 
@@ -219,10 +219,6 @@ class DataParallel(Generic[P, R]):
 
     @under_no_mesh
     def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
-        if not self._settings.enabled:
-            step, axis = self._settings.step, self._settings.axis_name
-            plain = jax.jit(lambda *xs, **more: with_axis(functools.partial(step, **more), axis, xs))
-            return getattr(plain, what)(*args, **kwargs)
         self._bind_context(args, kwargs)
         signature, leaves = self._signature(*self._arguments(args, kwargs))
         batch = [leaves[i] for i in signature.batch]

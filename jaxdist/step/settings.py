@@ -35,7 +35,6 @@ class Settings:
         None: jaxdist finds them.
       bucket_bytes: of a message of gradients; None: by measurement.
       compress: how gradients travel.
-      enabled: False: on one device, as it is.
     """
 
     step: Callable[..., Any]
@@ -49,7 +48,6 @@ class Settings:
     layouts: Mapping[str, int | None] | None
     bucket_bytes: int | None
     compress: Compression | None
-    enabled: bool
 
     def said(self) -> list[tuple[str, str]]:
         """Names and values of what decides which calls are made and what is sent, for other ranks."""

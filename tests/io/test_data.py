@@ -300,20 +300,6 @@ def test_an_error_of_the_stream_is_the_loops() -> None:
         list(loop)
 
 
-# --- on devices
-
-
-def test_on_devices() -> None:
-    loader = jaxdist.loader({"x": np.arange(48.0)}, 16, on_devices=True)
-    got = [batch["x"] for batch in loader]
-    assert all(x.sharding.num_devices == 8 and not x.is_fully_replicated for x in got)
-    assert sorted(np.concatenate(got).tolist()) == list(range(48))
-    loader.close()
-    uneven = list(jaxdist.loader(np.arange(48), 12, shuffle=False, on_devices=True))
-    assert [x.shape for x in uneven] == [(12,)] * 4
-    assert np.concatenate(uneven).tolist() == list(range(48))
-
-
 # --- processes
 
 

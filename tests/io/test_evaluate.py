@@ -57,12 +57,11 @@ class Stream:
         return (jax.tree.map(lambda x, i=i: x[i], DATA) for i in range(53))
 
 
-@pytest.mark.parametrize("on_devices", [False, True])
 @pytest.mark.parametrize("tail", ["pad", "keep"])
-def test_the_sums_of_all_examples(tail: Any, on_devices: bool) -> None:
+def test_the_sums_of_all_examples(tail: Any) -> None:
     """Over an epoch, over another one, and over a whole one where one was begun; of a stream too."""
     step = jaxdist.data_parallel(STEPS[tail])
-    batches = jaxdist.loader(DATA, 16, tail=tail, on_devices=on_devices)
+    batches = jaxdist.loader(DATA, 16, tail=tail)
     stream = jaxdist.loader(Stream(), 16, tail=tail, shuffle=False)
     for loader in (batches, batches, stream):
         next(iter(loader))
@@ -123,10 +122,9 @@ def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ids=["a mean", "a mean that is safe", "a sum without the weight", "a maximum"],
 )
 def test_what_is_no_sum_is_seen_where_there_are_weights(result: Any) -> None:
-    for on_devices in (False, True):
-        step = jaxdist.data_parallel(lambda w, batch: {"x": result(each(w, batch[0])[0], batch[1])})
-        with raises(ValueError, "result['x']", "weight"):
-            jaxdist.evaluate(step, W, jaxdist.loader(DATA, 16, tail="pad", on_devices=on_devices))
+    step = jaxdist.data_parallel(lambda w, batch: {"x": result(each(w, batch[0])[0], batch[1])})
+    with raises(ValueError, "result['x']", "weight"):
+        jaxdist.evaluate(step, W, jaxdist.loader(DATA, 16, tail="pad"))
 
 
 def test_sums_that_cancel_are_sums() -> None:

@@ -18,7 +18,7 @@ ctx = jaxdist.init()
 FOLDER = Path(sys.argv[1])
 
 
-def steps_on_batches(tail: Any, on_devices: bool) -> None:
+def steps_on_batches(tail: Any) -> None:
     """On an odd number of examples: as on one device with the real ones, each of which comes once."""
     n = 101 + ctx.size
     x, seen, sizes = np.random.default_rng(0).normal(size=(n, 3)), list[int](), list[int]()
@@ -30,7 +30,7 @@ def steps_on_batches(tail: Any, on_devices: bool) -> None:
         return w - 0.1 * jax.grad(mean)(w), ((i, weight), jnp.sum(weight), jnp.max(x))
 
     w = one = jnp.ones(3)
-    for batch in jaxdist.loader((np.arange(n), x), 8, tail=tail, on_devices=on_devices):
+    for batch in jaxdist.loader((np.arange(n), x), 8, tail=tail):
         w, (found, count, most) = step(w, batch)
         rows = jaxdist.gather_for_metrics(*found)
         assert (
@@ -119,8 +119,8 @@ def some_steps() -> dict[str, Any]:
     return {"seen": seen, "state": batches.get_state()}
 
 
-for tail, on_devices in (("pad", False), ("pad", True), ("keep", False)):
-    steps_on_batches(tail, on_devices)
+for tail in ("pad", "keep"):
+    steps_on_batches(tail)
 tokens()
 evaluated()
 say(ctx.rank, {"errors": errors(), **some_steps()})
