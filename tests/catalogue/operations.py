@@ -167,6 +167,10 @@ SHAPES: dict[str, Operation] = {
 }  # fmt: skip
 
 REDUCTIONS: dict[str, Operation] = {
+    "of one sign": lambda w, b: [  # a zero for padding would be the largest, or the smallest
+        reduce(one) for one in (1 + b["y"] ** 2, -1 - b["y"] ** 2, 1 + b["i"], -1 - b["i"], b["i8"] // 2 - 65)
+        for reduce in (lambda x: [x.max(0), x.min(0), x.max(), x.argmax(0), x.argmin(0), lax.cummax(x), lax.cummin(x)],
+                       lambda x: [lax.cummax(x, reverse=True), jnp.sort(x, 0), lax.top_k(x.T, 2), x.prod(0)])],
     "sum": lambda w, b: [b["x"].sum(0), b["x"].sum(1), b["x"].sum(), b["z"].sum((0, 2)), b["x"].sum(0, keepdims=True)],
     "mean and variance": lambda w, b: [b["x"].mean(0), b["x"].var(0), b["x"].std(1), b["z"].var((0, 1), ddof=1)],
     "extremes": lambda w, b: [f(b["x"], a) for f in (jnp.max, jnp.min) for a in (0, 1, None)],

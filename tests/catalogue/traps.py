@@ -50,6 +50,7 @@ PASSES: dict[str, Callable[[Any, Any], Any]] = {
     "of several uses": lambda w, x: (lambda g: [g + 1, g @ w, jnp.sin(g), g.reshape(2, 3), g.sum()])(x.sum(0)),
     "reshaped": lambda w, x: jnp.broadcast_to((x.T @ x).T.reshape(4, 9)[None, :, ::-1], (2, 4, 9)),
     "not linear": lambda w, x: [jnp.abs(x.sum(0)), jnp.maximum(x.sum(0), 0), jnp.sort(x.sum(0)), jnp.exp(x.mean(0))],
+    "narrowed": lambda w, x: x.sum(0).astype(jnp.float32),
     "rounded": lambda w, x: lax.reduce_precision(x.sum(0), 8, 7),
     "widened": lambda w, x: total(x.astype(jnp.float32)).astype(jnp.float64).round(3),
     "of complex numbers": lambda w, x: (lambda s: [s, s * 2, s.real, s * 1j, jnp.abs(s), s.conj()])(

@@ -17,6 +17,7 @@ from harness import programs
 from harness.check import decorated, train_step
 from harness.errors import raises
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxdist
 
@@ -81,6 +82,15 @@ def test_a_plan_is_what_a_run_holds_and_sends(level: Any, plan: Any) -> None:
         if op.groups:  # the result of a reduce-scatter is a part of what is sent
             kinds[op.name] += op.size * 4 * (LAYERS if op.loops else 1) * (N if op.name == "reduce-scatter" else 1)
     assert {row.kind: row.bytes for row in found.traffic} == dict(kinds)
+
+
+def test_a_message_in_loops_counts_at_each_turn() -> None:
+    turns = lambda f, n: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, n)[0]
+    body = turns(turns(lambda x: lax.psum(x, "data") / N, 5), 3)
+    total = jaxdist.per_device(body, P("data"), P("data"), check_vma=False)
+    step = jaxdist.data_parallel(lambda w, x: (w, total(x)))
+    found = jaxdist.plan(step, jnp.ones(3), np.ones((ROWS, WIDTH), np.float32), topology=f"{N}xcpu", levels=())
+    assert [row.count for row in found.own.traffic] == [15]
 
 
 @pytest.mark.optimised
