@@ -117,24 +117,6 @@ def test_one_example(tmp_path: Path) -> None:
     assert "torch" not in table
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("name", "args", "variants"),
-    [
-        ("step_time", "--models GPT-tiny LeNet", {"torch DDP", "torch FSDP2", "1 rank x2: jit"}),
-        ("one_example", "--model GPT-tiny-16", {"torch parallelize_module", "1 rank: jit", "1 rank: torch"}),
-    ],
-)
-def test_beside_torch(name: str, args: str, variants: set[str], tmp_path: Path) -> None:
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("no torch (uv sync --group bench): the benchmarks beside torch were not run")
-    wanted = ["torch *", "1 rank x2: *" if name == "step_time" else "1 rank: *"]
-    found = run(name, tmp_path, *args.split(), "--variants", *wanted, "--torch", sys.executable)
-    for each in found["models"].values() if "models" in found else [found["found"]]:
-        assert variants <= set(each["losses"])
-        assert each["largest_difference"] < 1e-4
-
-
 FAKE = """
 from worker import Variant
 

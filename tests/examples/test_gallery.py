@@ -209,8 +209,3 @@ def test_on_two_ranks(gpt_alone: list[float], tmp_path: Path) -> None:
     for run, said in zip(runs, finals, strict=False):
         np.testing.assert_allclose(trained(run, said), gpt_alone, rtol=0, atol=2e-3)
     np.testing.assert_allclose(loss_in(two.stderr), first_epoch_alone("experts"), rtol=1e-4)
-
-
-def test_the_length_of_each() -> None:
-    for name in NAMES:
-        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 150, name

@@ -103,7 +103,3 @@ def test_idx_files(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(split.image_NxHxWxC, image)
         np.testing.assert_array_equal(split.label_N, label)
         assert len(split) == len(label)
-    if name == "-idx{}-ubyte.gz":  # it is also trained on
-        words = ["--data-dir", tmp_path, "--epochs", 1, "--batch-size", 48, "--optimizer", "adam"]
-        words += ["--log-dir", tmp_path / "run"]
-        assert final(gallery.script("mnist", *words)[0])[1] == 1

@@ -1,7 +1,6 @@
 """The oracle: a decorated step on N devices computes what the plain step computes on one.
 
-Each case is a step with its initial state and its batches. The same cases run on virtual devices (test_oracle.py) and
-between processes (mpi/).
+Each case is a step with its initial state and its batches. They run on virtual devices and between processes.
 """
 
 from __future__ import annotations

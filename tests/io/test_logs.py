@@ -7,9 +7,7 @@ import importlib.util
 import itertools
 import json
 import logging
-import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -111,20 +109,6 @@ def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path)
     assert steps(tmp_path) == [0]
 
 
-def test_the_end_of_a_step_is_noted_when_it_ends(tmp_path: Path) -> None:
-    """Not when the host next looks; tried again where the thread that notes it was kept waiting."""
-    slowly = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda i, x: jnp.tanh(x @ x), x).sum())
-    slowly(x := jnp.ones((400, 400)))
-    for attempt in range(5):
-        with jaxdist.run_log(run := tmp_path / str(attempt)) as log:
-            log(0, loss=(loss := slowly(x)))
-            ended = time.time() if loss.block_until_ready() else 0.0
-            time.sleep(0.2)
-        if jaxdist.read_metrics(run)[0]["time"] < ended + 0.1:
-            return
-    raise AssertionError("noted when the host looked")
-
-
 def test_metrics_of_a_decorated_step_and_donated_ones(tmp_path: Path) -> None:
     step = jaxdist.data_parallel(lambda w, batch: (w - 1, {"loss": jnp.mean(batch) * w}))
     w = jnp.ones(())
@@ -200,22 +184,6 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
         assert (out, re.findall(r"(\d)/4", err)) == ("", list(shown)), i
         assert f"loss={logged[-1]}" in err
         assert ("examples/s" in err) == (len(logged) > 1)
-
-
-def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = os.openpty()
-    os.set_blocking(ours, False)
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        log_steps(tmp_path, 0, 4, total=4)
-    text = ""
-    with contextlib.suppress(OSError):  # all is read
-        while found := os.read(ours, 1 << 16):
-            text += found.decode(errors="replace")
-    os.close(ours)
-    assert "4/4" in text
-    assert "5/4" not in text
-    assert "loss=3" in text
 
 
 # --- sinks

@@ -226,10 +226,3 @@ def test_lines_where_a_bar_would_be_torn(words: tuple[str, ...], environment: di
     text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", *words, environment=environment)
     assert "\x1b" not in text
     assert re.search(r"step 3/3  loss=", text)
-
-
-@pytest.mark.slow
-def test_who_asks_for_no_log_gets_none(tmp_path: Path) -> None:
-    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", environment={"JAXDIST_LOG": ""})
-    assert "2 ranks on 1 host" in text
-    assert "compil" not in text
