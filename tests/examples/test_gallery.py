@@ -185,12 +185,6 @@ def test_gpt_in_16_bits(gpt_alone: list[float], tmp_path: Path) -> None:
     np.testing.assert_allclose(losses, gpt_alone, rtol=0.2)
 
 
-def test_gpt_wants_a_window_of_text(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(SystemExit, match="too few for a window"):
-        gallery.script("gpt", "--text", tmp_path / "short.txt", f"--run={tmp_path}")
-
-
 @pytest.mark.mpi
 def test_on_two_ranks(gpt_alone: list[float], tmp_path: Path) -> None:
     """Steps at level 2, then scripts, in one job."""
