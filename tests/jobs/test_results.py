@@ -102,7 +102,7 @@ ROWS_OF: list[Row] = [
     Row([word("calls:steps", 2, 3)], (), (THREE,)),
     Row(["calls:refused"], (RUN,), (MPIRUN,)),
     Row(["calls:said"], TWO, (THREE,)),
-    Row(["state:compared"], (RUN,), (THREE,)),
+    Row(["state:compared"], (RUN,), (THREE, FOUR)),
     Row(["state:checked_in_steps"], (RUN,), (THREE,)),
     Row([word("state:differs", "FOLDER")], (), (RUN, MPIRUN)),
     Row(["context:fields"], TWO, (THREE, FOUR)),

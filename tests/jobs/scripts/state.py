@@ -52,6 +52,11 @@ def compared() -> None:
         (jax.random.key(int(ODD)), ("key", "rank 1")),
         ([gone], ("[0]", "donated", "rank 1")),
     ]
+    if N == 4:  # of a slice two groups have a copy
+        part = jaxdist.shard(jnp.arange(8.0), within=2)
+        own = part.addressable_data(0) + (R == 2)
+        other = jax.make_array_from_single_device_arrays(part.shape, part.sharding, [own])
+        rows.append(({"w": other}, ("['w']", "rank 2")))
     for tree, tokens in rows:
         with raises(jaxdist.SyncError, "check_sync", *tokens):
             jaxdist.check_sync(tree)
