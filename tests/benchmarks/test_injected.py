@@ -22,12 +22,8 @@ GONE = 30.0
     [
         ("init_sigkill", "env", "xla", None),
         pytest.param("data_raises", "mpirun", "mpi", None, marks=pytest.mark.mpi),
-        ("os_exit_0", "env", "xla", None),
         pytest.param("order_of_eager", "run", "mpi", None, marks=pytest.mark.mpi),
-        # No rank has to notice anything before the job is over.
-        ("child_raises", "run-env", "xla", 10),
         ("save_on_full_disk", "run-env", "xla", 10),
-        pytest.param("last_atexit_raises", "mpirun", "xla", 10, marks=pytest.mark.mpi),
     ],
 )
 def test_a_fault_leads_to_what_it_should(name: str, launcher: str, communicator: str, turns: int | None) -> None:
@@ -38,13 +34,3 @@ def test_a_fault_leads_to_what_it_should(name: str, launcher: str, communicator:
     outcome, text = faults.run(name, setting)
     assert outcome.problems == [], f"{outcome}\n{text}"
     assert outcome.seconds is not None
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("launcher", "victim", "after", "again"), [("mpirun", "launcher", 4.0, False), ("run", "worker", 1.0, True)]
-)
-def test_a_killed_process_takes_its_job_along(launcher: str, victim: str, after: float, again: bool) -> None:
-    killed, text = faults.kill(faults.Kill(launcher, "xla", victim, 1, after, again), gone_seconds=GONE)
-    assert killed.problems == [], f"{killed}\n{text}"

@@ -62,9 +62,7 @@ class Job:
         self._dir = Path(tempfile.mkdtemp(prefix="jaxdist-test-"))
         self._started = time.monotonic()
 
-    def start(
-        self, command: Sequence[str], env: Mapping[str, str | None] | None = None, keep: Sequence[int] = ()
-    ) -> None:
+    def start(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> None:
         """Start one process of the job; its output goes to files, so that no pipe fills up."""
         i = len(self.processes)
         with (self._dir / f"{i}.out").open("wb") as out, (self._dir / f"{i}.err").open("wb") as err:
@@ -73,8 +71,7 @@ class Job:
                     list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                     # A killed mpirun leaves files by its number, and the next to get that number can't start.
                     env=environment({"PRTE_MCA_prte_tmpdir_base": str(self._dir), **(env or {}), _MARK: self.id}),
-                    start_new_session=True, pass_fds=keep,
-                    preexec_fn=hear_ctrl_c,
+                    start_new_session=True, preexec_fn=hear_ctrl_c,
                 )
             )  # fmt: skip
 
@@ -189,21 +186,11 @@ def start_mpirun(n: int, args: Sequence[str], env: Mapping[str, str | None] | No
     return job
 
 
-def start_env(
-    n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None, wrapped: Sequence[str] = (),
-    keep: Sequence[int] = (),
-) -> Job:  # fmt: skip
-    """Start n processes by hand, as a user of env:// does; by another program, with these files open, if it is said."""
-    job, port = Job(), free_port()
+def start_env(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
+    """Start n processes by hand, as a user of env:// does."""
+    job, there = Job(), {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in range(n):
-        job.start(
-            [*wrapped, sys.executable, *args],
-            {
-                "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), **(env or {}),
-            },
-            keep,
-        )  # fmt: skip
+        job.start([sys.executable, *args], {"RANK": str(rank), **there, **(env or {})})
     return job
 
 

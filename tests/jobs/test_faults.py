@@ -191,23 +191,3 @@ def test_a_rank_that_is_killed_while_it_waits_for_the_others_is_missed(culprit: 
     results = job.finish(60)
     assert results[1 - culprit].returncode == 1, results
     assert f"rank {culprit} (" in results[1 - culprit].stderr
-
-
-@pytest.mark.slow
-def test_what_nobody_reads_does_not_keep_a_rank_from_ending() -> None:
-    """A traceback into a full pipe."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    while True:
-        try:
-            os.write(writing, b"x" * 4096)
-        except BlockingIOError:
-            break
-    os.set_blocking(writing, True)
-    try:
-        command = ["sh", "-c", f'exec "$@" 2>/proc/self/fd/{writing}', "sh"]
-        job = jobs.start_env(2, [str(SCRIPT), "raises"], wrapped=command, keep=[writing])
-        assert [result.returncode for result in job.finish(60)] == [1, 1]
-    finally:
-        os.close(reading)
-        os.close(writing)

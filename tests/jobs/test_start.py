@@ -143,15 +143,3 @@ def test_nothing_of_the_job_gets_the_number_of_a_stream(which: tuple[int, ...], 
     else:
         seen = eval((tmp_path / "seen1").read_text())
         assert [seen[k] for k in which] == ["/dev/null"] * len(which)
-
-
-@pytest.mark.slow
-def test_the_launcher_runs_without_streams(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "jaxdist", "run", "-n", "2", "--launcher", "env", "--prefix", SCRIPT]
-    command = [*closing(0, 1, 2), *run, "under_run", str(tmp_path)]
-    env = jobs.environment()
-    done = subprocess.run(command, capture_output=True, timeout=90, check=False, env=env, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done
-    for rank in (0, 1):
-        seen = eval((tmp_path / f"seen{rank}").read_text())
-        assert not [name for name in seen if not name or name.startswith("socket:")]

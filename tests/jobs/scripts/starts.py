@@ -48,10 +48,6 @@ def in_a_job() -> None:
     Path(ARGUMENTS[0], f"seen{ctx.rank}").write_text(repr(streams()))
 
 
-def under_run() -> None:
-    Path(ARGUMENTS[0], f"seen{os.environ['RANK']}").write_text(repr(streams()))
-
-
 def alone() -> None:
     """A process by itself: what `init` refuses, with what, and what it makes."""
     import jax
