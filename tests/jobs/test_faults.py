@@ -130,7 +130,6 @@ def test_the_job_ends_and_says_why(fault: Fault, how: str) -> None:
         assert "[Gloo]" not in result.output
 
 
-@pytest.mark.slow
 def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
     results = start(HAND, Fault("stuck", (), env=SHORT)).finish(60)
     for rank, result in enumerate(results):
