@@ -46,15 +46,20 @@ def _modules() -> dict[str, Path]:
     return found
 
 
+def _imported(node: ast.AST) -> list[str]:
+    """Everything of the package that a statement imports, with the module that has it."""
+    names = []
+    if isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    return [name for name in names if name.partition(".")[0] == "jaxdist"]
+
+
 def _imports(file: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """Everything of the package that a file imports, in functions and for types, too."""
+    """The modules of the package that a file imports, in functions and for types, too."""
     for node in ast.walk(ast.parse(file.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "jaxdist":
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "jaxdist"]
-        for name in names:
+        for name in _imported(node):
             path = name.partition(".")[2]
             yield path if path in modules else path.rpartition(".")[0]
 
@@ -86,28 +91,24 @@ def test_nothing_is_imported_in_a_circle() -> None:
     assert dict(after) == {}
 
 
-def _private(file: Path, modules: Collection[str]) -> Iterator[int]:
-    """Lines of a file that import or name a module of the package that is not public."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            named = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            named = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            named = [node.value]
-        else:
-            continue
-        paths = [name.removeprefix("jaxdist.") for name in named if re.fullmatch(r"jaxdist(\.\w+)+", name)]
-        if any(path.partition(".")[0] not in jaxdist.__all__ and path.partition(".")[0] in modules for path in paths):
-            yield node.lineno
+def _private(text: str, modules: Collection[str]) -> Iterator[int]:
+    """Lines of a program that import or name a module of the package that is not public."""
+    for node in ast.walk(ast.parse(text)):
+        named = _imported(node)
+        if isinstance(node, ast.Constant) and re.fullmatch(r"jaxdist(\.\w+)+", str(node.value)):
+            named = [str(node.value)]
+        first = {name.split(".")[1] for name in named if "." in name}
+        if first & set(modules) - set(jaxdist.__all__):
+            yield node.lineno  # type: ignore[attr-defined]
 
 
 def test_a_private_name_in_a_test_has_its_reason() -> None:
     modules, tests = _modules(), Path(__file__).parent
+    texts = {file.relative_to(tests): file.read_text() for file in tests.rglob("*.py")}
     wrong = [
-        f"{file.relative_to(tests)}:{line}"
-        for file in tests.rglob("*.py")
-        for line in _private(file, modules)
-        if not any("# private: " in text for text in file.read_text().splitlines()[max(0, line - 2) : line])
+        f"{name}:{line}"
+        for name, text in texts.items()
+        for line in _private(text, modules)
+        if not any("# private: " in each for each in text.splitlines()[max(0, line - 2) : line])
     ]
     assert wrong == []

@@ -37,7 +37,7 @@ def test_the_wheel_of_the_sdist_trains(tmp_path: Path) -> None:
     env = {
         key: x for key, x in os.environ.items() if not key.startswith(("JAX", "XLA_", "OMPI_", "PYTHON", "VIRTUAL_"))
     }
-    env |= {"HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin"}
+    env |= {"HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}/venv/bin"}
     (tmp_path / "home").mkdir()
     build = [sys.executable, "-m", "hatchling", "build", "-d", tmp_path]
     _run(*build, "-t", "sdist", cwd=ROOT, env=dict(os.environ))
@@ -66,6 +66,6 @@ def test_the_wheel_of_the_sdist_trains(tmp_path: Path) -> None:
         tmp_path / "venv" / "bin" / "jaxdist", "run", "-n", "2", source / "examples" / "mnist.py", "--epochs", "6",
         cwd=tmp_path, env=env,
     )  # fmt: skip
-    trained = re.search(r"test_accuracy=(\S+) epochs=6 devices=2 communicator=(?:xla|mpi)$", out, re.MULTILINE)
+    trained = re.search(r"test_accuracy=(\S+) epochs=6 devices=2 communicator=xla$", out, re.MULTILINE)
     assert trained, out
     assert float(trained[1]) > 0.9

@@ -61,7 +61,8 @@ def self_test(
     """
     if as_rank or _in_job():
         raise typer.Exit(_as_rank())
-    names = list(dict.fromkeys((communicators or "xla,mpi").split(",")))
+    asked = "xla,mpi" if communicators is None else communicators
+    names = list(dict.fromkeys(name.strip() for name in asked.split(",")))
     if other := [name for name in names if name not in ("xla", "mpi")]:
         raise typer.BadParameter(f"--communicator: no {other[0]!r}; valid: xla, mpi")
     begin = time.monotonic()

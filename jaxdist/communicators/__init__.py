@@ -28,7 +28,7 @@ Each rule is traced into the step's program on each device, inside a ``shard_map
 | ``max``, ``min`` | ``(x,)`` | over the devices; NaN if one has it |
 | ``permute`` | ``(x, perm=)`` | as of ``lax.ppermute`` |
 
-Collectives over other axes stay XLA's; with ``zero(..., within=)`` the axis ``"data"`` is that of one group.
+Collectives over other axes stay XLA's; with ``zero(..., within=)``, the axis ``"data"`` spans one group.
 """
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "max", "min", "permute")

@@ -73,6 +73,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
             log(step, loss=jnp.float32(step), correct=jnp.int32(step), lr=0.5)
             time.sleep(0.01)
         log(5, accuracy=0.5)
+    assert "jaxdist-log" not in {thread.name for thread in threading.enumerate()}  # it would abort Python's end
     *lines, last = jaxdist.read_metrics(run)
     assert (last["step"], last["accuracy"], last.get("loss")) == (5, 0.5, None)
     assert [(x["loss"], x["correct"], x["lr"]) for x in lines] == [(float(i), i, 0.5) for i in (0, 1, 2, 5)]

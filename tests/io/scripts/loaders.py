@@ -46,7 +46,7 @@ def steps_on_batches(tail: Any) -> None:
 
 
 def without_jit() -> None:
-    """The last batch of 7 examples: its mean is of three, though a rank holds a copy beside its own."""
+    """The last batch of 7 examples: the mean is that of three, although a rank pads its part with a copy."""
     *_, last = jaxdist.loader(np.arange(7.0), 2, shuffle=False, tail="keep")
     with jax.disable_jit():
         assert jaxdist.data_parallel(lambda w, x: (w, x.mean()))(0.0, last)[1] == 5
