@@ -47,6 +47,10 @@ class SyncError(RuntimeError):
     __module__ = "jaxdist"
 
 
+class DonatedError(RuntimeError):
+    """An array is passed whose memory an earlier call has taken, as `donate=` lets it."""
+
+
 def message_of(error: object, words: Callable[[object], str] = str) -> str:
     """The message of an exception, whatever its class makes of `str`; the beginning of a very long one.
 

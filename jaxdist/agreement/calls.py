@@ -25,9 +25,6 @@ _OUTCOME = "the outcome of the call before"
 ORIGIN = "the origin of "
 """How the name of an entry begins."""
 
-TRACE = "its trace"
-"""Name of an entry."""
-
 
 @dataclass(frozen=True, eq=False)
 class StepCall:
@@ -163,8 +160,6 @@ class Agreement:
 def _advice(name: str, in_lanes: bool) -> str:
     if name == _OUTCOME:
         return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
-    if name == TRACE:
-        return "The step raises this on some ranks alone: look for a choice that is not the same on all ranks"
     if name.startswith(ORIGIN):
         return CHANGED
     if name.startswith("constant "):

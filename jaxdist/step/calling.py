@@ -29,10 +29,7 @@ class Calling:
             self._signature = None
         self._static = set(static_argnames)
         self._static |= self.named(static_argnums, "static_argnums")
-        parameters = self._signature.parameters.values() if self._signature else ()
-        unknown = self._static - {p.name for p in parameters}
-        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"static_argnames={sorted(unknown)}: the step's parameters are {list(self.names)}")
+        self.check_named(self._static, "static_argnames")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,6 +52,13 @@ class Calling:
             if not -len(names) <= n < len(names):
                 raise ValueError(f"{what}={n}: the step has {len(names)} parameters")
         return frozenset(names[n] for n in argnums)
+
+    def check_named(self, names: Collection[str], what: str) -> None:
+        """Refuse names that no parameter has, which came as the argument `what`."""
+        parameters = self._signature.parameters.values() if self._signature else ()
+        unknown = set(names) - {p.name for p in parameters}
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"{what}={sorted(unknown)}: the step's parameters are {list(self.names)}")
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`.

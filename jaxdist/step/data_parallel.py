@@ -24,9 +24,10 @@ class Options(TypedDict, total=False):
     batch_argnums: Batch | Sequence[Batch] | None
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
-    donate_argnums: int | Sequence[int] | None
-    axis_name: str
+    donate_argnums: int | Sequence[int]
+    donate_argnames: str | Sequence[str]
     donate: bool
+    axis_name: str
     check_finite: bool
     check_every: int
     bucket_bytes: int | None
@@ -47,9 +48,10 @@ def data_parallel(
     batch_argnums: Batch | Sequence[Batch] | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    donate: bool = False,
     axis_name: str = AXIS,
-    donate: bool = True,
     check_finite: bool = False,
     check_every: int = 0,
     bucket_bytes: int | None = None,
@@ -67,9 +69,9 @@ def data_parallel(
       put together in rank order. An array that is global already is taken as it is. Where the devices don't divide the
       examples, the last devices have fewer.
     * All other arguments are state: any number of pytrees. A part of the result that has the structure, shapes and
-      types of a state argument, and follows from it, is its next value. State that is not on the devices yet is taken
-      from the root rank. State that the step does not return must be the same on every rank. A leaf that is no array is
-      a constant of the program.
+      types of a state argument is kept on the devices as that is. State that is not on the devices yet is taken from
+      the root rank. State that the step does not return must be the same on every rank. A leaf that is no array is a
+      constant of the program.
     * Results are global arrays: the state as it is kept, and other values whole, or split over the devices where they
       have an entry per example.
 
@@ -81,17 +83,19 @@ def data_parallel(
       step: ``(*state, batch) -> result``, pure, jit-compatible.
       batch_argnums: which arguments are the batch: positions, names, or paths of a part of one (``"state.images"``,
         ``"data['x']"``); ``()`` for none. Arrays in it are split, each along its first dimension; numbers, arrays
-        without a dimension and single keys are one for all. Default, in one process: what can be split, which does not
-        change the result. In several processes: of the arguments whose arrays have one length, and whose next value
-        the step does not return, those that differ between the ranks; if none does, those as long as the last one. A
-        call with two readings is an error, which shows both.
+        without a dimension and single keys are one for all. Default: the last argument whose arrays all have one
+        length, and of whose structure, shapes and types the step returns nothing; and every other argument of that
+        length. If there is none, the last one that has one length, or is not returned. What an earlier step, `restore`
+        or `shard` has made is state. In one process this does not change the result. In several the values that the
+        ranks pass to the first call are compared, and if they speak against it, that is an error.
       static_argnums: arguments that are constants of the program, as of `jax.jit`.
       static_argnames: the same, by name.
-      donate_argnums: the arguments whose memory the new state reuses, as of `jax.jit`; default: all state that the
-        step returns.
+      donate_argnums: arguments of state whose memory the results may take, as of `jax.jit`: what a call has taken can't
+        be used afterwards. What you pass to the first call is copied to the devices, and stays usable.
+      donate_argnames: the same, by name.
+      donate: the same for all state that the step returns: for each argument of whose structure, shapes and types the
+        result has as many parts as there are arguments. Not for a single number.
       axis_name: what the step calls the axis of data parallelism, if it names it.
-      donate: let the new state reuse the memory of the old one, which can't be used afterwards. State that the step
-        does not return stays usable, and so does what you pass to the first call, which is copied to the devices.
       check_finite: after each call look for NaN and infinity in the result (and what `jaxdist.check_finite` names
         inside the step) and raise, on every rank, naming the first such leaf. Waits for the step to end; the state is
         not donated, so that the one given is still there after the error.
@@ -113,8 +117,8 @@ def data_parallel(
 
     Raises:
       ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
-      StepError: (when first called) an operation that is not possible on several devices, or a result that may be the
-        next value of several arguments.
+      StepError: (when first called) an operation that is not possible on several devices.
+      DonatedError: an argument's memory was taken by an earlier call; see `donate`.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.
 
@@ -138,8 +142,8 @@ def data_parallel(
         raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
     options = Options(
         batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
-        donate_argnums=donate_argnums, axis_name=axis_name, donate=donate, check_finite=check_finite,
-        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress,
+        donate_argnums=donate_argnums, donate_argnames=donate_argnames, donate=donate, axis_name=axis_name,
+        check_finite=check_finite, check_every=check_every, bucket_bytes=bucket_bytes, compress=compress,
     )  # fmt: skip
     return decorator(step, mesh, None, options)
 
@@ -226,8 +230,9 @@ def decorator(
     """The decorated step, or what decorates one."""
     of: dict[str, Any] = {**_DEFAULTS, **options}
     _check(of)
-    static_argnums, static_argnames, donate = of["static_argnums"], of["static_argnames"], of["donate"]
-    batch_argnums, donate_argnums = of["batch_argnums"], of["donate_argnums"]
+    argnums = {
+        name: _several(of[name]) for name in of if name.endswith(("argnums", "argnames")) and of[name] is not None
+    }
 
     def decorate(step: Callable[..., Any]) -> Any:
         if not callable(step):
@@ -238,12 +243,12 @@ def decorator(
                 "decorate with jaxdist.data_parallel in place of jax.pmap; lax.pmean and the like stay (axis_name= as "
                 "there), and arguments lose the axis of devices"
             )
-        calling = Calling(step, _several(static_argnums), _several(static_argnames))
-        batch = None if batch_argnums is None else _several(batch_argnums)
-        given_up = donate and (donate_argnums is None or calling.named(_several(donate_argnums), "donate_argnums"))
+        calling = Calling(step, argnums["static_argnums"], argnums["static_argnames"])
+        donated = calling.named(argnums["donate_argnums"], "donate_argnums").union(argnums["donate_argnames"])
+        calling.check_named(donated, "donate_argnames")
         settings = Settings(
-            step, calling, batch, of["axis_name"], given_up, of["check_finite"], of["check_every"], mesh, layouts,
-            of["bucket_bytes"], of["compress"],
+            step, calling, argnums.get("batch_argnums"), of["axis_name"], of["donate"], donated, of["check_finite"],
+            of["check_every"], mesh, layouts, of["bucket_bytes"], of["compress"],
         )  # fmt: skip
         return decorated_with(settings)
 
@@ -251,8 +256,8 @@ def decorator(
 
 
 _DEFAULTS = Options(
-    batch_argnums=None, static_argnums=(), static_argnames=(), donate_argnums=None, axis_name=AXIS, donate=True,
-    check_finite=False, check_every=0, bucket_bytes=None, compress=None,
+    batch_argnums=None, static_argnums=(), static_argnames=(), donate_argnums=(), donate_argnames=(), donate=False,
+    axis_name=AXIS, check_finite=False, check_every=0, bucket_bytes=None, compress=None,
 )  # fmt: skip
 
 

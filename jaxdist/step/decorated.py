@@ -31,7 +31,7 @@ from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import debugging, effects, finite, first_call, modules, stages
 from jaxdist.step.choice import agreed, choose
-from jaxdist.step.donation import Taken, name_deleted
+from jaxdist.step.donation import Taken, check_there
 from jaxdist.step.entering import Entering
 from jaxdist.step.forecast import Forecast
 from jaxdist.step.method import Method
@@ -39,9 +39,9 @@ from jaxdist.step.placer import Placer
 from jaxdist.step.preparing import Preparing
 from jaxdist.step.program import OtherTypesError, Program
 from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.reading import Reader
 from jaxdist.step.settings import AUTO, Settings
 from jaxdist.step.signature import Signature, Signatures, flat, is_array
-from jaxdist.step.signing import Signer
 from jaxdist.step.tracing import is_traced, run, say_once
 from jaxdist.tracebacks import api_boundary
 
@@ -127,11 +127,12 @@ class DataParallel(Generic[P, R]):
         objects: list[Any] = []
         if modules.found(args):
             args, objects = modules.split(args)
+        check_there(self._name, self._settings.calling, args, keywords, jax.tree.leaves(args))
         signature, leaves = self._signature(args, keywords)
         if self._context.size > 1:
             call = self._agreement.enter(self._name)
             self._entering.agree(signature, leaves, [leaves[i] for i in signature.batch])
-            signature, _ = self._signer.settle(signature, args, call, self._context)
+            self._reader.compare(signature, args, call, self._context)
         plain = lambda *args: with_axis(
             lambda *xs: run(self._settings.step, effects.apart(xs), signature.keywords), self._settings.axis_name, args
         )
@@ -164,7 +165,6 @@ class DataParallel(Generic[P, R]):
         except BaseException as error:
             self._agreement.failed(self._name, call, error)
             self._preparing.failed()
-            name_deleted(self._name, self._settings.calling, args, keywords, error)
             raise
         self._entering.returned(result)
         if program.donates:
@@ -262,14 +262,11 @@ class DataParallel(Generic[P, R]):
         args, keywords = self._settings.calling.arrange(args, kwargs)
         return modules.split(args)[0] if modules.found(args) else args, keywords
 
-    def _signature(
-        self, args: tuple[Any, ...], keywords: tuple[str, ...], several: bool = False
-    ) -> tuple[Signature, list[Any]]:
-        """The signature of a call and its leaves: the signature of an earlier call like it, or (and with `several`: for
-        several devices, wherever earlier calls ran) what this rank can tell by itself."""
+    def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
+        """The signature of a call and its leaves: that of an earlier call like it, or as this rank reads it."""
         leaves, tree = flat(args, keywords)
-        known = None if several else self._signatures.get((tree, self._signatures.constants(tree, leaves)))
-        signature = known or self._signer.describe(args, keywords, several or None)
+        known = self._signatures.get((tree, self._signatures.constants(tree, leaves)))
+        signature = known or self._reader.read(args, keywords)
         return signature, signature.data(leaves)
 
     def _bind_context(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -291,11 +288,11 @@ class DataParallel(Generic[P, R]):
             results = Results(context.only(Copies), self._name) if context.size > 1 else None
             machine = machine_of(mesh)
             self._cache = ProgramCache(self._settings, mesh, machine, self._placer, rules, self._traced, results)
-            self._signer = Signer(self._name, self._settings, self._placer, self._cache)
+            self._reader = Reader(self._name, self._settings, self._placer, self._cache)
             self._agreement = context.only(Agreement)
             self._entering = Entering(self._name, context, self._placer, self._settings, results)
             self._preparing = Preparing(
-                self._name, context, self._placer, self._cache, self._signer, self._entering, self._signatures
+                self._name, context, self._placer, self._cache, self._reader, self._entering, self._signatures
             )
             self._tells_start = context.is_root and commlog.asked("start")
             if context.is_root and commlog.asked("comm"):
@@ -309,7 +306,7 @@ class DataParallel(Generic[P, R]):
         try:
             signature, leaves = there._signature(args, keywords)
         except Exception:
-            if clearer := there._signer.bad_constant(args, keywords):
+            if clearer := there._reader.bad_constant(args, keywords):
                 raise clearer from None
             raise
         leaves = [there._placer.logical_batch(x) if b else x for x, b in zip(leaves, signature.is_batch, strict=True)]
@@ -329,7 +326,7 @@ class DataParallel(Generic[P, R]):
         if self._settings.mesh is not None:  # nor those of the mesh that it is for
             return self._anywhere().forecast(mesh, machine, args)
         self._bind_context()
-        signature, leaves = self._signature(*self._arguments(args, {}), several=mesh.size > self._mesh.size)
+        signature, leaves = self._signature(*self._arguments(args, {}))
         return Forecast(self._settings, self._cache, signature, leaves, mesh, machine)
 
     def _traced(self, made: Program, program: ClosedJaxpr, placed: Sequence[Placed]) -> None:

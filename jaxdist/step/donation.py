@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxdist.errors import message_of
-from jaxdist.placements.layouts import HOST, Padded, copied, physical
+from jaxdist.errors import DonatedError
+from jaxdist.placements.layouts import HOST, copied, physical
 from jaxdist.step.calling import Calling
 from jaxdist.step.signature import leaf_name
 
@@ -45,23 +45,35 @@ class Taken:
         """Who took an array."""
         for one in list(cls._all):
             if any(x is array for x in one.state):
-                return f"call {one.call} of step {one.step!r}"
-        return "an earlier call of a step"
+                return f"call {one.call} of step {one.step!r} took its memory (donate=)"
+        return "an earlier call of a step, or of jax.jit, that donates took its memory, or it was deleted"
 
 
-def name_deleted(
-    step: str, calling: Calling, args: tuple[Any, ...], keywords: tuple[str, ...], error: BaseException
+def check_there(
+    step: str, calling: Calling, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: Sequence[Any]
 ) -> None:
-    """XLA's error for an array whose memory another call has taken says neither which nor why."""
-    leaves = jax.tree_util.tree_leaves_with_path(args)
-    gone = [(path, x) for path, x in leaves if isinstance(x, (jax.Array, Padded)) and x.is_deleted()]
-    said = message_of(error) if issubclass(type(error), (RuntimeError, ValueError)) else ""
-    if not gone or not ("deleted" in said or "donated" in said):
+    """Refuse an array whose memory another call has taken.
+
+    Args:
+      step: its name.
+      calling: how it is called.
+      args: of the call.
+      keywords: names of the last ones.
+      leaves: of `args`.
+
+    Raises:
+      DonatedError: names the argument, and the call that has taken it.
+    """
+    if not any(map(_is_gone, leaves)):
         return
-    path, array = gone[0]
+    path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if _is_gone(x))
     name = leaf_name(calling.of(len(args), keywords), path)
-    raise RuntimeError(
-        f"step {step!r}: {name} was deleted: {Taken.by(physical(array))}, which returned its next value, took its "
-        "memory. Go on with what that call returned, or pass it a copy (jax.numpy.copy), or decorate that step with "
-        "donate=False"
-    ) from error
+    raise DonatedError(
+        f"step {step!r}: {name} is gone: {Taken.by(physical(array))}. Go on with what that call returned, pass it a "
+        "copy (jax.numpy.copy), or leave donate= out where it was given"
+    )
+
+
+def _is_gone(x: Any) -> bool:
+    deleted = getattr(x, "is_deleted", None)
+    return deleted is not None and deleted()

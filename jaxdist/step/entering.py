@@ -13,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.agreement import copies
-from jaxdist.agreement.calls import ORIGIN, TRACE, Agreement, StepCall
+from jaxdist.agreement.calls import ORIGIN, Agreement, StepCall
 from jaxdist.agreement.copies import CHANGED, Copies, Results
 from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout, physical
 from jaxdist.runtime.compiler import settings as of_jax
-from jaxdist.runtime.context import Context, parts_of_ranks
+from jaxdist.runtime.context import Context
+from jaxdist.step import batch
 from jaxdist.step.batch import INDICES, BatchPart
 from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
 from jaxdist.step.program import Program
 from jaxdist.step.settings import Settings
-from jaxdist.step.signature import Signature, is_array
+from jaxdist.step.signature import Signature
 
 _log = logging.getLogger("jaxdist")
 ORIGINS = 64
@@ -52,7 +53,7 @@ class Entering:
 
     def __init__(self, name: str, context: Context, placer: Placer, settings: Settings, results: Results | None):
         self._name, self._context, self._placer = name, context, placer
-        self._options = settings.said()
+        self._options, self._declared = settings.said(), settings.batch is not None
         self._agreement, self._results = context.only(Agreement), results
         self.origins: Sequence[int] = ()
         self.unsure = False
@@ -89,7 +90,7 @@ class Entering:
             self._results.forget(jax.tree.leaves(result))
 
     def place(self, program: Program, leaves: list[Any], call: int, differs: dict[int, list[int]] | None) -> None:
-        """Bring the state's leaves to where `program` takes them; `differs`: as of `Signer.settle`, if it was asked."""
+        """Bring the state's leaves to where `program` takes them; `differs`: what `Reader.compare` returned."""
         elsewhere = [i for i in program.signature.state if self._placer.layout(leaves[i]) is not program.layouts[i]]
         if not elsewhere:
             return
@@ -99,17 +100,6 @@ class Entering:
         placed = self._placer.place_state([leaves[i] for i in elsewhere], [program.layouts[i] for i in elsewhere])
         for i, x in zip(elsewhere, placed, strict=True):
             leaves[i] = x
-
-    def lengths(self, leaves: Sequence[Any]) -> list[int | None] | None:
-        """The lengths of arguments on the root, where ranks hold several numbers of lanes, and so of examples.
-
-        What is no array has none. None: this rank's are as good.
-        """
-        if len(set(map(len, parts_of_ranks(self._context, self._placer.passed)))) == 1:
-            return None
-        mine = [int((*np.shape(x), 0)[0]) if is_array(x) else None for x in leaves]
-        everyone = self._context.control.exchange(f"lengths for step {self._name}", mine, self._context.timeout)
-        return everyone[0] if len(everyone[0]) == len(mine) else None
 
     def _compare(
         self,
@@ -121,7 +111,7 @@ class Entering:
     ) -> None:
         """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
         context = self._context
-        read, names = set(program.unreturned()).intersection(elsewhere), program.signature.names
+        read, names = program.unreturned().union(self._may_be_batch(program, leaves)), program.signature.names
         if context.size == 1 or not elsewhere:
             return
         if differs is None:
@@ -131,7 +121,7 @@ class Entering:
             values = {i: [theirs.get(i) for theirs in everyone] for i in everyone[0]}
             differs = {i: others for i, each in values.items() if (others := unlike_the_root(each))}
         differs = {i: ranks for i, ranks in differs.items() if not spans(leaves[i])}  # such an array is one for all
-        for i in sorted(read & differs.keys()):
+        for i in sorted(read.intersection(elsewhere, differs)):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
                 "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel. " + INDICES
@@ -143,7 +133,7 @@ class Entering:
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(
                 f"step {self._name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
-                f"{list_ranks(differs[i])}, and the step does not return it. {advice}"
+                f"{list_ranks(differs[i])}. {advice}"
             )
         differ = [i for i in elsewhere if i in differs]
         if differ and context.is_root:
@@ -152,6 +142,13 @@ class Entering:
                 "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all continue with that of rank 0",
                 self._name, names[differ[0]], also, list_ranks(differs[differ[0]]),
             )  # fmt: skip
+
+    def _may_be_batch(self, program: Program, leaves: Sequence[Any]) -> set[int]:
+        """Leaves of the state that could as well be the batch, since all arrays of their argument have one length."""
+        if self._declared:
+            return set()
+        lengths = [(at, set(batch.sizes([leaves[i] for i in at])) - {None}) for _, at, _ in program.signature.arguments]
+        return {i for at, own in lengths if len(own) == 1 for i in at}
 
     def kind_of_call(self, signature: Signature, batch: Sequence[Any]) -> StepCall:
         names = [signature.names[i] for i in signature.batch]
@@ -174,7 +171,6 @@ class Entering:
         leaves: Sequence[Any],
         batch: Sequence[Any],
         outside: Sequence[int] | None = None,
-        failed: Exception | None = None,
     ) -> StepCall:
         """Compare what this rank comes with and what the others do.
 
@@ -183,11 +179,10 @@ class Entering:
           leaves: of its arguments.
           batch: those that are split.
           outside: what `outside` returned; None: it was not asked yet.
-          failed: why the step could not be traced on this rank.
         """
         names = [signature.names[i] for i in signature.batch]
         problem = self._placer.batch_problem(names, batch)
-        entries = [(TRACE, in_words(failed) if failed else "complete"), *self._options]
+        entries = [*self._options]
         entries += [*((f"constant {name}", value) for name, value in signature.constants)]
         entries += [(f"setting {name}", value) for name, value in of_jax().items()]
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):

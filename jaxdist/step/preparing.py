@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +10,14 @@ from jaxdist.agreement.calls import Agreement, StepCall
 from jaxdist.compat import trace_settings
 from jaxdist.runtime.context import Context
 from jaxdist.step import modules
-from jaxdist.step.donation import without_aliases
+from jaxdist.step.donation import check_there, without_aliases
 from jaxdist.step.entering import ORIGINS, Entering
 from jaxdist.step.latest import Latest, expected, types
 from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.reading import Reader
 from jaxdist.step.signature import Signature, Signatures, flat
-from jaxdist.step.signing import Signer
-
-_is_deleted = operator.methodcaller("is_deleted")
 
 
 class Preparing:
@@ -31,7 +28,7 @@ class Preparing:
       context: the job.
       placer: onto the step's devices.
       cache: its programs.
-      signer: tells the signature of a call that is new.
+      reader: reads a call that is new.
       entering: compares it over the ranks.
       signatures: of earlier calls.
     """
@@ -42,12 +39,12 @@ class Preparing:
         context: Context,
         placer: Placer,
         cache: ProgramCache,
-        signer: Signer,
+        reader: Reader,
         entering: Entering,
         signatures: Signatures,
     ):
         self._name, self._context, self._placer, self._cache = name, context, placer, cache
-        self._signer, self._entering, self._signatures = signer, entering, signatures
+        self._reader, self._entering, self._signatures = reader, entering, signatures
         self._agreement = context.only(Agreement)
         self._latest: dict[Any, Latest] = {}
         self._varied: set[Any] = set()  # structures of arguments that come with states of several types
@@ -76,6 +73,7 @@ class Preparing:
         """
         try:
             leaves, tree = flat(args, keywords)
+            check_there(self._name, self._reader.calling, args, keywords, leaves)
             if other_types:  # two models take turns, say: from now on their types are looked at before a call
                 self._varied.add(tree)
             key = (tree, types(leaves)) if self._varied and tree in self._varied else tree
@@ -92,15 +90,14 @@ class Preparing:
             fresh = False
             signature: Signature | None = latest.signature if latest else self._signatures.get((tree, constants))
             if signature is None:
-                lengths = self._entering.lengths(leaves)
-                fresh, signature = True, self._signer.describe(args, keywords, lengths=lengths)
+                fresh, signature = True, self._reader.read(args, keywords)
                 if signature.numbers:
                     self._signatures.numbers[tree] = signature.numbers
                     constants = self._signatures.constants(tree, leaves)
         except modules.FoundError:
             raise
         except Exception as error:
-            clearer = self._signer.bad_constant(args, keywords)
+            clearer = self._reader.bad_constant(args, keywords)
             self._entering.report(clearer or error)
             if clearer is None:
                 raise
@@ -115,8 +112,8 @@ class Preparing:
         if fresh:
             if self._context.size > 1:
                 own = [leaves[i] for i in signature.batch]
-                self._entering.agree(signature, leaves, own, failed=self._signer.failed)
-                signature, differs = self._signer.settle(signature, args, call, self._context)
+                self._entering.agree(signature, leaves, own)
+                differs = self._reader.compare(signature, args, call, self._context)
             self._signatures[tree, constants] = signature
         batch = [leaves[i] for i in signature.batch]
         known = (signature, trace_settings(), self._cache.debugging, *map(self._placer.batch_key, batch))
@@ -154,8 +151,6 @@ class Preparing:
         state = list(signature.pick_state(leaves))
         for i in program.padded:
             state[i] = state[i].array
-        if any(map(_is_deleted, state)):
-            raise RuntimeError("Array has been deleted")
         if program.donates and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
         return program, state, self._placer.batch_argument(batch, program.batch)

@@ -36,7 +36,7 @@ from jaxdist.placements.wires import compressible
 from jaxdist.step.batch import carried_over, is_keys, unsplit
 from jaxdist.step.passes import Pass, place, spec_of
 from jaxdist.step.signature import Signature, constants_back, has_constants, picker
-from jaxdist.step.tracing import TracedStep, carried, returns_like
+from jaxdist.step.tracing import TracedStep
 
 _GATHERED_AT_ONCE = 64
 """At most one part in so many of what is kept in shards is whole at a time, for the sake of fewer messages."""
@@ -62,7 +62,7 @@ class Program:
       layouts: how each leaf of the arguments is kept; None: whole on every device, or it belongs to the batch.
       mesh: one axis, ``"data"``.
       communicator: whose lowering rules to use.
-      donate: positions of the leaves whose memory may be reused, if the step carries them over.
+      donate: positions of the leaves whose memory results may take.
       bucket_bytes: see `placements.buckets`.
       compress: the dtype in which gradients travel; None: their own.
       on_traced: told of what one device runs, before it is lowered, and of how it is placed over each axis (none: on
@@ -120,14 +120,13 @@ class Program:
         self._over = in_groups(mesh, max(step.groups, data_size(mesh) // min(shares, default=data_size(mesh))))
         self._avals = list(avals)
         self._padded_outputs: list[tuple[int, Layout]] = []
-        given_up = step.given_up.intersection(donate)
         state = signature.state
         self._offloaded = {  # and its next value
             i: step.sources.index(i) if i in step.sources else None
             for i, how in enumerate(self.layouts) if how and how.host
         }  # fmt: skip
-        self._given_up = [k for k, i in enumerate(state) if i in given_up]
-        self._kept = [k for k, i in enumerate(state) if i not in given_up]
+        self._given_up = [k for k, i in enumerate(state) if i in donate]
+        self._kept = [k for k, i in enumerate(state) if i not in donate]
         self._pick = picker(self._given_up), picker(self._kept)
         shardings = [sharding(mesh, how) for how in held]
         # What is in the host's memory, and does not say so (see `compat.say_on_host`).
@@ -194,10 +193,9 @@ class Program:
         """Whether it may take the memory of some state."""
         return bool(self._given_up)
 
-    def unreturned(self) -> list[int]:
-        """Positions of the leaves of the state of which the step returns no next value."""
-        returned = set(self._step.sources)
-        return [i for i in self.signature.state if i not in returned]
+    def unreturned(self) -> set[int]:
+        """Positions of the leaves of the state of whose structure the step returns nothing."""
+        return set(self.signature.state).difference(self._step.sources)
 
     def cut_by_model(self) -> dict[str, int]:
         """The leaves that the model axis cuts, by name, and the dimension."""
@@ -228,10 +226,8 @@ class Program:
         arrays = [i for i in signature.state if self._avals[i].shape and not is_keys(self._avals[i])]
         if not split or arrays:
             return ""
-        if not all(returns_like(step, tree, [self._avals[i] for i in at]) for tree, at, _ in split):
-            return ""
-        found = carried(step, self._avals)
-        return carried_over([name for _, _, name in split]) if found.issuperset(signature.batch) else ""
+        like = all(step.returns(argument, self._avals) for argument in split)
+        return carried_over([name for _, _, name in split]) if like else ""
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it.

@@ -152,16 +152,15 @@ class ProgramCache:
           communicator: a name or a table of rules.
           on_traced: see `Program`.
         """
-        allowed = self._settings.donate
-        donate = [  # an error must not cost the state
-            i for _, at, name in signature.arguments for i in at
-            if not trace.checked and (allowed if isinstance(allowed, bool) else name in allowed)
-        ]  # fmt: skip
-        bucket_bytes = self._settings.bucket_bytes
+        of = self._settings
+        may = lambda i, name: name in of.donated or (of.donate and i in trace.returned)
+        # An error of `check_finite` must not cost the state.
+        donate = {i for _, at, name in signature.arguments for i in at if not trace.checked and may(i, name)}
+        bucket_bytes = of.bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
-        compress = COMPRESSIONS[self._settings.compress] if self._settings.compress else None
-        name = getattr(self._settings.step, "__name__", "step")
+        compress = COMPRESSIONS[of.compress] if of.compress else None
+        name = getattr(of.step, "__name__", "step")
         return Program(
             trace, signature, avals, layouts, mesh, communicator, donate, bucket_bytes, compress, on_traced, name,
             self._results,

@@ -1,186 +1,341 @@
-"""Which leaves of a call are the batch: what `jaxdist.step.batch` says of arguments, asked with a call's own leaves."""
+"""Reads a call of a step: which leaves are data, which arguments are the batch; and compares what ranks come with."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import logging
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxdist.agreement.description import grouped
-from jaxdist.placements.layouts import Layout, Padded, of_batch
+from jaxdist.agreement.description import list_ranks, unlike_the_root
+from jaxdist.errors import in_words
+from jaxdist.mesh import AXIS
+from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
+from jaxdist.runtime.context import Context, parts_of_ranks
 from jaxdist.step import batch
-from jaxdist.step.placer import Placer, abstract
+from jaxdist.step.placer import Placer, checksum, spans
 from jaxdist.step.program_cache import ProgramCache
-from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import StepJaxpr, carried, returns_like
+from jaxdist.step.settings import Settings
+from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, leaf_name
+
+_log = logging.getLogger("jaxdist")
 
 
 class Reader:
-    """Reads which arguments of one call are the batch.
+    """Reads the calls of one step.
 
     Args:
-      signature: of it, with any batch.
-      leaves: of its arguments, without constants.
+      name: of the step, for messages.
+      settings: of the step.
       placer: onto the devices of the step.
-      cache: traces the step.
-      lengths: of the leaves on the root, where ranks have parts of several lengths; default: those of `leaves`.
-
-    Attributes:
-      failed: why it could not be traced for these leaves.
+      cache: traces the step for a signature and the types of its leaves.
     """
 
-    def __init__(
+    def __init__(self, name: str, settings: Settings, placer: Placer, cache: ProgramCache):
+        self._name, self.calling, self._declared = name, settings.calling, settings.batch
+        self._placer, self._cache = placer, cache
+        self._made: dict[Any, Signature] = {}
+        self._warned = False  # that all ranks come with the same batch
+
+    def read(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
+        """The signature of a call.
+
+        A Python number is data, as under `jax.jit`; in modules of equinox it is a constant, as under
+        `equinox.filter_jit`.
+
+        Args:
+          args: of the call, in order.
+          keywords: names of the last ones.
+
+        Raises:
+          TypeError: an argument that is said to be a batch is none.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        numbers = _in_equinox(args)
+        marked = [x if is_array(x) and i not in numbers else Static(x) for i, x in enumerate(leaves)]
+        paths, tree = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, marked))
+        parameters = self.calling.of(len(args), keywords)
+        names = tuple(leaf_name(parameters, path) for path, _ in paths)
+        signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
+        leaves = [x for _, x in paths]
+        if self._declared is not None:
+            self._check_declared(args, parameters)
+            signature = signature.with_batch(self._chosen(signature, leaves))
+        else:
+            signature = self._by_structure(signature, leaves)
+        # The same object for the same signature: programs are kept by it.
+        return self._made.setdefault(signature.key, signature)
+
+    def _by_structure(self, signature: Signature, leaves: Sequence[Any]) -> Signature:
+        """The signature with the batch as `jaxdist.step.batch` says."""
+        arguments = [self._argument([leaves[i] for i in at]) for _, at, _ in signature.arguments]
+
+        def with_batch(chosen: Collection[int]) -> Signature:
+            at = [signature.arguments[k][1] for k in chosen]
+            found = [batch.sizes([leaves[i] for i in own]) for own in at]
+            pairs = zip(itertools.chain(*at), itertools.chain(*found), strict=True)
+            return signature.with_batch({i for i, n in pairs if n is not None})
+
+        def returned(read: Signature) -> list[int]:
+            types = self._cache.types(read, leaves)
+            step = self._cache.jaxpr(read, types)
+            return [k for k, argument in enumerate(signature.arguments) if step.returns(argument, types)]
+
+        several = self._placer.parts > 1
+        try:
+            like = returned(with_batch(batch.batch_of(arguments) if several else ()))
+        except Exception:
+            if not several or len({a.lengths for a in arguments if a.lengths}) < 2:
+                raise
+            like = returned(signature)  # as it is for the part of this process alone
+        found = batch.batch_of(arguments, like)
+        sure = [k for k in found if k not in like]
+        if sure and len(sure) < len(found) and self._traced(with_batch(sure), leaves, 1 if several else 2) is None:
+            found = sure  # the others are a state that has the length of this batch by chance
+        read = with_batch(found)
+        error = self._traced(read, leaves) if several else None
+        if error is not None and self._traced(signature, leaves) is None:
+            names = [signature.arguments[k][2] for k in found]
+            others = [name for _, at, name in signature.arguments if at and name not in names]
+            raise ValueError(
+                f"step {self._name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
+                f"the step can't be traced so ({in_words(error)}). If it is another one, say which: "
+                f"batch_argnums={batch.argnums(others)}, say"
+            ) from error
+        return read
+
+    def _traced(self, read: Signature, leaves: Sequence[Any], times: int = 1) -> Exception | None:
+        """The error of the step if it is traced so, with a batch so many times as long; None: there is none."""
+        types = self._cache.types(read, leaves)
+        for i in read.batch if times > 1 else ():
+            types[i] = types[i].update(shape=(types[i].shape[0] * times, *types[i].shape[1:]))
+        try:
+            self._cache.jaxpr(read, types)
+        except Exception as error:
+            return error
+        return None
+
+    def _argument(self, leaves: Sequence[Any]) -> batch.Argument:
+        """What counts of an argument."""
+        if any(self._is_state(x) for x in leaves):
+            return batch.Argument(frozenset())
+        entries = [(x, n) for x, n in zip(leaves, batch.sizes(leaves), strict=True) if n is not None]
+        return batch.Argument(frozenset(n for _, n in entries), all(batch.is_keys(x) for x, _ in entries))
+
+    def _is_state(self, x: Any) -> bool:
+        """Whether an earlier step, `restore` or `shard` has made a leaf, and it is not split over the batch."""
+        how = x.layout if type(x) is Padded else self._placer.layout(x)
+        return how is None or (isinstance(how, Layout) and how is not of_batch(x.shape, self._placer.mesh))
+
+    def compare(self, signature: Signature, args: tuple[Any, ...], call: int, context: Context) -> dict[int, list[int]]:
+        """Compare the values that the ranks come with to a call which is new to them.
+
+        Args:
+          signature: of the call.
+          args: of the call.
+          call: its number.
+          context: the job.
+
+        Returns:
+          The leaves that are not the same on all ranks, with the ranks where they are not as on the root (all, where a
+          leaf lies on several processes).
+
+        Raises:
+          ValueError: (on every rank) the values say that something else is the batch.
+        """
+        leaves = signature.data(jax.tree.leaves(args))
+        if context.size == 1 or not leaves:
+            return {}
+        mine = [_value(x, self._placer) for x in leaves]
+        everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
+        differs = {}
+        for i, values in enumerate(zip(*everyone, strict=True)):
+            if others := list(range(context.size)) if values[0] is None else unlike_the_root(values):
+                differs[i] = others
+        self._check_shared(signature, self._by_parts(signature, leaves, everyone, call, context))
+        if self._placer.parts > 1:
+            own = {i for i in differs if mine[i] is not None}
+            if any(i in differs for i in signature.batch):
+                self._check_alike(signature, leaves, own)
+            elif any(getattr(leaves[i], "size", 1) for i in signature.batch):  # without entries all are alike
+                self._all_alike(signature, leaves, own, context)
+        return differs
+
+    def _all_alike(
+        self, signature: Signature, leaves: Sequence[Any], differs: Collection[int], context: Context
+    ) -> None:
+        """All ranks pass the same batch: something else may be meant to be it; or it is state."""
+        split = [argument for argument in signature.arguments if not set(argument[1]).isdisjoint(signature.batch)]
+        names = [name for _, _, name in split]
+        others = [
+            name for _, at, name in signature.arguments
+            if any(i in differs and not signature.is_batch[i] and np.ndim(leaves[i]) for i in at)
+        ]  # fmt: skip
+        types = self._cache.types(signature, leaves)
+        step = self._cache.jaxpr(signature, types)
+        if self._declared is None and (others or all(step.returns(argument, types) for argument in split)):
+            but = f"and {batch.listed(others)} not" if others else "and the step returns the next value"
+            raise ValueError(
+                f"step {self._name!r}: {batch.listed(names)} would be the batch, but is the same on all ranks, {but}. "
+                f"Say what is: batch_argnums={batch.argnums(others)}, or batch_argnums={batch.argnums(names)} if each "
+                f"rank has its own part of it. {batch.INDICES}"
+            )
+        if not self._warned and context.is_root:
+            parts = self._placer.parts
+            of = "rank::size]" if parts == context.size else "own[0]::parts], where own, parts = ctx.parts(mesh)"
+            _log.warning(
+                "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
+                "its own part: jaxdist.loader does, or take x[%s",
+                self._name, context.size, parts, of,
+            )  # fmt: skip
+        self._warned = True
+
+    def _check_alike(self, signature: Signature, leaves: Sequence[Any], differs: set[int]) -> None:
+        """Refuse an array in the batch that is the same on all ranks, where it may be one for all examples as well."""
+        names, named = signature.names, {n for n in self._declared or () if isinstance(n, str)}
+        mixed = {i for _, at, _ in signature.arguments if not differs.isdisjoint(at) for i in at}
+        for i in signature.batch:
+            rows = np.shape(leaves[i])[0]
+            # One example a rank: an array for all would be broadcast, and is the same thing if it is alike.
+            if i in differs or names[i] in named or rows == 1 or spans(physical(leaves[i])):
+                continue
+            # Beside others of the batch rows that are alike are no table, but weights of examples, none of it padding.
+            if (i in mixed and _rows_are_alike(leaves[i])) or not self._may_be_whole(signature, leaves, i):
+                continue
+            rest = [names[k] for k in signature.batch if k != i]
+            raise ValueError(
+                f"step {self._name!r}: {names[i]} ({rows} entries) is the same on all ranks, and the rest of the batch "
+                f"is not. It may be one array for all examples (the weights of classes), or each rank's part that "
+                f"happens to be the same. Say which: batch_argnums={batch.argnums(rest)}: it is one for all; or "
+                f"batch_argnums={batch.argnums([*rest, names[i]])}: each rank has its own part of it. {batch.INDICES}"
+            )
+
+    def _may_be_whole(self, signature: Signature, leaves: Sequence[Any], i: int) -> bool:
+        """Whether the step, as it can be traced, reads a leaf of the batch if that is one for all examples."""
+        tried = signature.with_batch([k for k in signature.batch if k != i])
+        if self._traced(tried, leaves) is not None:
+            return False
+        step = self._cache.jaxpr(tried, self._cache.types(tried, leaves)).jaxpr.jaxpr
+        used = itertools.chain(step.outvars, *(eqn.invars for eqn in step.eqns))
+        return any(v is step.invars[i] for v in used)
+
+    def bad_constant(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> TypeError | None:
+        """The error of a leaf that is no array and can't be a constant of the program, if there is one."""
+        parameters = self.calling.of(len(args), keywords)
+        for path, x in jax.tree_util.tree_leaves_with_path(args):
+            try:
+                if not is_array(x):
+                    hash(x)
+            except TypeError:
+                return TypeError(
+                    f"step {self._name!r}: argument {leaf_name(parameters, path)} is of type {type(x).__qualname__}, "
+                    "neither an array nor hashable. If it holds arrays, register the class "
+                    "(jax.tree_util.register_dataclass); if it is a constant, make it hashable (a frozen dataclass, "
+                    "say) or close over it"
+                )
+        return None
+
+    def _by_parts(
         self,
         signature: Signature,
         leaves: Sequence[Any],
-        placer: Placer,
-        cache: ProgramCache,
-        lengths: Sequence[int | None] | None = None,
-    ):
-        self._signature, self._leaves, self._placer, self._cache = signature, leaves, placer, cache
-        self.failed: Exception | None = None
-        self._at = [at for _, at, _ in signature.arguments]
-        self._types = [abstract(x) for x in leaves]
-        if lengths:
-            pairs = zip(self._types, lengths, strict=True)
-            self._types = [a.update(shape=(n, *a.shape[1:])) if a.shape else a for a, n in pairs]
-        self._sizes: dict[int, int | None] = {}  # of each leaf: how many entries may be cut
-        for at in self._at:
-            found = batch.sizes([leaves[i] for i in at], lambda x: is_kept(x, placer))
-            self._sizes.update((i, n and lengths[i] if lengths else n) for i, n in zip(at, found, strict=True))
-        self._keys = {i for i, n in self._sizes.items() if n and batch.is_keys(leaves[i])}
+        everyone: Sequence[Sequence[int | None]],
+        call: int,
+        context: Context,
+    ) -> list[dict[int, Sequence[int | None]]]:
+        """What each rank passes as each of its parts of the batch: a value for each leaf."""
+        passed = parts_of_ranks(context, self._placer.passed)
+        if all(len({passed[rank] for rank in ranks}) == 1 for ranks in self._placer.shared):
+            return [dict.fromkeys(own, values) for own, values in zip(passed, everyone, strict=True)]
+        mine: dict[int, list[int | None]] = {part: [None] * len(leaves) for part in passed[context.rank]}
+        for i in signature.batch:
+            if not spans(physical(leaves[i])):
+                rows = len(leaves[i]) // len(mine)
+                for k, values in enumerate(mine.values()):
+                    values[i] = checksum(leaves[i][k * rows : (k + 1) * rows])
+        return context.control.exchange(f"parts of step {self._name}, call {call}", mine, context.timeout)
 
-    def read(self, differs: Collection[int] | None, several: bool) -> Signature:
-        """The signature with the batch.
+    def _check_shared(self, signature: Signature, everyone: Sequence[Mapping[int, Sequence[int | None]]]) -> None:
+        """Refuse a batch of which ranks that have one part of it pass others."""
+        for part, ranks in enumerate(self._placer.shared):
+            for i in signature.batch:
+                if others := unlike_the_root([everyone[rank][part][i] for rank in ranks]):
+                    raise ValueError(
+                        f"step {self._name!r}: batch leaf {signature.names[i]} is not the same on rank {ranks[0]} and "
+                        f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "
+                        f"{dict(self._placer.mesh.shape)} they have the same place on the axis {AXIS!r}. Read the "
+                        "examples of that place on each of them: jaxdist.loader(..., mesh=) does, or "
+                        "take x[own[0]::parts], where own, parts = ctx.parts(mesh)"
+                    )
 
-        Args:
-          differs: leaves that are not the same on all ranks; None: they were not compared, or all ranks pass the whole
-            batch.
-          several: whether there are several devices to split a batch over.
+    def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
+        assert self._declared is not None
+        for n in self._declared:
+            if isinstance(n, int) and not -len(args) <= n < len(args):
+                raise TypeError(
+                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._declared)} names "
+                    "one that was not passed: pass the batch, or batch_argnums=() if the step has none"
+                )
+        paths = jax.tree_util.tree_leaves_with_path(args)
+        names = [leaf_name(parameters, path) for path, _ in paths]
+        whole = {n if isinstance(n, str) else parameters[n] for n in self._declared}
+        for name, (_, leaf) in zip(names, paths, strict=True):
+            if not is_array(leaf) and any(_is_in(name, of) for of in whole):
+                raise TypeError(
+                    f"batch leaf {name} is {leaf!r}, not an array: what is not one entry an example belongs to "
+                    "the state, or batch_argnums names the wrong argument"
+                )
+        for n in self._declared:
+            if isinstance(n, str) and not any(_is_in(name, n) for name in [*names, *parameters]):
+                raise TypeError(
+                    f"step {self._name!r} has no argument {n!r}, which batch_argnums names: there are "
+                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                )
 
-        Raises:
-          AmbiguousError: there are several readings.
-        """
-        alone = differs is None and self._placer.parts == 1
-        lengths = [batch.length([self._sizes[i] for i in at]) for at in self._at]
-        arrays = {n for n, at in zip(lengths, self._at, strict=True) if not self._only_keys(at)}
-        for k, at in enumerate(self._at):
-            if self._only_keys(at) and lengths[k] not in arrays:
-                lengths[k] = None
-            if alone and any(self._sizes[i] is None or i in self._keys for i in at):
-                lengths[k] = None  # see below
-        arguments = [
-            batch.Argument(name, n, None if differs is None else any(i in differs and self._sizes[i] for i in at))
-            for (_, at, name), n in zip(self._signature.arguments, lengths, strict=True)
-        ]
-        found = batch.which(arguments, self._returned, lambda reading: self._traced(self._of(reading)) is not None)
-        parts = [grouped((n, i) for i in at if (n := self._sizes[i]) and i not in self._keys) for at in self._at]
-        mixed = [k for k, of in enumerate(parts) if of and lengths[k] is None]
-        if differs is not None and not any(a.differs and a.length for a in arguments):
-            unlike = [k for k in mixed if any(i in differs for of in parts[k].values() for i in of)]
-            if not all(map(self._is_returned, unlike)):  # the ranks have parts of what can't be told: of nothing else
-                found = ()
-        if alone and several and not (found and mixed == [0]):
-            mixed = [k for k in mixed if not self._is_returned(k)]
-            if mixed:
-                of = lambda cut: self._with_keys({i for k, n in cut for i in parts[k][n]})
-                cut = batch.pieces(parts, found, mixed, lambda cut: self._traced(of(cut)) is not None)
-                return self._signature.with_batch(of(cut))
-        return self._signature.with_batch(self._with_keys(self._of(found)) if alone else self._of(found))
+    def _chosen(self, signature: Signature, leaves: Sequence[Any]) -> list[int]:
+        """Leaves with entries of the arguments that are said to be the batch; all leaves of one that has no entries."""
+        assert self._declared is not None
+        chosen: list[int] = []
+        for of in {n if isinstance(n, str) else signature.parameters[n]: None for n in self._declared}:
+            at = [i for i, name in enumerate(signature.names) if _is_in(name, of)]
+            sizes = [None] * len(at) if len(at) == 1 else batch.sizes([leaves[i] for i in at])
+            keys = [batch.is_keys(leaves[i]) for i in at]
+            arrays = {n for n, key in zip(sizes, keys, strict=True) if not key}
+            cut = [i for i, n, key in zip(at, sizes, keys, strict=True) if n is not None and (not key or n in arrays)]
+            chosen += cut or at
+        return chosen
 
-    def carried(self) -> set[int]:
-        """Leaves of which the step returns the next value."""
-        try:
-            return carried(self._cache.jaxpr(self._signature, self._types), self._types)
-        except Exception as error:  # it will come again when the step is traced as it is called
-            self.failed = error
-            return set()
 
-    def alike(self, differs: Collection[int], named: Collection[str]) -> int | None:
-        """A leaf of the batch that is the same on all ranks, while others of its argument are not, and that the step
-        takes as well if it is one for all examples; None: there is none.
+def _in_equinox(args: Any) -> frozenset[int]:
+    """Positions of the Python numbers in modules of equinox."""
+    if "equinox" not in sys.modules:  # then nobody has made one
+        return frozenset()
+    from equinox import Module
 
-        Args:
-          differs: leaves that are not the same on all ranks.
-          named: leaves that are said to be the batch by themselves.
-        """
-        is_batch, names = self._signature.is_batch, self._signature.names
-        for at in self._at:
-            cut = [i for i in at if is_batch[i]]
-            lengths = {np.shape(self._leaves[i])[0] for i in cut if i in differs}
-            for i in cut if lengths else ():
-                rows = np.shape(self._leaves[i])[0]
-                # One example a rank: an array for all would be broadcast, and is the same thing if it is alike.
-                if i in differs or names[i] in named or (rows == 1 and 1 in lengths):
-                    continue
-                if _rows_are_alike(self._leaves[i]):  # no table: the weights of examples, none of which is padding
-                    continue
-                step = self._traced([k for k in self._signature.batch if k != i])
-                if step is not None and _uses(step, i):
-                    return i
-        return None
+    found, position = [], 0
+    for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Module)):
+        leaves = jax.tree.leaves(part)
+        if isinstance(part, Module):
+            found += [position + i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)]
+        position += len(leaves)
+    return frozenset(found)
 
-    def _of(self, arguments: Sequence[int]) -> set[int]:
-        """What is cut of arguments."""
-        return {i for k in arguments for i in self._at[k] if self._sizes[i] is not None}
 
-    def _only_keys(self, at: Sequence[int]) -> bool:
-        return bool(at) and self._keys.issuperset(at)
+def _is_in(name: str, of: str) -> bool:
+    """Whether a leaf belongs to an argument, or to a part of one."""
+    return name == of or name.startswith((of + "[", of + "."))
 
-    def _with_keys(self, cut: set[int]) -> set[int]:
-        """These leaves, and keys of which there is one for each of their entries."""
-        entries = {self._sizes[i] for i in cut}
-        also = set[int]()
-        for k, at in enumerate(self._at):
-            own = [i for i in self._keys.intersection(at) if self._sizes[i] in entries]
-            if own and (not self._is_returned(k) if self._only_keys(at) else not cut.isdisjoint(at)):
-                also.update(own)
-        return cut | also
 
-    def _returned(self) -> list[int]:
-        """Arguments of which the step returns the next value."""
-        found = self.carried()
-        return [k for k, at in enumerate(self._at) if at and found.issuperset(at)]
-
-    def _is_returned(self, k: int) -> bool:
-        """Whether a result has the structure and types of an argument."""
-        try:
-            step = self._cache.jaxpr(self._signature, self._types)
-        except Exception:
-            return True
-        return returns_like(step, self._signature.arguments[k][0], [self._types[i] for i in self._at[k]])
-
-    def _traced(self, cut: Collection[int]) -> StepJaxpr | None:
-        """The step if these leaves are the batch, with more entries than they have; None: it can't be traced."""
-        tried = self._signature.with_batch(cut)
-        logical = self._cache.types(tried, self._leaves)
-        types = [a if b else own for a, own, b in zip(logical, self._types, tried.is_batch, strict=True)]
-        if self._placer.parts == 1:  # what is no batch can't be twice as long
-            types = [
-                jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) if is_batch else a
-                for a, is_batch in zip(types, tried.is_batch, strict=True)
-            ]
-        try:
-            return self._cache.jaxpr(tried, types)
-        except Exception:
-            return None
+def _value(x: Any, placer: Placer) -> int | None:
+    """What is compared of a leaf: nothing of one that is on the mesh; None: it lies on several processes, in parts."""
+    if type(x) is Padded or spans(x):
+        return 0 if placer.layout(x) is None else None
+    return checksum(x)
 
 
 def _rows_are_alike(x: Any) -> bool:
-    own = getattr(x, "is_fully_addressable", True) and not batch.is_keys(x)
-    return own and bool((np.asarray(x) == np.asarray(x)[:1]).all())
-
-
-def _uses(step: StepJaxpr, i: int) -> bool:
-    jaxpr = step.jaxpr.jaxpr
-    used = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
-    return any(v is jaxpr.invars[i] for v in used)
-
-
-def is_kept(x: Any, placer: Placer) -> bool:
-    """Whether a leaf is on the mesh as state is, which an earlier call returned: not split along the first axis."""
-    how = x.layout if type(x) is Padded else placer.layout(x)
-    return how is None or (isinstance(how, Layout) and how is not of_batch(x.shape, placer.mesh))
+    return not batch.is_keys(x) and bool((np.asarray(x) == np.asarray(x)[:1]).all())

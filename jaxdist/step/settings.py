@@ -26,7 +26,8 @@ class Settings:
       calling: how it is called.
       batch: which arguments are the batch, if the user has said so.
       axis_name: what the step calls the mesh axis.
-      donate: whether state that the step returns is donated; or the names of the arguments of which it is.
+      donate: whether state that the step returns is donated.
+      donated: names of arguments that are.
       check_finite: whether NaN and infinity in the result are errors.
       check_every: calls from one comparison of the devices' copies to the next; 0: none.
       mesh: the devices, or the sizes of the axes of all of the job's; None: these as one axis; "auto": as the first
@@ -41,7 +42,8 @@ class Settings:
     calling: Calling
     batch: tuple[Batch, ...] | None
     axis_name: str
-    donate: bool | frozenset[str]
+    donate: bool
+    donated: frozenset[str]
     check_finite: bool
     check_every: int
     mesh: Mesh | Sizes | Literal["auto"] | None
@@ -57,7 +59,8 @@ class Settings:
         values = {
             "batch_argnums": self.batch,
             "axis_name": self.axis_name,
-            "donate": self.donate if isinstance(self.donate, bool) else sorted(self.donate),
+            "donate": self.donate,
+            "donate_argnums": sorted(self.donated),
             "check_finite": self.check_finite,
             "check_every": self.check_every,
             "bucket_bytes": self.bucket_bytes,

@@ -18,7 +18,7 @@ from jaxdist.compat import counts_asked, shard_map_p, trace_state_clean
 from jaxdist.ir.interpreter import contains
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, Axis, along_data, data_size, in_groups, passes
+from jaxdist.mesh import AXIS, along_data, data_size, in_groups, passes
 from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose, on_host
@@ -28,7 +28,7 @@ from jaxdist.placements.strategy import Weighed
 from jaxdist.runtime.context import get_context
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.calling import apply
-from jaxdist.step.matching import flows, match
+from jaxdist.step.matching import match, places
 from jaxdist.step.model_axis import cut_by_model
 from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array
 
@@ -56,6 +56,17 @@ class StepJaxpr:
         """Whether it would be another one on another mesh: it has code for each device."""
         return contains(self.jaxpr.jaxpr, [shard_map_p])
 
+    def returns(self, argument: tuple[Any, list[int], str], avals: Sequence[Any]) -> bool:
+        """Whether a part of the result has the structure, shapes and dtypes of an argument.
+
+        Args:
+          argument: its structure, the positions of its leaves, its name.
+          avals: types of all arguments' leaves.
+        """
+        structure, at, _ = argument
+        found = places(self.tree, self.jaxpr.out_avals, structure, [avals[i] for i in at])
+        return bool(at) and next(found, None) is not None
+
 
 @dataclass(frozen=True, eq=False)
 class TracedStep(StepJaxpr):
@@ -66,8 +77,8 @@ class TracedStep(StepJaxpr):
       groups: of devices, each of which keeps all of the state.
       marks: of `jaxdist.zero`.
       layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
-      sources: for each output the argument whose next value it is, or None.
-      given_up: the arguments that are carried over into their next value, which may take their memory.
+      sources: for each output the argument of its structure, like which it is kept, or None.
+      returned: the arguments of whose structure there are as many results as arguments, which may take their memory.
       weighed: what it would take to cut other leaves along the model axis.
     """
 
@@ -76,7 +87,7 @@ class TracedStep(StepJaxpr):
     marks: Marks
     layouts: tuple[Layout | None, ...]
     sources: tuple[int | None, ...]
-    given_up: frozenset[int]
+    returned: frozenset[int]
     weighed: Sequence[Weighed]
 
     def result(self) -> Any:
@@ -128,10 +139,9 @@ def traced(
     infer = Infer(axis, chosen if axis.name == AXIS else lambda shape: None, level, machine, way(closed), before)
     block = infer.block(closed)
     block.outermost = True
-    follows = flows(infer, block)
     batch = set(signature.batch)
-    arguments = [(t, at, name) for t, at, name in signature.arguments if at and batch.isdisjoint(at)]
-    sources, given_up = match(tree, closed.out_avals[: tree.num_leaves], follows, arguments, avals)
+    arguments = [argument for argument in signature.arguments if batch.isdisjoint(argument[1])]
+    sources, returned, alike = match(tree, closed.out_avals[: tree.num_leaves], arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
     outer, weighed = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
     shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
@@ -145,8 +155,12 @@ def traced(
             on_host(how, shape, mesh.size) if i in found.offloaded else how
             for i, (how, shape) in enumerate(zip(kept, shapes, strict=True))
         ]
+    for leaves in alike:
+        how = next((kept[i] for i in leaves if kept[i]), None)
+        for i in leaves:
+            kept[i] = how
     return TracedStep(
-        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), given_up, weighed
+        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), returned, weighed
     )
 
 
@@ -220,30 +234,6 @@ def jaxpr_of(
 def say_once(text: str) -> None:
     """Warn, if it was not said before."""
     _log.warning("%s", text)
-
-
-def carried(step: StepJaxpr, avals: Sequence[Any]) -> set[int]:
-    """Positions of the arguments' leaves of which a leaf of the result is the next value, as far as types and what
-    follows from what tell."""
-    infer = Infer(Axis(AXIS, 1), lambda shape: None)
-    follows = flows(infer, infer.block(step.jaxpr))[: step.tree.num_leaves]
-    outs = list(zip(step.jaxpr.out_avals, follows, strict=False))
-    return {i for i, a in enumerate(avals) if any(out.shape == a.shape and flow.carries(i) for out, flow in outs)}
-
-
-def returns_like(step: StepJaxpr, structure: Any, avals: Sequence[Any]) -> bool:
-    """Whether some part of a step's result has this structure, with leaves of these shapes and types."""
-    wanted = [(a.shape, a.dtype) for a in avals]
-    todo = [(step.tree, 0)]
-    for tree, first in todo:
-        if tree.num_leaves < structure.num_leaves:
-            continue
-        if tree == structure and wanted == [(a.shape, a.dtype) for a in step.jaxpr.out_avals[first:][: len(wanted)]]:
-            return True
-        for child in tree.children():
-            todo.append((child, first))
-            first += child.num_leaves
-    return False
 
 
 def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -88,8 +88,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a scalar in the batch": (descent(scaled), (W, {"x": X[:5], "s": np.float32(2)})),
     "a 0-d array in the batch": (scaled, (W, {"x": X, "s": jnp.asarray(2.0)})),
     "the parameters last": (lambda b, p: scaled(p["w"], b), ({"x": X, "s": 2.0}, PARAMS)),
-    "a count in the batch": (
-        descent(lambda w, b: sum(loss_of(w, b["x"]) for _ in range(b["n"]))), (W, {"x": X, "n": 2})),
     "a string in the batch": (
         descent(lambda w, b: loss_of(w, b["x"]) if b["kind"] == "mean" else 0.0), (W, {"x": X, "kind": "mean"})),
     "keys in the batch": (descent(lambda w, b: loss_of(w, b["x"] + noise(b["k"]))), (W, {"x": X, "k": KEYS})),
@@ -123,8 +121,10 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_the_batch_is_found(name: str) -> None:
     step, args = CALLS[name]
-    compare(jaxdist.unshard(jaxdist.data_parallel(step, donate=False)(*args)), jax.jit(step)(*args) if name not in (
-        "a count in the batch", "a string in the batch") else step(*args))  # fmt: skip
+    compare(
+        jaxdist.unshard(jaxdist.data_parallel(step)(*args)),
+        (step if name == "a string in the batch" else jax.jit(step))(*args),
+    )
 
 
 def is_split(x: Any) -> bool:
@@ -140,7 +140,7 @@ def test_the_batch_by_argument_name_and_path() -> None:
         ("data", "state['x']"): (True, True),
     }  # fmt: skip
     for argnums, split in wanted.items():
-        got = jaxdist.data_parallel(step, batch_argnums=argnums, donate=False)(*args)
+        got = jaxdist.data_parallel(step, batch_argnums=argnums)(*args)
         assert tuple(map(is_split, got)) == split, argnums
     for argnums, tokens in (("label", ("label", "state['w']")), (2, ("2",))):
         with raises(TypeError, *tokens):
@@ -148,12 +148,12 @@ def test_the_batch_by_argument_name_and_path() -> None:
 
 
 def test_what_earlier_calls_left_on_the_mesh() -> None:
-    """What is whole there stays whole, inside of a batch too; what is split over the examples is batch."""
-    centres = jaxdist.data_parallel(lambda c, x: c + x.mean(0), donate=False)(jnp.zeros((16, 4)), X)
-    got = jaxdist.data_parallel(lambda w, b: (b["x"] * w, b["c"] * w), donate=False)(W, {"x": X, "c": centres})
-    assert tuple(map(is_split, got)) == (True, False)
-    features = jaxdist.data_parallel(lambda w, x: jnp.tanh(x * w), donate=False)(W, X)
-    step = jaxdist.data_parallel(lambda w, b: (scaled(w, b), b["x"] * 2), donate=False)
+    """An argument with something that is whole there is state; what is split over the examples is batch."""
+    centre = jaxdist.data_parallel(lambda c, x: c + x.mean(0))(jnp.zeros(4), X)
+    got = jaxdist.data_parallel(lambda w, c, x: (c["c"] * w, x * w))(W, {"c": centre, "t": X}, X)
+    assert tuple(map(is_split, got)) == (False, True)
+    features = jaxdist.data_parallel(lambda w, x: jnp.tanh(x * w), batch_argnums="x")(W, X)
+    step = jaxdist.data_parallel(lambda w, b: (scaled(w, b), b["x"] * 2))
     loss, doubled = step(W, {"x": features, "s": 2.0})
     close(loss, scaled(W, {"x": np.tanh(X * W), "s": 2.0}))
     assert is_split(doubled)
@@ -200,21 +200,21 @@ def test_bad_batches(batch: Any, tokens: tuple[str, ...]) -> None:
 
 
 def test_keywords_and_defaults() -> None:
-    step = jaxdist.data_parallel(sgd, donate=False)
+    step = jaxdist.data_parallel(sgd)
     close(step(W, x=X), sgd(W, X))
     close(step(x=X, w=W, lr=0.5), sgd(W, X, 0.5))
-    only = jaxdist.data_parallel(lambda w, *, x, lr: sgd(w, x, lr), donate=False)
+    only = jaxdist.data_parallel(lambda w, *, x, lr: sgd(w, x, lr))
     close(only(W, lr=0.25, x=X), sgd(W, X, 0.25))
-    several = jaxdist.data_parallel(lambda w, *xs, **more: sgd(w, sum(xs), more["lr"]), donate=False)
+    several = jaxdist.data_parallel(lambda w, *xs, **more: sgd(w, sum(xs), more["lr"]))
     close(several(W, X, X, lr=0.5), sgd(W, X + X, 0.5))
-    named = jaxdist.data_parallel(lambda w, a, b, lr=0.1: sgd(w, a - b, lr), batch_argnums=(1, 2), donate=False)
+    named = jaxdist.data_parallel(lambda w, a, b, lr=0.1: sgd(w, a - b, lr), batch_argnums=(1, 2))
     close(named(W, b=X[::-1], a=X, lr=0.5), sgd(W, X - X[::-1], 0.5))
     with raises(TypeError, "'x'"):
         only(W, lr=0.5)  # type: ignore[call-arg]
 
 
 def test_partials_methods_and_no_decoration() -> None:
-    close(jaxdist.data_parallel(functools.partial(sgd, lr=0.5), donate=False)(W, X), sgd(W, X, 0.5))
+    close(jaxdist.data_parallel(functools.partial(sgd, lr=0.5))(W, X), sgd(W, X, 0.5))
 
     class Trainer:
         lr = 0.5
@@ -234,8 +234,8 @@ def test_static_arguments() -> None:
     def power(w: Any, x: Any, n: int, kind: str = "mean") -> Any:
         return getattr(jnp, kind)((x @ w) ** (n if n > 1 else 1))
 
-    by_name = jaxdist.data_parallel(power, static_argnames=("n", "kind"), donate=False)
-    by_number = jaxdist.data_parallel(power, static_argnums=(2, -1), donate=False)
+    by_name = jaxdist.data_parallel(power, static_argnames=("n", "kind"))
+    by_number = jaxdist.data_parallel(power, static_argnums=(2, -1))
     for step in (by_name, by_number):
         for n in (2, 3, 2):
             close(step(W, X, n), power(W, X, n))
@@ -255,24 +255,12 @@ def test_one_and_true_are_other_constants() -> None:
         assert [float(step(jnp.ones(8), k)) for k in (1, 1.0, True, 1)] == [9, 108, 9, 9]
 
 
-def test_a_number_that_is_needed_as_one_is_a_constant() -> None:
-    def expected(config: Any, w: Any, x: Any) -> Any:
-        x = x if config["train"] else 2 * x
-        for _ in range(config["layers"]):
-            x = jnp.tanh(x)
-        return w - config["lr"] * jax.grad(loss_of)(w, x)
-
-    count, traced = counted(expected)
-    step = jaxdist.data_parallel(count, donate=False)
-    for layers, train in ((1, True), (2, True), (2, False)):
-        config = {"layers": layers, "train": train, "lr": 0.1}
-        close(step(config, W, X), expected(config, W, X))
-    before = len(traced)
-    close(step(config | {"lr": 0.5}, W, X), expected(config | {"lr": 0.5}, W, X))
-    assert len(traced) == before  # what is only computed with is data
-    powers = jaxdist.data_parallel(lambda w, x, p: (w, jnp.arange(3) ** p if p > 1 else x.sum()), batch_argnums="x")
-    for p in (2, 2.0, 1, 2):
-        compare(jaxdist.unshard(powers(W, X, p)[1]), jnp.arange(3) ** p if p > 1 else jnp.asarray(X.sum()))
+def test_a_number_is_data_and_a_choice_by_one_is_the_error_of_jit() -> None:
+    step, traced = counted(lambda w, x, n: w - loss_of(w, x) * sum(range(n)))
+    for decorate in (jax.jit, jaxdist.data_parallel):
+        with pytest.raises(jax.errors.TracerIntegerConversionError):
+            decorate(step)(W, X, 3)
+    assert len(traced) == 2
 
 
 @dataclasses.dataclass
@@ -320,12 +308,12 @@ def test_what_is_donated() -> None:
     def step(a: Any, b: Any, x: Any) -> Any:
         return a - 0.1 * jax.grad(loss_of)(a, x), b * 0.5
 
-    a, b = jaxdist.data_parallel(step, donate=False)(W, W * 2, X)
+    a, b = jaxdist.data_parallel(step)(W, W * 2, X)
     jaxdist.data_parallel(step, donate_argnums=1)(a, b, X)
     assert (a.is_deleted(), b.is_deleted()) == (False, True)
     with raises(ValueError, "3"):
         jaxdist.data_parallel(step, donate_argnums=3)
-    c, d = jaxdist.data_parallel(step, donate=False)(W, W * 2, X)
+    c, d = jaxdist.data_parallel(step)(W, W * 2, X)
     jaxdist.data_parallel(step, donate=True)(c, d, X)
     assert c.is_deleted()
     assert d.is_deleted()
@@ -334,12 +322,21 @@ def test_what_is_donated() -> None:
     np.testing.assert_array_equal(host, W)
 
 
-def test_gradients_and_differences_donate_nothing() -> None:
-    moved = lambda w, x: w - 0.1 * jax.grad(loss_of)(w, x)
-    for step in (lambda w, x: (loss_of(w, x), jax.grad(loss_of)(w, x)), lambda w, x: moved(w, x) - w):
-        w = jaxdist.data_parallel(lambda w, x: w * 1.0, donate=False)(W, X)
-        jaxdist.data_parallel(step, donate=True)(w, X)
-        assert not w.is_deleted()
+def test_what_donate_says_of_arguments_by_structure() -> None:
+    """As many results of a structure as arguments of it: these are donated; but no single number."""
+    two = lambda p, q, x: (jax.tree.map(jnp.add, p, q), p | {"b": x.sum()})
+    one = lambda p, q, x: jax.tree.map(lambda a, b: a + b * x.sum(), p, q)
+    fresh: Any = lambda: jaxdist.data_parallel(lambda p: jax.tree.map(jnp.copy, p), batch_argnums=())(PARAMS)
+    for step, gone in ((two, True), (one, False)):
+        p, q = fresh(), fresh()
+        jaxdist.data_parallel(step, donate=True)(p, q, X)
+        assert {x.is_deleted() for x in jax.tree.leaves((p, q))} == {gone}
+    rate = jaxdist.data_parallel(lambda r, x: r * 1.0)(jnp.asarray(0.1), X)
+    jaxdist.data_parallel(lambda rate, w, x: (w * rate, x.sum()), donate=True)(rate, jnp.copy(W), X)
+    jaxdist.data_parallel(lambda w, rate, x: (w * rate, rate * x.sum()), donate_argnames="rate")(W, rate, X)
+    assert rate.is_deleted()
+    with raises(ValueError, "donate_argnames", "pace"):
+        jaxdist.data_parallel(sgd, donate_argnames="pace")
 
 
 def test_a_donated_array_is_named_when_it_is_used() -> None:
@@ -347,11 +344,23 @@ def test_a_donated_array_is_named_when_it_is_used() -> None:
         return w - 0.1 * jax.grad(loss_of)(w, x)
 
     step = jaxdist.data_parallel(train, donate=True)
-    evaluate = jaxdist.data_parallel(lambda p, x: loss_of(p["w"], x), donate=False)
-    w = jaxdist.data_parallel(train, donate=False)(W, X)
-    step(w, X)
-    with raises(RuntimeError, "p['w']", "train"):
-        evaluate({"w": w}, X)
+    evaluate = jaxdist.data_parallel(lambda p, x: loss_of(p["w"], x))
+    w = jaxdist.data_parallel(train)(W, X)
+    other = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(X)
+    for _ in range(2):
+        last, w = w, step(w, X)
+    other(x)
+    rows: list[tuple[Any, tuple[str, ...]]] = [
+        (lambda: evaluate({"w": last}, X), ("p['w']", "train", "call 2")), (lambda: step(last, X), ("w ", "call 2")),
+        (lambda: evaluate({"w": w}, x), ("x ", "jax.jit")),
+    ]  # fmt: skip
+    for disabled in (False, True):
+        with jax.disable_jit(disabled):
+            for call, tokens in rows:
+                with raises(RuntimeError, *tokens):
+                    call()
+    close(evaluate({"w": w}, X), loss_of(w, X))
 
 
 def test_one_array_twice_in_the_state() -> None:
@@ -419,7 +428,7 @@ def test_an_object_of_nnx_ahead_of_time() -> None:
 
 
 def test_on_tracers_it_is_the_plain_step() -> None:
-    step = jaxdist.data_parallel(sgd, donate=False)
+    step = jaxdist.data_parallel(sgd)
     close(jax.grad(lambda w: step(w, X)[1])(W), jax.grad(lambda w: sgd(w, X)[1])(W))
     close(jax.vmap(step, (0, None))(jnp.stack([W, 2 * W]), X)[0][1], sgd(2 * W, X)[0])
     with pytest.warns(UserWarning, match="8 devices"):

@@ -50,7 +50,7 @@ def abstract(tx: Any = ADAM, rows: int = ROWS) -> tuple[Any, Any, Any]:
 
 
 def step_of(tx: Any) -> Any:
-    return jaxdist.data_parallel(train_step(loss_fn, tx))
+    return jaxdist.data_parallel(train_step(loss_fn, tx), donate=True)
 
 
 def planned(level: Any, topology: str = f"{N}xcpu", within: Any = None, **options: Any) -> Any:
@@ -243,7 +243,7 @@ def test_refused() -> None:
     with raises(ValueError, "4"):
         planned(1, levels=(4,))
     with raises(ValueError, "empty"):
-        jaxdist.plan(step_of(tx), *abstract(tx)[:-1], jax.ShapeDtypeStruct((0, 8), np.float32), topology="3xcpu")
+        jaxdist.plan(step_of(tx), *abstract(tx)[:-1], jax.ShapeDtypeStruct((0, WIDTH), np.float32), topology="3xcpu")
     with raises(ValueError, "8 devices"):
         jaxdist.plan(*over_axes({"data": 3, "model": 2}), topology="8xcpu")
 

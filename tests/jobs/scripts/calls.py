@@ -104,7 +104,8 @@ SAID: dict[str, Any] = {"batch_argnums": "b"}
 STEPS: dict[str, Row] = {
     "two arguments": Row(descend, [X, Y]),
     "an evaluation": Row(loss_of, [X, Y]),
-    "other sizes": Row(lambda w, x, z: w - jax.grad(lambda w: loss_of(w, x) + loss_of(w, z))(w), [X, Z]),
+    "other sizes": Row(lambda w, x, z: w - jax.grad(lambda w: loss_of(w, x) + loss_of(w, z))(w), [X, Z], (W,),
+        {"batch_argnums": ("x", "z")}),
     "no state": Row(lambda a, b: jnp.sum((a - b) ** 2), [Y, [y * 2 for y in Y]], ()),
     "only a batch, said": Row(lambda x: x - 0.1 * x.mean(0), [X], (), {"batch_argnums": "x"}),
     "axes of vmap": Row(lambda w, x: (centred(x) @ w).mean(), [X]),
@@ -139,15 +140,15 @@ def steps(turn: int = 0, of: int = 1) -> None:
             want: Any = W * max(x.sum() for x in X)
         else:
             want = jax.jit(row.step)(*row.state, *map(whole, row.parts))
-        decorated = jaxdist.data_parallel(row.step, donate=False, **row.settings)
+        decorated = jaxdist.data_parallel(row.step, **row.settings)
         for _ in range(2):
             close(data(decorated(*row.state, *(part[R] for part in row.parts))), data(want))
-    step = jaxdist.data_parallel(lambda w, *, x, lr=0.1: w - lr * jax.grad(loss_of)(w, x), donate=False)
+    step = jaxdist.data_parallel(lambda w, *, x, lr=0.1: w - lr * jax.grad(loss_of)(w, x))
     close(step(W, lr=0.5, x=X[R]), W - 0.5 * jax.grad(loss_of)(W, whole(X)))
-    power = jaxdist.data_parallel(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n", donate=False)
+    power = jaxdist.data_parallel(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n")
     close([power(W, X[R], n) for n in (2, 4)], [jnp.mean((whole(X) @ W) ** n) for n in (2, 4)])
     weak = jnp.broadcast_to(jnp.asarray(1.0), (6,))
-    step = jaxdist.data_parallel(lambda w, x: (w * 2 + x.sum() * 0, x.sum()), donate=False)
+    step = jaxdist.data_parallel(lambda w, x: (w * 2 + x.sum() * 0, x.sum()))
     close(step(step(weak, X[R])[0], X[R])[0], np.full(6, 4.0))
 
 
@@ -160,7 +161,7 @@ def data(tree: Any) -> Any:
 def refused() -> None:
     """On every rank, and the job goes on."""
     own, later = W + R, jnp.full((5, 3), float(R))
-    over: Callable[..., Any] = lambda f, **settings: jaxdist.data_parallel(f, donate=False, **settings)
+    over: Callable[..., Any] = lambda f, **settings: jaxdist.data_parallel(f, **settings)
     power = over(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n")
     drawn = over(lambda key, x: x + jax.random.normal(key, x.shape))
     enqueue = over(lambda w, queue, x: (loss_of(w, x), queue.sum()))
@@ -168,7 +169,7 @@ def refused() -> None:
     scaled = over(lambda w, b: w - b["s"] * jax.grad(loss_of)(w, b["x"]))
     with_table = {"x": X[R], "y": CLASSES[R], "t": TABLE}
     donated = jaxdist.data_parallel(lambda w, x: (descend(w, x), loss_of(w, x)), donate_argnums=0)
-    gone, _ = donated({"w": W}["w"] + 0.0, X[R])
+    gone, _ = donated(W, X[R])
     donated(gone, X[R])
     nan = X[R] * (np.nan if R == 1 else 1.0)
     rows: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
@@ -179,11 +180,15 @@ def refused() -> None:
         (lambda: scaled(W, {"x": X[R], "s": 1.0 + R}), ValueError, ("b['s']", "rank 0", "rank 1")),
         (lambda: over(weighted, batch_argnums="b")(W, with_table), ValueError, ("b['t']", "batch_argnums")),
         (lambda: over(convolved)(W, GRAPHS[R]), ValueError, ("batch_argnums",)),
-        (lambda: over(lambda x: x - 0.1 * x.mean(0))(X[R]), ValueError, ("batch_argnums",)),
+        (lambda: over(lambda x: x - 0.1 * x.mean(0))(X[0]), ValueError, ("x", "batch_argnums")),
+        (lambda: over(lambda w, x: w - x.mean(0))(own, X[R]), ValueError, ("w", "rank 0", "rank 1", "batch_argnums")),
+        (lambda: over(loss_of)(own, X[0]), ValueError, ("batch_argnums='w'", "batch_argnums='x'")),
+        (lambda: over(lambda w, x: loss_of(w[:3], x))(jnp.ones(ROWS), X[R]), ValueError, ("w", "batch_argnums")),
         (lambda: jax.grad(lambda w: over(loss_of)(w, X[R]))(W), RuntimeError, ("loss_of",)),
         (lambda: jax.jit(lambda w: over(loss_of)(w, X[R]))(W), RuntimeError, (f"{N} processes",)),
         (lambda: over(loss_of, check_finite=True)(W, nan), FloatingPointError, ("loss_of",)),
-        (lambda: donated(gone, X[R]), ValueError, ("w ", "call 2")),
+        (lambda: donated(gone, X[R]), RuntimeError, ("w ", "call 2")),
+        (lambda: donated(gone if R == 1 else W, X[R]), ValueError, ("w ", "call 2")),
     ]
     for call, kind, tokens in rows:
         with raises((kind, RuntimeError), *tokens):
@@ -200,8 +205,8 @@ def said() -> None:
     loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)
     step: Any = lambda p, x: jax.tree.map(lambda a, g: a - g, p, jax.grad(loss)(p, x))
     with messages() as heard:
-        close(jaxdist.data_parallel(step, donate=False)(params, X[R]), step(first, whole(X)))
-        forgotten = jaxdist.data_parallel(step, donate=False)
+        close(jaxdist.data_parallel(step)(params, X[R]), step(first, whole(X)))
+        forgotten = jaxdist.data_parallel(step)
         close(forgotten(first, X[0]), step(first, X[0]))
         forgotten(first, X[0])
     rows = [("rank 0", "rank 1", "'b'"), (f"{N} ranks", "same batch")]

@@ -167,7 +167,9 @@ def refused() -> None:
     if ctx.communicator == "mpi":
         some = jnp.ones(N, jnp.int32)
         ragged = lambda x: lax.ragged_all_to_all(x, x * 0, some, some, some, some, axis_name="data")
-        rows.append((lambda: on_each(ragged, np.ones((N, 4))), None, NotImplementedError, ("ragged", "'xla'")))
+        rows.append(
+            (lambda: on_each(ragged, np.arange(4.0 * N).reshape(N, 4)), None, NotImplementedError, ("ragged", "'xla'"))
+        )
     for call, mine, kind, tokens in rows:
         with raises(kind, *tokens):
             (mine if mine and R == 1 else call)()

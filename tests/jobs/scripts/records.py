@@ -34,7 +34,7 @@ def evaluations() -> list[float]:
         found = weighted(w, batch)
         return found["sum"] / found["count"]
 
-    over, padded, part = jaxdist.data_parallel, jaxdist.loader(X, 5, tail="pad"), X[2 * R : 2 * R + 2]
+    over, padded, part = jaxdist.data_parallel, jaxdist.loader(X, 5, tail="pad"), X[3 * R : 3 * R + 3]
     step, found = over(sums), {}
     for w in (W, jaxdist.shard(W)):
         found = jaxdist.evaluate(step, w, jaxdist.loader(X, 5, tail="keep"))
@@ -44,7 +44,7 @@ def evaluations() -> list[float]:
     rows: list[tuple[Any, tuple[str, ...]]] = [
         (lambda: jaxdist.evaluate(over(mean), W, padded), ("evaluate", "weight")),
         (lambda: jaxdist.evaluate(jax.jit(lambda x: jnp.sum(x)), [part]), ("evaluate", f"{N} ranks")),
-        (lambda: jaxdist.evaluate(over(lambda w, x: x @ w), W, [part]), ("evaluate", f"({2 * N}, 3)")),
+        (lambda: jaxdist.evaluate(over(lambda w, x: x @ w), W, [part]), ("evaluate", f"({3 * N}, 3)")),
         (lambda: jaxdist.evaluate(step, W, []), ("evaluate", "no batch")),
     ]
     for call, tokens in rows:

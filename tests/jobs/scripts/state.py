@@ -95,9 +95,9 @@ def checked_in_steps() -> None:
     with raises(jaxdist.SyncError, "checked", "call 3", "frozen", "rank 1"):
         checked({"w": as_of_all(ONES), "frozen": as_of_all(other)}, x)
     w: Any = {"a": jnp.ones(3)}
-    finite: Any = over(with_grads, donate=False)
-    losses: Any = over(with_losses, donate=False)
-    sharded: Any = over(in_shards, donate=False, check_finite=True)
+    finite: Any = over(with_grads)
+    losses: Any = over(with_losses)
+    sharded: Any = over(in_shards, check_finite=True)
     rows: list[tuple[Callable[[Any], Any], tuple[str, ...]]] = [
         (lambda x: finite(w, x), ("with_grads", "grads['a']", "3 NaN")),
         (lambda x: losses(w, x), ("with_losses", "each['losses']", "1 NaN", "rank 1")),
@@ -116,7 +116,7 @@ def two(p: Any, q: Any, x: Any) -> Any:
 
 def differs(folder: str) -> None:
     """A copy that one rank has changed is refused by a step and by `save`, and the job goes on."""
-    step = jaxdist.data_parallel(lambda w, x: (descend(w, x), loss_of(w, x)), donate=False)
+    step = jaxdist.data_parallel(lambda w, x: (descend(w, x), loss_of(w, x)))
     w, _ = step(W, MINE)
     own = w * (3.0 if ODD else 1.0)
     with raises(ValueError, "w", "rank 0", "rank 1"):
@@ -125,11 +125,11 @@ def differs(folder: str) -> None:
         jaxdist.save(f"{folder}/own", {"w": own}, 1)
     jaxdist.save(f"{folder}/own", {"w": w * 1.0 if ODD else w}, 1)  # the same, though of one rank alone
     close(step(w, MINE), (descend(w, whole(X)), loss_of(w, whole(X))))
-    p, q = jaxdist.data_parallel(two, donate=False)(W, W + 1, MINE)
+    p, q = jaxdist.data_parallel(two)(W, W + 1, MINE)
     with raises(jaxdist.CheckpointError, "leaf p", "rank 1"):
         jaxdist.save(f"{folder}/pairs", {"p": q if ODD else p}, 1)
     noisy = jaxdist.data_parallel(
-        lambda key, w, x: (jax.random.split(key)[0], w - loss_of(w, x + jax.random.normal(key, x.shape))), donate=False
+        lambda key, w, x: (jax.random.split(key)[0], w - loss_of(w, x + jax.random.normal(key, x.shape)))
     )
     key, w = noisy(jax.random.key(0), W, MINE)
     close(data(noisy(jax.random.fold_in(key, 1), w, MINE)[0]), data(jax.random.split(jax.random.fold_in(key, 1))[0]))
