@@ -73,7 +73,7 @@ class Training:
             return state, loss_of(state[0], batch, 0.0)
 
         one, other = trains_to(0.0), trains_to(5.0)
-        look = jaxdist.data_parallel(evaluate, donate=False)
+        look = jaxdist.data_parallel(evaluate)
 
         def call(step: Any, batch: Any) -> None:
             self.state, loss = step(self.state, batch)

@@ -111,7 +111,7 @@ class Steps:
 
     def _jaxdist(self, communicator: str, level: int, batch: Any, options: list[str]) -> Variant:
         given = dict(option.split("=") for option in options)
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {"donate": True}
         if "bucket" in given:
             settings["bucket_bytes"] = int(given["bucket"])
         if "compress" in given:
@@ -126,7 +126,7 @@ class Steps:
 
     def _over_axis(self, communicator: str, axis: str, batch: Any) -> Variant:
         layouts = MEGATRON if axis == "model" else None
-        step = jaxdist.parallel(self.plain, mesh={axis: self.ctx.size}, layouts=layouts)
+        step = jaxdist.parallel(self.plain, mesh={axis: self.ctx.size}, layouts=layouts, donate=True)
         return _stepping(self._with(communicator, step), (self.params, tx.init(self.params)), batch)
 
     def _with(self, communicator: str, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ def measure(model: str, kind: str, level: Any, n: int, temporaries: bool) -> dic
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    train_step: Any = jaxdist.data_parallel(step, mesh=mesh)
+    train_step: Any = jaxdist.data_parallel(step, mesh=mesh, donate=True)
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), models.init(found))
     batch = models.batches(found, list(range(n)))
     params, opt_state, _ = train_step(params, tx.init(params), batch)

@@ -108,7 +108,7 @@ def main() -> None:
     if args.single and ctx.size > 1:
         raise SystemExit("--single is for one process")
     mesh = {"data": -1, "model": args.model}
-    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts={"experts": 0})
+    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts={"experts": 0}, donate=True)
     train, evaluate = jit(train_step), jit(eval_step)
 
     train_set, test_set = arrays(None)

@@ -67,7 +67,7 @@ def planned(layers=4, heads=4, width=128, context=128, batch_size=16, microbatch
     """For `jaxdist plan examples/gpt.py:planned`: the step and the types of its arguments, of a model of any size."""
     model = GPT(layers, heads, width, context, jnp.bfloat16 if bf16 else jnp.float32, **other)  # dropout, remat
     windows_BxT = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.uint8)
-    step = jaxdist.data_parallel(make_train_step(microbatches))
+    step = jaxdist.data_parallel(make_train_step(microbatches), donate=True)
     return step, jax.eval_shape(lambda: make_state(model, make_optimizer(3e-3, 400, bf16, level), 0)), windows_BxT
 
 
@@ -97,7 +97,8 @@ def main() -> None:
     _, parts = ctx.parts(mesh or None)  # processes that differ on another axis than data pass the same windows
     if args.batch_size % parts or (args.single and ctx.size > 1):
         raise SystemExit(f"{parts} parts share --batch-size {args.batch_size} equally; --single is for one process")
-    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts=MEGATRON) if mesh else jaxdist.data_parallel
+    over = jaxdist.parallel(mesh=mesh, layouts=MEGATRON, donate=True) if mesh else jaxdist.data_parallel(donate=True)
+    jit = jax.jit if args.single else over
     train_step, eval_step = jit(make_train_step(args.microbatches)), jit(held_out_loss)
 
     train_text, held_out_text = read_text(args.text or standard_library())

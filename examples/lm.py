@@ -109,7 +109,8 @@ def main() -> None:
     tx = jaxdist.zero(tx, args.level, precision="bf16" if args.bf16 else None)  # type: ignore[arg-type]
     opt_state = tx.init(params)
     params = optax.tree.cast(params, jnp.bfloat16) if args.bf16 else params
-    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh) if mesh else jaxdist.data_parallel
+    over = jaxdist.parallel(mesh=mesh, donate=True) if mesh else jaxdist.data_parallel(donate=True)
+    jit = jax.jit if args.single else over
 
     @jit
     def train_step(params, opt_state, row):

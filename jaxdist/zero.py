@@ -230,7 +230,7 @@ def _sharder(within: Within) -> Any:
     def shard_leaves(leaves: list[Any]) -> list[Any]:
         return [(mark(x, "requested", 3, within),) for x in leaves]
 
-    return data_parallel(shard_leaves, batch_argnums=(), donate=False)
+    return data_parallel(shard_leaves, batch_argnums=())
 
 
 @functools.cache
@@ -238,7 +238,7 @@ def _gatherer(mesh: Mesh) -> Any:
     def unshard_leaves(leaves: list[Any]) -> list[Any]:
         return [(x,) for x in leaves]
 
-    return parallel(unshard_leaves, batch_argnums=(), donate=False, mesh=mesh)
+    return parallel(unshard_leaves, batch_argnums=(), mesh=mesh)
 
 
 def _marked(tree: Any, role: str, level: int, within: Within, split: Way = None, offload: bool = False) -> Any:

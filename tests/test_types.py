@@ -46,7 +46,7 @@ def step(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
     return State(jax.tree.map(lambda w, g: w - 0.1 * g, state.params, grads), state.steps + 1), loss
 
 
-@jaxdist.data_parallel(donate=False, batch_argnums="batch")
+@jaxdist.data_parallel(batch_argnums="batch")
 def evaluate(state: State, batch: np.ndarray, scale: float = 1.0) -> float:
     return scale * float(batch.sum())
 

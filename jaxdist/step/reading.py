@@ -93,9 +93,10 @@ class Reader:
                 raise
             like = returned(signature)  # as it is for the part of this process alone
         found = batch.batch_of(arguments, like)
-        sure = [k for k in found if k not in like]
-        if sure and len(sure) < len(found) and self._traced(with_batch(sure), leaves, 1 if several else 2) is None:
-            found = sure  # the others are a state that has the length of this batch by chance
+        for k in [k for k in found if k in like] if not set(found).issubset(like) else ():
+            rest = [other for other in found if other != k]
+            if self._traced(with_batch(rest), leaves, 1 if several else 2) is None:
+                found = rest  # `k` is a state that has the length of this batch by chance
         read = with_batch(found)
         error = self._traced(read, leaves) if several else None
         if error is not None and self._traced(signature, leaves) is None:

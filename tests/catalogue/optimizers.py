@@ -157,7 +157,7 @@ def start_in_shards(names: Sequence[str], level: Any, shapes: Shapes = SHAPES, *
         pairs = zip(params, txs, strict=True)
         return tuple(x for p, tx in pairs for x in (jaxdist.shard(p) if level == 3 else p, tx.init(p)))
 
-    return jaxdist.data_parallel(init, batch_argnums=(), donate=False, **settings)(*start(names, shapes)[::2])
+    return jaxdist.data_parallel(init, batch_argnums=(), **settings)(*start(names, shapes)[::2])
 
 
 def run_plain(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:

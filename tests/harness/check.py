@@ -27,7 +27,7 @@ def mesh(on: On) -> Mesh:
 
 def decorated(f: Callable[..., Any], on: On = 8, **settings: Any) -> Any:
     """`f` on these devices; its last argument is the batch, and what it is given stays."""
-    given: dict[str, Any] = {"batch_argnums": -1, "mesh": mesh(on), "donate": False, **settings}
+    given: dict[str, Any] = {"batch_argnums": -1, "mesh": mesh(on), **settings}
     over: Callable[..., Any] = jaxdist.data_parallel if isinstance(on, int) else jaxdist.parallel
     return over(f, **given)
 

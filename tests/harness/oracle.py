@@ -65,7 +65,7 @@ def run_decorated(
     with_: Callable[..., Any] = jaxdist.data_parallel, **settings: Any,
 ) -> Any:  # fmt: skip
     """The same, decorated; this process passes its part of each batch, or its parts."""
-    step = with_(case.step, **settings)
+    step = with_(case.step, **{"donate": True, **settings})
 
     def part(x: Any) -> Any:
         n, own = rows // size, [rank] if isinstance(rank, int) else rank

@@ -77,7 +77,7 @@ def test_bad_arguments(row: int) -> None:
 
 def on_each(f: Any, n: int, *stacked: Any) -> list[Any]:
     """What `f` makes of each device's own of the stacked values, by device."""
-    step = jaxdist.data_parallel(calls.on_own(f), mesh=mesh(n), donate=False)
+    step = jaxdist.data_parallel(calls.on_own(f), mesh=mesh(n))
     out = jax.tree.map(np.asarray, step(*stacked))
     return [jax.tree.map(lambda y, d=d: y[d], out) for d in range(n)]
 
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_one_program() -> None:
 
     each = jaxdist.per_device(one, (P(), P("data")), P("data"))
     step = jaxdist.data_parallel(
-        lambda p, x: (jax.grad(lambda p: each(p, x).mean())(p), 0), mesh=mesh(n), donate=False, batch_argnums="x"
+        lambda p, x: (jax.grad(lambda p: each(p, x).mean())(p), 0), mesh=mesh(n), batch_argnums="x"
     )
     compare(jax.tree.map(jnp.asarray, jaxdist.unshard(step(p, xs)[0])), jax.jit(jax.grad(one_program))(p))
 

@@ -119,7 +119,7 @@ def test_state_that_is_used_elsewhere(devices: int) -> None:
 
 def test_state_made_in_a_step() -> None:
     tx = jaxdist.zero(ADAM, 2, offload=True)
-    opt_state = jaxdist.data_parallel(lambda p, x: tx.init(p), donate=False)(PARAMS, X)
+    opt_state = jaxdist.data_parallel(lambda p, x: tx.init(p))(PARAMS, X)
     check_steps(step_of(2), (PARAMS, opt_state), [X])
 
 

@@ -28,7 +28,7 @@ def test_each_device_sees_its_part() -> None:
     np.testing.assert_allclose(center(X), right)  # outside of a step, over the job's mesh
     np.testing.assert_allclose(jax.jit(center)(X), right)
 
-    @jaxdist.data_parallel(donate=False)
+    @jaxdist.data_parallel
     def step(w: Any, x: Any) -> Any:
         return center(x) @ w, x.mean()
 
@@ -46,7 +46,7 @@ def test_the_specs_say_what_a_device_sees_and_what_comes_back() -> None:
 
     out = {"sum": P(), "rows": P("data"), "columns": P(None, "data"), "own": P("data")}
     run = jaxdist.per_device(each, (P(), P("data"), {"a": P(None, "data")}), out)
-    step = jaxdist.data_parallel(lambda w, x: run(w, x, {"a": x.T}), donate=False)
+    step = jaxdist.data_parallel(lambda w, x: run(w, x, {"a": x.T}))
     got = step(W, X)
     assert set(seen) == {((3, 2), (2, 3), (3, 2))}
     np.testing.assert_allclose(got["sum"], X.sum())
@@ -127,12 +127,12 @@ def test_in_loops_branches_and_under_vmap() -> None:
 def test_a_shard_map_of_ones_own() -> None:
     mesh = jaxdist.get_context().mesh
     each = jax.shard_map(lambda x: x - lax.pmean(x.mean(0), "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    got = jaxdist.data_parallel(lambda w, x: (w, each(x)), donate=False)(W, X)[1]
+    got = jaxdist.data_parallel(lambda w, x: (w, each(x)))(W, X)[1]
     np.testing.assert_allclose(got, X - X.mean(0), atol=1e-14)
     fewer = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     other = jax.shard_map(lambda x: x, mesh=fewer, in_specs=P("data"), out_specs=P("data"))
     with raises((jaxdist.StepError, ValueError), "mesh"):
-        jaxdist.data_parallel(lambda w, x: (w, other(x)), donate=False)(W, X)
+        jaxdist.data_parallel(lambda w, x: (w, other(x)))(W, X)
 
 
 def test_over_the_mesh_of_the_step() -> None:
@@ -215,7 +215,7 @@ def test_collectives_over_each_axis() -> None:
     w, x = np.random.default_rng(3).normal(size=(4, 3)), np.random.default_rng(4).normal(size=(8, 4))
     for layouts in (None, {"xs": 0}, {"xs": 1}):
         step = jaxdist.parallel(
-            lambda *xs: (xs[0], run(xs[0], xs[1])), mesh=on_mesh({"data": 2, "model": 2}), donate=False, layouts=layouts
+            lambda *xs: (xs[0], run(xs[0], xs[1])), mesh=on_mesh({"data": 2, "model": 2}), layouts=layouts
         )
         got = jaxdist.unshard(step(w, x)[1])
         want = x @ w, np.concatenate([(x @ w)[4:], (x @ w)[:4]]), (x @ w).max(), w
@@ -253,7 +253,7 @@ def test_two_axes_of_data_are_one_beside_others() -> None:
 def test_another_mesh_than_that_of_the_step_is_refused() -> None:
     """Of other sizes, or with some of its axes left to JAX."""
     mesh = on_mesh({"data": 2, "model": 2})
-    step = lambda each: jaxdist.parallel(lambda w, x: (w, each(x)), mesh=mesh, donate=False)
+    step = lambda each: jaxdist.parallel(lambda w, x: (w, each(x)), mesh=mesh)
     other = on_mesh({"data": 4, "model": 1})
     each = jax.shard_map(lambda x: x, mesh=other, in_specs=P("data"), out_specs=P("data"))
     with raises(jaxdist.StepError, "'data': 4", "'model': 2"):

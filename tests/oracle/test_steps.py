@@ -186,7 +186,7 @@ def nested(batch: Any, w: Any) -> Any:
 def test_a_batch_to_work_in_is_as_it_was_afterwards(use: Any) -> None:
     step = lambda w, batch: w - 0.1 * jax.grad(lambda w: use(batch, w))(w)
     batch: Any = lambda: {"x": X, "y": np.ones(16), "more": {"views": [X]}}
-    want, many = jax.jit(step)(W, batch()), jaxdist.data_parallel(step, donate=False)
+    want, many = jax.jit(step)(W, batch()), jaxdist.data_parallel(step)
     for call in (many, jax.jit(lambda w, batch: many(w, batch))):
         given_ = batch()
         close(call(W, given_), want)
@@ -531,7 +531,7 @@ def script(folder: Path) -> Any:
     jaxdist.check_sync(state)
     jaxdist.save(folder, state, 1)
     state = jaxdist.restore(folder, state)
-    evaluate = jaxdist.data_parallel(loss_of, donate=False)
+    evaluate = jaxdist.data_parallel(loss_of)
     losses = [evaluate(state[0], x) for x in jaxdist.loader(X, batch_size=8, shuffle=False)]
     means = jaxdist.per_device(lambda x: x.mean(0, keepdims=True), P("data"), P("data"))(X)
     return jax.tree.map(np.asarray, (jaxdist.unshard(state[:2]), loss, losses, means))

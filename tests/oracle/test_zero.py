@@ -154,7 +154,7 @@ def test_a_moving_average_of_shards_stays_in_shards() -> None:
         return params, opt_state, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params), loss
 
     got = run(decorated(step, 4), (*state_of(tx), jaxdist.shard(PARAMS)), 0)
-    many: Any = jaxdist.data_parallel(step, donate=False)
+    many: Any = jaxdist.data_parallel(step)
     *state, _ = many(*got, BATCH)
     *want, _ = jax.jit(step)(*state_of(tx), PARAMS, BATCH)
     close(state, want)

@@ -226,7 +226,7 @@ SMALL, WIDE = case(512, 16, 16), case(1, 64, 4096, 8)
 
 
 def auto(step: Any = halves, **options: Any) -> Any:
-    return jaxdist.parallel(step, mesh="auto", donate=False, **options)
+    return jaxdist.parallel(step, mesh="auto", **options)
 
 
 def chosen(tree: Any) -> dict[str, int]:

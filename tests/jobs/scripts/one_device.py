@@ -176,12 +176,12 @@ def places() -> dict[str, float]:
     for sizes in (mesh, {"model": 2, "data": 2}, {"model": 4}, {"model": 4, "data": 1}):
         (index,), parts = ctx.parts(sizes)
         layouts = {"up": 1, "down": 0}
-        step = jaxdist.parallel(lambda w, x: mlp(w, x), mesh=sizes, layouts=layouts, donate=False)
+        step = jaxdist.parallel(lambda w, x: mlp(w, x), mesh=sizes, layouts=layouts)
         state, loss = step(w, np.split(x, parts)[index])
         gaps[str(sizes)] = oracle.difference(want, (jaxdist.unshard(state), loss))
         assert state["up"].addressable_data(0).shape[1] == 4 // sizes["model"]
     turned = Mesh(np.array(ctx.devices)[[2, 0, 3, 1]], ("data",))
     index = [2, 0, 3, 1].index(R)
-    reverse = jaxdist.data_parallel(lambda w, x: (w, x[::-1] - jnp.arange(8)[:, None]), mesh=turned, donate=False)
+    reverse = jaxdist.data_parallel(lambda w, x: (w, x[::-1] - jnp.arange(8)[:, None]), mesh=turned)
     got = jaxdist.unshard(reverse(np.ones(3), x[2 * index : 2 * index + 2])[1])
     return gaps | {"turned": oracle.difference(x[::-1] - np.arange(8)[:, None], got)}
