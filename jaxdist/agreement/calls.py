@@ -1,167 +1,94 @@
-"""Agreement between ranks: the same step, on state of one structure, with batches of one shape, or an error on all.
-
-A rank that meets a new signature of a step, or makes another call than the calls so far lead to expect, says so to the
-others (`Agreement.check`, over the control channel) and compares. In the steady state nothing is sent. What if only one
-rank sees something new (its last batch is shorter)? It waits for answers while the others are, or soon will be, inside
-the collective. The control channel tells them at once that someone asks: a rank that has not entered that call yet
-joins in, and finds the difference; one that has is stopped by its watcher thread (`jaxdist.control.sequence`).
-"""
+"""What ranks compare of a call that is new to them before anything is sent: the step, its arguments, its program."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
-from jaxdist.agreement.copies import CHANGED
-from jaxdist.agreement.description import Description, difference
-from jaxdist.agreement.programs import Programs, Traced
-from jaxdist.agreement.turns import Turns
-from jaxdist.control.progress import Progress
+from jax.extend.core import ClosedJaxpr
+
+from jaxdist.agreement.description import Description, by_value, difference, list_ranks
+from jaxdist.ir.dataflow import Operation, dataflow, operations, options
 from jaxdist.runtime.context import Context
 
-_OUTCOME = "the outcome of the call before"
-ORIGIN = "the origin of "
-"""How the name of an entry begins."""
+CHANGED = (
+    "Either ranks pass what different calls returned, or something changed it on some ranks outside of a decorated "
+    "step (code under `if rank == ...`, say): do the same on every rank, or do it in the step"
+)
+"""Advice about copies that differ."""
+
+_ADVICE = (
+    "Inside a step nothing may depend on the rank: look for `ctx.rank`, an `if rank == ...`, a loop over a set (which "
+    "PYTHONHASHSEED=0 puts into one order), a seed, options or versions that are not the same on all ranks."
+)
 
 
-@dataclass(frozen=True, eq=False)
-class StepCall:
-    """A kind of call: of a step, with a batch of these types.
+@dataclass(frozen=True)
+class Traced:
+    """A program of a step that is about to be compiled.
 
     Attributes:
-      step: its name.
-      batch: names and types of the leaves.
-      constants: names and values of the arguments' constants.
+      program: as one device runs it.
+      source: the step as it was traced.
     """
 
-    step: str
-    batch: tuple[tuple[str, str], ...] = ()
-    constants: tuple[tuple[str, str], ...] = ()
+    program: ClosedJaxpr
+    source: ClosedJaxpr
 
-    def __str__(self) -> str:
-        shown = ", ".join(f"{name} {kind}" for name, kind in self.batch[:4])
-        text = f"step {self.step!r}" + (f" with a batch of {shown}" if shown else "")
-        if self.constants:  # what differs has to be seen here
-            values = ", ".join(f"{name}={value}" for name, value in self.constants)
-            digest = hashlib.sha256(values.encode()).hexdigest()[:8]
-            text += f" and {values}" if len(values) < 200 else f" and constants (digest {digest})"
-        return text
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what it computes and sends."""
+        return dataflow(self.program)
 
 
-class Agreement:
-    """Keeps the ranks of one job together; one a context.
+def agree(
+    context: Context, tag: str, about: Description, what: str, program: Traced | None, values: Sequence[Any] = ()
+) -> list[Sequence[Any]]:
+    """Compare a call with every rank.
 
     Args:
       context: the job.
+      tag: of the exchange.
+      about: the call, and what it is called with.
+      what: names it to a rank that is in another one.
+      program: that it runs; None: this rank has a problem.
+      values: go to every rank.
+
+    Returns:
+      The values of each rank.
+
+    Raises:
+      ValueError: on every rank, naming the first entry that differs, or the first operation; or the problem that a rank
+        found by itself.
+      ControlError: some rank did not come within the timeout, or is in another call.
     """
+    mine = about.fingerprint, program.digest if program else "", values
+    everyone = context.control.exchange(tag, mine, context.timeout, what)
+    if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
+        details = context.control.exchange(f"{tag} details", about, context.timeout, about.call)
+        advice = functools.partial(_advice, in_lanes=context.communicator == "lanes")
+        raise ValueError(difference(details, advice))
+    digests = by_value([digest for _, digest, _ in everyone])
+    if len(digests) > 1:
+        raise ValueError(_programs(context, tag, about.call, program, list(digests.values())))
+    return [values for *_, values in everyone]
 
-    def __init__(self, context: Context):
-        self.context = context
-        self.control = context.control
-        self.steps = context.watchdog.steps
-        self.sequence = context.sequence
-        self.turns = context.only(Turns)
-        if context.size > 1:
-            self.programs = Programs(self.control, self.steps, context.timeout)
 
-    def enter(self, step: str) -> int:
-        """Called first in each call of a step; returns the call's number, from 1.
-
-        Raises:
-          RuntimeError: another rank has already left the job.
-        """
-        self.turns.begin()
-        if "bye" in self.control.notices:
-            self.sequence.check_all_here(f"step {step!r}")
-        return self.steps.setdefault(step, Progress()).committed + 1
-
-    def known(self, call: int, what: StepCall) -> bool:
-        """Enter a call for good, if it is the one to expect and no other rank waits to compare it: else False."""
-        if self.context.size > 1 and not self.sequence.enter(what):
-            return False
-        self._committed(call, what)
-        return True
-
-    def compared(self, call: int, what: StepCall) -> None:
-        """Enter a call for good that was compared."""
-        if self.context.size > 1:
-            self.sequence.commit(what)
-        self._committed(call, what)
-
-    def expect(self, what: StepCall) -> None:
-        """This one is likely to follow the call entered last, on every rank."""
-        if self.context.size > 1:
-            self.sequence.expect(what)
-
-    def corrected(self, what: StepCall) -> None:
-        """The call entered last is of another kind."""
-        if self.context.size > 1:
-            self.sequence.correct(what)
-
-    def _committed(self, call: int, what: StepCall) -> None:
-        self.steps[what.step].commit(call, watched=self.context.size > 1)
-
-    def traced(self, new: Callable[[], Traced]) -> None:
-        """A program was traced; if in a call of its step, this comes back once all ranks have the same."""
-        if self.context.size > 1:
-            self.programs.traced(new())
-
-    def may_trace(self, step: str, may: bool) -> None:
-        """Whether this rank, in the call committed to, may still trace a program that is new to it."""
-        if (call := self.steps[step].current) is not None:
-            call.may_trace = may
-
-    def returned(self, step: str, result: object) -> None:
-        """The program of the call committed to has returned, and may still run."""
-        if self.context.size > 1:
-            call = self.steps[step].current
-            assert call is not None
-            call.finish(result)
-            self.turns.dispatched(call.output)
-            self.programs.compare()
-
-    def failed(self, step: str, call: int, error: BaseException) -> None:
-        """A call raised an error; if it was committed to, the next one compares whether it did so on all ranks."""
-        self.steps[step].fail(call, type(error).__name__)
-        self.control.process.stay_if_ending()  # its cause may be that another rank has left
-
-    def check(
-        self, what: StepCall, entries: tuple[tuple[str, str], ...] = (), problem: str | None = None, more: str = ""
-    ) -> None:
-        """Compare with every rank.
-
-        Args:
-          what: the call.
-          entries: what this rank comes with (see `Description`).
-          problem: what it found wrong by itself.
-          more: what to say of the call to a rank that is in another one.
-
-        Raises:
-          ValueError: on every rank, naming the first leaf that differs, both types and the ranks; or the problem that
-            a rank found by itself.
-          ControlError: some rank did not come within the timeout, or is in another call.
-        """
-        if self.context.size == 1:
-            if problem:
-                raise ValueError(problem)
-            return
-        outcome = (_OUTCOME, self.steps[what.step].failed or "a result")
-        mine = Description(f"step {what.step!r}", (outcome, *entries), problem or "")
-        tag = self.sequence.tag
-        fingerprints = self.control.exchange(tag, mine.fingerprint, self.context.timeout, f"{what}{more}")
-        if len(set(fingerprints)) > 1 or problem:
-            everyone = self.control.exchange(f"{tag} details", mine, self.context.timeout, f"{what}{more}")
-            in_lanes = self.context.communicator == "lanes"
-            raise ValueError(difference(everyone, functools.partial(_advice, in_lanes=in_lanes)))
+def _programs(context: Context, tag: str, call: str, program: Traced | None, groups: Sequence[Sequence[int]]) -> str:
+    """How programs differ; each group of ranks has another one."""
+    assert program is not None
+    first, other = groups[0][0], groups[1][0]
+    told = [f(program) for f in _PARTS.values()] if context.rank in (first, other) else None
+    details = context.control.exchange(f"{tag} operations", told, context.timeout, call)
+    pairs = zip(_PARTS, map(first_difference, details[first], details[other]), strict=True)
+    what, found = next((pair for pair in pairs if pair[1]), ("", None))
+    return f"{call}: the ranks have different programs, and none has run. {explained(found, groups, what)}\n{_ADVICE}"
 
 
 def _advice(name: str, in_lanes: bool) -> str:
-    if name == _OUTCOME:
-        return "An error of a step that is caught has to be caught on every rank: look at what went wrong on that one"
-    if name.startswith(ORIGIN):
-        return CHANGED
     if name.startswith("constant "):
         return "What is no array must be the same on every rank"
     if name.startswith("option "):
@@ -174,3 +101,58 @@ def _advice(name: str, in_lanes: bool) -> str:
         else ("pass batches of the same shape (drop or pad the tail of the data)")
     )
     return f"Build the same model on every rank, and {batches}"
+
+
+_PARTS: dict[str, Callable[[Traced], list[Operation]]] = {
+    "option": lambda new: options(new.source),
+    "operation": lambda new: operations(new.source),
+    "operation of a device's program": lambda new: operations(new.program),
+}
+"""What is compared of two programs that differ, in this order; by what it is called."""
+
+
+def first_difference(
+    one: Sequence[Operation], other: Sequence[Operation]
+) -> tuple[Operation | None, Operation | None] | None:
+    """The first operation of each of two programs that the other does not have, or has elsewhere.
+
+    Args:
+      one: the operations of a program, in order.
+      other: those of the other.
+
+    Returns:
+      The two operations (None: there is none); None in all: no operation differs.
+
+    Example:
+      >>> a, b, c = (Operation(text.encode(), text) for text in "abc")
+      >>> [str(x) for x in first_difference([a, b], [a, c])]
+      ['b', 'c']
+      >>> [str(x) for x in first_difference([a, b], [b, a])]
+      ['a', 'b']
+    """
+    known = [{line.digest for line in lines} for lines in (one, other)]
+    mine = next((line for line in one if line.digest not in known[1]), None)
+    theirs = next((line for line in other if line.digest not in known[0]), None)
+    if mine or theirs:
+        return mine, theirs
+    return next(((a, b) for a, b in zip_longest(one, other) if a is None or b is None or a.digest != b.digest), None)
+
+
+def explained(
+    found: tuple[Operation | None, Operation | None] | None, groups: Sequence[Sequence[int]], what: str = "operation"
+) -> str:
+    """A difference, for a person.
+
+    Args:
+      found: see `first_difference`.
+      groups: the ranks that have each program; the first two are those of the difference.
+      what: it is.
+    """
+    if found is None:
+        text = "They do the same operations, and return other results of these"
+        return f"{text}: one on rank {'; another on rank '.join(map(list_ranks, groups))}."
+    rest = [rank for group in groups[2:] for rank in group]
+    more = f"\n  rank {list_ranks(rest)}: other programs again" if rest else ""
+    none = f"no {what} that the other does not have, too"
+    lines = [f"\n  rank {list_ranks(g)}: {x or none}" for g, x in zip(groups[:2], found, strict=True)]
+    return f"The first {what} that differs:{''.join(lines)}{more}"

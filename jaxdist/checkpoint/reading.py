@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxdist.agreement.copies import Copies
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, record
 from jaxdist.checkpoint.agreement import brief
@@ -114,7 +113,6 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
             for damaged, text in passed:
                 ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
             history.at(root, wanted, [s for s, _ in passed])
-        ctx.only(Copies).add(jax.tree.leaves(state))
         return state
 
 

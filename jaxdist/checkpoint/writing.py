@@ -16,8 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.agreement import copies
-from jaxdist.agreement.copies import Copies
+from jaxdist.agreement.calls import CHANGED
 from jaxdist.agreement.description import Description
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import history, lock, orbax_writer, record
@@ -48,7 +47,7 @@ from jaxdist.tracebacks import api_boundary
 from jaxdist.zero import unshard
 
 _WHERE, _BY_ITSELF = "the checkpoint", ", which each rank has by itself,"
-_A_COPY, _A_PART = ", an array of all ranks,", ", of which each rank has a part,"
+_A_COPY = ", an array of all ranks,"
 _SHOWN = 60  # characters of a string in a message
 
 
@@ -106,7 +105,6 @@ def save(
       them.
     """
     ctx = get_context()
-    known = ctx.only(Copies)
     await_pending()
 
     def prepare() -> Part[tuple[Path, list[tuple[str, ...]], list[Any], Description]]:
@@ -117,8 +115,7 @@ def save(
         if ctx.is_root:
             _make_ready(ctx, final, overwrite)
         about = Description("save", _about(names, leaves) if ctx.size > 1 else ())
-        numbers = known.numbers(leaves)
-        told = secrets.token_hex(8), about.fingerprint, known.unknown(leaves, numbers), known.origins(numbers)
+        told = secrets.token_hex(8), about.fingerprint
         asked = (_WHERE, str(final)), ("keep", str(keep)), ("overwrite", str(overwrite))
         return Part((final, names, leaves, about), asked, told)
 
@@ -126,12 +123,6 @@ def save(
     (final, names, leaves, about), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=_advice)
     if any(own[1] != told[0][1] for own in told):  # leaf by leaf only then: a state may have thousands
         on_every_rank(ctx, "save", lambda: Part(None, about.entries), raises=errors, advice=_advice)
-    origins = [each for *_, each in told]
-    unsure = {i for _, _, own, _ in told for i in own}
-    unsure |= {i for i, of in enumerate(zip(*origins, strict=True)) if len(set(of)) > 1}
-    if unsure:
-        own = _copies(names, leaves, sorted(unsure), list(map(known.in_words, origins[ctx.rank])))
-        on_every_rank(ctx, "save", lambda: Part(None, own), raises=errors, advice=_advice)
     parts = _parts(ctx, names, leaves, copy=not wait)
     token = told[0][0]
     name = f"save/{token}"
@@ -162,9 +153,7 @@ def _advice(entry: str) -> str:
     if entry in ("keep", "overwrite"):
         return f"Give {entry}= alike on every rank: rank 0 alone would act on it"
     if entry.endswith(_A_COPY):
-        return f"The copy of rank 0 alone would be saved. {copies.CHANGED}"
-    if entry.endswith(_A_PART):
-        return "Each rank would save a part of another array: pass what the same call returned on every rank"
+        return f"The copy of rank 0 alone would be saved. {CHANGED}"
     if not entry.endswith(_BY_ITSELF):
         return "Save a state of the same names, shapes and dtypes on every rank"
     return (
@@ -204,21 +193,11 @@ def _about(names: list[tuple[str, ...]], leaves: list[Any]) -> tuple[tuple[str, 
     labels = [f"leaf {'.'.join(name)}" for name in names]
     kinds = [(label, kind(x)) for label, x in zip(labels, leaves, strict=True)]
     own = [(f"{label}{_BY_ITSELF}", _value(x)) for label, x in zip(labels, leaves, strict=True) if _is_own(x)]
-    return (*kinds, *own)
-
-
-def _copies(
-    names: list[tuple[str, ...]], leaves: list[Any], at: Sequence[int], origins: Sequence[str]
-) -> tuple[tuple[str, str], ...]:
-    """This rank's copies of arrays of all ranks; where it has a part alone, where that is from."""
-    found = list[tuple[str, str]]()
-    for i in at:
-        label, x = f"leaf {'.'.join(names[i])}", leaves[i]
-        if isinstance(x, Padded) or (isinstance(x, jax.Array) and not x.is_fully_replicated):
-            found.append((f"{label}{_A_PART}", origins[i]))
-        elif isinstance(x, jax.Array) and not x.is_fully_addressable:
-            found.append((f"{label}{_A_COPY}", f"an array with checksum {copies.checksum(x):x}"))
-    return tuple(found)
+    copies = [
+        (f"{label}{_A_COPY}", _value(x.addressable_data(0))) for label, x in zip(labels, leaves, strict=True)
+        if isinstance(x, jax.Array) and not _is_own(x) and x.is_fully_replicated
+    ]  # fmt: skip
+    return (*kinds, *own, *copies)
 
 
 def _is_own(x: Any) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist.agreement.description import Description, difference
+from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.turns import Turns
 from jaxdist.collectives.call import Call
 from jaxdist.compat import under_no_mesh
@@ -57,7 +58,7 @@ class Eager:
         else:
             from jaxdist.collectives.xla import XlaWire as Wire
         self.wire = Wire(ctx, self.timeout)
-        self._turns = ctx.only(Turns)
+        self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
 
     @under_no_mesh
     def collective(self, kind: str, prepare: Callable[[Any], Prepared]) -> tuple[Call, list[Any] | None]:
@@ -91,13 +92,14 @@ class Eager:
             mine = Description(kind, problem=in_words(error))
         if self.debug:
             self._compare_aloud(mine, problem, ready)
+        entry = Entry(mine.fingerprint.to_bytes(8, "little"), str(mine))
         if ready:
-            self.ctx.sequence.announce(mine)
+            self._ledger.announce(entry)
         what = lambda: f"{mine} (eager collective {self._sequence})"
         if self.wire.differ(mine.fingerprint, self._sequence, what) or problem:
             self._explain(mine, problem, self.ctx.control.exchange(_DETAILS, mine, self.timeout))
         assert ready is not None
-        self.ctx.sequence.commit(mine)
+        self._ledger.enter(entry)
         call = ready.call
         assert call is not None
         group = self._world if call.groups is None else call.group(self.ctx.rank, self.ctx.size)

@@ -12,7 +12,7 @@
 
 # ruff: noqa: F401
 
-from jaxdist.compat.arrays import adopt, mark, marks, release_dropped, sharding_of, unmark
+from jaxdist.compat.arrays import adopt, bits_of, release_dropped, sharding_of
 from jaxdist.compat.compilation import (
     compiler_knows,
     for_any_device,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
 import operator
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +11,9 @@ from jax._src import core as _core
 
 sharding_of = operator.attrgetter("_sharding")
 """`x.sharding` of an array, without the Python of a property: looked at for each leaf of the state in each call."""
+
+bits_of = operator.attrgetter("_base_array")
+"""The array of integers that an array of typed PRNG keys is made of, as it is."""
 
 
 def adopt(host: Any) -> jax.Array:
@@ -44,31 +44,3 @@ def release_dropped() -> None:
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     _jax.collect_garbage()
-
-
-_MARK = "_of_jaxdist"
-_mark_of = operator.attrgetter(_MARK)
-
-
-def mark(arrays: Iterable[Any], first: int) -> None:
-    """Number arrays, from `first` on; what is made of them has no number.
-
-    JAX's arrays take attributes, though nobody says so. A weak reference to each costs as much, and to look for an
-    array among these costs more.
-    """
-    collections.deque(map(setattr, arrays, itertools.repeat(_MARK), itertools.count(first)), maxlen=0)
-
-
-def unmark(leaves: Iterable[Any]) -> None:
-    """Take the numbers from arrays."""
-    for x in leaves:
-        if isinstance(x, jax.Array):
-            vars(x).pop(_MARK, None)
-
-
-def marks(leaves: Sequence[Any]) -> list[int]:
-    """The number of each leaf; -1: it has none."""
-    try:
-        return list(map(_mark_of, leaves))
-    except AttributeError:
-        return [getattr(x, _MARK, -1) for x in leaves]

@@ -268,8 +268,8 @@ class Padded:
         return self._sharding
 
     @property
-    def _of_jaxdist(self) -> int:  # the name that `compat.marks` looks at
-        return getattr(self.array, "_of_jaxdist", -1)
+    def aval(self) -> Any:
+        return self.array.aval
 
     @property
     def dtype(self) -> Any:

@@ -19,7 +19,6 @@ from jaxdist.compat import under_no_mesh
 from jaxdist.connectors import Connector
 from jaxdist.control import failfast, guard
 from jaxdist.control.channel import Control, ControlError
-from jaxdist.control.sequence import CallSequence
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
@@ -57,7 +56,6 @@ class Context:
       connector: how the processes found each other.
       control: the channel beside the training.
       watchdog: knows how far this process is with each step, and asks the others.
-      sequence: the calls of steps and eager collectives so far, the same on every rank.
 
     Example:
       >>> import jaxdist
@@ -73,7 +71,6 @@ class Context:
         self.control = control
         self.timeout = timeout
         self.watchdog = Watchdog(control, timeout)
-        self.sequence = CallSequence(control)
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank

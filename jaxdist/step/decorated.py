@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
-from jaxdist.agreement.calls import Agreement
-from jaxdist.agreement.copies import Copies, Results
 from jaxdist.agreement.meshes import Meshes
-from jaxdist.agreement.programs import Traced
 from jaxdist.compat import under_no_mesh
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
@@ -30,14 +25,13 @@ from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import debugging, effects, finite, first_call, modules, stages
+from jaxdist.step.calls import Calls
 from jaxdist.step.choice import agreed, choose
-from jaxdist.step.donation import Taken, check_there
-from jaxdist.step.entering import Entering
+from jaxdist.step.donation import Taken
 from jaxdist.step.forecast import Forecast
 from jaxdist.step.method import Method
 from jaxdist.step.placer import Placer
-from jaxdist.step.preparing import Preparing
-from jaxdist.step.program import OtherTypesError, Program
+from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.reading import Reader
 from jaxdist.step.settings import AUTO, Settings
@@ -50,8 +44,6 @@ R = TypeVar("R")
 Own = TypeVar("Own")
 Rest = ParamSpec("Rest")
 
-_names: dict[str, itertools.count[int]] = {}
-
 
 class DataParallel(Generic[P, R]):
     """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape.
@@ -63,10 +55,8 @@ class DataParallel(Generic[P, R]):
     def __init__(self, settings: Settings):
         self._settings = settings
         step = settings.step
-        name = getattr(step, "__qualname__", type(step).__name__)
-        count = next(_names.setdefault(name, itertools.count()))
-        self._name = f"{name}#{count}" if count else name
-        self._taken = Taken(self._name)
+        self._base = getattr(step, "__qualname__", type(step).__name__)
+        self._taken = Taken(self._base)
         self._context: Context | None = None
         self._signatures = Signatures()
         self._has_modules = False  # among the arguments of some call
@@ -106,7 +96,7 @@ class DataParallel(Generic[P, R]):
         if self._is_first:
             self._is_first = False
             call = lambda: first_call.without_collecting(lambda: self._dispatch(args, kwargs))
-            return first_call.told(self._name, call) if self._tells_start else call()
+            return first_call.told(self._base, call) if self._tells_start else call()
         return self._dispatch(args, kwargs)
 
     def _debug(self, on: debugging.DebugSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,12 +117,10 @@ class DataParallel(Generic[P, R]):
         objects: list[Any] = []
         if modules.found(args):
             args, objects = modules.split(args)
-        check_there(self._name, self._settings.calling, args, keywords, jax.tree.leaves(args))
-        signature, leaves = self._signature(args, keywords)
-        if self._context.size > 1:
-            call = self._agreement.enter(self._name)
-            self._entering.agree(signature, leaves, [leaves[i] for i in signature.batch])
-            self._reader.compare(signature, args, call, self._context)
+        self._calls.begin()
+        with jax.disable_jit(False):
+            known, leaves = self._calls.find(args, keywords)
+        signature, leaves = known.signature, known.signature.data(leaves)
         plain = lambda *args: with_axis(
             lambda *xs: run(self._settings.step, effects.apart(xs), signature.keywords), self._settings.axis_name, args
         )
@@ -154,33 +142,31 @@ class DataParallel(Generic[P, R]):
         return modules.update(objects, self._run(args, keywords))
 
     def _run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
-        call = self._agreement.enter(self._name)
+        calls = self._calls
+        calls.begin()
+        known, leaves = calls.find(args, keywords)
+        program = known.program
+        state, batch = known.arguments(leaves, self._placer)
+        calls.enter(known)
         try:
-            program, state, batch = self._preparing.prepared(args, keywords, call)
-            try:
-                result, found = program(state, batch)
-            except OtherTypesError:  # shapes of the state changed, their shardings did not
-                program, state, batch = self._preparing.prepared(args, keywords, call, other_types=True)
-                result, found = program(state, batch)
+            result, found = program(state, batch)
         except BaseException as error:
-            self._agreement.failed(self._name, call, error)
-            self._preparing.failed()
+            calls.failed(error)
             raise
-        self._entering.returned(result)
+        calls.returned(result)
+        name, call = calls.name, calls.number
         if program.donates:
-            self._taken.call, self._taken.state = call, program.taken
-        self._agreement.returned(self._name, result)
+            self._taken.step, self._taken.call, self._taken.state = name, call, program.taken(state)
         if self._log is not None:
             self._log.called(call, program, [*state, *batch])
         if found is not None:
             assert self._mesh is not None
             on = None if self._settings.check_finite else self._cache.debugging
             kinds = (on.nans, on.infs) if on else (True, True)
-            finite.examine(program.checked, found, self._mesh, f"step {self._name!r}, call {call}: ", kinds)
+            finite.examine(program.checked, found, self._mesh, f"step {name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
             assert self._context is not None
-            sync.compare(self._context, result, f"check of {self._name} call {call}",
-                         f"step {self._name!r}, call {call}: result")  # fmt: skip
+            sync.compare(self._context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
         return result
 
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,7 +176,7 @@ class DataParallel(Generic[P, R]):
         result = with_axis(plain, self._settings.axis_name, args)
         if inside_step():
             return result
-        return jax.tree.map(lambda x: plain_p.bind(x, name=self._name) if isinstance(x, jax.Array) else x, result)
+        return jax.tree.map(lambda x: plain_p.bind(x, name=self._base) if isinstance(x, jax.Array) else x, result)
 
     @api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> stages.Lowered:
@@ -215,7 +201,7 @@ class DataParallel(Generic[P, R]):
         """Forget what was traced and compiled, like ``jax.jit(step).clear_cache``."""
         if self._context is not None:
             self._cache.clear()
-            self._preparing.clear()
+            self._calls.clear()
 
     @under_no_mesh
     def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
@@ -226,6 +212,7 @@ class DataParallel(Generic[P, R]):
         if problem:
             raise ValueError(problem)
         program = self._cache.program(signature, leaves)
+        self._say(program)
         state = [self._placer.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
         ahead = program.ahead(what, state, [
             self._placer.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
@@ -275,28 +262,26 @@ class DataParallel(Generic[P, R]):
             context = get_context()
             given, passed = self._settings.mesh, None
             if given == AUTO:
-                choice = agreed(self._name, context, lambda: choose(self._over_data(args, kwargs), context))
+                choice = agreed(self._base, context, lambda: choose(self._over_data(args, kwargs), context))
                 given, self.why, passed = choice.mesh, choice.why, context.mesh
                 words = [word for word in commlog.WORDS[:2] if commlog.asked(word)]
                 if words and context.is_root:
-                    commlog.say(f"step {self._name!r}: mesh {self.why}", words[0])
+                    commlog.say(f"step {self._base!r}: mesh {self.why}", words[0])
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
             self._placer = Placer(context, mesh, passed)
             rules = context.rules or context.communicator
-            results = Results(context.only(Copies), self._name) if context.size > 1 else None
             machine = machine_of(mesh)
-            self._cache = ProgramCache(self._settings, mesh, machine, self._placer, rules, self._traced, results)
-            self._reader = Reader(self._name, self._settings, self._placer, self._cache)
-            self._agreement = context.only(Agreement)
-            self._entering = Entering(self._name, context, self._placer, self._settings, results)
-            self._preparing = Preparing(
-                self._name, context, self._placer, self._cache, self._reader, self._entering, self._signatures
-            )
+            self._cache = ProgramCache(self._settings, mesh, machine, self._placer, rules)
+            self._reader = Reader(self._base, self._settings, self._placer, self._cache)
+            self._calls = Calls(
+                self._base, self._settings, context, self._placer, self._cache, self._reader, self._signatures,
+                self._announce,
+            )  # fmt: skip
             self._tells_start = context.is_root and commlog.asked("start")
             if context.is_root and commlog.asked("comm"):
-                self._log = commlog.StepLog(self._name, machine)
+                self._log = commlog.StepLog(self._base, machine)
 
     def _over_data(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forecast:
         """A call on this job's devices in one axis."""
@@ -329,23 +314,27 @@ class DataParallel(Generic[P, R]):
         signature, leaves = self._signature(*self._arguments(args, {}))
         return Forecast(self._settings, self._cache, signature, leaves, mesh, machine)
 
-    def _traced(self, made: Program, program: ClosedJaxpr, placed: Sequence[Placed]) -> None:
-        """A program is about to be compiled."""
-        assert self._context is not None
-        self._agreement.traced(lambda: Traced(self._name, made.kind, program, made.source, made.arguments()))
+    def _announce(self, made: Program) -> None:
+        """A program is about to run for the first time."""
         if self._log is not None:
-            self._log.traced(program, made.axes)
+            self._log.traced(made.emitted()[0], made.axes)
+        self._say(made)
+
+    def _say(self, made: Program) -> None:
+        """How a program is placed, if that was asked for; or, once, what of it is slow."""
+        assert self._context is not None
+        _, placed = made.emitted()
         if not placed or not self._context.is_root:
             return
         if commlog.asked("placements"):
-            commlog.say(f"step {self._name!r}:\n{report.table(report.rows(placed))}", "placements")
+            commlog.say(f"step {self._base!r}:\n{report.table(report.rows(placed))}", "placements")
         elif not self._warned:
             text = report.warning(placed)
             if self._settings.batch is None:
                 text = made.carried_batch() or text or made.unsplit(placed)
             if text:
                 self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
-                say_once(f"step {self._name.partition('#')[0]!r}: {text}")
+                say_once(f"step {self._base!r}: {text}")
 
 
 def decorated_with(settings: Settings) -> DataParallel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,10 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
-from jaxdist.agreement.copies import SMALL, Results
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.communicators.by_hosts import large
-from jaxdist.ir.fingerprint import type_text
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
 from jaxdist.ir.wire import transfers
@@ -65,17 +62,12 @@ class Program:
       donate: positions of the leaves whose memory results may take.
       bucket_bytes: see `placements.buckets`.
       compress: the dtype in which gradients travel; None: their own.
-      on_traced: told of what one device runs, before it is lowered, and of how it is placed over each axis (none: on
-        one device).
-      results: told of what a run returned; None: there is one process.
+      name: of the step.
 
     Attributes:
       checked: what the findings are about; nothing: there are none.
       padded: where the state's leaves are arrays with padding.
       batch: how the leaves of the batch are split.
-      kind: equal for programs that are for the same arguments, kept alike, under the same settings of JAX.
-      following: places of the next call's state among the leaves of the result; None: not all of it is there.
-      taken: the arrays whose memory the latest call took; they are gone.
     """
 
     def __init__(
@@ -89,32 +81,21 @@ class Program:
         donate: Collection[int],
         bucket_bytes: int,
         compress: str | None,
-        on_traced: Callable[[Program, ClosedJaxpr, Sequence[Placed]], None] | None = None,
         name: str = "step",
-        results: Results | None = None,
     ):
         self._step, self.signature, self.layouts, self._mesh = step, signature, tuple(layouts), mesh
         self.checked = step.checked
         self.types = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
-        self.kind = signature.tree, signature.constants, self.types, self.layouts, compat.trace_settings()
         held = [self.layouts[i] for i in signature.state]
         self.padded = [i for i, how in enumerate(held) if how and not how.is_plain]
         self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._machine = step.infer.machine
-        self._results = results
-        sizes = (math.prod(a.shape) * a.dtype.itemsize for a in step.jaxpr.out_avals)
-        self._small = sum(sizes) <= SMALL
-        following = [step.sources.index(i) for i in signature.state if i in step.sources]
-        self.following = following if len(following) == len(signature.state) else None
         self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
         self._calls = 0
-        self.taken: Sequence[Any] = ()
-        self._communicator, self._on_traced = communicator, on_traced
+        self._communicator = communicator
         self._has_constants = has_constants(step.tree)
         self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
-        self._traced: tuple[ClosedJaxpr, Sequence[Placed]] | None = None
-        self._before = self._traced  # what was traced ahead of the first call, in which nobody would be told of it
         self._emitted: tuple[ClosedJaxpr, list[Pass]] | None = None
         shares = [cut.parts for how in self.layouts if how and (cut := how.by(AXIS))]
         self._over = in_groups(mesh, max(step.groups, data_size(mesh) // min(shares, default=data_size(mesh))))
@@ -169,19 +150,9 @@ class Program:
         self._executable = executable
 
     @property
-    def known(self) -> bool:
-        """Whether it has run."""
-        return self._calls > 0
-
-    @property
     def source(self) -> ClosedJaxpr:
         """The step as it was traced."""
         return self._step.jaxpr
-
-    def arguments(self) -> tuple[tuple[str, str], ...]:
-        """Names and types of its leaves, for a person."""
-        texts = (type_text(dtype, shape) for shape, dtype, _ in self.types)
-        return tuple(zip(self.signature.names, texts, strict=True))
 
     @property
     def donated(self) -> list[int]:
@@ -192,6 +163,10 @@ class Program:
     def donates(self) -> bool:
         """Whether it may take the memory of some state."""
         return bool(self._given_up)
+
+    def taken(self, state: Sequence[Any]) -> list[Any]:
+        """The arrays among the leaves of the state whose memory it may take."""
+        return list(self._pick[0](state))
 
     def unreturned(self) -> set[int]:
         """Positions of the leaves of the state of whose structure the step returns nothing."""
@@ -235,11 +210,7 @@ class Program:
         Returns:
           The step's result, and the findings of `jaxdist.step.finite` (None: it has none).
         """
-        if self._before is not None:
-            (closed, placed), self._before = self._before, None
-            self._report(closed, placed)
-        self.taken = list(self._pick[0](state))
-        args = self.taken, list(self._pick[1](state)), batch
+        args = list(self._pick[0](state)), list(self._pick[1](state)), batch
         if self._executable is None:
             outs, found = self._jitted(*args), None
         else:
@@ -252,8 +223,6 @@ class Program:
             jax.block_until_ready(outs)
         if self.checked:
             *outs, found = outs
-        if self._results is not None:
-            self._results.returned(outs, self.following, self._small and not self._padded_outputs)
         for i, how in self._padded_outputs:
             outs[i] = Padded(outs[i], how)
         result = jax.tree.unflatten(self._step.tree, outs)
@@ -261,18 +230,10 @@ class Program:
 
     def ahead(self, what: str, state: Sequence[Any], batch: Sequence[Any]) -> Any:
         """What ``jax.jit(f).lower`` returns, or another of its methods."""
-        known = self._traced
         ahead = getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
         if what == "lower" and self._unsaid:
             compat.say_on_host(ahead, self._unsaid, HOST)
-        if known is None:
-            self._before = self._traced
         return ahead
-
-    def _report(self, closed: ClosedJaxpr, placed: Sequence[Placed]) -> None:
-        self._traced = closed, placed
-        if self._on_traced is not None:
-            self._on_traced(self, closed, placed)
 
     def place(self, fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None) -> list[Pass]:
         """Settle the placements of the step, over an axis of the mesh after the other.
@@ -345,8 +306,7 @@ class Program:
             (how.logical(x.shape) if how else a.shape if is_batch else x.shape, x.dtype, jax.typeof(x).weak_type)
             for x, a, how, is_batch in zip(args, self._avals, self.layouts, signature.is_batch, strict=True)
         )
-        if types != self.types:
-            raise OtherTypesError
+        assert types == self.types, (types, self.types)
         kept_as = [None if i is None else self.layouts[i] for i in step.sources]
 
         def results(outs: Sequence[Any]) -> list[Any]:
@@ -357,10 +317,8 @@ class Program:
             return [jax.device_put(x, host) if k and k.host else x for x, k in zip(outs, kept_as, strict=True)]
 
         if mesh.size == 1:
-            self._report(step.jaxpr, ())
             return results(Interpreter(FETCHED).run(staged(step.jaxpr, self._offloaded, ()), *args))
-        closed, found = self._emitted or self._emit()
-        self._report(closed, [one.placed for one in found])
+        closed, found = self._emitted = self._emitted or self._emit()
         over, outs = self._over, [one.placed.outs for one in found]
         specs = tuple(spec_of(found, ps) for ps in zip(*(one.ins for one in found), strict=True))
         out_specs = [spec_of(found, ps) for ps in zip(*outs, strict=True)]
@@ -380,10 +338,6 @@ class Program:
             if (how := kept_as[i] or layout_of(p, found[-1].infer.axis)) is not None and not how.is_plain
         ]  # fmt: skip
         return results(made)
-
-
-class OtherTypesError(Exception):
-    """The arguments have other types than those that a program is for."""
 
 
 def _interleave(is_batch: Sequence[bool], state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxdist.agreement.copies import Results
 from jaxdist.communicators import Rules, default_bucket_bytes
 from jaxdist.compat import trace_settings
 from jaxdist.machine import Machine
@@ -32,8 +31,6 @@ class ProgramCache:
       machine: what they are.
       placer: onto them.
       communicator: a name or a table of rules.
-      on_traced: called with each program that is about to be compiled (see `Program`).
-      results: see `Program`.
 
     Attributes:
       traces: {(signature, ...): how the step was traced}.
@@ -48,11 +45,9 @@ class ProgramCache:
         machine: Machine,
         placer: Placer,
         communicator: str | Rules,
-        on_traced: Callable[..., None],
-        results: Results | None,
     ):
         self._settings, self._mesh, self._placer, self._machine = settings, mesh, placer, machine
-        self._communicator, self._on_traced, self._results = communicator, on_traced, results
+        self._communicator = communicator
         self._jaxprs: dict[Any, StepJaxpr] = {}
         self.traces: dict[Any, TracedStep] = {}
         self.programs: dict[Any, Program] = {}
@@ -94,9 +89,7 @@ class ProgramCache:
         key = (trace, *layouts)
         if key not in self.programs:
             communicator, mesh = self._communicator, self._mesh
-            self.programs[key] = self.make(
-                trace, signature, self.types(signature, leaves), layouts, mesh, communicator, self._on_traced
-            )
+            self.programs[key] = self.make(trace, signature, self.types(signature, leaves), layouts, mesh, communicator)
         return self.programs[key]
 
     def jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
@@ -139,7 +132,6 @@ class ProgramCache:
         layouts: Sequence[Layout | None],
         mesh: Mesh,
         communicator: str | Rules,
-        on_traced: Callable[..., None] | None = None,
     ) -> Program:
         """What the step becomes on these devices, state kept as said.
 
@@ -150,7 +142,6 @@ class ProgramCache:
           layouts: how each is kept.
           mesh: the devices.
           communicator: a name or a table of rules.
-          on_traced: see `Program`.
         """
         of = self._settings
         may = lambda i, name: name in of.donated or (of.donate and i in trace.returned)
@@ -162,6 +153,5 @@ class ProgramCache:
         compress = COMPRESSIONS[of.compress] if of.compress else None
         name = getattr(of.step, "__name__", "step")
         return Program(
-            trace, signature, avals, layouts, mesh, communicator, donate, bucket_bytes, compress, on_traced, name,
-            self._results,
+            trace, signature, avals, layouts, mesh, communicator, donate, bucket_bytes, compress, name,
         )  # fmt: skip

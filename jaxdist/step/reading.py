@@ -89,7 +89,7 @@ class Reader:
         try:
             like = returned(with_batch(batch.batch_of(arguments) if several else ()))
         except Exception:
-            if not several or len({a.lengths for a in arguments if a.lengths}) < 2:
+            if not several:
                 raise
             like = returned(signature)  # as it is for the part of this process alone
         found = batch.batch_of(arguments, like)
@@ -132,39 +132,35 @@ class Reader:
         how = x.layout if type(x) is Padded else self._placer.layout(x)
         return how is None or (isinstance(how, Layout) and how is not of_batch(x.shape, self._placer.mesh))
 
-    def compare(self, signature: Signature, args: tuple[Any, ...], call: int, context: Context) -> dict[int, list[int]]:
-        """Compare the values that the ranks come with to a call which is new to them.
+    def check(
+        self,
+        signature: Signature,
+        leaves: Sequence[Any],
+        everyone: Sequence[Sequence[int | None]],
+        differs: Collection[int],
+        call: int,
+        context: Context,
+    ) -> None:
+        """Look at the values that the ranks come with to a call which is new to them.
 
         Args:
           signature: of the call.
-          args: of the call.
+          leaves: of its arguments.
+          everyone: a checksum of each leaf on each rank; None: it lies on several processes, in parts.
+          differs: the leaves that are not the same on all ranks.
           call: its number.
           context: the job.
-
-        Returns:
-          The leaves that are not the same on all ranks, with the ranks where they are not as on the root (all, where a
-          leaf lies on several processes).
 
         Raises:
           ValueError: (on every rank) the values say that something else is the batch.
         """
-        leaves = signature.data(jax.tree.leaves(args))
-        if context.size == 1 or not leaves:
-            return {}
-        mine = [_value(x, self._placer) for x in leaves]
-        everyone = context.control.exchange(f"values of step {self._name}, call {call}", mine, context.timeout)
-        differs = {}
-        for i, values in enumerate(zip(*everyone, strict=True)):
-            if others := list(range(context.size)) if values[0] is None else unlike_the_root(values):
-                differs[i] = others
         self._check_shared(signature, self._by_parts(signature, leaves, everyone, call, context))
         if self._placer.parts > 1:
-            own = {i for i in differs if mine[i] is not None}
+            own = {i for i in differs if everyone[0][i] is not None}
             if any(i in differs for i in signature.batch):
                 self._check_alike(signature, leaves, own)
             elif any(getattr(leaves[i], "size", 1) for i in signature.batch):  # without entries all are alike
                 self._all_alike(signature, leaves, own, context)
-        return differs
 
     def _all_alike(
         self, signature: Signature, leaves: Sequence[Any], differs: Collection[int], context: Context
@@ -182,8 +178,8 @@ class Reader:
             but = f"and {batch.listed(others)} not" if others else "and the step returns the next value"
             raise ValueError(
                 f"step {self._name!r}: {batch.listed(names)} would be the batch, but is the same on all ranks, {but}. "
-                f"Say what is: batch_argnums={batch.argnums(others)}, or batch_argnums={batch.argnums(names)} if each "
-                f"rank has its own part of it. {batch.INDICES}"
+                f"batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
+                f"batch_argnums={batch.argnums(names)} that each rank has its own part of it. {batch.INDICES}"
             )
         if not self._warned and context.is_root:
             parts = self._placer.parts
@@ -329,13 +325,6 @@ def _in_equinox(args: Any) -> frozenset[int]:
 def _is_in(name: str, of: str) -> bool:
     """Whether a leaf belongs to an argument, or to a part of one."""
     return name == of or name.startswith((of + "[", of + "."))
-
-
-def _value(x: Any, placer: Placer) -> int | None:
-    """What is compared of a leaf: nothing of one that is on the mesh; None: it lies on several processes, in parts."""
-    if type(x) is Padded or spans(x):
-        return 0 if placer.layout(x) is None else None
-    return checksum(x)
 
 
 def _rows_are_alike(x: Any) -> bool:

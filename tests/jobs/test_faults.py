@@ -89,7 +89,7 @@ FAULTS = [
     Fault("order", (*CALLS, "step 'another'"), (HAND, MPIRUN), True),
     Fault("eager_between", (*CALLS, "allreduce"), (HAND,)),
     Fault("eager_between 0 barrier", ("step 'step'", "barrier"), (MPIRUN,)),
-    Fault("changed_copy", (*CALLS, "['w']"), (HAND,)),
+    Fault("changed_copy", (*CALLS, "w['b']"), (HAND,)),
     # The end of a script.
     Fault("hangs_at_exit", (WHO, line("time.sleep(100))")), (HAND,), env=SHORT),
     Fault("step_at_exit", ("rank 1",), (HAND,)),

@@ -63,18 +63,18 @@ def seen(folder: str) -> None:
 
     w = [jnp.ones((64, 64), jnp.float32) / 64, jnp.ones((64, 8), jnp.float32) / 64]
     batch, path = jnp.ones((4, 64), jnp.float32) * (R + 1), Path(folder, "seen")
-    with jaxdist.run_log(path, total=4, examples_per_step=8) as log:
-        for i in range(2):
-            # The root's second call can't end before rank 1 makes its own, which it does when the root is done with
-            # logging the first: if `log` waited for the loss, this would be a deadlock.
-            while i and not ctx.is_root and not Path(folder, "logged").exists():
+    with jaxdist.run_log(path, total=5, examples_per_step=8) as log:
+        for i in range(3):
+            # The root's third call can't end before rank 1 makes its own (the first two wait for each other), which it
+            # does when the root is done with logging it: if `log` waited for the loss, this would be a deadlock.
+            while i == 2 and not ctx.is_root and not Path(folder, "logged").exists():
                 time.sleep(0.01)
             w, aux = step(w, batch)
             log(i, **aux)
-            if i and ctx.is_root:
+            if i == 2 and ctx.is_root:
                 Path(folder, "logged").touch()
         with jaxdist.profile(Path(folder, "trace")):
-            for i in (2, 3):
+            for i in (3, 4):
                 w, aux = step(w, batch)
                 log(i, **aux)
     jaxdist.allreduce(jnp.ones(10, jnp.float32))

@@ -1,0 +1,166 @@
+"""The ledger: this rank's calls of steps and eager collectives in order, the same on every rank.
+
+A training loop repeats itself: a hundred steps, an evaluation, a hundred steps. A rank whose next call is known, and is
+the one that the calls so far lead to expect, waits for nobody. Any other call is compared with the other ranks' before
+anything is sent. So where the calls of ranks differ, one of them asks (what a rank expects follows from its calls, and
+these were the same), and whoever has entered its own call by then learns from the question that the two differ. Nothing
+less will do: gloo ends a process that gets messages of another program.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+from jaxdist.control.channel import Control
+from jaxdist.runtime.context import Context
+
+_NEXT, _FAILED = "the next call", "a call that failed"
+_TURNS = 1024  # places where one call followed another that are kept
+_NAMED = 64  # of the last calls, for messages
+_PATIENCE = 2.0  # seconds for a rank to fail in the call in which another one has
+
+
+class Entry(NamedTuple):
+    """A call.
+
+    Attributes:
+      digest: of what has to be the same on every rank.
+      text: names it, for a person.
+    """
+
+    digest: bytes
+    text: str
+
+
+class Ledger:
+    """The calls of this rank; ask a context for its `only` one.
+
+    Args:
+      context: the job.
+
+    Attributes:
+      count: calls entered: nothing can stop this rank from their collectives.
+      unsettled: the latest call has failed on this rank, and the ranks have not met since.
+    """
+
+    def __init__(self, context: Context):
+        self.count, self.unsettled = 0, False
+        self._control: Control = context.control
+        self._steps = context.watchdog.steps
+        self._lock = threading.Lock()  # this rank enters a call, or its watcher judges: never both at once
+        self._named: deque[str] = deque(maxlen=_NAMED)
+        self._last, self._run = b"", 0  # the last call, and how often it was made in a row
+        self._turns: dict[tuple[bytes, int], bytes] = {}  # what followed so many calls of a kind
+        self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
+        if context.size > 1:
+            self._control.where_is(this=lambda: self.count)
+            self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
+            self._control.listen(_NEXT, self._announces)
+            self._control.listen("bye", self._left)
+            self._control.listen(_FAILED, self._has_failed)
+
+    def waits(self, entry: Entry) -> bool:
+        """Whether a call has to be compared first: nobody expects it, another rank waits for the comparison, or the one
+        before has failed."""
+        with self._lock:
+            waiting = [position for position, _ in self._control.waiting.values()]
+            return self.unsettled or not self._foreseen(entry) or self.count in (*waiting, *self._announced.values())
+
+    def announce(self, entry: Entry) -> None:
+        """This rank is about to make a call in which the ranks compare by another way than the control channel."""
+        if self._control.size > 1 and not self._foreseen(entry):
+            self._control.post(_NEXT, (self.count, entry.text))
+
+    def check_all_here(self, what: str) -> None:
+        """Nobody has left who should come to the next call.
+
+        Raises:
+          RuntimeError: somebody has.
+        """
+        for rank, count in list(self._control.notices.get("bye", {}).items()):
+            if count <= self.count:
+                raise RuntimeError(self._missing(rank, count, what))
+
+    def enter(self, entry: Entry) -> None:
+        """Enter a call that was compared, or has not to be."""
+        with self._lock:
+            turn = self._last, self._run
+            if entry.digest == self._last:
+                self._turns.pop(turn, None)
+                self._run += 1
+            else:
+                if len(self._turns) >= _TURNS:
+                    self._turns.clear()
+                self._turns[turn] = entry.digest
+                self._last, self._run = entry.digest, 1
+            self._named.append(entry.text)
+            self.count += 1
+
+    def failed(self, error: BaseException) -> None:
+        """The call entered last has ended with an error on this rank."""
+        self.unsettled = True
+        self._control.post(_FAILED, (self.count, type(error).__name__))
+
+    def _foreseen(self, entry: Entry) -> bool:
+        return entry.digest == self._turns.get((self._last, self._run), self._last)
+
+    # --- the control channel's watcher
+
+    def _announces(self, rank: int, announced: tuple[int, str]) -> None:
+        with self._lock:
+            self._announced[rank] = announced[0]
+        self._waits(rank, *announced, same=True)
+
+    def _waits(self, rank: int, position: int, what: str, same: bool = False) -> None:
+        """Another rank waits for the others, and has made so many calls.
+
+        Args:
+          rank: that one.
+          position: its calls.
+          what: it does.
+          same: whether this rank may be in that call, too.
+        """
+        with self._lock:
+            if self.count <= position:
+                return
+            at = self.count - position
+            mine = self._named[-at] if at <= len(self._named) else "a call long ago"
+        if same and mine == what:
+            return
+        if mine == what:
+            what = (
+                f"{what} too, but with something new: a state of other types, or kept elsewhere (on the host, on the "
+                "mesh), another constant, other settings of JAX, or after an error"
+            )
+        self._control.fail(
+            f"the ranks make different calls: call {position + 1} of rank {self._control.rank} is {mine}, and rank "
+            f"{rank} came with {what}. Every rank must make the same calls in the same order, with batches of the same "
+            "shape: look for a choice that is not the same on all ranks, or a tail of the data that is not"
+        )
+
+    def _has_failed(self, rank: int, told: tuple[int, str]) -> None:
+        later = threading.Timer(_PATIENCE, self._is_missed, (rank, *told))
+        later.daemon = True
+        later.start()
+
+    def _is_missed(self, rank: int, count: int, error: str) -> None:
+        if self.count == count and any(progress.busy for progress in list(self._steps.values())):
+            self._control.fail(
+                f"rank {rank} has left {self._named[-1]} with {error}, and rank {self._control.rank} waits for it. "
+                "An error of a step that is caught has to be caught on every rank"
+            )
+
+    def _left(self, rank: int, count: int) -> None:
+        with self._lock:
+            if self.count <= count:
+                return
+            what = self._named[-1]
+        self._control.fail(self._missing(rank, count, what))
+
+    def _missing(self, rank: int, count: int, what: str) -> str:
+        return (
+            f"rank {rank} has finished after {count} calls, and rank {self._control.rank} is in call "
+            f"{max(self.count, count + 1)}, {what}: each rank must make the same number of calls"
+        )

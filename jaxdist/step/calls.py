@@ -1,0 +1,373 @@
+"""The calls of a step: one that is new to this rank is compared with the other ranks', and its state is placed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.agreement.calls import CHANGED, Traced, agree
+from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
+from jaxdist.agreement.ledger import Entry, Ledger
+from jaxdist.agreement.turns import Turns
+from jaxdist.compat import trace_settings
+from jaxdist.control.progress import Progress
+from jaxdist.errors import in_words
+from jaxdist.ir.fingerprint import type_text
+from jaxdist.placements.layouts import Layout, Padded, physical
+from jaxdist.runtime.compiler import settings as of_jax
+from jaxdist.runtime.context import Context
+from jaxdist.step import batch, modules
+from jaxdist.step.donation import check_there
+from jaxdist.step.known import Known
+from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
+from jaxdist.step.program import Program
+from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.reading import Reader
+from jaxdist.step.settings import Settings
+from jaxdist.step.signature import Signature, Signatures, flat
+
+_log = logging.getLogger("jaxdist")
+_names: dict[str, itertools.count[int]] = {}
+
+
+class Calls:
+    """The calls of one step.
+
+    Args:
+      base: its name.
+      settings: of it.
+      context: the job.
+      placer: onto the step's devices.
+      cache: its programs.
+      reader: reads a call that is new.
+      signatures: of earlier calls.
+      announce: is told of a program that is about to run for the first time.
+
+    Attributes:
+      name: of the step; two that share one are numbered in the order of their first calls.
+      number: of the call in progress, from 1.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        settings: Settings,
+        context: Context,
+        placer: Placer,
+        cache: ProgramCache,
+        reader: Reader,
+        signatures: Signatures,
+        announce: Callable[[Program], None],
+    ):
+        self.name, self.number = base, 0
+        self._settings, self._context, self._placer = settings, context, placer
+        self._cache, self._reader, self._signatures, self._announce = cache, reader, signatures, announce
+        self._ledger, self._turns = context.only(Ledger), context.only(Turns)
+        self._several = context.size > 1
+        self._steps = context.watchdog.steps
+        self._latest: dict[Any, Known] = {}  # by structure
+        self._known: dict[Any, Known] = {}
+        self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
+        self._announced: set[Program] = set()
+
+    def clear(self) -> None:
+        """Forget the programs of earlier calls."""
+        self._latest.clear()
+        self._known.clear()
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._turns.begin()
+        if not self.number:
+            count = next(_names.setdefault(self.name, itertools.count()))
+            self.name += f"#{count}" * bool(count)
+            self._steps.setdefault(self.name, Progress())
+        self.number = self._steps[self.name].committed + 1
+        self._ledger.check_all_here(f"step {self.name!r}")
+
+    def find(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Known, Sequence[Any]]:
+        """What a call with these arguments runs, and its leaves, those of the state on the mesh.
+
+        Args:
+          args: of the step.
+          keywords: names of the last arguments.
+        """
+        try:
+            leaves, tree = flat(args, keywords)
+            check_there(self.name, self._settings.calling, args, keywords, leaves)
+            known = self._latest.get(tree)
+            settings = trace_settings(), self._cache.debugging
+            if known is None or not known.fits(leaves, self._placer.batch_key, settings):
+                if known is None and modules.found(args):
+                    raise modules.FoundError
+                known, leaves, fresh, moved = self._look_up(args, keywords, leaves, tree, settings)
+            else:
+                fresh, moved = False, ()
+        except modules.FoundError:
+            raise
+        except Exception as error:
+            clearer = self._reader.bad_constant(args, keywords)
+            self._report(clearer or error)
+            if clearer is None:
+                raise
+            raise clearer from None
+        differs: dict[int, list[int]] = {}
+        new = fresh or moved or known.entry.digest not in self._agreed or self._with_bits
+        if self._several and (new or self._ledger.waits(known.entry)):
+            differs = self._compare(known, leaves, fresh, moved)
+        if moved:
+            leaves = self._moved(known, leaves, moved, differs)
+            known = self._known.setdefault(self._key(known.signature, known.signature.data(leaves), settings), known)
+        if known is not self._latest.get(tree):
+            self._latest[tree] = known.like(leaves)
+        if known.program not in self._announced:
+            self._announced.add(known.program)
+            self._announce(known.program)
+        return known, leaves
+
+    def _look_up(
+        self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any, settings: Any
+    ) -> tuple[Known, list[Any], bool, Sequence[int]]:
+        """The call by its key; whether its signature is new; and the leaves of the state that its program has in
+        another place."""
+        constants = self._signatures.constants(tree, leaves)
+        signature = self._signatures.get((tree, constants))
+        fresh = signature is None
+        if signature is None:
+            signature = self._reader.read(args, keywords)
+            self._signatures.numbers[tree] = signature.numbers
+            constants = self._signatures.constants(tree, leaves)
+            self._signatures[tree, constants] = signature
+        data = signature.data(leaves)
+        key = self._key(signature, data, settings)
+        known = self._known.get(key)
+        if known is None:
+            self._check(signature, data)
+            program = self._cache.program(signature, data)
+            out = {i for i, *_ in constants}
+            at = [i for i in range(len(leaves)) if i not in out]
+            own = [self._placer.batch_key(data[i]) for i in signature.batch]
+            entry = self._entry(signature, data, program)
+            known = self._known[key] = Known(program, signature, constants, settings, at, own, entry)
+        layouts = known.program.layouts
+        return known, leaves, fresh, [i for i in signature.state if self._placer.layout(data[i]) is not layouts[i]]
+
+    def _key(self, signature: Signature, data: Sequence[Any], settings: Any) -> Any:
+        """What decides which program runs."""
+        placer = self._placer
+        state = [(_type(data[i]), placer.layout(data[i])) for i in signature.state]
+        return signature, settings, tuple(state), tuple(placer.batch_key(data[i]) for i in signature.batch)
+
+    def _check(self, signature: Signature, data: Sequence[Any]) -> None:
+        names = signature.names
+        batch = [data[i] for i in signature.batch]
+        if problem := self._placer.batch_problem([names[i] for i in signature.batch], batch):
+            raise ValueError(problem)
+        for i in signature.state:
+            if problem := self._placer.state_problem(data[i]):
+                raise ValueError(f"state leaf {names[i]} {problem}")
+
+    # --- between ranks
+
+    @property
+    def _with_bits(self) -> bool:
+        """Whether the copies of state are compared in this call, which code outside of the step may have changed on
+        some ranks: in the first, second, fourth, eighth, ..."""
+        return self.number & (self.number - 1) == 0
+
+    @property
+    def _tag(self) -> str:
+        return f"call {self._ledger.count + 1} of the job"
+
+    def _entries(self, signature: Signature, data: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+        """What has to be the same on all ranks."""
+        entries = [*self._settings.said(), *((f"constant {name}", value) for name, value in signature.constants)]
+        entries += [(f"setting {name}", value) for name, value in of_jax().items()]
+        for name, is_batch, x in zip(signature.names, signature.is_batch, data, strict=True):
+            if is_batch:
+                entries.append((f"leaf {name}", f"{self._type_of_part(x)} (batch)"))
+                continue
+            how = self._placer.layout(x)
+            where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dims}"
+            where += " in the host's memory" if isinstance(how, Layout) and how.host else ""
+            entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
+        return tuple(entries)
+
+    def _entry(self, signature: Signature, data: Sequence[Any], program: Program) -> Entry:
+        """Of the ledger, for a call of these leaves once they are on the mesh."""
+        if not self._several:
+            return Entry(b"", "")
+        types = [(_type_of(x), how and str(how)) for x, how in zip(data, program.layouts, strict=True)]
+        said = self.name, self._settings.said(), signature.constants, signature.names, signature.is_batch, types
+        digest = hashlib.blake2b(repr(said).encode(), digest_size=16)
+        digest.update(Traced(program.emitted()[0], program.source).digest.encode())
+        shown = [f"{signature.names[i]} {self._type_of_part(data[i])}" for i in signature.batch[:4]]
+        text = f"step {self.name!r}" + (f" with a batch of {', '.join(shown)}" if shown else "")
+        if signature.constants:  # what differs has to be seen here
+            values = ", ".join(f"{name}={value}" for name, value in signature.constants)
+            short = hashlib.sha256(values.encode()).hexdigest()[:8]
+            text += f" and {values}" if len(values) < 200 else f" and constants (digest {short})"
+        return Entry(digest.digest(), text)
+
+    def _compare(
+        self, known: Known, leaves: Sequence[Any], fresh: bool, moved: Collection[int]
+    ) -> dict[int, list[int]]:
+        """Compare a call that is new; the leaves that are not the same on all ranks, and the ranks where not."""
+        signature, context = known.signature, self._context
+        data = signature.data(leaves)
+        about = Description(f"step {self.name!r}, call {self.number}", self._entries(signature, data))
+        values = [_value(x, self._placer, fresh or i in moved, self._with_bits) for i, x in enumerate(data)]
+        program = Traced(known.program.emitted()[0], known.program.source)
+        everyone = agree(context, self._tag, about, known.entry.text, program, values)
+        self._ledger.unsettled = False
+        self._agreed.add(known.entry.digest)
+        differs = {}
+        for i, of_ranks in enumerate(zip(*everyone, strict=True)):
+            if others := list(range(context.size)) if of_ranks[0] is None else unlike_the_root(of_ranks):
+                differs[i] = others
+        copies = [i for i in differs if self._placer.layout(data[i]) is None and not signature.is_batch[i]]
+        if copies:
+            raise ValueError(self._changed(signature.names[copies[0]], differs[copies[0]]))
+        if fresh:
+            self._reader.check(signature, data, everyone, differs, self.number, context)
+        return differs
+
+    def _changed(self, name: str, others: Sequence[int]) -> str:
+        return (
+            f"step {self.name!r}: state leaf {name} is an array of all ranks, and rank 0 and rank {list_ranks(others)} "
+            f"do not hold the same. {CHANGED}"
+        )
+
+    def _report(self, error: Exception) -> None:
+        """The other ranks learn of an error that came before the arguments could be compared."""
+        if not self._several:
+            return
+        about = Description(f"step {self.name!r}, call {self.number}", problem=in_words(error))
+        with contextlib.suppress(ValueError):  # this rank raises its own
+            agree(self._context, self._tag, about, f"step {self.name!r}, and an error: {in_words(error)}", None)
+
+    # --- state that is not on the mesh yet
+
+    def _moved(
+        self, known: Known, leaves: Sequence[Any], moved: Sequence[int], differs: dict[int, list[int]]
+    ) -> list[Any]:
+        """The leaves with those of the state where the program takes them."""
+        data, program = known.signature.data(leaves), known.program
+        # What is in shards goes to another memory as it is.
+        taken = [i for i in moved if not isinstance(self._placer.layout(data[i]), Layout)]
+        self._say_differs(known, taken, data, differs)
+        placed = self._placer.place_state([data[i] for i in moved], [program.layouts[i] for i in moved])
+        out = list(leaves)
+        for i, x in zip(moved, placed, strict=True):
+            out[known.at[i]] = x
+        return out
+
+    def _say_differs(
+        self, known: Known, taken: Collection[int], data: Sequence[Any], differs: dict[int, list[int]]
+    ) -> None:
+        """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
+        program, names = known.program, known.signature.names
+        differs = {i: ranks for i, ranks in differs.items() if i in taken and not spans(physical(data[i]))}
+        read = program.unreturned().union(self._may_be_batch(known.signature, data))
+        for i in sorted(read.intersection(differs)):
+            advice = (
+                "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
+                "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel. "
+                + batch.INDICES
+            )
+            if not program.types[i][0]:
+                advice = "It has no entry an example, so it is one for all: pass the same on every rank"
+            shape, dtype, *_ = program.types[i]
+            if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
+                advice = "Use one key on all ranks: each example gets numbers of its own from it"
+            raise ValueError(
+                f"step {self.name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
+                f"{list_ranks(differs[i])}. {advice}"
+            )
+        differ = sorted(differs)
+        if differ and self._context.is_root:
+            also = f" (and {len(differ) - 1} other leaves)" if len(differ) > 1 else ""
+            _log.warning(
+                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all continue with that of rank 0",
+                self.name, names[differ[0]], also, list_ranks(differs[differ[0]]),
+            )  # fmt: skip
+
+    def _may_be_batch(self, signature: Signature, data: Sequence[Any]) -> set[int]:
+        """Leaves of the state that could as well be the batch, since all arrays of their argument have one length."""
+        if self._settings.batch is not None:
+            return set()
+        lengths = [(at, set(batch.sizes([data[i] for i in at])) - {None}) for _, at, _ in signature.arguments]
+        return {i for at, own in lengths if len(own) == 1 for i in at}
+
+    def _type_of_part(self, x: Any) -> str:
+        """The type of a leaf of the batch, of a lane where ranks hold several numbers of them."""
+        several = self._context.communicator == "lanes" and self._several
+        if not several or spans(physical(x)) or not np.ndim(x):
+            return _type_of(x)
+        rows, own = np.shape(x)[0], len(self._placer.own)
+        if rows % own:
+            return f"{_type_of(x)} for {own} lanes"
+        total = f" of {x.total} in all" if isinstance(x, batch.BatchPart) else ""
+        return f"{type_text(_dtype_of(x), (rows // own, *np.shape(x)[1:]))} a lane{total}"
+
+    # --- the call itself
+
+    def enter(self, known: Known) -> None:
+        """The program is about to run: nothing stops this rank from its collectives."""
+        if self._several:
+            self._ledger.enter(known.entry)
+        self._steps[self.name].commit(self.number, watched=self._several)
+
+    def failed(self, error: BaseException) -> None:
+        """The call has ended with an error."""
+        self._steps[self.name].fail(self.number, type(error).__name__)
+        if self._several:
+            self._ledger.failed(error)
+        self._context.control.process.stay_if_ending()  # its cause may be that another rank has left
+
+    def returned(self, result: object) -> None:
+        """The program has returned, and may still run."""
+        if self._several:
+            call = self._steps[self.name].current
+            assert call is not None
+            call.finish(result)
+            self._turns.dispatched(call.output)
+
+
+def _type(x: Any) -> Any:
+    return (x.shape, x.dtype, getattr(x, "weak_type", None)) if hasattr(x, "shape") else type(x)
+
+
+def _dtype_of(x: Any) -> Any:
+    # As it travels: with jax_enable_x64 on one rank alone float64 of NumPy is not the same everywhere.
+    return (
+        jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
+    )
+
+
+def _type_of(x: Any) -> str:
+    return type_text(_dtype_of(x), np.shape(x)) + (f" of {x.total} in all" if isinstance(x, batch.BatchPart) else "")
+
+
+def _value(x: Any, placer: Placer, own: bool, copies: bool) -> int | None:
+    """What is compared of a leaf; None: it lies on several processes, in parts.
+
+    Args:
+      x: the leaf.
+      placer: onto the mesh.
+      own: whether a value that this rank has by itself is compared.
+      copies: whether this rank's copy of an array of all ranks is.
+    """
+    if type(x) is not Padded and not spans(x):
+        return checksum(x) if own else 0
+    if placer.layout(x) is not None:
+        return None
+    return checksum(physical(x).addressable_data(0)) if copies else 0
