@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxdist.agreement import sync
 from jaxdist.agreement.meshes import Meshes
 from jaxdist.compat import under_no_mesh
+from jaxdist.errors import StepError
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
@@ -27,7 +28,7 @@ from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import debugging, effects, finite, first_call, modules, stages
 from jaxdist.step.calls import Calls
 from jaxdist.step.choice import agreed, choose
-from jaxdist.step.donation import Taken
+from jaxdist.step.donation import Taken, check_there
 from jaxdist.step.forecast import Forecast
 from jaxdist.step.method import Method
 from jaxdist.step.placer import Placer
@@ -107,24 +108,29 @@ class DataParallel(Generic[P, R]):
                     return self._dispatch(args, kwargs)
                 except FloatingPointError as error:
                     found = error
-            self._op_by_op(args, kwargs)  # the operation that makes the first one raises
+            assert self._context is not None
+            if self._context.size == 1:
+                self._op_by_op(args, kwargs)  # the operation that makes the first one raises
             raise found
         return self._op_by_op(args, kwargs)
 
     def _op_by_op(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._context is not None
+        if self._context.size > 1:
+            raise StepError(
+                f"step {self._base!r}: jax.disable_jit() runs a step in Python, without the other ranks. Use it in one "
+                "process, with the whole batch (python train.py)"
+            )
         args, keywords = self._settings.calling.arrange(args, kwargs)
         objects: list[Any] = []
         if modules.found(args):
             args, objects = modules.split(args)
-        self._calls.begin()
-        with jax.disable_jit(False):
-            known, leaves = self._calls.find(args, keywords)
-        signature, leaves = known.signature, known.signature.data(leaves)
+        check_there(self._base, self._settings.calling, args, keywords, jax.tree.leaves(args))
+        signature, leaves = self._signature(args, keywords)
         plain = lambda *args: with_axis(
             lambda *xs: run(self._settings.step, effects.apart(xs), signature.keywords), self._settings.axis_name, args
         )
-        result = debugging.op_by_op(plain, signature, leaves, self._placer, self._context)
+        result = debugging.op_by_op(plain, signature, leaves)
         return modules.update(objects, result) if objects else result
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -45,13 +45,6 @@ def steps_on_batches(tail: Any) -> None:
     assert sizes == [*[8 * ctx.size] * (n // (8 * ctx.size)), n % (8 * ctx.size)]
 
 
-def without_jit() -> None:
-    """The last batch of 7 examples: the mean is that of three, although a rank pads its part with a copy."""
-    *_, last = jaxdist.loader(np.arange(7.0), 2, shuffle=False, tail="keep")
-    with jax.disable_jit():
-        assert jaxdist.data_parallel(lambda w, x: (w, x.mean()))(0.0, last)[1] == 5
-
-
 def tokens() -> None:
     """The root alone tokenizes; packed rows and a stream of them are read as by one process."""
     called: list[str] = []
@@ -129,7 +122,6 @@ def some_steps() -> dict[str, Any]:
 for tail in ("pad", "keep"):
     steps_on_batches(tail)
 if ctx.size == 2:
-    without_jit()
 tokens()
 evaluated()
 say(ctx.rank, {"errors": errors(), **some_steps()})

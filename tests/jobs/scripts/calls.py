@@ -196,6 +196,8 @@ def refused() -> None:
         close(over(loss_of)(W, X[R]), loss_of(W, whole(X)))
     with jax.debug_nans(True), raises(FloatingPointError, "nan"):
         over(loss_of)(W, nan)
+    with jax.disable_jit(), raises(TypeError, "disable_jit", "one process"):
+        over(loss_of)(W, X[R])
 
 
 def said() -> None:
