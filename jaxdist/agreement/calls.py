@@ -28,15 +28,10 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Traced:
-    """A program of a step that is about to be compiled.
+    """A program of a step that is about to be compiled."""
 
-    Attributes:
-      program: as one device runs it.
-      source: the step as it was traced.
-    """
-
-    program: ClosedJaxpr
-    source: ClosedJaxpr
+    program: ClosedJaxpr  # as one device runs it
+    source: ClosedJaxpr  # the step as it was traced
 
     @functools.cached_property
     def digest(self) -> str:
@@ -47,24 +42,7 @@ class Traced:
 def agree(
     context: Context, tag: str, about: Description, what: str, program: Traced | None, values: Sequence[Any] = ()
 ) -> list[Sequence[Any]]:
-    """Compare a call with every rank.
-
-    Args:
-      context: the job.
-      tag: of the exchange.
-      about: the call, and what it is called with.
-      what: names it to a rank that is in another one.
-      program: that it runs; None: this rank has a problem.
-      values: go to every rank.
-
-    Returns:
-      The values of each rank.
-
-    Raises:
-      ValueError: on every rank, naming the first entry that differs, or the first operation; or the problem that a rank
-        found by itself.
-      ControlError: some rank did not come within the timeout, or is in another call.
-    """
+    """Compare a call with every rank."""
     mine = about.fingerprint, program.digest if program else "", values
     everyone = context.control.exchange(tag, mine, context.timeout, what)
     if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
@@ -114,22 +92,7 @@ _PARTS: dict[str, Callable[[Traced], list[Operation]]] = {
 def first_difference(
     one: Sequence[Operation], other: Sequence[Operation]
 ) -> tuple[Operation | None, Operation | None] | None:
-    """The first operation of each of two programs that the other does not have, or has elsewhere.
-
-    Args:
-      one: the operations of a program, in order.
-      other: those of the other.
-
-    Returns:
-      The two operations (None: there is none); None in all: no operation differs.
-
-    Example:
-      >>> a, b, c = (Operation(text.encode(), text) for text in "abc")
-      >>> [str(x) for x in first_difference([a, b], [a, c])]
-      ['b', 'c']
-      >>> [str(x) for x in first_difference([a, b], [b, a])]
-      ['a', 'b']
-    """
+    """The first operation of each of two programs that the other does not have, or has elsewhere."""
     known = [{line.digest for line in lines} for lines in (one, other)]
     mine = next((line for line in one if line.digest not in known[1]), None)
     theirs = next((line for line in other if line.digest not in known[0]), None)
@@ -141,13 +104,7 @@ def first_difference(
 def explained(
     found: tuple[Operation | None, Operation | None] | None, groups: Sequence[Sequence[int]], what: str = "operation"
 ) -> str:
-    """A difference, for a person.
-
-    Args:
-      found: see `first_difference`.
-      groups: the ranks that have each program; the first two are those of the difference.
-      what: it is.
-    """
+    """A difference, for a person."""
     if found is None:
         text = "They do the same operations, and return other results of these"
         return f"{text}: one on rank {'; another on rank '.join(map(list_ranks, groups))}."

@@ -19,17 +19,11 @@ _SAME_CALLS = (
 
 @dataclass(frozen=True)
 class Description:
-    """What must be the same on every rank.
+    """What must be the same on every rank."""
 
-    Attributes:
-      call: its name, with its parameters.
-      entries: (name, value) of what it is called with, in order.
-      problem: what this rank found wrong by itself; raised on every rank.
-    """
-
-    call: str
-    entries: tuple[tuple[str, str], ...] = ()
-    problem: str = ""
+    call: str  # its name, with its parameters
+    entries: tuple[tuple[str, str], ...] = ()  # (name, value) of what it is called with, in order
+    problem: str = ""  # what this rank found wrong by itself; raised on every rank
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -50,18 +44,7 @@ class Description:
 
 
 def difference(everyone: Sequence[Description], advice: Callable[[str], str]) -> str:
-    """The first difference between the ranks, for a person: a problem, another call, another value.
-
-    Args:
-      everyone: the description of each rank.
-      advice: what to do about an entry of this name; it ends the message.
-
-    Example:
-      >>> difference([Description("barrier()"), Description("allreduce(op='sum')")], str)
-      "the ranks make different calls: barrier() on rank 0; allreduce(op='sum') on rank 1. Nothing was sent. ..."
-      >>> difference([Description("save", problem="disk full"), Description("save")], str)
-      'save, on rank 0: disk full'
-    """
+    """The first difference between the ranks, for a person: a problem, another call, another value."""
     if problems := {rank: d.problem for rank, d in enumerate(everyone) if d.problem}:
         return first_problem(everyone[min(problems)].call, problems)
     calls = by_value([d.call for d in everyone])
@@ -76,16 +59,7 @@ def difference(everyone: Sequence[Description], advice: Callable[[str], str]) ->
 
 
 def first_problem(call: str, problems: Mapping[int, str]) -> str:
-    """The problem of the first rank that has one, for a person.
-
-    Args:
-      call: that it is of.
-      problems: by ranks, in order.
-
-    Example:
-      >>> first_problem("save", {2: "disk full", 3: "disk full"})
-      'save, on rank 2 (and on rank 3): disk full'
-    """
+    """The problem of the first rank that has one, for a person."""
     first, *others = problems
     also = f" (and on rank {list_ranks(others)})" if others else ""
     return f"{call}, on rank {first}{also}: {problems[first]}"

@@ -16,17 +16,11 @@ _REMIND = 30.0  # seconds until a rank says that it waits; each further time aft
 
 
 class Part(NamedTuple, Generic[R]):
-    """What a rank has done of a call.
+    """What a rank has done of a call."""
 
-    Attributes:
-      result: stays on this rank.
-      entries: must be the same on every rank; see `Description`.
-      told: goes to every rank.
-    """
-
-    result: R
-    entries: tuple[tuple[str, str], ...] = ()
-    told: Any = None
+    result: R  # stays on this rank
+    entries: tuple[tuple[str, str], ...] = ()  # must be the same on every rank; see `Description`
+    told: Any = None  # goes to every rank
 
 
 def on_every_rank(
@@ -38,25 +32,7 @@ def on_every_rank(
     advice: Callable[[str], str] = str,
     patient: bool = False,
 ) -> tuple[R, list[Any]]:
-    """Do this rank's part of a call, and go on if all ranks could do theirs, on the same arguments.
-
-    Args:
-      context: the job.
-      call: names it.
-      part: raises what is wrong on this rank.
-      raises: errors that every rank raises as what they are; others become the first of these. If ranks have several,
-        that which stands first here is raised.
-      advice: about an entry that differs; see `difference`.
-      patient: wait for a rank that takes long for as long as it lives.
-
-    Returns:
-      The result of this rank, and what each rank tells.
-
-    Raises:
-      Exception: (one of `raises`, the same on every rank) a rank's part has failed, or the entries differ. In a job of
-        one process what `part` raised.
-      ControlError: some rank did not come within the timeout, or is in another call.
-    """
+    """Do this rank's part of a call, and go on if all ranks could do theirs, on the same arguments."""
     if context.size == 1:
         alone = part()
         return alone.result, [alone.told]

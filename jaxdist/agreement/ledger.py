@@ -23,27 +23,14 @@ _PATIENCE = 2.0  # seconds for a rank to fail in the call in which another one h
 
 
 class Entry(NamedTuple):
-    """A call.
+    """A call."""
 
-    Attributes:
-      digest: of what has to be the same on every rank.
-      text: names it, for a person.
-    """
-
-    digest: bytes
-    text: str
+    digest: bytes  # of what has to be the same on every rank
+    text: str  # names it, for a person
 
 
 class Ledger:
-    """The calls of this rank; ask a context for its `only` one.
-
-    Args:
-      context: the job.
-
-    Attributes:
-      count: calls entered: nothing can stop this rank from their collectives.
-      unsettled: the latest call has failed on this rank, and the ranks have not met since.
-    """
+    """The calls of this rank; ask a context for its `only` one."""
 
     def __init__(self, context: Context):
         self.count, self.unsettled = 0, False
@@ -74,11 +61,7 @@ class Ledger:
             self._control.post(_NEXT, (self.count, entry.text))
 
     def check_all_here(self, what: str) -> None:
-        """Nobody has left who should come to the next call.
-
-        Raises:
-          RuntimeError: somebody has.
-        """
+        """Nobody has left who should come to the next call."""
         for rank, count in list(self._control.notices.get("bye", {}).items()):
             if count <= self.count:
                 raise RuntimeError(self._missing(rank, count, what))
@@ -114,14 +97,7 @@ class Ledger:
         self._waits(rank, *announced, same=True)
 
     def _waits(self, rank: int, position: int, what: str, same: bool = False) -> None:
-        """Another rank waits for the others, and has made so many calls.
-
-        Args:
-          rank: that one.
-          position: its calls.
-          what: it does.
-          same: whether this rank may be in that call, too.
-        """
+        """Another rank waits for the others, and has made so many calls."""
         with self._lock:
             if self.count <= position:
                 return

@@ -13,11 +13,7 @@ from jaxdist.runtime.context import Context
 
 
 class Meshes:
-    """The meshes of a job whose processes are connected; one a context.
-
-    Args:
-      context: the job.
-    """
+    """The meshes of a job whose processes are connected; one a context."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -25,15 +21,7 @@ class Meshes:
 
     def connect(self, mesh: Mesh) -> None:
         """Connect the processes that differ along some axes of a mesh only, when all are here: not when one of them
-        first compiles a step. Every rank calls it, with meshes in the same order.
-
-        Args:
-          mesh: the devices of a step.
-
-        Raises:
-          ValueError: (on every rank) the ranks come with other meshes.
-          ControlError: some rank did not come within the timeout, or is in another call.
-        """
+        first compiles a step. Every rank calls it, with meshes in the same order."""
         ranks, names = ranks_of(mesh), [axis.name for axis in passes(mesh)]
         size = self._context.size
         in_order = list(mesh.devices.flat) == self._context.devices

@@ -65,30 +65,16 @@ def check_sync(tree: Any) -> None:
 
 
 class Leaf(NamedTuple):
-    """What is compared of a leaf.
+    """What is compared of a leaf."""
 
-    Attributes:
-      name: its path in the tree.
-      kind: type, shape and layout.
-      sums: (device, checksum) wherever this process has the whole value; empty if only `kind` is compared.
-      slices: the same of each slice that several groups of devices have, by its name.
-    """
-
-    name: str
-    kind: str
-    sums: tuple[tuple[str, int], ...]
+    name: str  # its path in the tree
+    kind: str  # type, shape and layout
+    sums: tuple[tuple[str, int], ...]  #
     slices: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
 
 
 def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
-    """`check_sync`, for `context`'s job.
-
-    Args:
-      context: the job.
-      tree: the same on all ranks, or an error is raised.
-      tag: of the exchange.
-      prefix: what an error says before the leaf's path.
-    """
+    """`check_sync`, for `context`'s job."""
 
     def examine() -> Part[list[Leaf]]:
         try:
@@ -113,24 +99,12 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
 
 
 def describe(tree: Any) -> list[Leaf]:
-    """What is compared of each leaf of a tree; waits for its arrays.
-
-    Raises:
-      ValueError: a leaf was donated.
-    """
+    """What is compared of each leaf of a tree; waits for its arrays."""
     return [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
-    """A line for each leaf that is not the same everywhere.
-
-    Args:
-      everyone: the leaves of each rank.
-
-    Example:
-      >>> differences([[Leaf("['a']", "float32[2]", (("cpu:0", 1),))], [Leaf("['a']", "float32[2]", (("cpu:1", 2),))]])
-      ["['a'] (float32[2]) has other bits on rank 1 than on rank 0"]
-    """
+    """A line for each leaf that is not the same everywhere."""
     tables = [{leaf.name: leaf for leaf in leaves} for leaves in everyone]
     found = []
     for name in dict.fromkeys(name for table in tables for name in table):
@@ -189,12 +163,7 @@ def _leaf(name: str, x: Any) -> Leaf:
 
 
 def _slices(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
-    """The slices that this process has of an array of which several devices have each.
-
-    Args:
-      x: with its padding, which may hold anything.
-      shape: without it.
-    """
+    """The slices that this process has of an array of which several devices have each."""
     places = [tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
               for index in x.sharding.devices_indices_map(x.shape).values()]  # fmt: skip
     numbers = {place: i for i, place in enumerate(sorted(set(places)))}

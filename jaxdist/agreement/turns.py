@@ -14,11 +14,7 @@ class Turns:
     """Programs that talk to other processes, in the order of their calls.
 
     XLA runs the programs of one thread on CPUs one after the other. Those of two run at once, and would take each
-    other's messages.
-
-    Args:
-      context: the job; ask it for `only` this.
-    """
+    other's messages."""
 
     def __init__(self, context: Context):
         self._alone = context.size == 1

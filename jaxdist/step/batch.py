@@ -29,31 +29,14 @@ INDICES = (
 
 
 class Argument(NamedTuple):
-    """One argument of a call.
+    """One argument of a call."""
 
-    Attributes:
-      lengths: the first dimensions of its arrays; none: it can't be the batch.
-      keys: it holds typed PRNG keys only, which are the batch beside arrays of their length.
-    """
-
-    lengths: frozenset[int]
-    keys: bool = False
+    lengths: frozenset[int]  # the first dimensions of its arrays; none: it can't be the batch
+    keys: bool = False  # it holds typed PRNG keys only, which are the batch beside arrays of their length
 
 
 def batch_of(arguments: Sequence[Argument], returned: Collection[int] = ()) -> tuple[int, ...]:
-    """The positions of the arguments that are the batch.
-
-    Args:
-      arguments: of a call.
-      returned: positions of those that are like a result.
-
-    Example:
-      >>> params, x, y = Argument(frozenset({3, 4})), Argument(frozenset({8})), Argument(frozenset({8}))
-      >>> batch_of([params, x, y], [0]), batch_of([x, params], [1]), batch_of([params, x], [1])
-      ((1, 2), (0,), (1,))
-      >>> batch_of([params, Argument(frozenset({8, 12}))], [0])
-      (1,)
-    """
+    """The positions of the arguments that are the batch."""
     one = [i for i, a in enumerate(arguments) if len(a.lengths) == 1]
     able = [i for i, a in enumerate(arguments) if a.lengths and not a.keys]
     last = [i for i in able if i in one and i not in returned] or [i for i in able if i in one or i not in returned]
@@ -68,15 +51,7 @@ def is_keys(x: Any) -> bool:
 
 
 def sizes(leaves: Sequence[Any]) -> list[int | None]:
-    """For each leaf of an argument that is a batch how many entries there are to be cut; None: it is whole.
-
-    Args:
-      leaves: of the argument.
-
-    Example:
-      >>> sizes([np.ones((8, 3)), np.ones(5), 0.1, np.float32(1), np.zeros((0, 3))])
-      [8, 5, None, None, None]
-    """
+    """For each leaf of an argument that is a batch how many entries there are to be cut; None: it is whole."""
     found = [int(np.shape(x)[0]) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
     raw = [n is not None and _like_a_raw_key(x) for x, n in zip(leaves, found, strict=True)]
     lengths = {n for n, key in zip(found, raw, strict=True) if n and not key}
@@ -90,13 +65,7 @@ def _like_a_raw_key(x: Any) -> bool:
 
 
 def unsplit(names: Sequence[str], devices: int, processes: int) -> str:
-    """What to say of a step of which nothing is split.
-
-    Args:
-      names: of the arguments that may be the batch.
-      devices: of the step.
-      processes: of the step.
-    """
+    """What to say of a step of which nothing is split."""
     which, last = " or ".join(names[-3:]), names[-1]
     return (
         f"no argument is taken for the batch, so each of the {devices} devices computes all of it. If {which} has an "
@@ -106,11 +75,7 @@ def unsplit(names: Sequence[str], devices: int, processes: int) -> str:
 
 
 def carried_over(names: Sequence[str]) -> str:
-    """What to say of a step that returns the next value of its batch, and has no other arrays.
-
-    Args:
-      names: of the arguments that are the batch.
-    """
+    """What to say of a step that returns the next value of its batch, and has no other arrays."""
     return (
         f"{listed(names)} {'is' if len(names) == 1 else 'are'} taken for the batch and split over the devices, and the "
         "step returns the next value. If it is the state, batch_argnums=() says that there is no batch; else "
@@ -131,13 +96,9 @@ def argnums(names: Sequence[str]) -> str:
 class BatchPart(np.ndarray):
     """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
 
-    Made by `jaxdist.loader`. What numpy makes of it is a plain array.
+    Made by `jaxdist.loader`. What numpy makes of it is a plain array."""
 
-    Attributes:
-      total: examples of all parts, without the copies.
-    """
-
-    total: int
+    total: int  # examples of all parts, without the copies
 
     def __array_finalize__(self, other: Any) -> None:
         pass

@@ -11,16 +11,7 @@ from jaxdist.step.signature import Static
 
 
 class Calling:
-    """How one step is called.
-
-    Args:
-      step: any callable.
-      static_argnums: positions of arguments that are constants of the program, as of `jax.jit`.
-      static_argnames: names of such.
-
-    Raises:
-      ValueError: one of them is not there.
-    """
+    """How one step is called."""
 
     def __init__(self, step: Callable[..., Any], static_argnums: Sequence[int], static_argnames: Sequence[str]):
         try:
@@ -42,11 +33,7 @@ class Calling:
         return not self._static
 
     def named(self, argnums: Sequence[int], what: str) -> frozenset[str]:
-        """Names of the parameters at these positions, which came as the argument `what`.
-
-        Raises:
-          ValueError: there are fewer.
-        """
+        """Names of the parameters at these positions, which came as the argument `what`."""
         names = self.names
         for n in argnums:
             if not -len(names) <= n < len(names):
@@ -61,14 +48,7 @@ class Calling:
             raise ValueError(f"{what}={sorted(unknown)}: the step's parameters are {list(self.names)}")
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """All arguments of a call in the order of the parameters, constants as `Static`.
-
-        Returns:
-          The arguments; and the names of the last ones, which go by keyword.
-
-        Raises:
-          TypeError: the step does not take them.
-        """
+        """All arguments of a call in the order of the parameters, constants as `Static`."""
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs

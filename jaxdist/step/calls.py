@@ -39,22 +39,7 @@ _names: dict[str, itertools.count[int]] = {}
 
 
 class Calls:
-    """The calls of one step.
-
-    Args:
-      base: its name.
-      settings: of it.
-      context: the job.
-      placer: onto the step's devices.
-      cache: its programs.
-      reader: reads a call that is new.
-      signatures: of earlier calls.
-      announce: is told of a program that is about to run for the first time.
-
-    Attributes:
-      name: of the step; two that share one are numbered in the order of their first calls.
-      number: of the call in progress, from 1.
-    """
+    """The calls of one step."""
 
     def __init__(
         self,
@@ -94,12 +79,7 @@ class Calls:
         self._ledger.check_all_here(f"step {self.name!r}")
 
     def find(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Known, Sequence[Any]]:
-        """What a call with these arguments runs, and its leaves, those of the state on the mesh.
-
-        Args:
-          args: of the step.
-          keywords: names of the last arguments.
-        """
+        """What a call with these arguments runs, and its leaves, those of the state on the mesh."""
         try:
             leaves, tree = flat(args, keywords)
             check_there(self.name, self._settings.calling, args, keywords, leaves)
@@ -358,14 +338,7 @@ def _type_of(x: Any) -> str:
 
 
 def _value(x: Any, placer: Placer, own: bool, copies: bool) -> int | None:
-    """What is compared of a leaf; None: it lies on several processes, in parts.
-
-    Args:
-      x: the leaf.
-      placer: onto the mesh.
-      own: whether a value that this rank has by itself is compared.
-      copies: whether this rank's copy of an array of all ranks is.
-    """
+    """What is compared of a leaf; None: it lies on several processes, in parts."""
     if type(x) is not Padded and not spans(x):
         return checksum(x) if own else 0
     if placer.layout(x) is not None:

@@ -21,21 +21,13 @@ from jaxdist.step.forecast import Forecast
 
 @dataclass(frozen=True)
 class Times:
-    """How long a device takes for a step, in seconds.
+    """How long a device takes for a step, in seconds."""
 
-    Attributes:
-      compute: that the FLOPs take.
-      state: that it takes to read the state once, and to write it; to bring it from the host's memory, and back.
-      in_host: of collectives within hosts.
-      between: of collectives between hosts.
-      hidden: of both, while something is computed; as far as the schedule is known.
-    """
-
-    compute: float
-    state: float
-    in_host: float
-    between: float
-    hidden: float
+    compute: float  # that the FLOPs take
+    state: float  # that it takes to read the state once, and to write it; to bring it from the host's memory, and back
+    in_host: float  # of collectives within hosts
+    between: float  # of collectives between hosts
+    hidden: float  # of both, while something is computed; as far as the schedule is known
 
     @property
     def seconds(self) -> float:
@@ -44,15 +36,7 @@ class Times:
 
 
 def times(flops: int, state: int, away: int, sent: Sequence[Collective], machine: Machine) -> Times:
-    """The times of what a device computes, reads and sends.
-
-    Args:
-      flops: of the step.
-      state: bytes of what is kept from step to step.
-      away: bytes of it in the host's memory, not counted in `state`.
-      sent: the collectives.
-      machine: the devices.
-    """
+    """The times of what a device computes, reads and sends."""
     kind = machine.kind
     compute = flops / kind.rate("bfloat16")
     kept = 2 * state / kind.bandwidth + 2 * away / (kind.host or kind.bandwidth)
@@ -70,14 +54,7 @@ def times(flops: int, state: int, away: int, sent: Sequence[Collective], machine
 
 def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, float, int]:
     """A key by which programs are ordered, the one to take first: the fastest of those that are expected to fit, or,
-    if there is none, the one that needs the least memory.
-
-    Args:
-      cost: seconds.
-      peak: bytes that it is expected to need.
-      least: bytes that it needs at least.
-      memory: of a device.
-    """
+    if there is none, the one that needs the least memory."""
     too_large = peak > memory
     return too_large, peak if too_large else cost, least
 
@@ -88,13 +65,7 @@ def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[st
 
     Two dimensions of floats are no sequences but features, as far as anybody has said.
 
-    Sequences and the model are cut within a host, unless there are fewer examples than hosts.
-
-    Args:
-      devices: of the mesh.
-      in_host: of these, neighbours on one host.
-      batch: the types of its leaves, with the examples of all processes.
-    """
+    Sequences and the model are cut within a host, unless there are fewer examples than hosts."""
     found = False
     lengths = [a.shape[1] for a in batch if a.ndim > 2 or (a.ndim == 2 and jnp.issubdtype(a.dtype, jnp.integer))]
     for inner in (n for n in range(1, devices + 1) if devices % n == 0):
@@ -112,21 +83,13 @@ def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[st
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes on a mesh.
+    """What a step takes on a mesh."""
 
-    Attributes:
-      mesh: the devices.
-      times: of a device, at least.
-      least: bytes that it needs at least, for arguments and results.
-      peak: bytes that it needs at most: these, and all values at once that a compiler may fuse.
-      repeats: whether the model axis cuts nothing: each device along it does the same.
-    """
-
-    mesh: Mesh
-    times: Times
-    least: int
-    peak: int
-    repeats: bool
+    mesh: Mesh  # the devices
+    times: Times  # of a device, at least
+    least: int  # bytes that it needs at least, for arguments and results
+    peak: int  # bytes that it needs at most: these, and all values at once that a compiler may fuse
+    repeats: bool  # whether the model axis cuts nothing: each device along it does the same
 
     @property
     def name(self) -> str:
@@ -144,25 +107,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mesh, and why it was chosen.
+    """A mesh, and why it was chosen."""
 
-    Attributes:
-      mesh: the devices.
-      why: a line; "": it was given.
-    """
-
-    mesh: Mesh
-    why: str = ""
+    mesh: Mesh  # the devices
+    why: str = ""  # a line; "": it was given
 
 
 def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Machine) -> Choice:
-    """The mesh of the least time, of those on which a step is expected to fit.
-
-    Args:
-      on: the step on a mesh.
-      among: the meshes; of those that take the same time the first one is taken.
-      machine: the devices.
-    """
+    """The mesh of the least time, of those on which a step is expected to fit."""
     if len(among) == 1:
         mesh = on(among[0]).mesh
         return Choice(mesh, f"{said(mesh.shape)}: there is no other one for this batch")
@@ -195,12 +147,7 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
 
 
 def choose(first: Forecast, context: Context) -> Choice:
-    """The mesh for a step's first call: that of its state, if some of it lies in slices on one; else the fastest.
-
-    Args:
-      first: the call, on the job's mesh of one axis.
-      context: the job.
-    """
+    """The mesh for a step's first call: that of its state, if some of it lies in slices on one; else the fastest."""
     devices = context.devices
     for name, x in first.state:
         own = getattr(physical(x), "sharding", None)
@@ -216,16 +163,7 @@ def choose(first: Forecast, context: Context) -> Choice:
 
 
 def agreed(name: str, context: Context, find: Callable[[], Choice]) -> Choice:
-    """What the root has chosen. Every rank calls it.
-
-    Args:
-      name: of the step.
-      context: the job.
-      find: chooses, on this rank.
-
-    Raises:
-      ValueError: another rank could not choose.
-    """
+    """What the root has chosen. Every rank calls it."""
     if context.size == 1:
         return find()
     found, failed, problem = None, None, ""

@@ -14,17 +14,11 @@ from jaxdist.step.signature import NUMBERS, Signature, constants_back
 
 
 class DebugSettings(NamedTuple):
-    """Which of JAX's settings for debugging are on.
+    """Which of JAX's settings for debugging are on."""
 
-    Attributes:
-      disable_jit: `jax.disable_jit`.
-      nans: `jax_debug_nans`.
-      infs: `jax_debug_infs`.
-    """
-
-    disable_jit: bool
-    nans: bool
-    infs: bool
+    disable_jit: bool  # `jax.disable_jit`
+    nans: bool  # `jax_debug_nans`
+    infs: bool  # `jax_debug_infs`
 
 
 def settings() -> DebugSettings | None:
@@ -36,13 +30,7 @@ def settings() -> DebugSettings | None:
 
 
 def op_by_op(plain: Callable[..., Any], signature: Signature, leaves: Sequence[Any]) -> Any:
-    """What a step returns, computed without `jax.jit`.
-
-    Args:
-      plain: the step, of all its arguments in order.
-      signature: of the call.
-      leaves: of its arguments.
-    """
+    """What a step returns, computed without `jax.jit`."""
     # What the arguments hold is not made here: JAX's check would name the copy.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         whole = [_local(x) for x in leaves]

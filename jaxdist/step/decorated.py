@@ -47,11 +47,7 @@ Rest = ParamSpec("Rest")
 
 
 class DataParallel(Generic[P, R]):
-    """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape.
-
-    Attributes:
-      why: a line about the mesh that was chosen; "": none was.
-    """
+    """A decorated step. Programs are compiled per structure of arguments; jit does the rest per shape."""
 
     def __init__(self, settings: Settings):
         self._settings = settings

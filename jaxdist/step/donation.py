@@ -27,11 +27,7 @@ def without_aliases(state: list[Any]) -> list[Any]:
 
 
 class Taken:
-    """What the latest call of a step took: the arrays are gone, and tell who has them.
-
-    Args:
-      step: its name.
-    """
+    """What the latest call of a step took: the arrays are gone, and tell who has them."""
 
     _all: ClassVar[weakref.WeakSet[Taken]] = weakref.WeakSet()
 
@@ -52,18 +48,7 @@ class Taken:
 def check_there(
     step: str, calling: Calling, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: Sequence[Any]
 ) -> None:
-    """Refuse an array whose memory another call has taken.
-
-    Args:
-      step: its name.
-      calling: how it is called.
-      args: of the call.
-      keywords: names of the last ones.
-      leaves: of `args`.
-
-    Raises:
-      DonatedError: names the argument, and the call that has taken it.
-    """
+    """Refuse an array whose memory another call has taken."""
     if not any(map(_is_gone, leaves)):
         return
     path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if _is_gone(x))

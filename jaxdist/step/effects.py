@@ -20,42 +20,22 @@ _MOST = 1000  # and among how many entries of each: what is added stands last
 
 
 class Change(NamedTuple):
-    """A result that a step has put into one of its arguments.
+    """A result that a step has put into one of its arguments."""
 
-    Attributes:
-      name: of the leaf.
-      leaf: its position among the arguments' leaves; None: it is a new one.
-      argument: position of the argument.
-    """
-
-    name: str
-    leaf: int | None
-    argument: int
+    name: str  # of the leaf
+    leaf: int | None  # its position among the arguments' leaves; None: it is a new one
+    argument: int  # position of the argument
 
 
 def apart(args: Any) -> Any:
-    """Arguments in containers of their own, as `jax.jit` makes them; objects of nnx, which are changed, as they are.
-
-    Args:
-      args: a tuple of arguments, or a dict of them.
-    """
+    """Arguments in containers of their own, as `jax.jit` makes them; objects of nnx, which are changed, as they are."""
     return jax.tree.map(
         lambda x: x if modules.found(x) else jax.tree.map(lambda leaf: leaf, x), args, is_leaf=lambda x: x is not args
     )
 
 
 def changes(names: Sequence[str], given: Any, args: Sequence[Any], result: Any) -> list[Change]:
-    """Look at what a step has done to its arguments, while it is traced.
-
-    Args:
-      names: of its arguments.
-      given: the arguments before it, as of `jax.tree.flatten_with_path`.
-      args: the same after it.
-      result: of the step.
-
-    Returns:
-      The results that it has put into them, where it returns neither these nor the argument's next value.
-    """
+    """Look at what a step has done to its arguments, while it is traced."""
     before = dict(given[0])
     places = {path: i for i, path in enumerate(before)}
     found = []
@@ -71,11 +51,7 @@ def changes(names: Sequence[str], given: Any, args: Sequence[Any], result: Any) 
 
 
 def refuse_changes(found: Sequence[Change], signature: Signature) -> None:
-    """Let a step change the batch, and nothing else.
-
-    Raises:
-      StepError: it changes its state in place, and does not return it.
-    """
+    """Let a step change the batch, and nothing else."""
     for name, leaf, argument in found:
         leaves = signature.arguments[argument][1] if leaf is None else [leaf]
         if not any(signature.is_batch[i] for i in leaves):
@@ -87,11 +63,7 @@ def refuse_changes(found: Sequence[Change], signature: Signature) -> None:
 
 
 def refuse_kept(step: Callable[..., Any]) -> None:
-    """Look at what a step has put elsewhere, while it is traced.
-
-    Raises:
-      StepError: a result is in what it closes over.
-    """
+    """Look at what a step has put elsewhere, while it is traced."""
     for name, value in _outside(step):
         if (where := _holds_tracer(value, _DEPTH)) is not None:
             raise StepError(

@@ -126,18 +126,7 @@ def collecting() -> Iterator[Findings]:
 def examine(
     names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool] = (True, True)
 ) -> None:
-    """Look at what a call of a step has counted; waits for its end.
-
-    Args:
-      names: of what was counted.
-      found: of `Findings.everywhere`.
-      mesh: of the step.
-      prefix: of the error.
-      kinds: of the step's result: whether NaN are errors, and infinite values.
-
-    Raises:
-      FloatingPointError: something is not finite.
-    """
+    """Look at what a call of a step has counted; waits for its end."""
     counts = np.array(found.addressable_data(0))
     counts[:, [name.startswith("result") for name in names]] *= np.array(kinds)
     if not counts.any():

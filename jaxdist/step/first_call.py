@@ -24,12 +24,7 @@ _count = itertools.count()
 
 
 def told(step: str, call: Callable[[], R]) -> R:
-    """Make the first call of a step, wait for its result, and say how long both took.
-
-    Args:
-      step: its name.
-      call: makes it.
-    """
+    """Make the first call of a step, wait for its result, and say how long both took."""
     name, is_first = step.rpartition("<locals>.")[2], next(_count) == 0
     if is_first:
         _say(f"compiling {name} ...")

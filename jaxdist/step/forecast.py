@@ -29,46 +29,27 @@ from jaxdist.step.tracing import StepJaxpr, jaxpr_of, traced
 
 
 class Held(NamedTuple):
-    """An argument of a step, as a device holds it.
+    """An argument of a step, as a device holds it."""
 
-    Attributes:
-      name: of the leaf.
-      role: ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``.
-      bytes: of a device.
-      host: whether they are in the host's memory.
-    """
-
-    name: str
-    role: str
-    bytes: int
-    host: bool = False
+    name: str  # of the leaf
+    role: str  # ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``
+    bytes: int  # of a device
+    host: bool = False  # whether they are in the host's memory
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """A step for devices that need not be here.
+    """A step for devices that need not be here."""
 
-    Attributes:
-      program: of one device, as it is lowered.
-      axes: of the mesh that it runs on.
-      levels: of the uses of `jaxdist.zero` in the step, as it was written.
-      knows_parameters: whether it is known which arguments are the parameters.
-      arguments: of the step.
-      results: bytes of a device's results that can't take the place of an argument, at least.
-      shared: how many devices in a row share what is kept in shards; 0: all.
-      flops: of a device, an entry of anything but a contraction as one.
-      lower: as ``jax.jit(step).lower``, for these arguments.
-    """
-
-    program: ClosedJaxpr
-    axes: tuple[Axis, ...]
-    levels: frozenset[int]
-    knows_parameters: bool
-    arguments: tuple[Held, ...]
-    results: int
-    shared: int
-    flops: int
-    lower: Callable[[], Any]
+    program: ClosedJaxpr  # of one device, as it is lowered
+    axes: tuple[Axis, ...]  # of the mesh that it runs on
+    levels: frozenset[int]  # of the uses of `jaxdist.zero` in the step, as it was written
+    knows_parameters: bool  # whether it is known which arguments are the parameters
+    arguments: tuple[Held, ...]  # of the step
+    results: int  # bytes of a device's results that can't take the place of an argument, at least
+    shared: int  # how many devices in a row share what is kept in shards; 0: all
+    flops: int  # of a device, an entry of anything but a contraction as one
+    lower: Callable[[], Any]  # as ``jax.jit(step).lower``, for these arguments
 
     @functools.cached_property
     def lowered(self) -> Any:
@@ -91,31 +72,13 @@ class Ahead:
         return sum(x.bytes for x in self.arguments if not x.host) + self.results
 
     def sent(self, machine: Machine) -> tuple[Collective, ...]:
-        """The collectives, as XLA may merge them (see `jaxdist.ir.wire.merged`).
-
-        Args:
-          machine: the devices.
-        """
+        """The collectives, as XLA may merge them (see `jaxdist.ir.wire.merged`)."""
         devices = math.prod(axis.size for axis in self.axes)
         return tuple(merged(transfers(self.program, self.axes, machine), devices, machine))
 
 
 class Forecast:
-    """A call of a step on other devices than this job's, which need not be here; nothing is sent, no array is made.
-
-    Args:
-      settings: of the step.
-      cache: of the step, makes its programs.
-      signature: of the call.
-      leaves: of its arguments, arrays or `jax.ShapeDtypeStruct`s; those of the batch with the examples of all devices
-        together.
-      mesh: of them.
-      machine: what they stand for.
-
-    Attributes:
-      mesh: as given.
-      cut: the leaves that the model axis cuts, and the dimension.
-    """
+    """A call of a step on other devices than this job's, which need not be here; nothing is sent, no array is made."""
 
     def __init__(
         self,
@@ -132,11 +95,7 @@ class Forecast:
         self.cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
 
     def on(self, mesh: Mesh) -> Forecast:
-        """The same call on another mesh of as many such devices.
-
-        Args:
-          mesh: the devices.
-        """
+        """The same call on another mesh of as many such devices."""
         other = copy.copy(self)
         other.mesh, other.cut = mesh, {}
         return other
@@ -167,16 +126,7 @@ class Forecast:
         return [self._leaves[i] for i in self._signature.batch]
 
     def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
-        """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for.
-
-        Args:
-          level: of ZeRO, in place of that which the step says.
-          shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
-          scale: times as many examples as those of the batch.
-
-        Raises:
-          ValueError: the batch can't be divided over the devices.
-        """
+        """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for."""
         signature, mesh = self._signature, self.mesh
         avals = self._types(scale)
         trace = traced(

@@ -22,25 +22,15 @@ _aval_of = operator.attrgetter("aval")
 
 @dataclass
 class Known:
-    """A call that was made before, and what it runs.
+    """A call that was made before, and what it runs."""
 
-    Attributes:
-      program: for it.
-      signature: of it.
-      constants: position, type and value of each leaf that is no array.
-      settings: of JAX, under which it is traced.
-      at: of each leaf that is data, its position among all.
-      batch: types of the leaves that are split.
-      entry: of the ledger.
-    """
-
-    program: Program
-    signature: Signature
-    constants: tuple[tuple[int, type, Any], ...]
-    settings: Any
-    at: Sequence[int]
-    batch: Sequence[Any]
-    entry: Entry
+    program: Program  # for it
+    signature: Signature  # of it
+    constants: tuple[tuple[int, type, Any], ...]  # position, type and value of each leaf that is no array
+    settings: Any  # of JAX, under which it is traced
+    at: Sequence[int]  # of each leaf that is data, its position among all
+    batch: Sequence[Any]  # types of the leaves that are split
+    entry: Entry  # of the ledger
     _keys: Sequence[int] = ()
     _avals: Sequence[Any] = ()
     _shardings: Sequence[Any] = ()

@@ -16,14 +16,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def places(tree: Any, types: Sequence[Any], wanted: Any, wanted_types: Sequence[Any]) -> Iterator[int]:
-    """The first leaf of each part of a result that is like an argument, the outermost parts only.
-
-    Args:
-      tree: structure of the result.
-      types: of its leaves.
-      wanted: structure of the argument.
-      wanted_types: of its leaves.
-    """
+    """The first leaf of each part of a result that is like an argument, the outermost parts only."""
     todo = [(tree, 0)]
     while todo:
         part, first = todo.pop()
@@ -41,18 +34,7 @@ def places(tree: Any, types: Sequence[Any], wanted: Any, wanted_types: Sequence[
 def match(
     tree: Any, types: Sequence[Any], arguments: Sequence[tuple[Any, list[int], str]], avals: Sequence[Any]
 ) -> tuple[list[int | None], frozenset[int], list[list[int]]]:
-    """Match a step's result with its arguments of state.
-
-    Args:
-      tree: structure of the result.
-      types: of its leaves.
-      arguments: that are state: structure, positions of the leaves, name.
-      avals: types of the arguments' leaves.
-
-    Returns:
-      For each leaf of the result the leaf of the arguments that it is kept like, or None; the leaves of those arguments
-      of which the result has as many parts as there are arguments alike; and the leaves that are kept alike, together.
-    """
+    """Match a step's result with its arguments of state."""
     sources: list[int | None] = [None] * tree.num_leaves
     returned, alike = set[int](), list[list[int]]()
     left = [(structure, at) for structure, at, _ in arguments if at]

@@ -11,12 +11,7 @@ R = TypeVar("R")
 
 
 class Method(Generic[P, R]):
-    """A step as a method of one object, which is its first argument.
-
-    Args:
-      step: decorated.
-      instance: the object.
-    """
+    """A step as a method of one object, which is its first argument."""
 
     def __init__(self, step: Callable[..., R], instance: Any):
         self.step, self.instance = step, instance

@@ -29,21 +29,7 @@ def cut_by_model(
     sources: Sequence[int | None],
     given: Mapping[int, int],
 ) -> tuple[list[Layout], list[Weighed]]:
-    """How the model axis cuts each argument of a step, and what it would take to cut others.
-
-    Args:
-      layouts: as of `jaxdist.parallel`.
-      signature: names the arguments.
-      avals: their types.
-      mesh: the devices.
-      infer: places the step over some axis.
-      closed: the step.
-      sources: for each result the argument whose next value it is, or None.
-      given: arguments that come cut by the axis, and the dimension.
-
-    Raises:
-      ValueError: an expression that is found in no leaf, or a dimension that a leaf does not have.
-    """
+    """How the model axis cuts each argument of a step, and what it would take to cut others."""
     parts = mesh.shape.get(MODEL, 1)
     if parts == 1:
         dims, weighed = {}, []

@@ -32,17 +32,11 @@ class _NoKey:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class NnxArrays:
-    """The arrays of one argument that has objects in it.
+    """The arrays of one argument that has objects in it."""
 
-    Attributes:
-      state: its part of the state of all objects.
-      graph: of all objects, in the first of the arguments; else None.
-      position: among the arguments that have objects.
-    """
-
-    state: Any
-    graph: Any
-    position: int
+    state: Any  # its part of the state of all objects
+    graph: Any  # of all objects, in the first of the arguments; else None
+    position: int  # among the arguments that have objects
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         return ((_NoKey(), self.state),), (self.graph, self.position)

@@ -22,17 +22,11 @@ OfEachPass = Sequence[Placement]
 
 @dataclass(frozen=True)
 class Pass:
-    """A step, placed over one axis.
+    """A step, placed over one axis."""
 
-    Attributes:
-      infer: over that axis.
-      placed: with its values in slices along it.
-      ins: how its arguments come.
-    """
-
-    infer: Infer
-    placed: Placed
-    ins: OfEachPass
+    infer: Infer  # over that axis
+    placed: Placed  # with its values in slices along it
+    ins: OfEachPass  # how its arguments come
 
 
 def place(
@@ -43,16 +37,7 @@ def place(
     emit: Callable[[Infer, Placed], ClosedJaxpr],
     messages: Callable[[Infer, Placed], int],
 ) -> list[Pass]:
-    """Settle the placements of a step, over an axis after the other.
-
-    Args:
-      step: as traced.
-      axes: in the order of the passes.
-      given: how each argument comes.
-      kept: how each result goes out that is kept in a way; None: as it is made, or whole.
-      emit: the program that a pass makes, for the next one.
-      messages: how many a step on a mesh of one axis sends.
-    """
+    """Settle the placements of a step, over an axis after the other."""
     found, closed = list[Pass](), step.jaxpr
     for k in range(len(axes)):
         last = k == len(axes) - 1
@@ -76,15 +61,7 @@ def place(
 
 
 def _wanted(made: Placement, outer: Placement | None, axes: Sequence[Axis], k: int, carried: bool) -> Form:
-    """How a result goes out of the `k`-th pass that is not kept in a way.
-
-    Args:
-      made: as it is made.
-      outer: how it went out of the pass before, if both are over axes of data.
-      axes: of the passes.
-      k: the number of the pass.
-      carried: whether it is the next value of an argument.
-    """
+    """How a result goes out of the `k`-th pass that is not kept in a way."""
     if isinstance(outer, Split):
         return tiles(outer.dim, outer.size, [axis.size for axis in _of_data(axes)])[-1]
     return form(made) if not carried and isinstance(made, Split) and _stays(made, axes, k) else REPLICATED

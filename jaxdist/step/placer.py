@@ -24,21 +24,7 @@ ELSEWHERE = object()
 
 
 class Placer:
-    """Moves leaves onto the devices of one mesh.
-
-    Args:
-      context: the job; its root's values are those of state that is not on the mesh yet.
-      mesh: the devices.
-      passed: the same devices, by whose places on the axis of data the processes pass their parts of a batch; default:
-        `mesh`.
-
-    Attributes:
-      passed: `passed`.
-      processes: number of those with some of the devices.
-      parts: of which a batch is made up.
-      own: the parts that this process passes.
-      shared: for each part the processes that pass it.
-    """
+    """Moves leaves onto the devices of one mesh."""
 
     def __init__(self, context: Context, mesh: Mesh, passed: Mesh | None = None):
         self.context, self.mesh, self.passed = context, mesh, passed or mesh
@@ -156,12 +142,7 @@ class Placer:
 
     def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
         """Each process's part of the batch as one global array, the parts in the order of their places on the axis of
-        data; with its padding.
-
-        Args:
-          leaves: this process's parts, or arrays that are global already.
-          layouts: how each is cut; what is added at an end are copies of the last entries.
-        """
+        data; with its padding."""
         places = [sharding(self.mesh, how) for how in layouts]
         if self.processes == 1:
             whole = [_filled(x, how) for x, how in zip(leaves, layouts, strict=True)]
@@ -254,13 +235,7 @@ def _weakly(place: Sharding) -> Callable[[jax.Array], jax.Array]:
 
 @functools.lru_cache(1024)
 def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-    """Brings a leaf of a batch from another mesh.
-
-    Args:
-      place: on this one.
-      how: it is cut there.
-      shape: of the leaf; what the array has beyond it is padding.
-    """
+    """Brings a leaf of a batch from another mesh."""
 
     def moved(x: jax.Array) -> jax.Array:
         return _lengthened(x[tuple(map(slice, shape))], how.cuts)
@@ -272,14 +247,7 @@ def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callabl
 def _own_slices(
     place: NamedSharding, shape: tuple[int, ...], rows: int, own: tuple[int, ...]
 ) -> list[tuple[Any, tuple[slice, ...] | None]]:
-    """The slices of what this process passes of a batch that its devices have; None: all of it.
-
-    Args:
-      place: of the batch of all processes.
-      shape: of that.
-      rows: of a part.
-      own: the parts that this process passes, one after the other.
-    """
+    """The slices of what this process passes of a batch that its devices have; None: all of it."""
     found: list[tuple[Any, tuple[slice, ...] | None]] = []
     for device, index in place.addressable_devices_indices_map(shape).items():
         ends = [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]

@@ -50,25 +50,7 @@ programs count as well.
 
 class Program:
     """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays, for arguments of one
-    type, compiled.
-
-    Args:
-      step: as traced.
-      signature: structure of its arguments.
-      avals: their logical types.
-      layouts: how each leaf of the arguments is kept; None: whole on every device, or it belongs to the batch.
-      mesh: one axis, ``"data"``.
-      communicator: whose lowering rules to use.
-      donate: positions of the leaves whose memory results may take.
-      bucket_bytes: see `placements.buckets`.
-      compress: the dtype in which gradients travel; None: their own.
-      name: of the step.
-
-    Attributes:
-      checked: what the findings are about; nothing: there are none.
-      padded: where the state's leaves are arrays with padding.
-      batch: how the leaves of the batch are split.
-    """
+    type, compiled."""
 
     def __init__(
         self,
@@ -205,11 +187,7 @@ class Program:
         return carried_over([name for _, _, name in split]) if like else ""
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
-        """Run it.
-
-        Returns:
-          The step's result, and the findings of `jaxdist.step.finite` (None: it has none).
-        """
+        """Run it."""
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
         if self._executable is None:
             outs, found = self._jitted(*args), None
@@ -236,11 +214,7 @@ class Program:
         return ahead
 
     def place(self, fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None) -> list[Pass]:
-        """Settle the placements of the step, over an axis of the mesh after the other.
-
-        Args:
-          fused: `_fused`, which may be asked for what it returns.
-        """
+        """Settle the placements of the step, over an axis of the mesh after the other."""
         axes, fused = passes(self._over), fused or self._fused
         whole, batch = [REPLICATED] * len(axes), iter(self.batch)
         given = [

@@ -23,20 +23,7 @@ from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
 
 class ProgramCache:
-    """The programs of one step.
-
-    Args:
-      settings: of the step.
-      mesh: its devices.
-      machine: what they are.
-      placer: onto them.
-      communicator: a name or a table of rules.
-
-    Attributes:
-      traces: {(signature, ...): how the step was traced}.
-      programs: {(trace, layouts): what was made of it}.
-      debugging: settings of JAX that a call is made under.
-    """
+    """The programs of one step."""
 
     def __init__(
         self,
@@ -133,16 +120,7 @@ class ProgramCache:
         mesh: Mesh,
         communicator: str | Rules,
     ) -> Program:
-        """What the step becomes on these devices, state kept as said.
-
-        Args:
-          trace: of the step.
-          signature: of the call.
-          avals: types of the leaves, as the step sees them.
-          layouts: how each is kept.
-          mesh: the devices.
-          communicator: a name or a table of rules.
-        """
+        """What the step becomes on these devices, state kept as said."""
         of = self._settings
         may = lambda i, name: name in of.donated or (of.donate and i in trace.returned)
         # An error of `check_finite` must not cost the state.

@@ -26,14 +26,7 @@ _log = logging.getLogger("jaxdist")
 
 
 class Reader:
-    """Reads the calls of one step.
-
-    Args:
-      name: of the step, for messages.
-      settings: of the step.
-      placer: onto the devices of the step.
-      cache: traces the step for a signature and the types of its leaves.
-    """
+    """Reads the calls of one step."""
 
     def __init__(self, name: str, settings: Settings, placer: Placer, cache: ProgramCache):
         self._name, self.calling, self._declared = name, settings.calling, settings.batch
@@ -45,15 +38,7 @@ class Reader:
         """The signature of a call.
 
         A Python number is data, as under `jax.jit`; in modules of equinox it is a constant, as under
-        `equinox.filter_jit`.
-
-        Args:
-          args: of the call, in order.
-          keywords: names of the last ones.
-
-        Raises:
-          TypeError: an argument that is said to be a batch is none.
-        """
+        `equinox.filter_jit`."""
         leaves, tree = jax.tree.flatten(args)
         numbers = _in_equinox(args)
         marked = [x if is_array(x) and i not in numbers else Static(x) for i, x in enumerate(leaves)]
@@ -141,19 +126,7 @@ class Reader:
         call: int,
         context: Context,
     ) -> None:
-        """Look at the values that the ranks come with to a call which is new to them.
-
-        Args:
-          signature: of the call.
-          leaves: of its arguments.
-          everyone: a checksum of each leaf on each rank; None: it lies on several processes, in parts.
-          differs: the leaves that are not the same on all ranks.
-          call: its number.
-          context: the job.
-
-        Raises:
-          ValueError: (on every rank) the values say that something else is the batch.
-        """
+        """Look at the values that the ranks come with to a call which is new to them."""
         self._check_shared(signature, self._by_parts(signature, leaves, everyone, call, context))
         if self._placer.parts > 1:
             own = {i for i in differs if everyone[0][i] is not None}

@@ -19,37 +19,20 @@ COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a step is decorated with: the arguments of `jaxdist.data_parallel`.
+    """What a step is decorated with: the arguments of `jaxdist.data_parallel`."""
 
-    Attributes:
-      step: the function.
-      calling: how it is called.
-      batch: which arguments are the batch, if the user has said so.
-      axis_name: what the step calls the mesh axis.
-      donate: whether state that the step returns is donated.
-      donated: names of arguments that are.
-      check_finite: whether NaN and infinity in the result are errors.
-      check_every: calls from one comparison of the devices' copies to the next; 0: none.
-      mesh: the devices, or the sizes of the axes of all of the job's; None: these as one axis; "auto": as the first
-        call is fastest.
-      layouts: by a regular expression for the names of leaves of the state: the dimension that the model axis cuts;
-        None: jaxdist finds them.
-      bucket_bytes: of a message of gradients; None: by measurement.
-      compress: how gradients travel.
-    """
-
-    step: Callable[..., Any]
-    calling: Calling
-    batch: tuple[Batch, ...] | None
-    axis_name: str
-    donate: bool
-    donated: frozenset[str]
-    check_finite: bool
-    check_every: int
-    mesh: Mesh | Sizes | Literal["auto"] | None
-    layouts: Mapping[str, int | None] | None
-    bucket_bytes: int | None
-    compress: Compression | None
+    step: Callable[..., Any]  # the function
+    calling: Calling  # how it is called
+    batch: tuple[Batch, ...] | None  # which arguments are the batch, if the user has said so
+    axis_name: str  # what the step calls the mesh axis
+    donate: bool  # whether state that the step returns is donated
+    donated: frozenset[str]  # names of arguments that are
+    check_finite: bool  # whether NaN and infinity in the result are errors
+    check_every: int  # calls from one comparison of the devices' copies to the next; 0: none
+    mesh: Mesh | Sizes | Literal["auto"] | None  # the devices, or the sizes of the axes of all of the job's
+    layouts: Mapping[str, int | None] | None  # by a regular expression for the names of leaves of the state
+    bucket_bytes: int | None  # of a message of gradients; None: by measurement
+    compress: Compression | None  # how gradients travel
 
     def said(self) -> list[tuple[str, str]]:
         """Names and values of what decides which calls are made and what is sent, for other ranks."""

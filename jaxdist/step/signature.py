@@ -39,22 +39,13 @@ def is_array(leaf: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The structure of a call: what a compiled program is specific to, besides shapes and dtypes.
+    """The structure of a call: what a compiled program is specific to, besides shapes and dtypes."""
 
-    Attributes:
-      tree: of the tuple of all arguments; a leaf that is no array is a `Static` node of it.
-      is_batch: for each leaf, whether it belongs to the batch.
-      names: how messages call each leaf.
-      parameters: how they call each argument.
-      keywords: names of the last arguments, which go by keyword.
-      numbers: positions, among all leaves of the arguments, of Python numbers that are constants of the program.
-    """
-
-    tree: Any
-    is_batch: tuple[bool, ...]
-    names: tuple[str, ...]
-    parameters: tuple[str, ...]
-    keywords: tuple[str, ...] = ()
+    tree: Any  # of the tuple of all arguments; a leaf that is no array is a `Static` node of it
+    is_batch: tuple[bool, ...]  # for each leaf, whether it belongs to the batch
+    names: tuple[str, ...]  # how messages call each leaf
+    parameters: tuple[str, ...]  # how they call each argument
+    keywords: tuple[str, ...] = ()  # names of the last arguments, which go by keyword
     numbers: frozenset[int] = frozenset()
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
@@ -103,11 +94,7 @@ class Signature:
 
 
 class Signatures(dict[Any, Signature]):
-    """Signatures of earlier calls, by the structure of the arguments (`flat`) and the constants among them.
-
-    Attributes:
-      numbers: by structure, the positions of Python numbers that are constants.
-    """
+    """Signatures of earlier calls, by the structure of the arguments (`flat`) and the constants among them."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, frozenset[int]] = {}

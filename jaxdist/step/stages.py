@@ -11,21 +11,13 @@ from jaxdist.step.program import Program
 
 
 class AheadCall(NamedTuple):
-    """The call that a program is made for ahead of time.
+    """The call that a program is made for ahead of time."""
 
-    Attributes:
-      program: for its arguments.
-      complete: a call's arguments, with the static ones.
-      types_of: structure and types of a call's arguments.
-      types: those of this call.
-      call: runs the step.
-    """
-
-    program: Program
+    program: Program  # for its arguments
     complete: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    types_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    types: Any
-    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    types_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]  # structure and types of a call's arguments
+    types: Any  # those of this call
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]  # runs the step
 
 
 class _Stage:
@@ -61,11 +53,7 @@ class Compiled(_Stage):
     """A step that is compiled, like `jax.stages.Compiled`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The step, for arguments of the types that it was compiled for; without the static ones, as JAX's.
-
-        Raises:
-          TypeError: they have others.
-        """
+        """The step, for arguments of the types that it was compiled for; without the static ones, as JAX's."""
         args, kwargs = self._of.complete(args, kwargs)
         given = self._of.types_of(args, kwargs)
         if given != self._of.types:

@@ -37,19 +37,12 @@ _log = logging.getLogger("jaxdist")
 
 @dataclass(frozen=True, eq=False)
 class StepJaxpr:
-    """A step as a jaxpr, at logical shapes.
+    """A step as a jaxpr, at logical shapes."""
 
-    Attributes:
-      jaxpr: its outputs are the leaves of the result; then, if there are findings, one more with them.
-      tree: of the result.
-      checked: what the findings are about (see `jaxdist.step.finite`).
-      changes: what it puts into its arguments.
-    """
-
-    jaxpr: ClosedJaxpr
-    tree: Any
-    checked: tuple[str, ...]
-    changes: tuple[effects.Change, ...]
+    jaxpr: ClosedJaxpr  # its outputs are the leaves of the result; then, if there are findings, one more with them
+    tree: Any  # of the result
+    checked: tuple[str, ...]  # what the findings are about (see `jaxdist.step.finite`)
+    changes: tuple[effects.Change, ...]  # what it puts into its arguments
 
     @property
     def knows_mesh(self) -> bool:
@@ -57,12 +50,7 @@ class StepJaxpr:
         return contains(self.jaxpr.jaxpr, [shard_map_p])
 
     def returns(self, argument: tuple[Any, list[int], str], avals: Sequence[Any]) -> bool:
-        """Whether a part of the result has the structure, shapes and dtypes of an argument.
-
-        Args:
-          argument: its structure, the positions of its leaves, its name.
-          avals: types of all arguments' leaves.
-        """
+        """Whether a part of the result has the structure, shapes and dtypes of an argument."""
         structure, at, _ = argument
         found = places(self.tree, self.jaxpr.out_avals, structure, [avals[i] for i in at])
         return bool(at) and next(found, None) is not None
@@ -70,25 +58,15 @@ class StepJaxpr:
 
 @dataclass(frozen=True, eq=False)
 class TracedStep(StepJaxpr):
-    """A step, and what was found out about it.
+    """A step, and what was found out about it."""
 
-    Attributes:
-      infer: places it over the axis along which state is kept in shards.
-      groups: of devices, each of which keeps all of the state.
-      marks: of `jaxdist.zero`.
-      layouts: how the step wants each argument to be kept; None: whole, or it belongs to the batch.
-      sources: for each output the argument of its structure, like which it is kept, or None.
-      returned: the arguments of whose structure there are as many results as arguments, which may take their memory.
-      weighed: what it would take to cut other leaves along the model axis.
-    """
-
-    infer: Infer
-    groups: int
-    marks: Marks
-    layouts: tuple[Layout | None, ...]
-    sources: tuple[int | None, ...]
-    returned: frozenset[int]
-    weighed: Sequence[Weighed]
+    infer: Infer  # places it over the axis along which state is kept in shards
+    groups: int  # of devices, each of which keeps all of the state
+    marks: Marks  # of `jaxdist.zero`
+    layouts: tuple[Layout | None, ...]  # how the step wants each argument to be kept
+    sources: tuple[int | None, ...]  # for each output the argument of its structure, like which it is kept, or None
+    returned: frozenset[int]  # the arguments of whose structure there are as many results as arguments
+    weighed: Sequence[Weighed]  # what it would take to cut other leaves along the model axis
 
     def result(self) -> Any:
         """Shapes and types of the step's result."""
@@ -107,19 +85,7 @@ def traced(
     layouts: Mapping[str, int | None] | None = None,
     given: Mapping[int, int] | None = None,
 ) -> TracedStep:
-    """What placements are settled from.
-
-    Args:
-      step: as a jaxpr.
-      signature: structure of its arguments.
-      avals: their types; the batch's with all examples.
-      mesh: one axis, ``"data"``.
-      machine: of the mesh.
-      level: of ZeRO, in place of those that the step says.
-      shared: how many devices in a row share what is kept in shards, 0: all; in place of what the step says.
-      layouts: of the model axis, as of `jaxdist.parallel`.
-      given: arguments that come cut by the model axis, and the dimension.
-    """
+    """What placements are settled from."""
     effects.refuse_changes(step.changes, signature)
     closed, tree = step.jaxpr, step.tree
     dims: dict[tuple[int, ...], int | None] = {}
@@ -172,19 +138,7 @@ def jaxpr_of(
     axis_name: str = AXIS,
     check_finite: bool = False,
 ) -> StepJaxpr:
-    """Trace a step.
-
-    Args:
-      step: written for one device.
-      signature: structure of its arguments.
-      avals: their types; the batch's with all examples.
-      mesh: one axis, ``"data"``.
-      axis_name: what the step calls the axis.
-      check_finite: whether the result is looked at.
-
-    Raises:
-      StepError: it keeps a result outside.
-    """
+    """Trace a step."""
     trees: list[tuple[Any, tuple[str, ...], tuple[effects.Change, ...]]] = []
     named: dict[str, Sequence[tuple[float, str]]] = {}  # the axis, and what sums over it are divided by
 
