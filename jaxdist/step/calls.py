@@ -76,18 +76,18 @@ class Calls:
             self.name += f"#{count}" * bool(count)
             self._steps.setdefault(self.name, Progress())
         self.number = self._steps[self.name].committed + 1
-        self._ledger.check_all_here(f"step {self.name!r}")
+        self._ledger.check_all_here(self.name)
 
     def find(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Known, Sequence[Any]]:
         """What a call with these arguments runs, and its leaves, those of the state on the mesh."""
         try:
             leaves, tree = flat(args, keywords)
-            check_there(self.name, self._settings.calling, args, keywords, leaves)
             known = self._latest.get(tree)
             settings = trace_settings(), self._cache.debugging
-            if known is None or not known.fits(leaves, self._placer.batch_key, settings):
+            if known is None or not known.fits(leaves, self._placer.batch_key, settings) or known.gone(leaves):
                 if known is None and modules.found(args):
                     raise modules.FoundError
+                check_there(self.name, self._settings.calling, args, keywords, leaves)
                 known, leaves, fresh, moved = self._look_up(args, keywords, leaves, tree, settings)
             else:
                 fresh, moved = False, ()

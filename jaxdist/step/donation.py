@@ -49,9 +49,9 @@ def check_there(
     step: str, calling: Calling, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: Sequence[Any]
 ) -> None:
     """Refuse an array whose memory another call has taken."""
-    if not any(map(_is_gone, leaves)):
+    if not any(map(is_gone, leaves)):
         return
-    path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if _is_gone(x))
+    path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if is_gone(x))
     name = leaf_name(calling.of(len(args), keywords), path)
     raise DonatedError(
         f"step {step!r}: {name} is gone: {Taken.by(physical(array))}. Go on with what that call returned, pass it a "
@@ -59,6 +59,7 @@ def check_there(
     )
 
 
-def _is_gone(x: Any) -> bool:
+def is_gone(x: Any) -> bool:
+    """Whether the memory of a leaf was taken, or given up."""
     deleted = getattr(x, "is_deleted", None)
     return deleted is not None and deleted()

@@ -12,12 +12,12 @@ from jaxdist.agreement.ledger import Entry
 from jaxdist.compat import bits_of, sharding_of
 from jaxdist.placements.layouts import Padded
 from jaxdist.step.batch import is_keys
-from jaxdist.step.donation import without_aliases
+from jaxdist.step.donation import is_gone, without_aliases
 from jaxdist.step.placer import Placer
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature, picker
 
-_aval_of = operator.attrgetter("aval")
+_aval_of, _is_deleted = operator.attrgetter("aval"), operator.methodcaller("is_deleted")
 
 
 @dataclass
@@ -68,6 +68,12 @@ class Known:
             and self.settings == settings
             and all((type(leaves[i]), leaves[i]) == (kind, value) for i, kind, value in self.constants)
             and [batch_key(leaves[self.at[i]]) for i in self.signature.batch] == self.batch
+        )
+
+    def gone(self, leaves: Sequence[Any]) -> bool:
+        """Whether another call has taken the memory of some leaf; of a call that fits."""
+        return any(map(_is_deleted, self._pick(leaves))) or any(
+            is_gone(leaves[self.at[i]]) for i in self.signature.batch
         )
 
     def arguments(self, leaves: Sequence[Any], placer: Placer) -> tuple[list[Any], list[Any]]:
