@@ -60,11 +60,11 @@ class Ledger:
         if self._control.size > 1 and not self._foreseen(entry):
             self._control.post(_NEXT, (self.count, entry.text))
 
-    def check_all_here(self, what: str) -> None:
-        """Nobody has left who should come to the next call."""
+    def check_all_here(self, step: str) -> None:
+        """Nobody has left who should come to the next call, of this step."""
         for rank, count in list(self._control.notices.get("bye", {}).items()):
             if count <= self.count:
-                raise RuntimeError(self._missing(rank, count, what))
+                raise RuntimeError(self._missing(rank, count, f"step {step!r}"))
 
     def enter(self, entry: Entry) -> None:
         """Enter a call that was compared, or has not to be."""
