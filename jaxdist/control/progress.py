@@ -19,16 +19,12 @@ class ActiveCall:
     Attributes:
       number: from 1.
       since: when; of `time.monotonic`.
-      returned: whether its program was dispatched: nothing will be traced any more.
-      may_trace: whether it is known that something new may be traced before.
       over: whether it has ended, as far as was seen.
       output: one small array of its result.
     """
 
     number: int
     since: float
-    returned: bool = False
-    may_trace: bool = False
     over: bool = False
     output: Any = None
 
@@ -36,7 +32,6 @@ class ActiveCall:
         """The program returned `result`, which may not be computed yet; None: it failed."""
         self.output = _an_array(result)
         self.over = self.output is None
-        self.returned = True
 
     def finished(self) -> bool | None:
         """Whether it has ended; None if that can't be known: its output was donated to another program."""

@@ -27,19 +27,6 @@ ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter"
 CHEAP = SHAPE_ONLY | {"broadcast_in_dim", "convert_element_type", "div", "mul", "neg"}
 """May stand between what makes a tensor and its collective, without making that later."""
 
-CARRIES = (
-    ADDITION | (SAME - {"device_put", "layout_constraint", "pvary", "reshard", "sharding_constraint"})
-    | {"clamp", "convert_element_type", "max", "min", "neg", "optimization_barrier", "reduce_precision",
-       "stop_gradient", "sub"}
-)  # fmt: skip
-"""What comes out is a next value of an operand of its shape."""
-
-WRITES = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
-"""The result is the first operand, in part overwritten or added to."""
-
-PIECES = frozenset({"concatenate", "expand_dims", "reshape", "slice", "split", "squeeze"})
-"""The results have entries of the operands in order: a tree as one vector, and a vector as a tree."""
-
 CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})
 
 FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2,

@@ -35,17 +35,6 @@ class Placer:
         self.parts = len(self.shared)
         self.own = tuple(k for k, ranks in enumerate(self.shared) if jax.process_index() in ranks)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
-        self._known: dict[int, tuple[Any, Any]] = {}
-        self._layouts: dict[int, Any] = {}  # of a sharding, by its id: a state may come with others each time
-
-    def misplaced(self, leaves: Sequence[Any], layouts: Sequence[Any]) -> list[int]:
-        """Positions of the leaves that are not kept on the mesh as `layouts` say (a layout, or None: whole)."""
-        known = self._layouts
-        return [
-            i
-            for i, (x, how) in enumerate(zip(leaves, layouts, strict=True))
-            if known.get(id(getattr(x, "sharding", None)), ELSEWHERE) is not how and self.layout(x) is not how
-        ]
 
     def layout(self, x: Any) -> Any:
         """How a leaf is kept on the mesh: its layout, None if it is whole, `ELSEWHERE` if it is not there."""
@@ -56,23 +45,15 @@ class Placer:
         # An array of one device is not ours even if the mesh is that device: it would be donated.
         if not isinstance(own, NamedSharding) or not self.is_ours(own.mesh):
             return ELSEWHERE
+        if padded:
+            return x.layout
         host = own.memory_kind == HOST
         if not host and own.memory_kind != self.state_sharding.memory_kind:
             return ELSEWHERE
-        if padded:
-            how = x.layout
-        elif own.is_fully_replicated:
+        if own.is_fully_replicated:
             how = on_host(None, x.shape, self.mesh.size) if host else None
-            if host and how is None:
-                return ELSEWHERE
-        else:
-            if (cuts := _cuts(own)) is None:
-                return ELSEWHERE
-            how = layout(*cuts, host=host)
-        if len(self._layouts) < 256:
-            self._known[id(own)] = own, how  # kept alive here, so that the id stays its own
-            self._layouts[id(own)] = how
-        return how
+            return ELSEWHERE if host and how is None else how
+        return ELSEWHERE if (cuts := _cuts(own)) is None else layout(*cuts, host=host)
 
     def is_ours(self, mesh: Any) -> bool:
         """Whether a mesh is this one, or this one in groups."""

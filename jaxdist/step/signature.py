@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +87,6 @@ class Signature:
             start += child.num_leaves
         return out
 
-    @functools.cached_property
-    def pick_state(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        """Picks the state's leaves from all of them."""
-        return picker(self.state)
-
 
 class Signatures(dict[Any, Signature]):
     """Signatures of earlier calls, by the structure of the arguments (`flat`) and the constants among them."""
@@ -99,12 +94,10 @@ class Signatures(dict[Any, Signature]):
     def __init__(self) -> None:
         self.numbers: dict[Any, frozenset[int]] = {}
 
-    def constants(
-        self, tree: Any, leaves: Sequence[Any], among: Iterable[int] | None = None
-    ) -> tuple[tuple[int, type, Any], ...]:
-        """Position, type and value of each constant among these leaves, or among those at some positions."""
-        numbers, positions = self.numbers.get(tree, ()), range(len(leaves)) if among is None else among
-        return tuple((i, type(x), x) for i in positions if not is_array(x := leaves[i]) or i in numbers)
+    def constants(self, tree: Any, leaves: Sequence[Any]) -> tuple[tuple[int, type, Any], ...]:
+        """Position, type and value of each constant among these leaves."""
+        numbers = self.numbers.get(tree, ())
+        return tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
 
 
 def flat(args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[list[Any], Any]:
