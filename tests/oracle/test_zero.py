@@ -58,6 +58,20 @@ def test_what_a_level_keeps_in_shards(level: Any) -> None:
     params, opt_state = check_steps(step_of(tx), state_of(tx), BATCHES, on=4, plain=step_of(ADAM))
     assert keeps(opt_state[1][0].mu) == (SLICES if level else WHOLE)
     assert keeps(params) == (SLICES if level == 3 else WHOLE)
+
+
+def test_what_is_alike_is_kept_alike() -> None:
+    """A target network as its online network is, and so are gradients that a step returns."""
+    tx = jaxdist.zero(ADAM, 3)
+
+    def step(target: Any, params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x) * loss_fn(target, x))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return target, optax.apply_updates(params, updates), opt_state, (loss, grads)
+
+    target, params, opt_state = check_steps(step, (PARAMS, *state_of(tx)), BATCHES, on=4)
+    assert keeps(target) == keeps(params) == SLICES
+    assert keeps(decorated(step, 4)(target, params, opt_state, BATCH)[3][1]) == SLICES
     assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, PARAMS)
     assert jax.tree.structure(opt_state) == jax.tree.structure(ADAM.init(PARAMS))
 
