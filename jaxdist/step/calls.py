@@ -82,15 +82,15 @@ class Calls:
         """What a call with these arguments runs, and its leaves, those of the state on the mesh."""
         try:
             leaves, tree = flat(args, keywords)
-            known = self._latest.get(tree)
+            known = latest = self._latest.get(tree)
             settings = trace_settings(), self._cache.debugging
             if known is None or not known.fits(leaves, self._placer.batch_key, settings) or known.gone(leaves):
                 if known is None and modules.found(args):
                     raise modules.FoundError
                 check_there(self.name, self._settings.calling, args, keywords, leaves)
-                known, leaves, fresh, moved = self._look_up(args, keywords, leaves, tree, settings)
+                known, moved = self._look_up(args, keywords, leaves, tree, settings)
             else:
-                fresh, moved = False, ()
+                moved = ()
         except modules.FoundError:
             raise
         except Exception as error:
@@ -100,13 +100,16 @@ class Calls:
                 raise
             raise clearer from None
         differs: dict[int, list[int]] = {}
+        fresh = known is not latest and (tree, known.constants) not in self._signatures
         new = fresh or moved or known.entry.digest not in self._agreed or self._with_bits
         if self._several and (new or self._ledger.waits(known.entry)):
             differs = self._compare(known, leaves, fresh, moved)
+        if fresh:
+            self._signatures[tree, known.constants] = known.signature
         if moved:
             leaves = self._moved(known, leaves, moved, differs)
             known = self._known.setdefault(self._key(known.signature, known.signature.data(leaves), settings), known)
-        if known is not self._latest.get(tree):
+        if known is not latest:
             self._latest[tree] = known.like(leaves)
         if known.program not in self._announced:
             self._announced.add(known.program)
@@ -115,17 +118,14 @@ class Calls:
 
     def _look_up(
         self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any, settings: Any
-    ) -> tuple[Known, list[Any], bool, Sequence[int]]:
-        """The call by its key; whether its signature is new; and the leaves of the state that its program has in
-        another place."""
+    ) -> tuple[Known, Sequence[int]]:
+        """The call by its key; and the leaves of the state that its program has in another place."""
         constants = self._signatures.constants(tree, leaves)
         signature = self._signatures.get((tree, constants))
-        fresh = signature is None
         if signature is None:
             signature = self._reader.read(args, keywords)
             self._signatures.numbers[tree] = signature.numbers
             constants = self._signatures.constants(tree, leaves)
-            self._signatures[tree, constants] = signature
         data = signature.data(leaves)
         key = self._key(signature, data, settings)
         known = self._known.get(key)
@@ -138,7 +138,7 @@ class Calls:
             entry = self._entry(signature, data, program)
             known = self._known[key] = Known(program, signature, constants, settings, at, own, entry)
         layouts = known.program.layouts
-        return known, leaves, fresh, [i for i in signature.state if self._placer.layout(data[i]) is not layouts[i]]
+        return known, [i for i in signature.state if self._placer.layout(data[i]) is not layouts[i]]
 
     def _key(self, signature: Signature, data: Sequence[Any], settings: Any) -> Any:
         """What decides which program runs."""

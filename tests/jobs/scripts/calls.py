@@ -194,6 +194,10 @@ def refused() -> None:
         with raises((kind, RuntimeError), *tokens):
             call()
         close(over(loss_of)(W, X[R]), loss_of(W, whole(X)))
+    again = over(loss_of)
+    for _ in range(2):  # an error that was caught is no answer
+        with raises(ValueError, "batch_argnums='w'"):
+            again(own, X[0])
     with jax.debug_nans(True), raises(FloatingPointError, "loss_of", "NaN"):
         over(loss_of)(W, nan)
     with jax.disable_jit(), raises(TypeError, "disable_jit", "one process"):
