@@ -60,6 +60,18 @@ def test_what_a_level_keeps_in_shards(level: Any) -> None:
     assert keeps(params) == (SLICES if level == 3 else WHOLE)
 
 
+def test_groups_of_two_sizes_are_refused() -> None:
+    one, other = jaxdist.zero(ADAM, 1, within=2), jaxdist.zero(ADAM, 1)
+
+    def step(params: Any, a: Any, b: Any, x: Any) -> Any:
+        grads = jax.grad(loss_fn)(params, x)
+        return params, one.update(grads, a, params)[1], other.update(grads, b, params)[1]
+
+    with raises(ValueError, "groups of 2 and of 4", "within"):
+        decorated(step, 4)(PARAMS, one.init(PARAMS), other.init(PARAMS), BATCH)
+    assert "pad=" in repr(jaxdist.shard(PARAMS)["w"])
+
+
 def test_what_is_alike_is_kept_alike() -> None:
     """A target network as its online network is, and so are gradients that a step returns."""
     tx = jaxdist.zero(ADAM, 3)

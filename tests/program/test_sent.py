@@ -15,6 +15,7 @@ import pytest
 from catalogue import flows
 from harness import programs
 from harness.check import check, decorated, train_step
+from harness.errors import raises
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -416,6 +417,14 @@ def test_few_rows_cross_groups(rows: int, kind: str) -> None:
     assert crossing == {kind}
 
 
+def test_explain_says_that_there_is_no_batch() -> None:
+    step = decorated(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean(), 4, batch_argnums=())
+    (row,) = [
+        line for line in str(jaxdist.explain(step, zeros(256, 256), zeros(512, 256))).splitlines() if "all of" in line
+    ]
+    assert all(word in row for word in ("100.0%", "no argument", "batch_argnums"))
+
+
 # --- operations that jaxdist does not know
 
 
@@ -431,5 +440,7 @@ def test_an_operation_of_your_own(known: bool, caplog: pytest.LogCaptureFixture)
     w, x = np.ones(3), np.arange(24.0).reshape(8, 3)
     step = decorated(lambda w, x: w + own.bind(x * w).mean(0), 8)
     np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
+    with raises(ValueError, "b, d"):
+        jaxdist.register(own, "b, d")
     said = [m for m in caplog.messages if f"own_{known}" in m and "test_sent.py:" in m]
     assert len(said) == (not known)

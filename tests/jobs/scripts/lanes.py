@@ -85,6 +85,19 @@ def whole(level: int) -> oracle.Case:
     return oracle.Case("whole", step, (normal(5),), lambda i: normal(24, 5, seed=i))
 
 
+def groups(level: int) -> oracle.Case:
+    """Sums over all lanes, and over groups of them, also of two sizes."""
+
+    def each(x: Any) -> Any:
+        sides = [[0, 2], [1, 3]], [[0], [1, 2, 3]]
+        return [jax.lax.psum(x.sum(0), "data"), *(jaxdist.allreduce(x.sum(0), groups=one)[None] for one in sides)]
+
+    run = jaxdist.per_device(each, in_specs=jax.P("data"), out_specs=[jax.P(), jax.P("data"), jax.P("data")])
+    return oracle.Case(
+        "groups", lambda w, x: (w + x.mean(0), run(jnp.tanh(x))), (normal(5),), lambda i: normal(24, 5, seed=i)
+    )
+
+
 def padded(level: int) -> str:
     """Epochs of a loader whose last batch is smaller, and a gather of what its steps return for each example."""
     given = wide(level)
@@ -105,5 +118,6 @@ def _oracle(name: str) -> Callable[[int], oracle.Case]:
 
 
 OWN: dict[str, Callable[[int], oracle.Case]] = {
-    "wide": wide, "matrices": matrices, "whole": whole, **{name: _oracle(name) for name in oracle.CASES},
+    "wide": wide, "matrices": matrices, "whole": whole, "groups": groups,
+    **{name: _oracle(name) for name in oracle.CASES},
 }  # fmt: skip
