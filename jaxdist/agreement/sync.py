@@ -19,7 +19,7 @@ from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import SyncError, in_words
-from jaxdist.ir.fingerprint import type_text
+from jaxdist.ir.fingerprint import checksum, type_text
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
@@ -69,8 +69,10 @@ class Leaf(NamedTuple):
 
     name: str  # its path in the tree
     kind: str  # type, shape and layout
-    sums: tuple[tuple[str, int], ...]  #
-    slices: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    sums: tuple[tuple[str, int], ...]  # device and checksum wherever this process has the whole value
+    slices: tuple[
+        tuple[str, tuple[tuple[str, int], ...]], ...
+    ] = ()  # of each slice that several groups of devices have
 
 
 def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
@@ -151,14 +153,14 @@ def _leaf(name: str, x: Any) -> Leaf:
             return Leaf(
                 name, f"{type_text(x.dtype, x.shape)} in shards{spec} over {n} devices", (), _slices(x, x.shape)
             )
-        parts = [(str(shard.device), _checksum(_on_host(shard.data))) for shard in x.addressable_shards]
+        parts = [(str(shard.device), checksum(_on_host(shard.data))) for shard in x.addressable_shards]
         return Leaf(name, f"{type_text(x.dtype, x.shape)} on {n} device{'s' * (n != 1)}", tuple(parts))
     if isinstance(x, (bool, int, float, complex, str, bytes)):
         return Leaf(name, type(x).__name__, (("", _checksum_scalar(x)),))
     if not hasattr(x, "__array__"):
         return Leaf(name, type(x).__name__, ())
     host = np.asarray(x)
-    sums = () if host.dtype.hasobject else (("", _checksum(host)),)
+    sums = () if host.dtype.hasobject else (("", checksum(host)),)
     return Leaf(name, f"{type_text(host.dtype, host.shape)} on the host", sums)
 
 
@@ -173,7 +175,7 @@ def _slices(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[
     for shard in x.addressable_shards:
         place = tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=True))
         real = tuple(slice(max(0, n - start)) for (start, _), n in zip(place, shape, strict=True))
-        found.append((numbers[place], (str(shard.device), _checksum(_on_host(shard.data)[real]))))
+        found.append((numbers[place], (str(shard.device), checksum(_on_host(shard.data)[real]))))
     return tuple((f"slice {i + 1} of {len(numbers)}", tuple(sums)) for i, sums in grouped(found).items())
 
 
@@ -190,8 +192,3 @@ def _checksum_scalar(x: Any) -> int:
         value = complex(x)
         return zlib.crc32(struct.pack("<dd", value.real, value.imag))
     return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
-
-
-def _checksum(x: np.ndarray) -> int:
-    # As bytes: NumPy exports no buffer of bfloat16 and its kin. On CPU devices no copy is made.
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
