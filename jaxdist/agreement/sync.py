@@ -70,9 +70,7 @@ class Leaf(NamedTuple):
     name: str  # its path in the tree
     kind: str  # type, shape and layout
     sums: tuple[tuple[str, int], ...]  # device and checksum wherever this process has the whole value
-    slices: tuple[
-        tuple[str, tuple[tuple[str, int], ...]], ...
-    ] = ()  # of each slice that several groups of devices have
+    slices: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()  # of slices that several devices have
 
 
 def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
