@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
     Mutant("1 and True are one constant", "jaxdist/step/signature.py", "or type(self.value) is not type(other.value)",
            "", "tests/oracle/test_calling.py -k constants"),
     Mutant("what is asked for is not donated", "jaxdist/step/program_cache.py",
-           "may = lambda i, name: name in of.donated or (of.donate and i in trace.returned)",
+           "may = lambda i, name: name in of.donated or (of.donate and i in trace.may_take)",
            "may = lambda i, name: False", "tests/oracle/test_calling.py -k donated"),
     Mutant("fit takes the slowest", "jaxdist/planning/fit.py", "chosen = min(fitting, key=",
            "chosen = max(fitting, key=", "tests/program/test_plan.py -k fit_takes"),

@@ -61,6 +61,7 @@ class Calls:
         self._latest: dict[Any, Known] = {}  # by structure
         self._known: dict[Any, Known] = {}
         self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
+        self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
         self._announced: set[Program] = set()
 
     def clear(self) -> None:
@@ -95,12 +96,13 @@ class Calls:
             raise
         except Exception as error:
             clearer = self._reader.bad_constant(args, keywords)
-            self._report(clearer or error)
+            self.report(clearer or error)
             if clearer is None:
                 raise
             raise clearer from None
         differs: dict[int, list[int]] = {}
         fresh = known is not latest and (tree, known.constants) not in self._signatures
+        fresh |= self._with_bits and known.signature in self._unsure
         new = fresh or moved or known.entry.digest not in self._agreed or self._with_bits
         if self._several and (new or self._ledger.waits(known.entry)):
             differs = self._compare(known, leaves, fresh, moved)
@@ -171,6 +173,7 @@ class Calls:
         """What has to be the same on all ranks."""
         entries = [*self._settings.said(), *((f"constant {name}", value) for name, value in signature.constants)]
         entries += [(f"setting {name}", value) for name, value in of_jax().items()]
+        entries.append(("setting for debugging", str(self._cache.debugging)))
         for name, is_batch, x in zip(signature.names, signature.is_batch, data, strict=True):
             if is_batch:
                 entries.append((f"leaf {name}", f"{self._type_of_part(x)} (batch)"))
@@ -217,7 +220,8 @@ class Calls:
         if copies:
             raise ValueError(self._changed(signature.names[copies[0]], differs[copies[0]]))
         if fresh:
-            self._reader.check(signature, data, everyone, differs, self.number, context)
+            tells = self._reader.check(signature, data, everyone, differs, self.number, context)
+            (self._unsure.discard if tells else self._unsure.add)(signature)
         return differs
 
     def _changed(self, name: str, others: Sequence[int]) -> str:
@@ -226,7 +230,7 @@ class Calls:
             f"do not hold the same. {CHANGED}"
         )
 
-    def _report(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
         if not self._several:
             return

@@ -118,7 +118,7 @@ def data_parallel(
     Raises:
       ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
       StepError: (when first called) an operation that is not possible on several devices.
-      DonatedError: an argument's memory was taken by an earlier call; see `donate`.
+      RuntimeError: an argument's memory was taken by an earlier call; see `donate`.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.
 

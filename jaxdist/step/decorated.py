@@ -113,10 +113,13 @@ class DataParallel(Generic[P, R]):
     def _op_by_op(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._context is not None
         if self._context.size > 1:
-            raise StepError(
+            error = StepError(
                 f"step {self._base!r}: jax.disable_jit() runs a step in Python, without the other ranks. Use it in one "
                 "process, with the whole batch (python train.py)"
             )
+            self._calls.begin()
+            self._calls.report(error)
+            raise error
         args, keywords = self._settings.calling.arrange(args, kwargs)
         objects: list[Any] = []
         if modules.found(args):

@@ -179,12 +179,12 @@ class Program:
     def carried_batch(self) -> str:
         """What to say of a step that returns the next value of its batch, and has no arrays that may be its state."""
         step, signature = self._step, self.signature
-        split = [a for a in signature.arguments if not set(a[1]).isdisjoint(signature.batch)]
+        split = [k for k, (_, at, _) in enumerate(signature.arguments) if not set(at).isdisjoint(signature.batch)]
         arrays = [i for i in signature.state if self._avals[i].shape and not is_keys(self._avals[i])]
         if not split or arrays:
             return ""
-        like = all(step.returns(argument, self._avals) for argument in split)
-        return carried_over([name for _, _, name in split]) if like else ""
+        like = set(split).issubset(step.returned(signature.arguments, self._avals))
+        return carried_over([signature.arguments[k][2] for k in split]) if like else ""
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it."""

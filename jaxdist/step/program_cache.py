@@ -122,7 +122,7 @@ class ProgramCache:
     ) -> Program:
         """What the step becomes on these devices, state kept as said."""
         of = self._settings
-        may = lambda i, name: name in of.donated or (of.donate and i in trace.returned)
+        may = lambda i, name: name in of.donated or (of.donate and i in trace.may_take)
         # An error of `check_finite` must not cost the state.
         donate = {i for _, at, name in signature.arguments for i in at if not trace.checked and may(i, name)}
         bucket_bytes = of.bucket_bytes

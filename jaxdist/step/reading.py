@@ -67,8 +67,7 @@ class Reader:
 
         def returned(read: Signature) -> list[int]:
             types = self._cache.types(read, leaves)
-            step = self._cache.jaxpr(read, types)
-            return [k for k, argument in enumerate(signature.arguments) if step.returns(argument, types)]
+            return self._cache.jaxpr(read, types).returned(signature.arguments, types)
 
         several = self._placer.parts > 1
         try:
@@ -76,23 +75,25 @@ class Reader:
         except Exception:
             if not several:
                 raise
-            like = returned(signature)  # as it is for the part of this process alone
+            # As it is for the part of this process alone; which is not possible beside a batch that is global already.
+            like = returned(signature) if self._traced(signature, leaves) is None else []
         found = batch.batch_of(arguments, like)
-        for k in [k for k in found if k in like] if not set(found).issubset(like) else ():
-            rest = [other for other in found if other != k]
-            if self._traced(with_batch(rest), leaves, 1 if several else 2) is None:
-                found = rest  # `k` is a state that has the length of this batch by chance
-        read = with_batch(found)
-        error = self._traced(read, leaves) if several else None
-        if error is not None and self._traced(signature, leaves) is None:
+        sure = [k for k in found if k not in like]
+        mixed = 0 < len(sure) < len(found)
+        if not several and not mixed:
+            return with_batch(found)
+        tried = [sure, *([k for k in found if k != one] for one in found if one in like)] if mixed else []
+        tried += [found, *(found[k:] for k in range(1, len(found))), *(found[:-k] for k in range(1, len(found)))]
+        for chosen in tried:  # a state may have the length of this batch by chance
+            if self._traced(with_batch(chosen), leaves, 1 if several else 2) is None:
+                return with_batch(chosen)
+        if several and (error := self._traced(with_batch(found), leaves)) and self._traced(signature, leaves) is None:
             names = [signature.arguments[k][2] for k in found]
-            others = [name for _, at, name in signature.arguments if at and name not in names]
             raise ValueError(
                 f"step {self._name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
-                f"the step can't be traced so ({in_words(error)}). If it is another one, say which: "
-                f"batch_argnums={batch.argnums(others)}, say"
+                f"the step can't be traced so ({in_words(error)}). Say what the batch is: batch_argnums="
             ) from error
-        return read
+        return with_batch(found)
 
     def _traced(self, read: Signature, leaves: Sequence[Any], times: int = 1) -> Exception | None:
         """The error of the step if it is traced so, with a batch so many times as long; None: there is none."""
@@ -109,8 +110,9 @@ class Reader:
         """What counts of an argument."""
         if any(self._is_state(x) for x in leaves):
             return batch.Argument(frozenset())
-        entries = [(x, n) for x, n in zip(leaves, batch.sizes(leaves), strict=True) if n is not None]
-        return batch.Argument(frozenset(n for _, n in entries), all(batch.is_keys(x) for x, _ in entries))
+        entries = [x for x, n in zip(leaves, batch.sizes(leaves), strict=True) if n is not None]
+        lengths = frozenset(self._placer.logical_batch(x).shape[0] for x in entries)  # of all ranks together
+        return batch.Argument(lengths, all(map(batch.is_keys, entries)))
 
     def _is_state(self, x: Any) -> bool:
         """Whether an earlier step, `restore` or `shard` has made a leaf, and it is not split over the batch."""
@@ -125,33 +127,35 @@ class Reader:
         differs: Collection[int],
         call: int,
         context: Context,
-    ) -> None:
-        """Look at the values that the ranks come with to a call which is new to them."""
+    ) -> bool:
+        """Look at the values that the ranks come with to a call which is new to them; whether they say anything."""
         self._check_shared(signature, self._by_parts(signature, leaves, everyone, call, context))
-        if self._placer.parts > 1:
-            own = {i for i in differs if everyone[0][i] is not None}
-            if any(i in differs for i in signature.batch):
-                self._check_alike(signature, leaves, own)
-            elif any(getattr(leaves[i], "size", 1) for i in signature.batch):  # without entries all are alike
-                self._all_alike(signature, leaves, own, context)
+        if self._placer.parts == 1 or not any(getattr(leaves[i], "size", 1) for i in signature.batch):
+            return True
+        own = {i for i in differs if everyone[0][i] is not None}
+        if any(i in differs for i in signature.batch):
+            self._check_alike(signature, leaves, own)
+            return True
+        self._all_alike(signature, leaves, own, context)
+        return False
 
     def _all_alike(
         self, signature: Signature, leaves: Sequence[Any], differs: Collection[int], context: Context
     ) -> None:
         """All ranks pass the same batch: something else may be meant to be it; or it is state."""
-        split = [argument for argument in signature.arguments if not set(argument[1]).isdisjoint(signature.batch)]
-        names = [name for _, _, name in split]
+        split = [k for k, (_, at, _) in enumerate(signature.arguments) if not set(at).isdisjoint(signature.batch)]
+        names = [signature.arguments[k][2] for k in split]
         others = [
             name for _, at, name in signature.arguments
             if any(i in differs and not signature.is_batch[i] and np.ndim(leaves[i]) for i in at)
         ]  # fmt: skip
         types = self._cache.types(signature, leaves)
-        step = self._cache.jaxpr(signature, types)
-        if self._declared is None and (others or all(step.returns(argument, types) for argument in split)):
-            but = f"and {batch.listed(others)} not" if others else "and the step returns the next value"
+        like = self._cache.jaxpr(signature, types).returned(signature.arguments, types)
+        if self._declared is None and (others or set(split).issubset(like)):
+            but = f"but {batch.listed(others)} does" if others else "and the step returns the next value"
             raise ValueError(
-                f"step {self._name!r}: {batch.listed(names)} would be the batch, but is the same on all ranks, {but}. "
-                f"batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
+                f"step {self._name!r}: {batch.listed(names)} would be the batch, and nothing of it differs between the "
+                f"ranks, {but}. batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
                 f"batch_argnums={batch.argnums(names)} that each rank has its own part of it. {batch.INDICES}"
             )
         if not self._warned and context.is_root:
@@ -165,33 +169,35 @@ class Reader:
         self._warned = True
 
     def _check_alike(self, signature: Signature, leaves: Sequence[Any], differs: set[int]) -> None:
-        """Refuse an array in the batch that is the same on all ranks, where it may be one for all examples as well."""
+        """Refuse arrays in the batch that are the same on all ranks, where they may be for all examples as well."""
         names, named = signature.names, {n for n in self._declared or () if isinstance(n, str)}
-        mixed = {i for _, at, _ in signature.arguments if not differs.isdisjoint(at) for i in at}
-        for i in signature.batch:
-            rows = np.shape(leaves[i])[0]
-            # One example a rank: an array for all would be broadcast, and is the same thing if it is alike.
-            if i in differs or names[i] in named or rows == 1 or spans(physical(leaves[i])):
+        same = [
+            i for i in signature.batch if i not in differs and names[i] not in named and not spans(physical(leaves[i]))
+        ]
+        whole = [[i for i in at if i in same] for _, at, _ in signature.arguments if differs.isdisjoint(at)]
+        # Beside others of an argument rows that are alike are no table, but weights of examples, none of it padding.
+        alone = [[i] for i in same if not any(i in at for at in whole) and not _rows_are_alike(leaves[i])]
+        for group in (*alone, *whole, list(itertools.chain(*whole))):
+            if not group or not self._may_be_whole(signature, leaves, group):
                 continue
-            # Beside others of the batch rows that are alike are no table, but weights of examples, none of it padding.
-            if (i in mixed and _rows_are_alike(leaves[i])) or not self._may_be_whole(signature, leaves, i):
-                continue
-            rest = [names[k] for k in signature.batch if k != i]
+            rest = [names[k] for k in signature.batch if k not in group]
+            own = [names[i] for i in group]
+            rows = np.shape(leaves[group[0]])[0]
             raise ValueError(
-                f"step {self._name!r}: {names[i]} ({rows} entries) is the same on all ranks, and the rest of the batch "
-                f"is not. It may be one array for all examples (the weights of classes), or each rank's part that "
-                f"happens to be the same. Say which: batch_argnums={batch.argnums(rest)}: it is one for all; or "
-                f"batch_argnums={batch.argnums([*rest, names[i]])}: each rank has its own part of it. {batch.INDICES}"
+                f"step {self._name!r}: {batch.listed(own[:4])} ({rows} entries) is the same on all ranks, and the rest "
+                "of the batch is not. It may be one array for all examples (the weights of classes), or each rank's "
+                f"part that happens to be the same. Say which: batch_argnums={batch.argnums(rest)}: it is one for all; "
+                f"or batch_argnums={batch.argnums([*rest, *own])}: each rank has its own part of it. {batch.INDICES}"
             )
 
-    def _may_be_whole(self, signature: Signature, leaves: Sequence[Any], i: int) -> bool:
-        """Whether the step, as it can be traced, reads a leaf of the batch if that is one for all examples."""
-        tried = signature.with_batch([k for k in signature.batch if k != i])
+    def _may_be_whole(self, signature: Signature, leaves: Sequence[Any], group: Sequence[int]) -> bool:
+        """Whether the step, as it can be traced, reads leaves of the batch if they are for all examples."""
+        tried = signature.with_batch([k for k in signature.batch if k not in group])
         if self._traced(tried, leaves) is not None:
             return False
         step = self._cache.jaxpr(tried, self._cache.types(tried, leaves)).jaxpr.jaxpr
-        used = itertools.chain(step.outvars, *(eqn.invars for eqn in step.eqns))
-        return any(v is step.invars[i] for v in used)
+        used = {id(v) for v in (*step.outvars, *(v for eqn in step.eqns for v in eqn.invars))}
+        return any(id(step.invars[i]) in used for i in group)
 
     def bad_constant(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> TypeError | None:
         """The error of a leaf that is no array and can't be a constant of the program, if there is one."""

@@ -28,7 +28,7 @@ from jaxdist.placements.strategy import Weighed
 from jaxdist.runtime.context import get_context
 from jaxdist.step import effects, finite, modules
 from jaxdist.step.calling import apply
-from jaxdist.step.matching import match, places
+from jaxdist.step.matching import match
 from jaxdist.step.model_axis import cut_by_model
 from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array
 
@@ -49,11 +49,13 @@ class StepJaxpr:
         """Whether it would be another one on another mesh: it has code for each device."""
         return contains(self.jaxpr.jaxpr, [shard_map_p])
 
-    def returns(self, argument: tuple[Any, list[int], str], avals: Sequence[Any]) -> bool:
-        """Whether a part of the result has the structure, shapes and dtypes of an argument."""
-        structure, at, _ = argument
-        found = places(self.tree, self.jaxpr.out_avals, structure, [avals[i] for i in at])
-        return bool(at) and next(found, None) is not None
+    def returned(self, arguments: Sequence[tuple[Any, list[int], str]], avals: Sequence[Any]) -> list[int]:
+        """The arguments (structure, positions of the leaves, name) whose structure, shapes and dtypes a part of the
+        result has."""
+        sources, _, alike = match(self.tree, self.jaxpr.out_avals[: self.tree.num_leaves], arguments, avals)
+        like = {i for i in sources if i is not None}
+        like.update(i for group in alike if not like.isdisjoint(group) for i in group)
+        return [k for k, (_, at, _) in enumerate(arguments) if at and at[0] in like]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,7 @@ class TracedStep(StepJaxpr):
     marks: Marks  # of `jaxdist.zero`
     layouts: tuple[Layout | None, ...]  # how the step wants each argument to be kept
     sources: tuple[int | None, ...]  # for each output the argument of its structure, like which it is kept, or None
-    returned: frozenset[int]  # the arguments of whose structure there are as many results as arguments
+    may_take: frozenset[int]  # the arguments of whose structure there are as many results as arguments
     weighed: Sequence[Weighed]  # what it would take to cut other leaves along the model axis
 
     def result(self) -> Any:
@@ -107,7 +109,7 @@ def traced(
     block.outermost = True
     batch = set(signature.batch)
     arguments = [argument for argument in signature.arguments if batch.isdisjoint(argument[1])]
-    sources, returned, alike = match(tree, closed.out_avals[: tree.num_leaves], arguments, avals)
+    sources, may_take, alike = match(tree, closed.out_avals[: tree.num_leaves], arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
     outer, weighed = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
     shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
@@ -126,7 +128,7 @@ def traced(
         for i in leaves:
             kept[i] = how
     return TracedStep(
-        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), returned, weighed
+        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), may_take, weighed
     )
 
 

@@ -104,6 +104,11 @@ SAID: dict[str, Any] = {"batch_argnums": "b"}
 STEPS: dict[str, Row] = {
     "two arguments": Row(descend, [X, Y]),
     "an evaluation": Row(loss_of, [X, Y]),
+    "states as long as a part": Row(
+        lambda p, o, x, y: (jax.tree.map(lambda p, o: p - o * loss_of(W, x, y), p, o), o, x.sum()),
+        [X, Y], ({"a": jnp.ones(ROWS), "b": jnp.ones(ROWS)}, {"a": jnp.ones(ROWS), "b": jnp.zeros(ROWS)})),
+    "parameters as long as a part": Row(
+        lambda w, x, y: loss_of(w.reshape(2, 3).sum(0), x, y), [X, Y], (jnp.arange(6.0),)),
     "other sizes": Row(lambda w, x, z: w - jax.grad(lambda w: loss_of(w, x) + loss_of(w, z))(w), [X, Z], (W,),
         {"batch_argnums": ("x", "z")}),
     "no state": Row(lambda a, b: jnp.sum((a - b) ** 2), [Y, [y * 2 for y in Y]], ()),
@@ -147,6 +152,9 @@ def steps(turn: int = 0, of: int = 1) -> None:
     close(step(W, lr=0.5, x=X[R]), W - 0.5 * jax.grad(loss_of)(W, whole(X)))
     power = jaxdist.data_parallel(lambda w, x, n: jnp.mean((x @ w) ** n), static_argnames="n")
     close([power(W, X[R], n) for n in (2, 4)], [jnp.mean((whole(X) @ W) ** n) for n in (2, 4)])
+    made = jaxdist.data_parallel(lambda w, x: x @ w, batch_argnums="x")(W, X[R])  # of all ranks, beside a rank's part
+    step = jaxdist.data_parallel(lambda w, x, y: loss_of(w[:3], x, y) * w.sum())
+    close(step(np.ones(ROWS + 1), X[R], made), loss_of(np.ones(3), whole(X), whole(X) @ W) * (ROWS + 1))
     weak = jnp.broadcast_to(jnp.asarray(1.0), (6,))
     step = jaxdist.data_parallel(lambda w, x: (w * 2 + x.sum() * 0, x.sum()))
     close(step(step(weak, X[R])[0], X[R])[0], np.full(6, 4.0))
@@ -194,6 +202,13 @@ def refused() -> None:
         with raises((kind, RuntimeError), *tokens):
             call()
         close(over(loss_of)(W, X[R]), loss_of(W, whole(X)))
+    weighs = over(lambda w, c, x, y: loss_of(w, x, y) * c.sum())
+    weighs(W, TABLE[:ROWS], X[0], Y[0])  # the same on all ranks tells nothing of the second argument
+    with raises(ValueError, "c", "batch_argnums"):
+        weighs(W, TABLE[:ROWS], X[R], Y[R])
+    one = np.asarray([2.0])
+    with raises(ValueError, "s", "batch_argnums"):
+        over(lambda s, x: x.mean() * s.sum())(one, X[R][:1])
     again = over(loss_of)
     for _ in range(2):  # an error that was caught is no answer
         with raises(ValueError, "batch_argnums='w'"):
