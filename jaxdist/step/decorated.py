@@ -162,6 +162,9 @@ class DataParallel(Generic[P, R]):
         name, call = calls.name, calls.number
         if program.donates:
             self._taken.step, self._taken.call, self._taken.state = name, call, program.taken(state)
+            if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
+                for x in self._taken.state:
+                    x.delete()
         if self._log is not None:
             self._log.called(call, program, [*state, *batch])
         if found is not None:

@@ -73,7 +73,7 @@ class Program:
         self.batch = [of_batch(avals[i].shape, mesh) for i in signature.batch]
         self._bucket_bytes, self._compress = bucket_bytes, compress
         self._machine = step.infer.machine
-        self._virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
+        self.virtual = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
         self._calls = 0
         self._communicator = communicator
         self._has_constants = has_constants(step.tree)
@@ -197,7 +197,7 @@ class Program:
             except (TypeError, ValueError):  # of other types, or kept otherwise
                 outs, found = self._jitted(*args), None
         self._calls += 1
-        if self._virtual and self._calls % _AHEAD == 0:
+        if self.virtual and self._calls % _AHEAD == 0:
             jax.block_until_ready(outs)
         if self.checked:
             *outs, found = outs

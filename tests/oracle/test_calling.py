@@ -454,6 +454,8 @@ def test_a_donated_array_is_named_when_it_is_used() -> None:
     other = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jax.device_put(X)
     last = step(w, X)
+    seen = np.asarray(last)  # the memory of one device: JAX alone would say that the array is still there
+    before = seen.copy()
     w = step(last, X)
     other(x)
     rows: list[tuple[Any, tuple[str, ...]]] = [
@@ -466,6 +468,7 @@ def test_a_donated_array_is_named_when_it_is_used() -> None:
                 with raises(RuntimeError, *tokens):
                     call()
     close(evaluate({"w": w}, X), loss_of(w, X))
+    np.testing.assert_array_equal(seen, before)
 
 
 def test_one_array_twice_in_the_state() -> None:
