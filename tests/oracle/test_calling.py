@@ -189,6 +189,9 @@ CALLS: dict[str, Call] = {
     "swapped": Call(lambda w, m, x: (0.9 * m + loss_of(w, x), w - m), (W, 2 * W, X), "x"),
     "as many weights as examples": Call(
         lambda w, x, y: (w - 0.1 * jax.grad(loss_of)(w, x, y), x @ w), (jnp.ones(16), np.ones((16, 16)), Y), "x y"),
+    "two states as long as the batch": Call(
+        lambda p, o, x, y: (jax.tree.map(lambda p, o: p - o * loss_of(W, x, y), p, o), o, x.sum()),
+        ({"a": jnp.ones(16), "b": jnp.ones(16)}, {"a": jnp.ones(16), "b": jnp.zeros(16)}, X, Y), "x y"),
     "an array without entries": Call(
         lambda w, x: (w + 1, (x @ w).sum()), (jnp.zeros((0, 8)), jnp.zeros((8, 0))), "x"),
     # In one process exact, and in several an error that asks for `batch_argnums`: arrays that may be either.
