@@ -455,7 +455,7 @@ def line(result: dict[str, Any], usual: dict[str, str]) -> str:
         if worst(result) > EXACT and not errors:
             notes.append(f"One device with its floats changed in the last digit: {number(result['itself'])}.")
     if result["batch_argnums"] is not None:
-        notes.append(f"`batch_argnums={result['batch_argnums']!r}`.")
+        notes.append(f"`batch_argnums={tuple(result['batch_argnums'])!r}`.")
     path = result["path"].replace("/", "/<wbr>").replace("_", "_<wbr>")
     link = f"[{path}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
     cells = [

@@ -123,7 +123,7 @@ def jax_dpsgd(run: Run) -> Iterator[Any]:
         yield opt_state
 
 
-@published(f"{EXAMPLES}/advi.py", "update", "jax.jit; (step, opt_state), no batch")
+@published(f"{EXAMPLES}/advi.py", "update", "jax.jit; (step, opt_state), no batch", batch=())
 def jax_advi(run: Run) -> Iterator[Any]:
     init, opt_update, get_params = optimizers.momentum(step_size=0.1, mass=0.9)
     m = grab(
