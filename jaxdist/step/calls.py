@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.agreement.calls import CHANGED, Traced, agree
+from jaxdist.agreement.calls import CHANGED, agree
 from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.turns import Turns
@@ -191,7 +191,7 @@ class Calls:
         types = [(_type_of(x), how and str(how)) for x, how in zip(data, program.layouts, strict=True)]
         said = self.name, self._settings.said(), signature.constants, signature.names, signature.is_batch, types
         digest = hashlib.blake2b(repr(said).encode(), digest_size=16)
-        digest.update(Traced(program.emitted()[0], program.source).digest.encode())
+        digest.update(program.traced.digest.encode())
         shown = [f"{signature.names[i]} {self._type_of_part(data[i])}" for i in signature.batch[:4]]
         text = f"step {self.name!r}" + (f" with a batch of {', '.join(shown)}" if shown else "")
         if signature.constants:  # what differs has to be seen here
@@ -208,8 +208,7 @@ class Calls:
         data = signature.data(leaves)
         about = Description(f"step {self.name!r}, call {self.number}", self._entries(signature, data))
         values = [_value(x, self._placer, fresh or i in moved, self._with_bits) for i, x in enumerate(data)]
-        program = Traced(known.program.emitted()[0], known.program.source)
-        everyone = agree(context, self._tag, about, known.entry.text, program, values)
+        everyone = agree(context, self._tag, about, known.entry.text, known.program.traced, values)
         self._ledger.unsettled = False
         self._agreed.add(known.entry.digest)
         differs = {}

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
+from jaxdist.agreement.calls import Traced
 from jaxdist.communicators import Rules, compiler_options, lowering
 from jaxdist.communicators.by_hosts import large
 from jaxdist.ir.interpreter import Interpreter
@@ -131,10 +132,10 @@ class Program:
         """Run what was compiled ahead, where it fits."""
         self._executable = executable
 
-    @property
-    def source(self) -> ClosedJaxpr:
-        """The step as it was traced."""
-        return self._step.jaxpr
+    @functools.cached_property
+    def traced(self) -> Traced:
+        """The program of a device and the step that it is of, which ranks compare."""
+        return Traced(self.emitted()[0], self._step.jaxpr)
 
     @property
     def donated(self) -> list[int]:

@@ -91,7 +91,7 @@ class Reader:
             names = [signature.arguments[k][2] for k in found]
             raise ValueError(
                 f"step {self._name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
-                f"the step can't be traced so ({in_words(error)}). Say what the batch is: batch_argnums="
+                f"the step can't be traced so ({in_words(error)}). Name the batch in batch_argnums="
             ) from error
         return with_batch(found)
 
