@@ -99,6 +99,14 @@ def module(model: Any, x: Any, y: Any) -> Any:
     return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """A node without leaves."""
+
+    of: Any
+
+
 class Call(NamedTuple):
     """A step, its arguments, and the names of those that are the batch; its constants, if it has some."""
 
@@ -227,6 +235,26 @@ def check_reading(step: Any, args: tuple[Any, ...], batch: str, constants: str =
     split = [name for _, at, name in found.arguments if any(found.is_batch[i] for i in at)]
     assert split == batch.split()
     assert " ".join(name for name, _ in found.constants) == constants
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Metadata of which equality is no truth value: that of arrays."""
+
+    values: tuple[int, int]
+
+    def __eq__(self, other: Any) -> Any:
+        return np.equal(self.values, other.values)
+
+    def __hash__(self) -> int:
+        return 7
+
+
+def test_two_states_whose_metadata_cannot_be_compared() -> None:
+    with_table = lambda *values: jax.tree_util.Partial(loss_of, W, y=Metadata(Table(values)))
+    step = lambda a, b, x: (a.args[0] * b.args[0] - x.mean(0), a)
+    one, other = with_table(1, 2), with_table(3, 4)
+    close(jaxdist.data_parallel(step)(one, other, X)[0], W * W - X.mean(0))
 
 
 def is_split(x: Any) -> bool:
