@@ -9,30 +9,14 @@ EXTRAS = {"grain": "data", "orbax.checkpoint": "checkpoint", "tensorstore": "che
 
 
 def missing(package: str, feature: str) -> ImportError:
-    """The error about a package that is not there.
-
-    Args:
-      package: one of `EXTRAS`.
-      feature: what needs it.
-    """
+    """The error about a package that is not there."""
     return ImportError(
         f"{feature} needs {package}, which is not installed: pip install 'jaxdist[{EXTRAS[package]}]'", name=package
     )
 
 
 def need(package: str, feature: str) -> None:
-    """Refuse to begin what would fail later, and on some ranks only. Imports nothing.
-
-    Args:
-      package: one of `EXTRAS`.
-      feature: what needs it.
-
-    Raises:
-      ImportError: it is not installed; says what to install.
-
-    Example:
-      >>> need("grain", "jaxdist.loader")
-    """
+    """Refuse to begin what would fail later, and on some ranks only. Imports nothing."""
     try:
         there = importlib.util.find_spec(package) is not None
     except ImportError:  # nor is the package that it is in

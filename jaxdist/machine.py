@@ -35,14 +35,6 @@ _FOLD = 8  # devices of a host of CPUs that nobody measured
 def ring_factor(kind: str, devices: int) -> float:
     """Bytes that each device of a ring sends, over those of the whole array (of an all-to-all: of its own part).
 
-    Args:
-      kind: all-reduce, reduce-scatter, all-gather, all-to-all or permute.
-      devices: in the ring.
-
-    Example:
-      >>> ring_factor("all-reduce", 4), ring_factor("all-gather", 4), ring_factor("permute", 4)
-      (1.5, 0.75, 1.0)
-
     Source: Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
     """
     if kind == "all-reduce":
@@ -54,30 +46,19 @@ def ring_factor(kind: str, devices: int) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """What is between the devices of a ring.
+    """What is between the devices of a ring."""
 
-    Attributes:
-      devices: how many.
-      bandwidth: bytes a second that a device sends and receives.
-      latency: seconds that a collective takes at least.
-      stall: seconds that one takes beside its bytes which the computation waits for: its latency, and what it keeps
-        from running beside other messages.
-      exchanged: how many times as long as in an all-reduce a byte takes in an all-to-all or a reduce-scatter.
-    """
-
-    devices: int
-    bandwidth: float
-    latency: float
+    devices: int  # how many
+    bandwidth: float  # bytes a second that a device sends and receives
+    latency: float  # seconds that a collective takes at least
+    # seconds that one takes beside its bytes which the computation waits for: its latency, and what it keeps from
+    # running beside other messages
     stall: float
+    # how many times as long as in an all-reduce a byte takes in an all-to-all or a reduce-scatter
     exchanged: float = 1.0
 
     def sent(self, kind: str, nbytes: float) -> float:
-        """The bytes that a device sends.
-
-        Args:
-          kind: of collective.
-          nbytes: of the whole value, on all devices together.
-        """
+        """The bytes that a device sends."""
         return nbytes * ring_factor(kind, self.devices) / (self.devices if kind == "all-to-all" else 1)
 
     def seconds(self, kind: str, nbytes: float) -> float:
@@ -88,35 +69,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of device.
+    """A kind of device."""
 
-    Attributes:
-      name: as in a topology.
-      model: the vendor's name.
-      memory: bytes.
-      link: bytes a second that a device sends to another one of its host.
-      network: bytes a second that a device sends to another host, if all devices of its host do.
-      latency: seconds that a collective takes at least, within a host.
-      network_latency: seconds that it takes at least between hosts.
-      stall: as of `Link`; at least the latency.
-      flops: that it does in a second, by its data sheet: of GPUs in bfloat16, without sparsity; of CPUs in float32.
-      bandwidth: bytes a second that it reads or writes of its memory.
-      host: bytes a second between it and its host's memory, each way.
-      target: what XLA's compiler has to know of a GPU, as its text proto; "": a CPU.
-    """
-
-    name: str
-    model: str
-    memory: int
-    link: float
-    network: float
-    latency: float = 10e-6
-    network_latency: float = 30e-6
-    stall: float = 0
+    name: str  # as in a topology
+    model: str  # the vendor's name
+    memory: int  # bytes
+    link: float  # bytes a second that a device sends to another one of its host
+    network: float  # bytes a second that a device sends to another host, if all devices of its host do
+    latency: float = 10e-6  # seconds that a collective takes at least, within a host
+    network_latency: float = 30e-6  # seconds that it takes at least between hosts
+    stall: float = 0  # as of `Link`; at least the latency
+    # that it does in a second, by its data sheet: of GPUs in bfloat16, without sparsity; of CPUs in float32
     flops: float = 0
-    bandwidth: float = 0
-    host: float = 0
-    target: str = ""
+    bandwidth: float = 0  # bytes a second that it reads or writes of its memory
+    host: float = 0  # bytes a second between it and its host's memory, each way
+    target: str = ""  # what XLA's compiler has to know of a GPU, as its text proto; "": a CPU
 
     @property
     def is_cpu(self) -> bool:
@@ -136,11 +103,7 @@ class Kind:
         )  # fmt: skip
 
     def rate(self, dtype: Any) -> float:
-        """FLOPs of products that it does in a second.
-
-        Args:
-          dtype: of the operands.
-        """
+        """FLOPs of products that it does in a second."""
         bits = 8 * np.dtype(dtype).itemsize if np.dtype(dtype).kind in "fcV" else 32
         return REACHED * self.flops * (_OF_FLOAT32 if self.is_cpu else _OF_BFLOAT16).get(bits, 1.0)
 
@@ -218,22 +181,11 @@ def fraction() -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind on hosts.
+    """Devices of one kind on hosts."""
 
-    Attributes:
-      kind: of the devices.
-      hosts: of each device of a mesh, in order; (): all are on one.
-      links: by the name of an axis (see `over`).
-
-    Example:
-      >>> h100s = Machine(KINDS["h100"])
-      >>> h100s.link(Axis("data", 8)).seconds("all-reduce", 1e9)
-      0.0038888888888888888
-    """
-
-    kind: Kind
-    hosts: tuple[Any, ...] = ()
-    links: tuple[tuple[str, Link], ...] = ()
+    kind: Kind  # of the devices
+    hosts: tuple[Any, ...] = ()  # of each device of a mesh, in order; (): all are on one
+    links: tuple[tuple[str, Link], ...] = ()  # by the name of an axis (see `over`)
 
     @property
     def has_own_memory(self) -> bool:
@@ -245,9 +197,6 @@ class Machine:
 
         Where devices are in groups the user said so, because it is far from one to the other: these links are those
         between hosts.
-
-        Args:
-          mesh: the devices.
         """
         axes = axes_of_mesh(mesh)
         everyone = (tuple(range(mesh.size)),)
@@ -268,17 +217,6 @@ class Machine:
 
         Between hosts there are as many rings as a host has devices of the group, each through a network adapter of its
         own.
-
-        Args:
-          groups: positions of devices, those of one host one after another.
-
-        Returns:
-          Bytes a second that each device sends and receives; seconds that a collective takes at least.
-
-        Example:
-          >>> two_hosts = Machine(KINDS["h100"], hosts=(0,) * 8 + (1,) * 8)
-          >>> two_hosts.speed([range(8)])[0] / 1e9, two_hosts.speed([range(16)])[0] / 1e9
-          (450.0, 400.0)
         """
         kind = self.kind
         slowest, latency = kind.link, kind.latency
@@ -290,16 +228,7 @@ class Machine:
         return slowest, latency
 
     def crossings(self, groups: Sequence[Sequence[int]]) -> int:
-        """How many rings leave the first host, if there is one through each group of devices.
-
-        Args:
-          groups: positions of devices.
-
-        Example:
-          >>> two_hosts = Machine(KINDS["h100"], hosts=(0, 0, 1, 1))
-          >>> two_hosts.crossings([(0, 1), (2, 3)]), two_hosts.crossings([(0, 2), (1, 3)])
-          (0, 2)
-        """
+        """How many rings leave the first host, if there is one through each group of devices."""
         hosts = [{self.hosts[device] for device in group} for group in groups] if self.hosts else []
         return sum(self.hosts[0] in on and len(on) > 1 for on in hosts)
 
@@ -308,13 +237,7 @@ class Machine:
         return Link(axis.size, bandwidth, latency, stall, _REARRANGED if self.kind.is_cpu else 1.0)
 
     def seconds(self, flops: float, touched: float, dtype: Any = "float32") -> float:
-        """How long a device takes for an operation.
-
-        Args:
-          flops: of products.
-          touched: bytes that it reads and writes.
-          dtype: of the operands.
-        """
+        """How long a device takes for an operation."""
         return flops / self.kind.rate(dtype) + touched / self.kind.bandwidth
 
 

@@ -23,15 +23,10 @@ NAMES = (MODEL, SEQUENCE, GROUP, AXIS)
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh.
+    """One axis of a mesh."""
 
-    Attributes:
-      name: that collectives say.
-      size: the number of devices along it.
-    """
-
-    name: str
-    size: int
+    name: str  # that collectives say
+    size: int  # the number of devices along it
 
 
 def bound(axes: Sequence[Axis]) -> list[tuple[str, int]]:
@@ -71,21 +66,7 @@ Sizes = Mapping[str, int]
 
 
 def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the job") -> Mesh:
-    """The mesh that a user asks for.
-
-    Args:
-      given: its axes, of which neighbouring devices differ in the last one; or a mesh with their names.
-      devices: of the job, in order.
-      owner: of the devices, for messages.
-
-    Raises:
-      ValueError: an axis of another name, or sizes whose product is not the number of devices.
-
-    Example:
-      >>> import jax
-      >>> dict(mesh_of({"data": -1, "model": 2}, jax.devices()[:8]).shape)
-      {'data': 4, 'model': 2}
-    """
+    """The mesh that a user asks for."""
     valid = (AXIS, MODEL, SEQUENCE)
     names = given.axis_names if isinstance(given, Mesh) else tuple(given)
     if unknown := [name for name in names if name not in valid]:
@@ -115,12 +96,7 @@ def passes(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def along_data(mesh: Mesh, what: Sequence[Any]) -> list[Any]:
-    """The entries of a list, one for each device of a mesh, that belong to the devices along the axis of data.
-
-    Args:
-      mesh: the devices.
-      what: an entry for each, in order.
-    """
+    """The entries of a list, one for each device of a mesh, that belong to the devices along the axis of data."""
     if AXIS not in mesh.axis_names:
         return list(what[:1])
     k = mesh.axis_names.index(AXIS)
@@ -135,12 +111,7 @@ def ranks_of(mesh: Mesh) -> tuple[int, ...]:
 
 @functools.cache
 def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...], ...]:
-    """For each part of a batch the processes that pass it: there is a part for each place on the axis of data.
-
-    Args:
-      mesh: the devices.
-      in_lanes: whether a process alone passes parts as well; else it passes one, for all of its devices.
-    """
+    """For each part of a batch the processes that pass it: there is a part for each place on the axis of data."""
     k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
     rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
     parts = tuple(tuple(sorted({d.process_index for d in row})) for row in rows)
@@ -153,13 +124,7 @@ def data_size(mesh: Mesh) -> int:
 
 
 def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
-    """The devices of a mesh, by their numbers, that differ along some of its axes only; None: those are all of them.
-
-    Example:
-      >>> mesh = (Axis("group", 2), Axis("data", 2))
-      >>> along(mesh, ["data"]), along(mesh, ["group"]), along(mesh, ["group", "data"])
-      (((0, 1), (2, 3)), ((0, 2), (1, 3)), None)
-    """
+    """The devices of a mesh, by their numbers, that differ along some of its axes only; None: those are all of them."""
     if all(axis.name in names for axis in axes if axis.size > 1):
         return None
     numbers = np.arange(math.prod(axis.size for axis in axes)).reshape([axis.size for axis in axes])
@@ -169,26 +134,13 @@ def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
 
 
 def in_hosts_and_across(devices: int, in_host: int) -> tuple[Groups | None, Groups | None]:
-    """The devices of each host, of which so many in a row are on one; and those that have the same place on theirs.
-
-    Example:
-      >>> in_hosts_and_across(4, 2)
-      (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    """
+    """The devices of each host, of which so many in a row are on one; and those that have the same place on theirs."""
     axes = Axis(GROUP, devices // in_host), Axis(AXIS, in_host)
     return along(axes, [AXIS]), along(axes, [GROUP])
 
 
 def on_each_host(hosts: Sequence[Any]) -> int:
-    """How many devices in a row each host has; 0: not as many on each, or not in a row.
-
-    Args:
-      hosts: of each device, in order, the host.
-
-    Example:
-      >>> on_each_host(["a", "a", "b", "b"]), on_each_host(["a", "b", "a", "b"]), on_each_host(["a", "a", "b"])
-      (2, 0, 0)
-    """
+    """How many devices in a row each host has; 0: not as many on each, or not in a row."""
     each = Counter(hosts)
     size = each[hosts[0]]
     in_a_row = all(hosts[i] == hosts[i - i % size] for i in range(len(hosts)))

@@ -16,29 +16,18 @@ _GROWS_AFTER = 2000  # steps without an overflow
 
 
 class LossScale(NamedTuple):
-    """The loss scale of float16.
+    """The loss scale of float16."""
 
-    Attributes:
-      scale: what the loss is multiplied by, a power of two, float32.
-      good_steps: in a row since it last changed, int32.
-    """
-
-    scale: Any
-    good_steps: Any
+    scale: Any  # what the loss is multiplied by, a power of two, float32
+    good_steps: Any  # in a row since it last changed, int32
 
 
 class MixedState(NamedTuple):
-    """The state of an optimizer with ``zero(tx, precision=...)``.
+    """The state of an optimizer with ``zero(tx, precision=...)``."""
 
-    Attributes:
-      master: the parameters in float32.
-      inner: the state of the transformation, made for them.
-      loss_scale: of ``"fp16"``; None: there is none.
-    """
-
-    master: Any
-    inner: Any
-    loss_scale: LossScale | None
+    master: Any  # the parameters in float32
+    inner: Any  # the state of the transformation, made for them
+    loss_scale: LossScale | None  # of ``"fp16"``; None: there is none
 
 
 def loss_scale(opt_state: Any) -> jax.Array:

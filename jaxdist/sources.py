@@ -17,11 +17,6 @@ def is_ours(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def of_the_user(file: str) -> bool:
-    """Whether a file is code of the user's own: not this library's, not Python's, and not installed.
-
-    Example:
-      >>> of_the_user("train.py"), of_the_user(functools.__file__), of_the_user(__file__)
-      (True, False, False)
-    """
+    """Whether a file is code of the user's own: not this library's, not Python's, and not installed."""
     installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
     return not (installed or is_ours(file) or file.startswith(("<frozen", _PYTHON)))

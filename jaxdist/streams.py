@@ -15,11 +15,8 @@ _missing: set[int] = set()  # closed when Python started, and another file's by 
 def open_closed() -> None:
     """Let the null device stand in for standard streams that are closed, as a daemon's may be.
 
-    The next file that is opened would have the number of the stream: a connection of the job would be given what
-    this process and the libraries in it write on standard error.
-
-    Example:
-      >>> open_closed()
+    The next file that is opened would have the number of the stream: a connection of the job would be given what this
+    process and the libraries in it write on standard error.
     """
     bare = [name for name in _NAMES if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None]
     for number, name in enumerate(_NAMES):
@@ -53,11 +50,7 @@ def flush() -> None:
 
 
 def write(text: str) -> None:
-    """Write on standard error, not through `sys.stderr`, whose lock another thread may hold; never fails.
-
-    Args:
-      text: with its line ends.
-    """
+    """Write on standard error, not through `sys.stderr`, whose lock another thread may hold; never fails."""
     if 2 in _missing:
         return
     data = memoryview(text.encode(errors="backslashreplace"))

@@ -10,16 +10,7 @@ if TYPE_CHECKING:
 
 
 def text_of(*parts: RenderableType, width: int) -> str:
-    """What rich would print, as plain text: no colours, nothing taken for markup, no spaces at the ends of lines.
-
-    Args:
-      *parts: tables, and lines of text, which are wrapped.
-      width: in characters.
-
-    Example:
-      >>> text_of("one two three", "a :key: in [brackets]", width=24).splitlines()
-      ['one two three', 'a :key: in [brackets]']
-    """
+    """What rich would print, as plain text: no colours, nothing taken for markup, no spaces at the ends of lines."""
     from rich.console import Console  # here: each rank would import it at its start
 
     out = io.StringIO()

@@ -24,17 +24,6 @@ def together(
 
     Also from a thread beside the training. A rank that takes long is waited for while it lives: its end is noticed on
     the control channel, and ends this one.
-
-    Args:
-      ctx: of the job.
-      what: is waited for; for a line about it.
-      name: of this one among all, the same on every rank.
-      work: each rank's part; what it returns, small, goes to the root.
-      conclude: the root's, with what each rank returned; not called where a rank has failed.
-      failed: how the message about a failure begins.
-
-    Raises:
-      CheckpointError: on every rank: a rank's part, or the root's, raised an error.
     """
     mine, cause = _attempt(work)
     if ctx.is_root:

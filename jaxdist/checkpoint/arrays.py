@@ -24,12 +24,7 @@ _NODES_IN_MEMORY = 100_000_000  # bytes of the database's index; nothing is kept
 
 
 class ArrayReader:
-    """Reads the arrays of one checkpoint; a context, in which all reads are waited for.
-
-    Args:
-      directory: of the checkpoint.
-      item: the folder in it with the database.
-    """
+    """Reads the arrays of one checkpoint; a context, in which all reads are waited for."""
 
     def __init__(self, directory: Path, item: str):
         import tensorstore as ts
@@ -55,11 +50,7 @@ class ArrayReader:
     def read(
         self, name: tuple[str, ...], leaf: LeafRecord, opened: Any, wanted: list[Bounds]
     ) -> Callable[[], list[Any]]:
-        """Begin to read slices of an array; what is returned waits for them.
-
-        Raises:
-          CheckpointError: names the leaf and the files that hold it (DamagedError), or see `unreadable`.
-        """
+        """Begin to read slices of an array; what is returned waits for them."""
 
         def careful(what: Callable[[], Any]) -> Any:
             try:

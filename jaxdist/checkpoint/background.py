@@ -18,11 +18,7 @@ _pending: Saving | None = None
 
 
 class Saving:
-    """A checkpoint on its way to the disk.
-
-    Attributes:
-      step: whose it is.
-    """
+    """A checkpoint on its way to the disk."""
 
     def __init__(self, step: int):
         self.step = step
@@ -31,11 +27,7 @@ class Saving:
 
     @api_boundary
     def wait(self) -> None:
-        """Return when the checkpoint is whole and on disk, on every rank.
-
-        Raises:
-          CheckpointError: it could not be written. It is raised once.
-        """
+        """Return when the checkpoint is whole and on disk, on every rank."""
         self._join()
         if self._error is not None:
             error, self._error = self._error, None

@@ -26,16 +26,6 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
     """The share that one slice of an array has in the array's checksum.
 
     The shares of slices that make up the whole without overlap add up, modulo 2^64, to the checksum of the whole.
-
-    Args:
-      part: the slice.
-      start: where in the array it begins, along each axis.
-
-    Example:
-      >>> x = np.arange(12, dtype=np.int16).reshape(3, 4)
-      >>> parts = checksum(x[:, :3], (0, 0)) + checksum(x[:, 3:], (0, 3))
-      >>> checksum(x, (0, 0)) == parts % MODULUS
-      True
     """
     if part.size == 0:
         return 0
@@ -63,11 +53,7 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
 
 
 def share_of(x: jax.Array) -> int:
-    """The share that this process's shards have in an array's checksum; each slice counts on one device of all.
-
-    Args:
-      x: in shards, over any devices.
-    """
+    """The share that this process's shards have in an array's checksum; each slice counts on one device of all."""
     own = (s for s in x.addressable_shards if s.replica_id == 0)
     return sum(checksum(np.asarray(s.data), [at.start or 0 for at in s.index]) for s in own) % MODULUS
 

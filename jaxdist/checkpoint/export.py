@@ -64,16 +64,7 @@ def _on_host(x: Any) -> np.ndarray:
 def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
     """Write named arrays and texts into a file.
 
-    Args:
-      file: its ending says of which kind.
-      leaves: by name.
-      rename: as for `export`.
-
-    Returns:
-      How many arrays there are.
-
-    Raises:
-      ValueError: as for `export`.
+    Returns how many arrays there are.
     """
     if file.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"{file}: the file's name has to end in .safetensors or .npz")

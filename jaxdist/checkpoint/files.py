@@ -19,25 +19,15 @@ _RECORD = re.compile(r"saved-(\d+)-after-(\d+)\.json")
 
 
 class Saved(NamedTuple):
-    """A checkpoint, by the names of its files alone.
+    """A checkpoint, by the names of its files alone."""
 
-    Attributes:
-      step: whose it is.
-      number: counts the saves into this directory, from 1; None: its record is gone.
-      after: the number of the one that the job had saved or restored before; 0: none.
-    """
-
-    step: int
-    number: int | None
-    after: int
+    step: int  # whose it is
+    number: int | None  # counts the saves into this directory, from 1; None: its record is gone
+    after: int  # the number of the one that the job had saved or restored before; 0: none
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The directory of a run's checkpoints, or of one.
-
-    Raises:
-      ValueError: the path names none.
-    """
+    """The directory of a run's checkpoints, or of one."""
     if not os.fspath(path):
         raise ValueError("the path of the checkpoints is empty: give a directory ('.' is the current one)")
     if _URL.match(str(path)):
@@ -111,11 +101,7 @@ def identity(directory: Path) -> tuple[Any, ...] | None:
 
 
 def look(directory: Path, step: int) -> Saved | None:
-    """Which checkpoint a directory holds; None: it is someone else's.
-
-    Raises:
-      FileNotFoundError: it was removed or renamed meanwhile.
-    """
+    """Which checkpoint a directory holds; None: it is someone else's."""
     before, names = identity(directory), [p.name for p in directory.iterdir()]
     if identity(directory) != before:
         raise FileNotFoundError(f"{directory} was removed, renamed or changed while its files were listed")
@@ -133,15 +119,8 @@ def record_name(number: int, after: int) -> str:
 def too_many(there: list[Saved], keep: int) -> list[Saved]:
     """Which to remove so that `keep` are left of those whose order is known; never the one that was saved last.
 
-    First those that the last one does not descend from: they were left when the job went back to an earlier
-    checkpoint, or began anew. Then its own ancestors. Of each kind those that were saved first.
-
-    Example:
-      >>> line = [Saved(10, 1, 0), Saved(20, 2, 1), Saved(30, 3, 2)]
-      >>> [s.step for s in too_many(line, 2)]
-      [10]
-      >>> [s.step for s in too_many([*line, Saved(15, 4, 1)], 2)]  # it went back to 10
-      [20, 30]
+    First those that the last one does not descend from: they were left when the job went back to an earlier checkpoint,
+    or began anew. Then its own ancestors. Of each kind those that were saved first.
     """
     known = [s for s in there if s.number is not None]
     if not known:

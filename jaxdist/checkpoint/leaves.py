@@ -19,11 +19,7 @@ _PLAIN = (np.ndarray, np.memmap)  # others are more than their values: a mask, a
 
 
 def named(state: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
-    """The leaves, each with the keys that lead to it.
-
-    Raises:
-      ValueError: there is no end of them.
-    """
+    """The leaves, each with the keys that lead to it."""
     try:
         found, _ = jax.tree_util.tree_flatten_with_path(state)
     except (RecursionError, SystemError) as error:  # as jaxlib hands on the first

@@ -23,22 +23,14 @@ Leaves = dict[tuple[str, ...], LeafRecord]
 
 
 def check_kinds(like: Any) -> None:
-    """Refuse what no checkpoint has, before one is looked for.
-
-    Raises:
-      TypeError: names the leaf.
-    """
+    """Refuse what no checkpoint has, before one is looked for."""
     for name, x in zip(*named(like), strict=True):
         if not isinstance(x, jax.ShapeDtypeStruct) and (why := refusal(x)):
             raise TypeError(f"leaf {'.'.join(name)} of `like` is nothing that a checkpoint has: {why}")
 
 
 def check_leaf(where: Path, name: tuple[str, ...], x: Any, leaves: Leaves) -> None:
-    """Whether the checkpoint has a leaf as it is in `like`.
-
-    Raises:
-      CheckpointError: it has another one.
-    """
+    """Whether the checkpoint has a leaf as it is in `like`."""
     label = ".".join(name)
     of = f"leaf {label} of checkpoint {where}"
     if name not in leaves:
@@ -114,12 +106,7 @@ def _off_mesh(value: np.ndarray, x: Any, leaf: LeafRecord) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def cut(place: Sharding | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, ...], tuple[bool, ...], bool]:
-    """How this process reads an array.
-
-    Returns:
-      The slices that its devices hold, each once; of each whether this process counts it in the checksum (and not
-      another one that holds it too); whether what it counts is all of the array.
-    """
+    """How this process reads an array."""
     whole = tuple((0, n) for n in shape)
     if place is None or place.is_fully_replicated:
         return (whole,), (True,), True

@@ -56,15 +56,7 @@ class Lock:
 
 
 def take(directory: Path, patience: float) -> None:
-    """Make sure that this process owns a directory.
-
-    Args:
-      directory: it exists.
-      patience: seconds to wait for the lock of an owner on another host, which may be dead.
-
-    Raises:
-      CheckpointError: another job owns it; names its host and process.
-    """
+    """Make sure that this process owns a directory."""
     directory = directory.resolve()
     own = _locks.get(directory)
     if own is not None and own.held():

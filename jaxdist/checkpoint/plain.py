@@ -14,11 +14,7 @@ from jaxdist.errors import CheckpointError
 
 
 def opened(directory: Path) -> tuple[int, Path]:
-    """A folder under a plain name, which it has until the descriptor is closed; a rename doesn't matter.
-
-    Raises:
-      CheckpointError: this system has no such names.
-    """
+    """A folder under a plain name, which it has until the descriptor is closed; a rename doesn't matter."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     name = Path(f"/proc/self/fd/{descriptor}")
     if not name.exists():

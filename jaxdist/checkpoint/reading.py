@@ -142,19 +142,7 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
 
 
 def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:
-    """Every leaf of one checkpoint by its name, as arrays of the host; for export. Of one process, without `init`.
-
-    Args:
-      path: of one step; or of a run, for the one that was saved last.
-
-    Returns:
-      Its directory, and the leaves.
-
-    Raises:
-      FileNotFoundError: not a checkpoint.
-      CheckpointError: it is damaged.
-      ImportError: tensorstore is not installed.
-    """
+    """Every leaf of one checkpoint by its name, as arrays of the host; for export. Of one process, without `init`."""
     need("tensorstore", "jaxdist export")
     path, moved, end = absolute(path), [], time.monotonic() + _FOR
     while True:
@@ -232,12 +220,7 @@ _OTHER_BITS = "has other bits than were saved"
 
 
 def _read_own(ctx: Context, directory: Path, wanted: Saved, like: Any) -> Part[tuple[Any, Leaves]]:
-    """What this rank reads of a checkpoint.
-
-    Returns:
-      The state, and the leaves as they were saved; told are this rank's shares in the checksums of those arrays of
-      which no rank has all.
-    """
+    """What this rank reads of a checkpoint."""
     try:
         if not directory.is_dir():
             raise FileNotFoundError(
@@ -279,11 +262,7 @@ def _arrays(
     places: dict[tuple[str, ...], Any],
     shares: dict[tuple[str, ...], int],
 ) -> dict[tuple[str, ...], list[np.ndarray]]:
-    """The slices of arrays that this process needs (`cut`), compared with their checksums.
-
-    Raises:
-      DamagedError: an array is not what was saved.
-    """
+    """The slices of arrays that this process needs (`cut`), compared with their checksums."""
     values: dict[tuple[str, ...], list[np.ndarray]] = {}
     reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
     with ArrayReader(directory, ITEM) as reader:

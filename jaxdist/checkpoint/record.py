@@ -33,16 +33,6 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 
     A disk that fails, rights that are missing or too many open files say nothing of what was saved: such a checkpoint
     is not passed over, for the next `save` would rename it.
-
-    Args:
-      what: can't be read.
-      error: from the system, from tensorstore, or of what was read.
-
-    Example:
-      >>> unreadable("file a", PermissionError(errno.EACCES, "Permission denied"))
-      CheckpointError("file a can't be read: Permission denied. The system says so, which is no damage: ...")
-      >>> unreadable("file a", FileNotFoundError(errno.ENOENT, "No such file or directory"))
-      DamagedError("file a can't be read: No such file or directory")
     """
     if isinstance(error, OSError):
         number, text = error.errno, error.strerror or str(error)
@@ -62,34 +52,22 @@ _DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None
 
 
 class LeafRecord(NamedTuple):
-    """A leaf as it was saved.
+    """A leaf as it was saved."""
 
-    Attributes:
-      shape: of the array.
-      dtype: its name; "str" of a string.
-      value: of an array the checksum (`jaxdist.checkpoint.checksum`), of a string the string.
-      key: the generator's name, if it is an array of PRNG keys: the array is then their data.
-      weak: whether it is typed as a Python number is (JAX's weak type): the training would go on with other dtypes.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    value: int | str
-    key: str | None = None
+    shape: tuple[int, ...]  # of the array
+    dtype: str  # its name; "str" of a string
+    value: int | str  # of an array the checksum (`jaxdist.checkpoint.checksum`), of a string the string
+    key: str | None = None  # the generator's name, if it is an array of PRNG keys: the array is then their data
+    # whether it is typed as a Python number is (JAX's weak type): the training would go on with other dtypes
     weak: bool = False
 
 
 class Record(NamedTuple):
-    """What is in a checkpoint.
+    """What is in a checkpoint."""
 
-    Attributes:
-      saved: which one it is.
-      leaves: by their names.
-      files: {name: (bytes, CRC-32)} of all other files; those with data of arrays have no CRC.
-    """
-
-    saved: Saved
-    leaves: dict[tuple[str, ...], LeafRecord]
+    saved: Saved  # which one it is
+    leaves: dict[tuple[str, ...], LeafRecord]  # by their names
+    # {name: (bytes, CRC-32)} of all other files; those with data of arrays have no CRC
     files: dict[str, tuple[int, int | None]]
 
     @property
@@ -120,15 +98,7 @@ def write(directory: Path, saved: Saved, leaves: dict[tuple[str, ...], LeafRecor
 
 
 def read(directory: Path, saved: Saved) -> Record:
-    """The record of a checkpoint.
-
-    Args:
-      directory: of the checkpoint.
-      saved: which one it should be; its step may be -1, any.
-
-    Raises:
-      CheckpointError: it is gone or damaged (DamagedError), or that of another checkpoint; or see `unreadable`.
-    """
+    """The record of a checkpoint."""
     if saved.number is None:
         raise DamagedError(
             f"checkpoint {directory} has no record (saved-*.json), or several: files of it were deleted, or it was "
@@ -161,11 +131,7 @@ def of(directory: Path) -> Record | None:
 
 
 def check_files(directory: Path, record: Record) -> None:
-    """Compare the sizes of all files, and the bytes of those that no array's checksum is about.
-
-    Raises:
-      CheckpointError: names the first file that is not as it was (DamagedError), or see `unreadable`.
-    """
+    """Compare the sizes of all files, and the bytes of those that no array's checksum is about."""
     for name, (size, crc) in record.files.items():
         file = directory / name
         of = f"of checkpoint {directory}"

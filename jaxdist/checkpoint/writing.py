@@ -216,19 +216,12 @@ def _value(x: Any) -> str:
 
 
 class _PendingLeaf(NamedTuple):
-    """A leaf on its way to the disk.
+    """A leaf on its way to the disk."""
 
-    Attributes:
-      name: its keys.
-      value: what orbax is to write: an array, a string; None: nothing on this rank, or of an empty array.
-      shards: whether each rank writes its own shards; else the root writes it.
-      about: what the record will say, but for the checksum.
-    """
-
-    name: tuple[str, ...]
-    value: Any
-    shards: bool
-    about: LeafRecord
+    name: tuple[str, ...]  # its keys
+    value: Any  # what orbax is to write: an array, a string; None: nothing on this rank, or of an empty array
+    shards: bool  # whether each rank writes its own shards; else the root writes it
+    about: LeafRecord  # what the record will say, but for the checksum
 
     def share(self, root: bool) -> int:
         """This rank's share in the checksum."""

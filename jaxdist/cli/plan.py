@@ -163,12 +163,7 @@ def _value(text: str) -> Any:
 
 
 def draw(plan: "Plan", path: Path) -> None:
-    """The bytes on a device, by level and kind, and how many there are.
-
-    Args:
-      plan: of a step.
-      path: .png, .pdf or .svg.
-    """
+    """The bytes on a device, by level and kind, and how many there are."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2 + 1.6 * len(plan.levels), 5), layout="constrained")

@@ -55,13 +55,7 @@ def plot(
 
 
 def draw(runs: Mapping[Path, Lines], names: Sequence[str], path: Path) -> None:
-    """A diagram for each metric, and one for the throughput: of each interval, and what is steady of it.
-
-    Args:
-      runs: the lines of each.
-      names: of metrics.
-      path: .png, .pdf or .svg.
-    """
+    """A diagram for each metric, and one for the throughput: of each interval, and what is steady of it."""
     from matplotlib.figure import Figure
 
     rates = [name for name in _RATES if any(name in line for lines in runs.values() for line in lines)]
@@ -107,18 +101,7 @@ class Interval(NamedTuple):
 
 
 def intervals(lines: Lines, name: str) -> list[Interval]:
-    """The throughput between two lines each; neighbours together where there are many.
-
-    Args:
-      lines: of a run.
-      name: of the throughput, which each line has since the one before.
-
-    Example:
-      >>> lines = [{"step": 0, "time": 10.0}] + [{"step": i, "time": 10.0 + i, "r": 1.0 + i % 2} for i in range(1, 401)]
-      >>> found = intervals(lines, "r")
-      >>> len(found), found[0]
-      (200, Interval(step=2, seconds=2.0, rate=1.5))
-    """
+    """The throughput between two lines each; neighbours together where there are many."""
     found: list[Interval] = []
     step, begin = None, 0.0
     for line in lines:
@@ -135,14 +118,6 @@ def steady(found: Sequence[Interval]) -> list[Interval]:
 
     The means are for steps that end in bursts, as when a loader delivers several batches at once; the median for pauses
     and spikes, which are in less than half of the means around.
-
-    Args:
-      found: of a run, as `intervals` returns them.
-
-    Example:
-      >>> pause = [Interval(step=i, seconds=1.0, rate=0.1 if i == 5 else 8.0) for i in range(11)]
-      >>> {interval.rate for interval in steady(pause)}
-      {8.0}
     """
     size = max(1, min(_MEAN, len(found) // (4 * _MEAN)))
     means = [_together(found[max(0, i - size + 1) : i + 1]).rate for i in range(len(found))]

@@ -22,27 +22,16 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call; parameters that its kind does not have keep their defaults.
+    """A checked call; parameters that its kind does not have keep their defaults."""
 
-    Attributes:
-      kind: key of `PARAMETERS`.
-      op: of `jaxdist.collectives.numerics.OPS`.
-      axis: along which is gathered or scattered; negative: from the end, of each leaf.
-      split_axis: of all_to_all.
-      concat_axis: of all_to_all.
-      root: position within the group.
-      perm: (source, destination) pairs.
-      groups: ranks of each group; None: all ranks are one.
-    """
-
-    kind: str
-    op: str = "sum"
-    axis: int = 0
-    split_axis: int = 0
-    concat_axis: int = 0
-    root: int = 0
-    perm: tuple[tuple[int, int], ...] = ()
-    groups: tuple[tuple[int, ...], ...] | None = None
+    kind: str  # key of `PARAMETERS`
+    op: str = "sum"  # of `jaxdist.collectives.numerics.OPS`
+    axis: int = 0  # along which is gathered or scattered; negative: from the end, of each leaf
+    split_axis: int = 0  # of all_to_all
+    concat_axis: int = 0  # of all_to_all
+    root: int = 0  # position within the group
+    perm: tuple[tuple[int, int], ...] = ()  # (source, destination) pairs
+    groups: tuple[tuple[int, ...], ...] | None = None  # ranks of each group; None: all ranks are one
 
     def group(self, rank: int, size: int) -> Group:
         """The group of a rank; a rank in none is one by itself."""
@@ -58,15 +47,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that act together.
+    """Ranks that act together."""
 
-    Attributes:
-      ranks: in the order of their positions.
-      me: this rank's position.
-    """
-
-    ranks: tuple[int, ...]
-    me: int
+    ranks: tuple[int, ...]  # in the order of their positions
+    me: int  # this rank's position
 
     @property
     def n(self) -> int:
@@ -75,13 +59,7 @@ class Group:
 
 
 def split(x: Any, axis: int, n: int) -> Any:
-    """`x` in `n` slices along `axis`, stacked in a new leading dimension (a view, of a NumPy array).
-
-    Example:
-      >>> import numpy as np
-      >>> split(np.zeros((3, 8)), 1, 2).shape
-      (2, 3, 4)
-    """
+    """`x` in `n` slices along `axis`, stacked in a new leading dimension (a view, of a NumPy array)."""
     apart = x.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
     return apart.transpose(axis, *(i for i in range(apart.ndim) if i != axis))
 

@@ -25,25 +25,15 @@ _ADVICE = "Nothing was sent. Every rank must come with the same shapes and dtype
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked call with its data.
+    """A checked call with its data."""
 
-    Attributes:
-      call: what to do; None: send.
-      description: of it.
-      leaves: as the wire loaded them.
-    """
-
-    call: Call | None
-    description: Description
-    leaves: Sequence[Any]
+    call: Call | None  # what to do; None: send
+    description: Description  # of it
+    leaves: Sequence[Any]  # as the wire loaded them
 
 
 class Eager:
-    """The eager collectives of one context, of two processes or more.
-
-    Args:
-      ctx: the job's context.
-    """
+    """The eager collectives of one context, of two processes or more."""
 
     def __init__(self, ctx: Any):
         self.ctx = ctx
@@ -64,18 +54,8 @@ class Eager:
     def collective(self, kind: str, prepare: Callable[[Any], Prepared]) -> tuple[Call, list[Any] | None]:
         """Prepares the call, agrees on it with all ranks, and makes it.
 
-        Args:
-          kind: for messages.
-          prepare: checks the arguments and loads the leaves (through the wire that it is given).
-
-        Returns:
-          The call, and the result of each leaf: None where this rank's own value stays. None in place of the list:
-          this rank acts alone.
-
-        Raises:
-          Exception: what `prepare` raised on this rank.
-          ValueError: the ranks' calls differ, or `prepare` raised on another rank. Nothing was sent.
-          ControlError: a rank did not come within the timeout, or left.
+        Returns the call, and the result of each leaf: None where this rank's own value stays. None in place of the
+        list: this rank acts alone.
         """
         with self._lock:
             return self._collective(kind, prepare)

@@ -36,12 +36,7 @@ _TAG = 7000  # of our messages between pairs; those of steps have tag 0
 
 
 class MpiWire:
-    """The MPI side of eager collectives.
-
-    Args:
-      ctx: the job's context.
-      timeout: seconds to wait for ranks that do not come.
-    """
+    """The MPI side of eager collectives."""
 
     in_programs = False
 
@@ -62,11 +57,7 @@ class MpiWire:
     # --- agreement
 
     def differ(self, fingerprint: int, sequence: int, what: Callable[[], str]) -> bool:
-        """Whether the ranks' fingerprints or sequence numbers differ; waits for all ranks.
-
-        Raises:
-          ControlError: some did not come within the timeout, left, or are in another call.
-        """
+        """Whether the ranks' fingerprints or sequence numbers differ; waits for all ranks."""
         if self._broken:
             raise ControlError(
                 f"rank {self._ctx.rank}: {what()} comes after one that failed ({self._broken}): the ranks' calls no "

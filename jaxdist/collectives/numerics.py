@@ -16,21 +16,13 @@ _UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum,
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of one dtype.
+    """A reduction of one dtype."""
 
-    Attributes:
-      ufunc: adds up two contributions (NumPy's minimum and maximum hand NaNs on, MPI's lose them).
-      sums_in: the dtype it does so in.
-      out: of the result.
-      divide: whether the result is divided by the number of contributions.
-      native: whether MPI's own operation on this dtype does the same.
-    """
-
-    ufunc: np.ufunc
-    sums_in: np.dtype[Any]
-    out: np.dtype[Any]
-    divide: bool
-    native: bool
+    ufunc: np.ufunc  # adds up two contributions (NumPy's minimum and maximum hand NaNs on, MPI's lose them)
+    sums_in: np.dtype[Any]  # the dtype it does so in
+    out: np.dtype[Any]  # of the result
+    divide: bool  # whether the result is divided by the number of contributions
+    native: bool  # whether MPI's own operation on this dtype does the same
 
     def finish(self, total: np.ndarray, n: int, out: np.ndarray) -> None:
         """The result, from the sum of `n` contributions."""
@@ -41,19 +33,7 @@ class Reduction:
 
 
 def reduction(op: str, dtype: Any) -> Reduction:
-    """How `op` reduces `dtype`.
-
-    Args:
-      op: of `OPS`.
-      dtype: of the contributions.
-
-    Raises:
-      TypeError: the dtype has no such operation.
-
-    Example:
-      >>> reduction("avg", "int32").out
-      dtype('float32')
-    """
+    """How `op` reduces `dtype`."""
     return _reduction(op, np.dtype(dtype), bool(jax.config.read("jax_enable_x64")))
 
 

@@ -16,19 +16,7 @@ _IDLE_BYTES = 1 << 29  # kept at most
 
 
 class Pool:
-    """Buffers by size. What `take` gives comes back by itself, when the last array over it is gone.
-
-    Args:
-      idle_bytes: kept at most when unused.
-
-    Example:
-      >>> pool = Pool()
-      >>> x = pool.take((256, 1024), np.dtype("float32"))
-      >>> address = x.ctypes.data
-      >>> del x
-      >>> pool.take((512, 512), np.dtype("int32")).ctypes.data == address
-      True
-    """
+    """Buffers by size. What `take` gives comes back by itself, when the last array over it is gone."""
 
     def __init__(self, idle_bytes: int = _IDLE_BYTES):
         self._idle_bytes = idle_bytes

@@ -33,12 +33,7 @@ _CHUNK = 1 << 20  # bytes of one value in the key-value store, far below gRPC's 
 
 
 class XlaWire:
-    """The XLA side of eager collectives.
-
-    Args:
-      ctx: the job's context.
-      timeout: seconds to wait for ranks that do not come.
-    """
+    """The XLA side of eager collectives."""
 
     in_programs = True
     """Whether collectives are programs of XLA, dispatched and not done when a call returns."""
@@ -49,11 +44,7 @@ class XlaWire:
         self._counts: dict[tuple[int, int], int] = {}  # messages so far, by source and destination
 
     def differ(self, fingerprint: int, sequence: int, what: Callable[[], str]) -> bool:
-        """Whether the ranks' fingerprints or sequence numbers differ; waits for all ranks.
-
-        Raises:
-          ControlError: some did not come within the timeout, left, or are in another call.
-        """
+        """Whether the ranks' fingerprints or sequence numbers differ; waits for all ranks."""
         try:
             entered = self._ctx.control.exchange("an eager collective", (fingerprint, sequence), self._timeout, what())
         except ControlError as error:

@@ -35,11 +35,7 @@ NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "max", "min
 
 
 def check(rules: Rules) -> None:
-    """Refuse what is no table of rules.
-
-    Raises:
-      ValueError: an unknown name, or something that can't be called.
-    """
+    """Refuse what is no table of rules."""
     for name, rule in rules.items():
         if name not in NAMES:
             raise ValueError(f"communicator={{{name!r}: ...}}: there is no such collective; valid: {', '.join(NAMES)}")
@@ -54,16 +50,7 @@ class Lowering(Protocol):
 
 
 def lowering(communicator: str | Rules, mesh: Mesh, hosts: tuple[int, int] = (0, 0)) -> Lowering:
-    """The lowering rules of a communicator.
-
-    Args:
-      communicator: ``"xla"``, ``"lanes"``, ``"mpi"``, or a table of rules.
-      mesh: the devices.
-      hosts: how many in a row are on one host, if there are several, 0: that is no matter; bytes from which it matters.
-
-    Raises:
-      ValueError: for any other name.
-    """
+    """The lowering rules of a communicator."""
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
@@ -83,14 +70,9 @@ def lowering(communicator: str | Rules, mesh: Mesh, hosts: tuple[int, int] = (0,
 def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine) -> int:
     """How many bytes of gradients travel together if the user does not say.
 
-    Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo about 0.1 ms and MPI 0.01 ms, and from
-    1 MiB a tensor the copy costs more. Between virtual devices of one process it costs little as well. On GPUs XLA's
-    own combiner does it: it merges the reductions without copying them (see ``docs/communication.md``).
-
-    Args:
-      communicator: ``"xla"``, ``"lanes"`` or ``"mpi"``.
-      mesh: the devices.
-      machine: what they stand for.
+    Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo about 0.1 ms and MPI 0.01 ms, and from 1
+    MiB a tensor the copy costs more. Between virtual devices of one process it costs little as well. On GPUs XLA's own
+    combiner does it: it merges the reductions without copying them (see ``docs/communication.md``).
     """
     if not machine.kind.is_cpu:
         return 0
@@ -113,16 +95,7 @@ _FOR_GPUS: tuple[dict[str, Any], ...] = (  # each under the names that versions 
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What XLA is told so that messages travel while GPUs compute, but for what the user says in ``XLA_FLAGS``.
-
-    Args:
-      mesh: the devices.
-
-    Example:
-      >>> import jaxdist
-      >>> compiler_options(jaxdist.get_context().mesh)  # CPUs
-      {}
-    """
+    """What XLA is told so that messages travel while GPUs compute, but for what the user says in ``XLA_FLAGS``."""
     if mesh.devices.flat[0].platform == "cpu":
         return {}
     own = os.environ.get("XLA_FLAGS", "")

@@ -26,11 +26,6 @@ def large(machine: Machine, devices: int, in_host: int) -> int:
 
     At once each device sends a part of what it has to each other one, and all of a host share its network; by hosts
     that is a part as large for each of the other hosts.
-
-    Args:
-      machine: the devices.
-      devices: number of them.
-      in_host: how many in a row are on one host, if there are several hosts.
     """
     hosts = devices // in_host
     kind = machine.kind
@@ -41,21 +36,14 @@ def large(machine: Machine, devices: int, in_host: int) -> int:
 
 @dataclass(frozen=True)
 class ByHosts:
-    """The collectives of a step, of what is large in two parts.
+    """The collectives of a step, of what is large in two parts."""
 
-    Attributes:
-      all_to_all: ``(parts, groups) -> parts``, within groups of devices (None: all of them): row i from device i.
-      all_gather: ``(part, groups) -> parts``.
-      sum: ``(x, wire, groups) -> x``, `wire` as of `exchange.all_reduce`; None: the dtype of `x`.
-      in_host: how many devices in a row are on one host; 0: that is no matter.
-      large: bytes from which it matters.
-    """
-
+    # ``(parts, groups) -> parts``, within groups of devices (None: all of them): row i from device i
     all_to_all: Callable[..., Any]
-    all_gather: Callable[..., Any]
-    sum: Callable[..., Any]
-    in_host: int
-    large: int
+    all_gather: Callable[..., Any]  # ``(part, groups) -> parts``
+    sum: Callable[..., Any]  # ``(x, wire, groups) -> x``, `wire` as of `exchange.all_reduce`; None: the dtype of `x`
+    in_host: int  # how many devices in a row are on one host; 0: that is no matter
+    large: int  # bytes from which it matters
 
     def all_reduce(self, x: Any, wire: str | None, devices: int) -> Any:
         """The sum of `x` over the devices."""

@@ -18,16 +18,6 @@ def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move)
 
     Each device adds up one part of it in float32 (or wider, as `x` is): rounded when the parts are sent and when the
     sum is, however many devices there are.
-
-    Args:
-      x: this device's, floating.
-      wire: the dtype that travels.
-      size: number of devices.
-      all_to_all: ``(size, k) -> (size, k)``, row i of the result from device i.
-      all_gather: ``(k,) -> (size, k)``.
-
-    Returns:
-      Of the shape and dtype of `x`.
     """
     mine = added_up(slices(x.reshape(-1), 0, size), wire, all_to_all)
     whole = all_gather(mine.astype(wire)).reshape(-1)
@@ -73,13 +63,8 @@ def bits(x: Any) -> tuple[Any, Move]:
 def extreme(x: Any, op: str, reduce: Move) -> Any:
     """The largest or smallest of floats over the devices, or NaN if one is.
 
-    MPI, gloo and XLA between virtual devices lose it; one device would not. So they compare integers in the same
-    order, with NaN beyond all.
-
-    Args:
-      x: this device's.
-      op: ``"max"`` or ``"min"``.
-      reduce: does it with integers.
+    MPI, gloo and XLA between virtual devices lose it; one device would not. So they compare integers in the same order,
+    with NaN beyond all.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     bits = lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))

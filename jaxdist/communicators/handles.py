@@ -23,11 +23,8 @@ _MOST = 999
 def take_out(module: ir.Module) -> list[int]:
     """Put numbers that are the same in every process in place of a program's handles.
 
-    Args:
-      module: the program; it is changed.
-
-    Returns:
-      The handles, in the order in which they first occur; none, and nothing is changed, if they are too many or long.
+    Returns the handles, in the order in which they first occur; none, and nothing is changed, if they are too many or
+    long.
     """
     calls: list[tuple[Any, dict[str, Any]]] = []
     found: dict[int, int] = {}
@@ -55,12 +52,7 @@ def take_out(module: ir.Module) -> list[int]:
 
 
 def put_in(executable: bytes, handles: Sequence[int]) -> bytes:
-    """An executable whose calls hold these handles.
-
-    Args:
-      executable: written down by the process that compiled what `take_out` left.
-      handles: of this process.
-    """
+    """An executable whose calls hold these handles."""
     width = len(str(_PLACE))
     places = {b"%d" % (_PLACE + i): b"%*d" % (width, handle) for i, handle in enumerate(handles)}
     if not places:

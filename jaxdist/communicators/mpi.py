@@ -87,14 +87,7 @@ def _mpi_type(dtype: Any) -> int:
 
 
 class MpiLowering(Interpreter):
-    """Evaluates a step's jaxpr on one process of a ``shard_map``, its collectives as MPI calls in program order.
-
-    Args:
-      axes: of the mesh, the outermost first.
-      ranks: of its devices, in order.
-      hosts: as of `jaxdist.communicators.lowering`.
-      order: where the calls continue from; default: the start of the program.
-    """
+    """Evaluates a step's jaxpr on one process of a ``shard_map``, its collectives as MPI calls in program order."""
 
     def __init__(
         self, axes: Sequence[Axis], ranks: tuple[int, ...], hosts: tuple[int, int] = (0, 0), order: Any = None

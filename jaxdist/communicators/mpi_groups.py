@@ -50,12 +50,7 @@ def _group(rank: int, members: tuple[int, ...]) -> Any:
 
 
 def of_group(ranks: tuple[int, ...], groups: Groups | None) -> Any:
-    """The communicator of one's own group, which its members make together when they first ask for it.
-
-    Args:
-      ranks: of the devices of a mesh.
-      groups: of these devices, by their numbers; None: all are one.
-    """
+    """The communicator of one's own group, which its members make together when they first ask for it."""
     rank = jax.process_index()
     if groups is None:
         return world(rank) if ranks == tuple(range(len(ranks))) else _group(rank, ranks)

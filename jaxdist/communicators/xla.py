@@ -90,10 +90,6 @@ class GlooLowering(XlaLowering):
     * XLA puts collectives that do not depend on each other into an order, on another processor perhaps into another:
       each has a number in its name, so that `jaxdist.runtime.order` can tell which is which.
     * Gloo knows nothing of hosts: see `jaxdist.communicators.by_hosts`.
-
-    Args:
-      axes: number of axes of the mesh.
-      hosts: as of `jaxdist.communicators.lowering`.
     """
 
     def __init__(self, axes: int = 1, hosts: tuple[int, int] = (0, 0)) -> None:

@@ -19,10 +19,6 @@ def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Calla
     """Have each program of this process compiled by `instead`, which is given JAX's own way to do it and the program.
 
     Here JAX has not found the program in its persistent cache. There is no public place.
-
-    Args:
-      instead: called with a function that compiles a program, and the program; returns the executable.
-      program: makes it of JAX's own arguments; a tuple of them.
     """
     from jax._src import compiler
 
@@ -38,10 +34,6 @@ def on_compiled(then: Callable[[Any, Any], None], program: Callable[..., Any]) -
     """Have each program of this process, compiled or found in JAX's persistent cache, seen before it runs.
 
     There is no public place.
-
-    Args:
-      then: called with the program and its executable.
-      program: makes the first of JAX's own arguments.
     """
     from jax._src import compiler
 
@@ -62,9 +54,6 @@ def same_cache_key_on_all_ranks(processor: bytes) -> None:
 
     JAX takes the number of a program's one device into the key (not so on GPUs), and that of the process. But only
     process 0 writes: no other would find anything.
-
-    Args:
-      processor: describes that of this machine; for another's there is another key.
     """
     from jax._src import cache_key
 
@@ -107,11 +96,6 @@ def say_on_host(lowered: Any, arguments: Collection[int], kind: str) -> None:
 
     These know of no memories, so that a `NamedSharding` over them forgets that it was told of one, and JAX says nothing
     of the arguments (it does of results).
-
-    Args:
-      lowered: as of ``jax.jit(f).lower``.
-      arguments: their positions.
-      kind: JAX's name for the memory.
     """
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
@@ -150,12 +134,6 @@ def listed_groups(text: str) -> str:
 
     From jax 0.12 on they may be axes of a mesh. XLA's printer of fingerprints writes lists in each version, and its
     parser knows whatever it prints; neither has a public place.
-
-    Args:
-      text: what stands after ``replica_groups=`` in a compiled program.
-
-    Raises:
-      ValueError: XLA does not read it.
     """
     from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
 

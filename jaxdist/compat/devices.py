@@ -75,16 +75,7 @@ def _threads_that_wait_their_turn() -> Iterator[None]:
 
 
 def gpus_elsewhere(target: str, hosts: int, per_host: int) -> list[Any]:
-    """Devices that programs can be compiled for, and no more (`jax.experimental.topologies`).
-
-    Args:
-      target: XLA's description of the GPU.
-      hosts: number of them.
-      per_host: GPUs of each, one a process.
-
-    Raises:
-      ImportError: JAX is installed without what compiles for NVIDIA's GPUs.
-    """
+    """Devices that programs can be compiled for, and no more (`jax.experimental.topologies`)."""
     from jax.experimental import topologies
 
     # The plugin of jax[cuda12] refuses a machine without a driver unless told; when a backend started it already has.

@@ -73,11 +73,6 @@ def under_no_mesh(function: Callable[A, R]) -> Callable[A, R]:
 
     Its axes keep their names: a step may name them in `jax.lax.with_sharding_constraint`, as under the older ``with
     mesh:``, which sets no types of what is traced. Under tracing, where no mesh can be set, it runs as it is.
-
-    Example:
-      >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-      ...     under_no_mesh(lambda: jax.sharding.get_abstract_mesh().empty)()
-      True
     """
 
     @functools.wraps(function)

@@ -13,9 +13,6 @@ def forget_name(array: Any) -> Any:
     Grain removes the name when the array is deleted, and nothing deletes one that is still in use at exit (JAX keeps an
     argument of a step as its own without a copy): Python then says that it was leaked. Grain has no public way to do it
     earlier; a version that keeps its arrays otherwise needs nothing.
-
-    Args:
-      array: as it comes out of grain's iterator.
     """
     if getattr(array, "_unlink_on_del", False):
         array.shm.unlink()

@@ -23,21 +23,6 @@ def choose(env: Mapping[str, str] | None = None) -> str:
 
     An MPI's launcher comes before Slurm: inside an allocation it starts its daemons with srun, so that the step's
     variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
-
-    Args:
-      env: instead of the process's environment.
-
-    Returns:
-      "mpi", "env://", "slurm", "local", or what JAXDIST_CONNECTOR says.
-
-    Raises:
-      ImportError: started by an MPI launcher, but mpi4py is missing.
-      ValueError: a part of the variables of env:// is set, and lists what is missing; or something says that
-        this process is alone, and a launcher says that it is one of several.
-
-    Example:
-      >>> choose({}), choose({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
-      ('local', 'mpi')
     """
     from jaxdist.connectors import launchers, slurm
 
@@ -77,25 +62,7 @@ def connect(
 ) -> Connector:
     """Make the connector that `spec` names, or check the object that it is.
 
-    Args:
-      spec: "auto", "mpi", "slurm", "env://", "tcp://host:port", "local", or an object with the
-        members of `Connector`.
-      timeout: seconds for everyone to come.
-      rank: for env:// and tcp://.
-      size: for env:// and tcp://.
-
-    Returns:
-      The connector; with several processes, everyone is there.
-
-    Raises:
-      ValueError: unknown name, missing variables, rank and size with another connector.
-      TypeError: an object that lacks members; names them.
-      TimeoutError: not everyone came; names who or where.
-      ImportError: "mpi" without mpi4py.
-
-    Example:
-      >>> connect("local").size
-      1
+    Returns the connector; with several processes, everyone is there.
     """
     if not isinstance(spec, str):
         lacking = [m for m in _MEMBERS if not hasattr(spec, m)]

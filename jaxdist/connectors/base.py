@@ -12,26 +12,13 @@ ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @runtime_checkable
 class Connector(Protocol):
-    """How processes find each other. An object of your own with these members fits.
+    """How processes find each other. An object of your own with these members fits."""
 
-    Attributes:
-      name: for messages.
-      rank: this process, 0 to size - 1. Rank 0 is the root.
-      size: number of processes.
-      local_rank: index among the processes of this host.
-      local_size: number of processes on this host.
-
-    Example:
-      >>> from jaxdist.connectors.local import LocalConnector
-      >>> isinstance(LocalConnector(), Connector)
-      True
-    """
-
-    name: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
+    name: str  # for messages
+    rank: int  # this process, 0 to size - 1. Rank 0 is the root
+    size: int  # number of processes
+    local_rank: int  # index among the processes of this host
+    local_size: int  # number of processes on this host
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process is here."""
@@ -47,22 +34,13 @@ class Connector(Protocol):
 
 
 def local_position(hosts: list[str], rank: int) -> tuple[int, int]:
-    """(local_rank, local_size) from the host name of each rank.
-
-    Example:
-      >>> local_position(["a", "b", "a"], 2)
-      (1, 2)
-    """
+    """(local_rank, local_size) from the host name of each rank."""
     beside = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     return beside.index(rank), len(beside)
 
 
 def read_int(env: Mapping[str, str], name: str, low: int = 0, high: int | None = None) -> int:
-    """The integer in an environment variable.
-
-    Raises:
-      ValueError: not an integer, or out of range; names the variable and its value.
-    """
+    """The integer in an environment variable."""
     try:
         value = int(env[name])
     except ValueError:
@@ -74,11 +52,7 @@ def read_int(env: Mapping[str, str], name: str, low: int = 0, high: int | None =
 
 
 def need(env: Mapping[str, str], names: tuple[str, ...], connector: str, fix: str) -> None:
-    """Complain about environment variables that are absent.
-
-    Raises:
-      ValueError: lists what is missing, what is there, and the fix.
-    """
+    """Complain about environment variables that are absent."""
     missing = [name for name in names if not env.get(name)]
     if missing:
         present = ", ".join(f"{n}={env[n]}" for n in names if env.get(n)) or "none of them"

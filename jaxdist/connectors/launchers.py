@@ -20,41 +20,19 @@ _HYDRA = ("MPI_LOCALNRANKS", "MPI_LOCALRANKID", "HYDI_CONTROL_FD")
 
 
 class Launched(NamedTuple):
-    """One process of a job, as its launcher sees it.
+    """One process of a job, as its launcher sees it."""
 
-    Attributes:
-      by: the launcher, for messages.
-      rank: of this process; None: the launcher does not say.
-      size: number of processes; None: the launcher does not say.
-      certain: the variables are of one launcher only. Those of PMI alone may be left over from an outer one.
-    """
-
-    by: str
-    rank: int | None
-    size: int | None
-    certain: bool
+    by: str  # the launcher, for messages
+    rank: int | None  # of this process; None: the launcher does not say
+    size: int | None  # number of processes; None: the launcher does not say
+    certain: bool  # the variables are of one launcher only. Those of PMI alone may be left over from an outer one
 
 
 def by_mpi(env: Mapping[str, str]) -> Launched | None:
     """The MPI launcher that started this process, if one did.
 
-    srun gives every program PMI variables too (`--mpi=pmi2`), and mpirun inside an allocation starts its daemons
-    with srun, so that ranks inherit the variables of a step. They are srun's own where both say the same.
-
-    Args:
-      env: the process's environment.
-
-    Returns:
-      Rank and size; None: the process is alone, or srun or something else started it.
-
-    Raises:
-      ValueError: a variable is not a number; names it.
-
-    Example:
-      >>> by_mpi({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4", "SLURM_PROCID": "0"})
-      Launched(by='MVAPICH', rank=1, size=4, certain=True)
-      >>> by_mpi({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4", "I_MPI_MPIRUN": "mpirun"}).by
-      'Intel MPI'
+    srun gives every program PMI variables too (`--mpi=pmi2`), and mpirun inside an allocation starts its daemons with
+    srun, so that ranks inherit the variables of a step. They are srun's own where both say the same.
     """
     for by, prefix in _OWN_NAMES:
         if prefix + "RANK" in env and prefix + "SIZE" in env:
@@ -71,17 +49,7 @@ def by_mpi(env: Mapping[str, str]) -> Launched | None:
 
 
 def several(env: Mapping[str, str] | None = None) -> Launched | None:
-    """What started this process as one of several (or may have); None: it is alone.
-
-    Args:
-      env: instead of the process's environment.
-
-    Example:
-      >>> several({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
-      True
-      >>> several({"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}).by
-      'srun'
-    """
+    """What started this process as one of several (or may have); None: it is alone."""
     env = environment(env)
     found, step = by_mpi(env), slurm.step(env)
     if found is not None and found.size != 1:

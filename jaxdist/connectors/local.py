@@ -8,12 +8,7 @@ from jaxdist.control.process import leave
 
 
 class LocalConnector:
-    """The connector of a job of one process.
-
-    Example:
-      >>> LocalConnector().size
-      1
-    """
+    """The connector of a job of one process."""
 
     name = "local"
     rank, size, local_rank, local_size = 0, 1, 0, 1

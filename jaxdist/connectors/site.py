@@ -49,15 +49,7 @@ def own_mpi() -> Path | None:
 
 
 def library_of(program: Path) -> Path | None:
-    """The MPI library that was installed with a launcher.
-
-    Args:
-      program: its mpirun, or another of its programs.
-
-    Example:
-      >>> library_of(Path("/nowhere/bin/mpirun")) is None
-      True
-    """
+    """The MPI library that was installed with a launcher."""
     real = program.resolve()
     open_mpi, hydra = ("libmpi.so.40",), ("libmpi.so.12", "libmpich.so.12")
     names = open_mpi if real.name in _OPEN_MPI else hydra if real.name in _HYDRA else open_mpi + hydra
@@ -70,18 +62,7 @@ def library_of(program: Path) -> Path | None:
 
 
 def how_to_load(program: Path | None) -> str:
-    """What to say to mpi4py so that it loads the library of a launcher.
-
-    Args:
-      program: the launcher; None: it is not known.
-
-    Returns:
-      A command for the shell that the job is started from.
-
-    Example:
-      >>> how_to_load(None)
-      "export MPI4PY_LIBMPI=/path/to/the/launcher's/libmpi.so"
-    """
+    """What to say to mpi4py so that it loads the library of a launcher."""
     library = None if program is None else library_of(program)
     if library is None:
         return "export MPI4PY_LIBMPI=/path/to/the/launcher's/libmpi.so"
@@ -105,15 +86,7 @@ def loaded() -> Path | None:
 
 
 def rebuild_mpi4jax(library: str | Path = "") -> str:
-    """The command that compiles mpi4jax for an MPI.
-
-    Args:
-      library: that MPI's, by its file; "": that of the mpicc on PATH.
-
-    Example:
-      >>> rebuild_mpi4jax().split(" pip ")[0]
-      'CUDA_PATH=/dev/null OMPI_LIBS=-l:libmpi.so.40 MPI4JAX_BUILD_MPICC=$(which mpicc)'
-    """
+    """The command that compiles mpi4jax for an MPI."""
     beside = Path(library).parent.parent / "bin" / "mpicc"
     mpicc = beside if library and beside.exists() else "$(which mpicc)"
     # OMPI_LIBS: a Python of the system has -L of the system's libraries first, where -lmpi may be another MPI's.

@@ -14,21 +14,7 @@ _CANDIDATES = 8
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm host list.
-
-    Args:
-      nodelist: as in SLURM_STEP_NODELIST.
-
-    Returns:
-      The host that runs task 0 (srun lays tasks out from the first host on).
-
-    Raises:
-      ValueError: not a host list.
-
-    Example:
-      >>> first_host("gpu[07-09,12]-ib[0-1],login")
-      'gpu07-ib0'
-    """
+    """The first host of a Slurm host list."""
     host, rest = "", nodelist.strip()
     while rest and rest[0] != ",":
         if rest[0] == "[":
@@ -66,24 +52,8 @@ def tasks(env: Mapping[str, str]) -> int:
 def connect(timeout: float = 300.0, env: Mapping[str, str] | None = None) -> TcpConnector:
     """The connector of a Slurm step.
 
-    The port follows from the job and step ids; several are tried, and a token of the job in the
-    handshake keeps two jobs on one node apart.
-
-    Args:
-      timeout: seconds for everyone to come.
-      env: instead of the process's environment.
-
-    Returns:
-      The connector.
-
-    Raises:
-      ValueError: lists the SLURM variables that are missing or malformed.
-      TimeoutError: as `TcpConnector`.
-
-    Example:
-      >>> connect(env={"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7",
-      ...              "SLURM_NODELIST": "node[01-04]"}).size
-      1
+    The port follows from the job and step ids; several are tried, and a token of the job in the handshake keeps two
+    jobs on one node apart.
     """
     env = dict(environment(env))
     env.setdefault("SLURM_NTASKS", env.get("SLURM_STEP_NUM_TASKS", ""))

@@ -21,24 +21,6 @@ class TcpConnector:
     """Rank 0 listens at a known address, the others come there.
 
     The meeting place stays open as the job's control channel (`control`).
-
-    Args:
-      addresses: (host, port) candidates of rank 0.
-      rank: this process.
-      size: number of processes.
-      timeout: seconds for everyone to come.
-      local_rank: index on this host; default: counted by host name.
-      local_size: processes on this host; default: counted by host name.
-      name: for messages.
-      key: by what the ranks know each other; default: `keys.job_key`.
-
-    Raises:
-      TimeoutError: names the address that was not reached, or the ranks that did not come.
-      ValueError: ranks claimed twice, different sizes.
-
-    Example:
-      >>> TcpConnector([("127.0.0.1", 29500)], rank=0, size=1).local_size
-      1
     """
 
     def __init__(
@@ -88,26 +70,7 @@ def from_env(
     size: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> TcpConnector:
-    """env://: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and optionally LOCAL_RANK,
-    LOCAL_WORLD_SIZE.
-
-    Args:
-      timeout: seconds for everyone to come.
-      rank: instead of RANK.
-      size: instead of WORLD_SIZE.
-      env: instead of the process's environment.
-
-    Returns:
-      The connector.
-
-    Raises:
-      ValueError: lists the variables that are missing or malformed.
-      TimeoutError: as `TcpConnector`.
-
-    Example:
-      >>> from_env(env={"RANK": "0", "WORLD_SIZE": "1"}).size
-      1
-    """
+    """env://: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and optionally LOCAL_RANK, LOCAL_WORLD_SIZE."""
     env = dict(environment(env))
     if rank is not None:
         env["RANK"] = str(rank)
@@ -140,26 +103,7 @@ def from_url(
     size: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> TcpConnector:
-    """tcp://host:port, with rank and size given here or as RANK and WORLD_SIZE.
-
-    Args:
-      url: the root's address; an IPv6 one in brackets.
-      timeout: seconds for everyone to come.
-      rank: this process.
-      size: number of processes.
-      env: instead of the process's environment.
-
-    Returns:
-      The connector.
-
-    Raises:
-      ValueError: a malformed address, or rank and size nowhere given.
-      TimeoutError: as `TcpConnector`.
-
-    Example:
-      >>> from_url("tcp://127.0.0.1:29500", rank=0, size=1).rank
-      0
-    """
+    """tcp://host:port, with rank and size given here or as RANK and WORLD_SIZE."""
     host, _, port = url.removeprefix("tcp://").rstrip("/").rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:

@@ -27,35 +27,8 @@ class ControlError(RuntimeError):
 class Control:
     """A star of TCP connections with rank 0 as hub.
 
-    One daemon thread per process blocks on its connections. What it hears (a failure, a death)
-    it acts on even while the main thread is stuck inside a collective.
-
-    Args:
-      rank: this process.
-      size: how many there are.
-      addresses: (host, port) candidates of rank 0 (ignored on rank 0 if `server` is given).
-      server: rank 0 only: the listening socket (see `rendezvous.bind`).
-      key: by what the ranks know each other; default: `keys.job_key` of the first address.
-      timeout: seconds for everyone to come.
-      abort: how this process ends itself when the job fails (a connector's `abort`).
-
-    Attributes:
-      process: how this rank prints, and ends when the job fails.
-      members: host, pid and address of each rank.
-      root_host: address at which this rank reached rank 0.
-      notices: {tag: {rank: value}} of exchanges that others have entered and that have not
-        ended; `notices["bye"]` keeps the farewells.
-      waiting: {rank: where it is} of the others in such an exchange.
-      position: calls of steps and eager collectives that this rank has entered, as `where_is` was told to find out.
-      mail: what ranks leave for one another, from any thread.
-
-    Raises:
-      TimeoutError: a rank did not come in time, or rank 0 was not reached.
-
-    Example:
-      >>> from jaxdist.control.channel import Control
-      >>> Control(0, 1).exchange("sizes", 3)
-      [3]
+    One daemon thread per process blocks on its connections. What it hears (a failure, a death) it acts on even while
+    the main thread is stuck inside a collective.
     """
 
     def __init__(
@@ -113,21 +86,7 @@ class Control:
     def exchange(self, tag: str, value: Any = None, timeout: float | None = None, what: str = "") -> list[Any]:
         """All-gather of small picklable values, in rank order.
 
-        Args:
-          tag: names the call; every rank must be in an exchange of the same tag.
-          value: mine.
-          timeout: seconds to wait for the others; None: as long as they live.
-          what: names the call for a person; default: the tag.
-
-        Returns:
-          The value of each rank.
-
-        Raises:
-          ControlError: on every rank, if ranks are at different tags, or some did not come in time or have left.
-
-        Example:
-          >>> Control(0, 1).exchange("step", {"loss": 1.0})
-          [{'loss': 1.0}]
+        Returns the value of each rank.
         """
         if self.size == 1:
             return [value]
@@ -165,37 +124,18 @@ class Control:
         )
 
     def listen(self, tag: str, hook: Callable[[int, Any], None]) -> None:
-        """Call a hook with what another rank posts, on the watcher thread: it must not block.
-
-        Args:
-          tag: of a `post`; or "enter": another rank waits in an exchange (an `Entry`); "enter TAG": in this one (what
-            came with); "bye": one said goodbye (its position); "gone": the connection of one has ended (rank 0 hears of
-            each, the others of rank 0's end in order).
-          hook: of the rank and the value; the only one of its tag.
-        """
+        """Call a hook with what another rank posts, on the watcher thread: it must not block."""
         self._listeners[tag] = hook
 
     def where_is(
         self, *, this: Callable[[], int] | None = None, others: Callable[[list[int]], str | None] | None = None
     ) -> None:
-        """Whom to ask where ranks are.
-
-        Args:
-          this: calls of steps and eager collectives that this rank has entered; the others are told.
-          others: asked, when an exchange has waited for its time, about the ranks that did not come: what is known of
-            each, or None if they will come by themselves (then the exchange goes on). It may take seconds.
-        """
+        """Whom to ask where ranks are."""
         self.position = this or self.position
         self._whereabouts = others or self._whereabouts
 
     def post(self, tag: str, value: Any, to: int | None = None) -> None:
-        """Tell one other rank, or all, something small; does not wait for them.
-
-        Args:
-          tag: who listens to it on theirs hears it.
-          value: picklable.
-          to: a rank; None: all others.
-        """
+        """Tell one other rank, or all, something small; does not wait for them."""
         if self.size > 1 and self.process.is_owner():
             self._send(("post", tag, value, to))
 
@@ -224,17 +164,7 @@ class Control:
     ) -> list[memoryview] | list[bytearray]:
         """Send the root's buffers to every rank, in chunks, through rank 0.
 
-        Args:
-          buffers: contiguous bytes, on the root; elsewhere ignored.
-          root: the rank that sends.
-          carrier: moves one buffer from the root to all by a faster way (MPI_Bcast).
-          timeout: seconds to wait for the others to come; None: as long as they live.
-
-        Returns:
-          The buffers (on the root: those given).
-
-        Raises:
-          ControlError: as `exchange`; also if ranks name different roots.
+        Returns the buffers (on the root: those given).
         """
         flat = [b.cast("B") for b in buffers or ()]
         said = self.exchange("broadcast", (root, [b.nbytes for b in flat]), timeout)
@@ -262,14 +192,7 @@ class Control:
         return flat
 
     def alarm(self, message: str, *, code: int = 1, stacks: bool = False, brief: bool = False) -> None:
-        """Make every other rank print `message` and end at once; the caller goes on.
-
-        Args:
-          message: says why.
-          code: exit code of this rank, and so of theirs.
-          stacks: whether they print where their main threads are, too.
-          brief: whether one rank of each other host prints it.
-        """
+        """Make every other rank print `message` and end at once; the caller goes on."""
         self.process.alarmed = True
         if self.size > 1 and self.process.is_owner():
             self._send(("alarm", message, code, stacks, brief))

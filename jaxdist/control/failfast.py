@@ -32,23 +32,15 @@ _EVERYONE_SECONDS = 0.3  # within which Ctrl-C comes to all ranks, by their laun
 
 @dataclass
 class ScriptExit:
-    """The end of the script.
+    """The end of the script."""
 
-    Attributes:
-      code: that it gave to `sys.exit`.
-      error: what it ended with that another `sys.excepthook` was given, which was installed over ours.
-    """
-
-    code: Any = None
+    code: Any = None  # that it gave to `sys.exit`
+    # what it ended with that another `sys.excepthook` was given, which was installed over ours
     error: Callable[[], BaseException | None] = lambda: None
 
 
 def one_line_for_interrupts() -> None:
-    """Print one line for Ctrl-C, and no traceback; another hook than Python's own stays.
-
-    Example:
-      >>> one_line_for_interrupts()
-    """
+    """Print one line for Ctrl-C, and no traceback; another hook than Python's own stays."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _interrupt_hook
 
@@ -71,19 +63,10 @@ def _place(trace: TracebackType | None) -> str:
 def install(control: Control, script: ScriptExit) -> None:
     """End the whole job when this process meets an uncaught exception, in any thread.
 
-    The original traceback is printed, every line marked with the rank; the other ranks print one
-    line that says which rank failed and why; all end with a non-zero code. A hook that was
-    installed before (IPython, rich) still prints in its own way. `sys.exit` with a failing code
-    on one rank ends the job too, and so does Ctrl-C while the main thread is stuck in a
-    collective. A job of one process is left alone.
-
-    Args:
-      control: of the job.
-      script: is told the exit code.
-
-    Example:
-      >>> import jaxdist
-      >>> ctx = jaxdist.init()  # installs it
+    The original traceback is printed, every line marked with the rank; the other ranks print one line that says which
+    rank failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) still prints in
+    its own way. `sys.exit` with a failing code on one rank ends the job too, and so does Ctrl-C while the main thread
+    is stuck in a collective. A job of one process is left alone.
     """
     if control.size == 1:
         return
@@ -132,26 +115,13 @@ def install(control: Control, script: ScriptExit) -> None:
 
 
 def end(control: Control, error: BaseException) -> NoReturn:
-    """End the job for an error that is shown elsewhere: this rank prints nothing, the others say which one failed.
-
-    Args:
-      control: of the job.
-      error: why.
-    """
+    """End the job for an error that is shown elsewhere: this rank prints nothing, the others say which one failed."""
     control.process.hold()
     _end(control, type(error), error)
 
 
 def may_be_aftermath(error: BaseException | None) -> bool:
-    """Whether it may be an error that a rank meets only because another one is gone.
-
-    Args:
-      error: of this rank.
-
-    Example:
-      >>> may_be_aftermath(ConnectionResetError()), may_be_aftermath(ValueError())
-      (True, False)
-    """
+    """Whether it may be an error that a rank meets only because another one is gone."""
     return error is not None and all(
         issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error)
     )
@@ -190,10 +160,6 @@ def end_if_failed(control: Control, script: ScriptExit) -> None:
     """At exit: if the script ends by `sys.exit` with a failing code, or has failed unheard, end the others too.
 
     Without this the orderly shutdown would wait for ranks that wait for this one.
-
-    Args:
-      control: of the job.
-      script: of this process.
     """
     if (error := script.error()) is not None and not control.ending:
         end(control, error)
@@ -207,12 +173,7 @@ def end_if_failed(control: Control, script: ScriptExit) -> None:
 
 
 def fail_at_exit(control: Control, message: str) -> None:
-    """From an exit handler: end the job with a failing code, whatever the script's own is.
-
-    Args:
-      control: of the job.
-      message: why.
-    """
+    """From an exit handler: end the job with a failing code, whatever the script's own is."""
     _print_marked(control.rank, message)
     if control.size > 1:
         control.alarm(f"{control.who(control.rank)}: {message}")

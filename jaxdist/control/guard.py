@@ -37,15 +37,10 @@ _started: list[int] = []  # in which process
 
 
 class Name(NamedTuple):
-    """A process, told from a later one that got its number.
+    """A process, told from a later one that got its number."""
 
-    Attributes:
-      pid: its number.
-      born: when it started, in ticks since the machine did.
-    """
-
-    pid: int
-    born: int
+    pid: int  # its number
+    born: int  # when it started, in ticks since the machine did
 
     def __str__(self) -> str:
         return f"{self.pid}.{self.born}"
@@ -58,29 +53,15 @@ class Name(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What /proc says of a process.
+    """What /proc says of a process."""
 
-    Attributes:
-      name: of it.
-      parent: its number.
-      session: its session.
-    """
-
-    name: Name
-    parent: int
-    session: int
+    name: Name  # of it
+    parent: int  # its number
+    session: int  # its session
 
 
 def look(pid: int) -> Seen | None:
-    """A process that runs; None: it has ended.
-
-    Args:
-      pid: its number.
-
-    Example:
-      >>> look(os.getpid()).parent == os.getppid()
-      True
-    """
+    """A process that runs; None: it has ended."""
     try:
         # The name of the program, in parentheses, may have spaces and parentheses in it.
         state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -99,13 +80,6 @@ def start(*, whole_job: bool) -> None:
 
     After an end in order (the interpreter's own, with its exit handlers) what is in a session of its own stays: it was
     meant to. Does nothing where there is no /proc, and in a second call.
-
-    Args:
-      whole_job: this is a rank that a launcher started. Else (a notebook's kernel, say) what is in a session of its own
-        stays in any case, and after an end in order everything.
-
-    Example:
-      >>> start(whole_job=True)  # doctest: +SKIP
     """
     own = look(os.getpid())
     if own is None or _started[-1:] == [os.getpid()]:
@@ -132,11 +106,7 @@ def start(*, whole_job: bool) -> None:
 
 
 class _Guard:
-    """A guard that runs, as this process sees it: told of its children.
-
-    Args:
-      program: and its arguments.
-    """
+    """A guard that runs, as this process sees it: told of its children."""
 
     def __init__(self, program: Sequence[str]):
         reading, self._pipe = os.pipe()
@@ -183,13 +153,7 @@ class _Guard:
 
 
 def main(rank: Name, session: int, whole_job: bool) -> None:
-    """Wait for the end of a rank, and end what it has left behind.
-
-    Args:
-      rank: a process.
-      session: of it.
-      whole_job: as of `start`.
-    """
+    """Wait for the end of a rank, and end what it has left behind."""
     started = set[Name]()
     in_order = _listen(rank, started)
     if in_order and not whole_job:

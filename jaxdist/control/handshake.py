@@ -61,11 +61,6 @@ class SignedConnection(Connection):
 
     Without it somebody who listens where a rank looks for the root, or sits on the network between, could pass the
     handshake on from one to the other, and then say (and have unpickled) what he likes.
-
-    Args:
-      handle: the descriptor of a connected socket; now owned.
-      sends: the key of what this end sends.
-      receives: the key of what comes.
     """
 
     # All of Connection's methods send and receive through the two that follow; so it is in Python 3.11 to 3.14.
@@ -118,31 +113,15 @@ def signed(sock: socket.socket, key: Key, transcript: bytes, *, root: bool) -> S
 
 
 class Arrival(NamedTuple):
-    """A rank that has proved to be of the job.
+    """A rank that has proved to be of the job."""
 
-    Attributes:
-      sock: connected to it.
-      hello: who it is.
-      transcript: of the handshake, from which the keys of the connection follow.
-    """
-
-    sock: socket.socket
-    hello: Hello
-    transcript: bytes
+    sock: socket.socket  # connected to it
+    hello: Hello  # who it is
+    transcript: bytes  # of the handshake, from which the keys of the connection follow
 
 
 class Arrivals:
-    """The root's side: iterates over the ranks that come to `server`, until `deadline`.
-
-    Args:
-      server: listens.
-      key: of the job.
-      limit: how many connections may be in the handshake at once: of more, the oldest is dropped.
-      deadline: by time.monotonic().
-
-    Attributes:
-      turned_away: how many connections were closed that were not of the job.
-    """
+    """The root's side: iterates over the ranks that come to `server`, until `deadline`."""
 
     def __init__(self, server: socket.socket, key: Key, limit: int, deadline: float):
         self.server, self.key, self.limit, self.deadline = server, key, limit, deadline
@@ -231,16 +210,7 @@ class Arrivals:
 
 
 def enter(sock: socket.socket, key: Key, hello: Hello) -> SignedConnection | None:
-    """A rank's side.
-
-    Args:
-      sock: connected to what may be the root; closed if it is not.
-      key: of the job.
-      hello: who this rank is.
-
-    Returns:
-      The connection to the root; None if the other end is not it.
-    """
+    """A rank's side."""
     try:
         challenge = _receive(sock, _CHALLENGE)
         if challenge.startswith(_MAGIC) and _of_our_user(sock, key):

@@ -19,15 +19,10 @@ _GRACE = 0.5  # seconds to learn where the other ranks are before a mismatch is 
 
 
 class Entry(NamedTuple):
-    """Where a rank is that waits in an exchange.
+    """Where a rank is that waits in an exchange."""
 
-    Attributes:
-      position: calls of steps and eager collectives that it has entered before.
-      what: names the exchange.
-    """
-
-    position: int
-    what: str
+    position: int  # calls of steps and eager collectives that it has entered before
+    what: str  # names the exchange
 
 
 class Root(Protocol):
@@ -43,12 +38,7 @@ class Root(Protocol):
 
 
 class Hub:
-    """The centre of the star; its methods are called by rank 0's watcher and main thread.
-
-    Args:
-      root: rank 0's.
-      connections: to each other rank.
-    """
+    """The centre of the star; its methods are called by rank 0's watcher and main thread."""
 
     def __init__(self, root: Root, connections: dict[int, Connection]):
         self.root = root

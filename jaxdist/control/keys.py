@@ -21,15 +21,11 @@ _SET = (
 
 
 class Key(NamedTuple):
-    """By what a job knows its own.
+    """By what a job knows its own."""
 
-    Attributes:
-      secret: both ends of a connection prove that they know it.
-      same_user: whether both ends have to be processes of one user, which the kernel tells for connections within a
-        host: then other users may know the secret.
-    """
-
-    secret: bytes
+    secret: bytes  # both ends of a connection prove that they know it
+    # whether both ends have to be processes of one user, which the kernel tells for connections within a host: then
+    # other users may know the secret
     same_user: bool = False
 
 
@@ -43,23 +39,6 @@ def job_key(host: str, name: str) -> Key:
 
     JAXDIST_SECRET if it is set. Else on one host (a loopback address): what the kernel says. Else a secret in the home
     directory, `~/.jaxdist/secret`, which the user's hosts share and other users can't read.
-
-    Args:
-      host: the root's, as the ranks were told.
-      name: of the job among those of this user: keeps two of them apart.
-
-    Returns:
-      The key.
-
-    Raises:
-      ValueError: there is no JAXDIST_SECRET, several hosts, and no home directory to keep a secret in; or the kernel
-        does not say whose connections are.
-
-    Example:
-      >>> import os
-      >>> os.environ.pop("JAXDIST_SECRET", None) and None
-      >>> job_key("127.0.0.1", "port 29500").same_user
-      True
     """
     given = os.environ.get("JAXDIST_SECRET")
     public = hashlib.sha256(f"jaxdist {name}".encode()).digest()
@@ -118,21 +97,7 @@ _TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/n
 
 
 def peer_user(sock: socket.socket) -> int | None:
-    """The id of the user whose process holds the other end of a TCP connection within this host.
-
-    Args:
-      sock: this end. If it called: once the other end has sent something, before that it may not be held by anyone.
-
-    Returns:
-      The id; None if the other end is not on this host, or gone.
-
-    Example:
-      >>> import os, socket
-      >>> with socket.create_server(("127.0.0.1", 0)) as server:
-      ...     with socket.create_connection(server.getsockname()), server.accept()[0] as sock:
-      ...         peer_user(sock) == os.geteuid()
-      True
-    """
+    """The id of the user whose process holds the other end of a TCP connection within this host."""
     try:
         here, there = sock.getsockname(), sock.getpeername()
     except OSError:

@@ -10,17 +10,7 @@ TAG = "mail"
 
 
 class Mailbox:
-    """Of one rank.
-
-    Args:
-      post: sends to the mailbox of one rank, or of all others (see `Control.post`).
-
-    Example:
-      >>> mine = Mailbox(lambda tag, value, to: None)
-      >>> mine.arrived(1, ("saved", 3))
-      >>> mine.take("saved", 1, seconds=1)
-      3
-    """
+    """Of one rank."""
 
     def __init__(self, post: Callable[[str, Any, int | None], None]):
         self._post = post
@@ -32,11 +22,7 @@ class Mailbox:
         self._post(TAG, (name, value), to)
 
     def take(self, name: str, rank: int, seconds: float) -> Any:
-        """What a rank has left under this name; it is gone then.
-
-        Raises:
-          TimeoutError: nothing, within this time.
-        """
+        """What a rank has left under this name; it is gone then."""
         with self._news:
             if not self._news.wait_for(lambda: (name, rank) in self._found, seconds):
                 raise TimeoutError(f"{name!r} of rank {rank} has not come within {seconds:g} s")

@@ -23,9 +23,6 @@ def watch() -> None:
     """End this process when the launcher is gone of which it is a rank; in a second call, or without one, nothing.
 
     What a rank has started in a session of its own is meant to stay, and is no rank.
-
-    Example:
-      >>> watch()
     """
     launcher = of(os.getpid())
     if launcher is None or any(t.name == "jaxdist-launcher" for t in threading.enumerate()):

@@ -19,22 +19,7 @@ _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
 
 
 class Process:
-    """Of one rank.
-
-    Args:
-      rank: of this process.
-      abort: how it ends itself when the job fails (a connector's `abort`).
-
-    Attributes:
-      alarmed: whether this rank told the others to end.
-      code: exit code of a rank that ends because of another one: that one's. Some launchers take it for the job's.
-      over: set when every rank has said goodbye, or the job is known to have failed.
-      wait_gone: hook, on rank 0: whether, within so many seconds, every other rank has closed its connection.
-
-    Example:
-      >>> Process(0).ending
-      False
-    """
+    """Of one rank."""
 
     def __init__(self, rank: int, abort: Callable[[int, str], None] | None = None):
         self.alarmed = False
@@ -67,11 +52,7 @@ class Process:
         return self.alarmed or self._reason.is_set()
 
     def hold(self, *, quiet: bool = False) -> None:
-        """Leave the end of this process to the caller, who has something to print first.
-
-        Args:
-          quiet: do not print why the others end.
-        """
+        """Leave the end of this process to the caller, who has something to print first."""
         self._held, self._quiet = True, quiet
 
     def told_to_end(self, seconds: float) -> bool:
@@ -79,15 +60,7 @@ class Process:
         return self._reason.wait(seconds)
 
     def end_because_of(self, message: str, pause: float, stacks: bool = False, code: int = 1) -> None:
-        """Print why, and end this process soon; unless its main thread already sees to that.
-
-        Args:
-          message: why; "": it is said elsewhere.
-          pause: seconds to leave to the rank that failed: launchers report the code of the rank
-            that ends first.
-          stacks: whether to print where the main thread is.
-          code: exit code of the rank that failed.
-        """
+        """Print why, and end this process soon; unless its main thread already sees to that."""
         if self.ending or not self.is_owner():
             return
         self.code = code
@@ -120,13 +93,8 @@ class Process:
             self.stay()
 
     def depart(self, code: int, *, abort: bool = False) -> NoReturn:
-        """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort
-        the others before they can say why.
-
-        Args:
-          code: exit code.
-          abort: through the connector, which may end processes that can't end themselves.
-        """
+        """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort the others before they
+        can say why."""
         if self.wait_gone is not None:
             abort = not self.wait_gone(_LEAVE_SECONDS) or abort
         elif abort:
@@ -135,13 +103,7 @@ class Process:
 
 
 def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> NoReturn:
-    """End this process now, from any thread, whatever the main thread is doing.
-
-    Args:
-      code: exit code.
-      message: for `abort`.
-      abort: tried first (MPI_Abort takes the rest of the job along); may return or hang.
-    """
+    """End this process now, from any thread, whatever the main thread is doing."""
 
     def gently() -> None:
         streams.flush()
@@ -155,16 +117,7 @@ def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None
 def within(seconds: float, act: Callable[[], object]) -> bool:
     """Do something that may block for ever, such as a write to a pipe that nobody reads, and go on after a while.
 
-    Args:
-      seconds: to wait for it.
-      act: what to do.
-
-    Returns:
-      Whether it was done.
-
-    Example:
-      >>> within(10.0, lambda: None)
-      True
+    Returns whether it was done.
     """
     helper = threading.Thread(target=act, name="jaxdist-within", daemon=True)
     try:

@@ -14,19 +14,12 @@ _SMALL = 1 << 16  # elements of an output that may be kept a little longer than 
 
 @dataclass(eq=False)
 class ActiveCall:
-    """A call of a step that this rank has committed to.
+    """A call of a step that this rank has committed to."""
 
-    Attributes:
-      number: from 1.
-      since: when; of `time.monotonic`.
-      over: whether it has ended, as far as was seen.
-      output: one small array of its result.
-    """
-
-    number: int
-    since: float
-    over: bool = False
-    output: Any = None
+    number: int  # from 1
+    since: float  # when; of `time.monotonic`
+    over: bool = False  # whether it has ended, as far as was seen
+    output: Any = None  # one small array of its result
 
     def finish(self, result: Any) -> None:
         """The program returned `result`, which may not be computed yet; None: it failed."""
@@ -50,25 +43,14 @@ class ActiveCall:
 
 @dataclass
 class Progress:
-    """How far this rank is with one step.
+    """How far this rank is with one step."""
 
-    Attributes:
-      committed: the last call that this rank has entered for good: nothing can stop it from its collectives.
-      current: the call committed to; None before the first.
-      failed: the error that the last call ended with after it was committed to; "" if none.
-    """
-
-    committed: int = 0
-    current: ActiveCall | None = None
-    failed: str = ""
+    committed: int = 0  # the last call that this rank has entered for good: nothing can stop it from its collectives
+    current: ActiveCall | None = None  # the call committed to; None before the first
+    failed: str = ""  # the error that the last call ended with after it was committed to; "" if none
 
     def commit(self, call: int, watched: bool) -> None:
-        """This rank has entered a call for good.
-
-        Args:
-          call: its number.
-          watched: whether there are others who may wait for it.
-        """
+        """This rank has entered a call for good."""
         self.committed = call
         if watched:
             self.current, self.failed = ActiveCall(call, time.monotonic()), ""

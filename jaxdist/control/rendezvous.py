@@ -64,20 +64,7 @@ def interface_addresses() -> list[str]:
 
 
 def bind(host: str, ports: Iterable[int]) -> socket.socket:
-    """A listening socket on the first free one of `ports` (0: any).
-
-    Args:
-      host: as the other ranks call it. An address of this host is the only one listened at. A name says little: the
-        root may know its own name by another address than its peers do (127.0.1.1 on Debian), so for one, and for "",
-        it is all interfaces.
-      ports: the candidates.
-
-    Returns:
-      The listening socket.
-
-    Raises:
-      OSError: no candidate is free; names them.
-    """
+    """A listening socket on the first free one of `ports` (0: any)."""
     tried = list(ports)
     for port in tried:
         try:
@@ -108,19 +95,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def gather(server: socket.socket, size: int, key: Key, timeout: float, address: str) -> Joined:
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there.
 
-    Args:
-      server: the listening socket; closed on return.
-      size: number of ranks.
-      key: of the job.
-      timeout: seconds.
-      address: how messages name the meeting place.
-
-    Returns:
-      One connection per other rank, and the members in rank order.
-
-    Raises:
-      TimeoutError: names the ranks that did not come.
-      ValueError: two processes claim one rank, or they disagree about the size.
+    Returns one connection per other rank, and the members in rank order.
     """
     arrivals = handshake.Arrivals(server, key, size + _SPARE, time.monotonic() + timeout)
     connections: dict[int, Connection] = {}
@@ -192,19 +167,7 @@ def _what(key: Key) -> str:
 def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: Key, timeout: float) -> Joined:
     """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`.
 
-    Args:
-      addresses: (host, port) candidates.
-      rank: mine.
-      size: number of ranks.
-      key: of the job.
-      timeout: seconds.
-
-    Returns:
-      The connection to rank 0, and the members in rank order.
-
-    Raises:
-      TimeoutError: rank 0 was not reached, or not all ranks came; names the address.
-      ValueError: rank 0 refused (a rank claimed twice, another size).
+    Returns the connection to rank 0, and the members in rank order.
     """
     deadline = time.monotonic() + timeout
     say_after = time.monotonic() + _TURNED_AWAY_SECONDS
@@ -287,10 +250,5 @@ def _plain(ip: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """For a message.
-
-    Example:
-      >>> ranks_in_words([3]), ranks_in_words([1, 2])
-      ('rank 3', 'ranks 1, 2')
-    """
+    """For a message."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -13,16 +13,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def folder(prefix: str) -> Iterator[str]:
-    """A new folder for this user alone, removed at the end.
-
-    Args:
-      prefix: of its name; what killed jobs have left under this one is removed.
-
-    Example:
-      >>> with folder("jaxdist-example-") as path:
-      ...     Path(path).is_dir()
-      True
-    """
+    """A new folder for this user alone, removed at the end."""
     with contextlib.ExitStack() as at_end:
         try:
             path, lock = make(prefix)
@@ -34,14 +25,7 @@ def folder(prefix: str) -> Iterator[str]:
 
 
 def make(prefix: str) -> tuple[str, int]:
-    """A new folder, and a descriptor: it is in use for as long as that is open.
-
-    Args:
-      prefix: as of `folder`.
-
-    Raises:
-      OSError: it can't be made.
-    """
+    """A new folder, and a descriptor: it is in use for as long as that is open."""
     _remove_leftovers(prefix)
     while True:
         path = tempfile.mkdtemp(prefix=prefix)
@@ -58,14 +42,7 @@ def make(prefix: str) -> tuple[str, int]:
 
 
 def use(path: str) -> int:
-    """Keep others from removing a folder for as long as the descriptor that this returns is open.
-
-    Args:
-      path: of the folder.
-
-    Raises:
-      OSError: it is not there, or its file system knows no locks.
-    """
+    """Keep others from removing a folder for as long as the descriptor that this returns is open."""
     lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

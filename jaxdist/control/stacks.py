@@ -16,11 +16,7 @@ _SHOWN = 3  # frames of the user's own code: each rank of a job may print its ow
 
 
 def users_line(trace: TracebackType | None) -> str:
-    """File and line of the user's own code where an exception was raised, or from where; "": there is none.
-
-    Args:
-      trace: of the exception.
-    """
+    """File and line of the user's own code where an exception was raised, or from where; "": there is none."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if of_the_user(file := frame.f_code.co_filename):
             return f"{file}:{line}"

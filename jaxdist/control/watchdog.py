@@ -18,37 +18,22 @@ _ANSWER_SECONDS = 10.0  # for a thread of a rank to answer: Python's lock may be
 
 
 class _Report(NamedTuple):
-    """Where a rank is.
+    """Where a rank is."""
 
-    Attributes:
-      committed: of each step, the last call entered for good.
-      busy: of these steps that call is not over.
-      failed: of these steps that call ended with this error.
-      at: the line of Python in which its main thread is.
-      over: whether its script is.
-    """
-
-    committed: dict[str, int]
-    busy: list[str]
-    failed: dict[str, str]
-    at: str
-    over: bool
+    committed: dict[str, int]  # of each step, the last call entered for good
+    busy: list[str]  # of these steps that call is not over
+    failed: dict[str, str]  # of these steps that call ended with this error
+    at: str  # the line of Python in which its main thread is
+    over: bool  # whether its script is
 
 
 class Watchdog:
     """Watches the calls of this rank, and answers for it when others ask.
 
-    A call that was committed to longer than `timeout` ago and is not over makes it ask the other ranks over the
-    control channel, whose threads answer whatever the main thread does. If one has not come to that call, and is not
-    merely slow in a call in which this rank has been too, the job ends, with a message that names it; every rank that
-    still can prints it and its own stack. If all have come (a long compilation, a slow step), a line says so.
-
-    Args:
-      control: of the job.
-      timeout: seconds.
-
-    Attributes:
-      steps: this rank's progress in each step; kept up to date by `jaxdist.agreement.calls`.
+    A call that was committed to longer than `timeout` ago and is not over makes it ask the other ranks over the control
+    channel, whose threads answer whatever the main thread does. If one has not come to that call, and is not merely
+    slow in a call in which this rank has been too, the job ends, with a message that names it; every rank that still
+    can prints it and its own stack. If all have come (a long compilation, a slow step), a line says so.
     """
 
     def __init__(self, control: Control, timeout: float):
@@ -66,16 +51,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
 
     def whereabouts(self, ranks: Collection[int], step: str = "", call: int = 0) -> str | None:
-        """Where ranks are that do not come; asks them.
-
-        Args:
-          ranks: the ranks.
-          step: they should come to a call of this step; "": to something else.
-          call: its number.
-
-        Returns:
-          What is known of those that won't come by themselves; None if there are none.
-        """
+        """Where ranks are that do not come; asks them."""
         reports = self._ask(ranks)
         if ranks and 0 in ranks and 0 not in reports:
             ranks = [0]  # the others' answers would come through it
@@ -96,11 +72,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """Watch over native code in which all ranks wait for each other, and which can't say who does not come.
-
-        Args:
-          what: names it.
-        """
+        """Watch over native code in which all ranks wait for each other, and which can't say who does not come."""
         ended = threading.Event()
 
         def watch() -> None:

@@ -61,16 +61,7 @@ class BatchReader:
 
 
 class Indexed:
-    """The batches of a source by index, as the loader reads them.
-
-    Args:
-      source: of examples.
-      sampling: which are whose.
-      transform: as of `jaxdist.loader`.
-      workers: processes that read.
-      threads: batches that a process reads at once.
-      prefetch: batches that are read ahead.
-    """
+    """The batches of a source by index, as the loader reads them."""
 
     def __init__(
         self,
@@ -184,11 +175,7 @@ def open_source(source: Any) -> tuple[Any, int]:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether a source has its examples one after the other alone; or is a function that returns such a one.
-
-    Raises:
-      TypeError: it is no source, or one that can be read only once.
-    """
+    """Whether a source has its examples one after the other alone; or is a function that returns such a one."""
     if isinstance(source, np.ndarray | jax.Array | dict | tuple):
         return False
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):

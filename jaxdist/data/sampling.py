@@ -14,42 +14,25 @@ MOST = 1 << 32  # examples that the hash can order
 
 @dataclass(frozen=True)
 class Place:
-    """Where a batch begins.
+    """Where a batch begins."""
 
-    Attributes:
-      epoch: from 0.
-      position: examples of the epoch that are before it, of the whole job.
-      inner: the state of a stream there, as text; empty: it begins.
-    """
-
-    epoch: int = 0
-    position: int = 0
-    inner: str = ""
+    epoch: int = 0  # from 0
+    position: int = 0  # examples of the epoch that are before it, of the whole job
+    inner: str = ""  # the state of a stream there, as text; empty: it begins
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The numbers from which it follows which examples are whose.
+    """The numbers from which it follows which examples are whose."""
 
-    Attributes:
-      length: of the data set.
-      batch_size: of a part.
-      own: the parts of each batch that this rank reads, one after the other.
-      parts: of a batch.
-      shuffle: whether each epoch has an order of its own.
-      seed: of that order.
-      pad: whether the tail is filled up, with a weight for each example.
-      keep: whether the tail comes as it is, divided over the ranks.
-    """
-
-    length: int
-    batch_size: int
-    own: tuple[int, ...]
-    parts: int
-    shuffle: bool
-    seed: int
-    pad: bool
-    keep: bool = False
+    length: int  # of the data set
+    batch_size: int  # of a part
+    own: tuple[int, ...]  # the parts of each batch that this rank reads, one after the other
+    parts: int  # of a batch
+    shuffle: bool  # whether each epoch has an order of its own
+    seed: int  # of that order
+    pad: bool  # whether the tail is filled up, with a weight for each example
+    keep: bool = False  # whether the tail comes as it is, divided over the ranks
 
     @property
     def whole(self) -> int:

@@ -63,16 +63,7 @@ class _Counting(grain.DatasetIterator):
 
 
 class Streamed:
-    """The batches of a stream: what the loader reads where there is no access by index.
-
-    Args:
-      source: an iterable, a grain ``IterDataset``, or a function of the epoch that returns one.
-      sampling: its `length` is of no matter.
-      window: examples that are shuffled together; 0: none.
-      transform: as of `jaxdist.loader`; of this rank's examples alone.
-      prefetch: batches that a thread reads ahead.
-      checked: whether to take a checksum of what is read.
-    """
+    """The batches of a stream: what the loader reads where there is no access by index."""
 
     def __init__(
         self,
@@ -226,11 +217,7 @@ class _Batches:
 
 
 def as_text(state: Any) -> str:
-    """A stream's state as JSON, with a mark on tuples: grain's packing reads a list otherwise.
-
-    Raises:
-      TypeError: an entry would not come back as it is; names it.
-    """
+    """A stream's state as JSON, with a mark on tuples: grain's packing reads a list otherwise."""
 
     def marked(x: Any, at: str = "") -> Any:
         if isinstance(x, tuple | list):

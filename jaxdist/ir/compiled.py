@@ -78,19 +78,6 @@ Computations = dict[str, list[Instruction]]
 def computations(text: str) -> tuple[Computations, str]:
     """Those of a module, by name, and the name of the one that it runs.
 
-    Args:
-      text: ``compiled.as_text()``; the instructions stand in their order if it says ``is_scheduled=true``.
-
-    Example:
-      >>> text = '''HloModule step, is_scheduled=true
-      ... ENTRY %main (x: f32[100]) -> f32[100] {
-      ...   %x = f32[100]{0} parameter(0)
-      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
-      ... }'''
-      >>> found, entry = computations(text)
-      >>> [(one.name, one.type, one.kind, one.operands) for one in found[entry]]
-      [('x', 'f32[100]{0}', None, []), ('sum', 'f32[100]{0}', 'all-reduce', ['x'])]
-
     Source: https://openxla.org/xla/operation_semantics
     """
     found: Computations = {}

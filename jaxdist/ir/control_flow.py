@@ -20,17 +20,11 @@ CONTROL_FLOW = frozenset({"scan", "while", "cond", *CHECKPOINT})
 
 
 class Scan(NamedTuple):
-    """A `lax.scan`.
+    """A `lax.scan`."""
 
-    Attributes:
-      consts: number of operands that each turn takes as they are.
-      carries: number of those that each turn hands on to the next.
-      body: ``(*consts, *carry, *slices of xs) -> (*carry, *slices of ys)``.
-    """
-
-    consts: int
-    carries: int
-    body: ClosedJaxpr
+    consts: int  # number of operands that each turn takes as they are
+    carries: int  # number of those that each turn hands on to the next
+    body: ClosedJaxpr  # ``(*consts, *carry, *slices of xs) -> (*carry, *slices of ys)``
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Scan:
@@ -44,19 +38,12 @@ class Scan(NamedTuple):
 
 
 class While(NamedTuple):
-    """A `lax.while_loop`.
+    """A `lax.while_loop`."""
 
-    Attributes:
-      cond_consts: number of operands that only the condition takes.
-      body_consts: number of those that only the body takes.
-      cond: ``(*cond_consts, *carry) -> whether to go on``.
-      body: ``(*body_consts, *carry) -> carry``.
-    """
-
-    cond_consts: int
-    body_consts: int
-    cond: ClosedJaxpr
-    body: ClosedJaxpr
+    cond_consts: int  # number of operands that only the condition takes
+    body_consts: int  # number of those that only the body takes
+    cond: ClosedJaxpr  # ``(*cond_consts, *carry) -> whether to go on``
+    body: ClosedJaxpr  # ``(*body_consts, *carry) -> carry``
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> While:

@@ -27,19 +27,12 @@ _COMMUTATIVE = {"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq",
 
 
 class Operation(NamedTuple):
-    """An operation of a program, for this rank or another.
+    """An operation of a program, for this rank or another."""
 
-    Attributes:
-      digest: of what it computes from the inputs of the jaxpr that it is in.
-      text: for a person: where it is, its name, operands and parameters.
-      line: of the user's code; "": none. In a function of a library (`jax.numpy.roll`) it is that of the call.
-      sent: whether it is a collective.
-    """
-
-    digest: bytes
-    text: str
-    line: str = ""
-    sent: bool = False
+    digest: bytes  # of what it computes from the inputs of the jaxpr that it is in
+    text: str  # for a person: where it is, its name, operands and parameters
+    line: str = ""  # of the user's code; "": none. In a function of a library (`jax.numpy.roll`) it is that of the call
+    sent: bool = False  # whether it is a collective
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -47,36 +40,12 @@ class Operation(NamedTuple):
 
 
 def dataflow(closed: ClosedJaxpr) -> str:
-    """A digest of how the outputs of a program, and what it sends, follow from its inputs.
-
-    Args:
-      closed: a step as one device runs it.
-
-    Raises:
-      ValueError: it closes over an array that is spread over several processes.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> of = lambda f: dataflow(jax.make_jaxpr(f)(1.0, 2.0))
-      >>> of(lambda x, y: x * y + jnp.sin(x)) == of(lambda a, b: jnp.sin(a) + a * b)
-      True
-      >>> of(lambda x, y: x - y) == of(lambda x, y: y - x), of(lambda x, y: x + 1) == of(lambda x, y: x + 2)
-      (False, False)
-    """
+    """A digest of how the outputs of a program, and what it sends, follow from its inputs."""
     return _Digests().of(closed).total.hex()
 
 
 def operations(closed: ClosedJaxpr) -> list[Operation]:
-    """The operations of a program in order, those in its control flow before the one that they are in.
-
-    Args:
-      closed: a step as one device runs it, or as it was traced; dead code in it does not count.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> [one.text for one in operations(jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(jnp.ones(3, "float32")))]
-      ['sin float32[3]', 'add float32[3], 1.0']
-    """
+    """The operations of a program in order, those in its control flow before the one that they are in."""
     return list(_walk(_Digests(), closed, "", ""))
 
 
@@ -92,18 +61,7 @@ def _walk(digests: _Digests, closed: ClosedJaxpr, where: str, called_at: str) ->
 
 
 def options(closed: ClosedJaxpr) -> list[Operation]:
-    """The options of jaxdist's own functions that a step calls, each once, with the line of the first such call.
-
-    Args:
-      closed: a step as it was traced.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jaxdist
-      >>> loss = lambda w, x: jnp.mean(x @ w)
-      >>> grad = jaxdist.grad(loss, microbatches=2)
-      >>> [one.text for one in options(jax.make_jaxpr(grad)(jnp.ones(3), jnp.ones((4, 3))))]
-      ['jaxdist.value_and_grad(microbatches=2)']
-    """
+    """The options of jaxdist's own functions that a step calls, each once, with the line of the first such call."""
     found: dict[str, str] = {}
 
     def walk(closed: ClosedJaxpr, called_at: str) -> None:
@@ -172,11 +130,7 @@ class _Digests:
 
 
 def held(value: Any) -> int:
-    """A checksum of a number or an array that a program holds.
-
-    Args:
-      value: a constant or a literal of a jaxpr.
-    """
+    """A checksum of a number or an array that a program holds."""
     raw = value
     if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # the program that holds it is being traced

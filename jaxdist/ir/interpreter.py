@@ -92,9 +92,6 @@ class Interpreter:
     Equations that hold none of those primitives, directly or in a jaxpr of theirs, are bound as they are: many in a row
     in one call, for to trace each anew takes as long as to trace the step. Of the others, calls are inlined; the bodies
     of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
-
-    Args:
-      rules: primitive -> rule.
     """
 
     def __init__(self, rules: Mapping[Primitive, Rule]):

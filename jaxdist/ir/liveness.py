@@ -16,15 +16,6 @@ def held_at_once(jaxpr: Jaxpr) -> int:
     """Bytes of the values that a program makes and holds at once, in the order in which it names them; at most.
 
     Its arguments do not count, and of a loop only one turn.
-
-    Args:
-      jaxpr: what one device runs.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> f = lambda x: jnp.sum(jnp.sin(jnp.cos(x)))  # cos and sin of x, then sin and the sum
-      >>> held_at_once(jax.make_jaxpr(f)(jnp.ones(100, "float32")).jaxpr)
-      800
     """
     eqns = list(live(jaxpr))
     last: dict[Any, int] = {}

@@ -63,11 +63,6 @@ def is_elementwise(primitive: Primitive) -> bool:
     """Whether operands and results have the same dimensions, and an entry of a result is made of those at its place.
 
     What JAX registers as that is: its own operations in any version, and those of a user's.
-
-    Example:
-      >>> from jax.extend.core.primitives import dot_general_p, tanh_p
-      >>> is_elementwise(tanh_p), is_elementwise(dot_general_p)
-      (True, False)
     """
     name = primitive.name
     return name in _OF_ENTRIES or (compat.batched_entry_by_entry(primitive) and name not in _OTHER_DIMENSIONS)

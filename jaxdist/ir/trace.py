@@ -62,19 +62,7 @@ OnAxis = Callable[[str, Sequence[tuple[float, str]]], object]
 def trace(
     fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str = AXIS, on_axis: OnAxis | None = None
 ) -> ClosedJaxpr:
-    """The jaxpr of a function with the axis of data parallelism bound at size one, and gone from the result.
-
-    Args:
-      fun: returns a flat sequence of arrays.
-      args: its arguments, with shape and dtype in place of arrays.
-      axis_name: what it calls the axis; another name that nothing binds is taken for it, one at most beside the names
-        of a mesh's axes.
-      on_axis: told of the axis, if a collective names it, and of the numbers by which sums over it are divided, each
-        with the user's line.
-
-    Raises:
-      StepError: several unbound names, or a collective that reaches beyond an axis of size one.
-    """
+    """The jaxpr of a function with the axis of data parallelism bound at size one, and gone from the result."""
     names = [axis_name]
     while True:
         try:
@@ -174,11 +162,7 @@ def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
 
 
 class Alone(Interpreter):
-    """Evaluates a jaxpr without its collectives over an axis of size one.
-
-    Args:
-      names: of the axis.
-    """
+    """Evaluates a jaxpr without its collectives over an axis of size one."""
 
     def __init__(self, names: Sequence[str]):
         super().__init__({})

@@ -31,29 +31,17 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective of a step.
+    """A collective of a step."""
 
-    Attributes:
-      kind: all-reduce, reduce-scatter, all-gather, all-to-all, permute, or the primitive's own name.
-      dtype: of what travels.
-      elements: of the whole array: of one device's operand, of an all-gather's result.
-      leaves: how many arrays travel together in it (`passes.fuse`).
-      devices: that take part.
-      place: in which loops and branches; "" for none.
-      times: how often in a step; a while loop counts as one turn, and each branch of a cond as taken.
-      groups: of devices that each act by themselves; None: all are one.
-      axes: of the mesh along which it goes, "" if there is one.
-    """
-
-    kind: str
-    dtype: str
-    elements: int
-    leaves: int
-    devices: int
-    place: str
-    times: int
-    groups: Groups | None = None
-    axes: str = ""
+    kind: str  # all-reduce, reduce-scatter, all-gather, all-to-all, permute, or the primitive's own name
+    dtype: str  # of what travels
+    elements: int  # of the whole array: of one device's operand, of an all-gather's result
+    leaves: int  # how many arrays travel together in it (`passes.fuse`)
+    devices: int  # that take part
+    place: str  # in which loops and branches; "" for none
+    times: int  # how often in a step; a while loop counts as one turn, and each branch of a cond as taken
+    groups: Groups | None = None  # of devices that each act by themselves; None: all are one
+    axes: str = ""  # of the mesh along which it goes, "" if there is one
 
     @property
     def bytes(self) -> int:
@@ -67,49 +55,21 @@ class Transfer:
 
 
 def transfers(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine = VIRTUAL) -> Counter[Transfer]:
-    """The collectives of a program, and how many there are of each; in the order in which it names them.
-
-    Args:
-      program: a step after all passes, as one device runs it.
-      axes: of the mesh, the outermost first.
-      machine: what the devices are.
-
-    Example:
-      >>> import jax
-      >>> from jaxdist.mesh import Axis
-      >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
-      >>> mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
-      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh,
-      ...                       in_specs=P("data"), out_specs=P())
-      >>> program = jax.make_jaxpr(total)(jax.numpy.ones(40, "float32"))
-      >>> [(one, n)] = transfers(program, [Axis("data", 4)]).items()
-      >>> one.kind, one.elements, one.bytes, one.sent, n
-      ('all-reduce', 10, 40, 60, 1)
-    """
+    """The collectives of a program, and how many there are of each; in the order in which it names them."""
     return Counter(_walk(program.jaxpr, axes, machine.kind.is_cpu, "", 1))
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as XLA runs it.
+    """A collective as XLA runs it."""
 
-    Attributes:
-      kind: all-reduce, reduce-scatter, all-gather, all-to-all, permute or broadcast.
-      dtype: of what travels, with plus signs between several.
-      bytes: of the whole arrays, each time: of one device's operands, of an all-gather's results.
-      groups: the devices that take part; a ring for each.
-      times: how often in a step.
-      overlapped: whether a kernel on more than scalars runs between its start and its end.
-      where: the operation's name in JAX, with the loops and functions that it is in.
-    """
-
-    kind: str
-    dtype: str
-    bytes: int
-    groups: tuple[tuple[int, ...], ...]
-    times: int
-    overlapped: bool
-    where: str = ""
+    kind: str  # all-reduce, reduce-scatter, all-gather, all-to-all, permute or broadcast
+    dtype: str  # of what travels, with plus signs between several
+    bytes: int  # of the whole arrays, each time: of one device's operands, of an all-gather's results
+    groups: tuple[tuple[int, ...], ...]  # the devices that take part; a ring for each
+    times: int  # how often in a step
+    overlapped: bool  # whether a kernel on more than scalars runs between its start and its end
+    where: str = ""  # the operation's name in JAX, with the loops and functions that it is in
 
     @property
     def devices(self) -> int:
@@ -122,11 +82,7 @@ class Collective:
         return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
 
     def seconds(self, machine: Machine) -> float:
-        """How long it takes at the full speed of the links, each time after another.
-
-        Args:
-          machine: the devices.
-        """
+        """How long it takes at the full speed of the links, each time after another."""
         bandwidth, latency = machine.speed(self.groups)
         return self.sent / bandwidth + self.times * latency
 
@@ -136,11 +92,6 @@ def merged(found: Mapping[Transfer, int], devices: int, machine: Machine) -> Ite
     the axes of data. (For activations that another axis sends the next operation waits.)
 
     For CPUs it may merge all-reduces; for GPUs all of a kind, and reductions are moved out of loops.
-
-    Args:
-      found: as of `transfers`.
-      devices: of the mesh.
-      machine: what they are.
     """
     on_cpu = machine.kind.is_cpu
     together: dict[Any, list[tuple[Transfer, int]]] = {}

@@ -19,18 +19,7 @@ _CROWDED = 8  # ranks a core from which on the start takes minutes
 
 
 def misplaced_options(script: Sequence[str], *, ranks_given: bool) -> str:
-    """A hint about options of `run` that stand after the script, and so are the script's; "": there are none.
-
-    Args:
-      script: the script and what follows it.
-      ranks_given: whether `run` knows the number of ranks: then a -n of the script's own is meant for it.
-
-    Example:
-      >>> misplaced_options(["train.py", "-n", "2"], ranks_given=False)
-      '-n 2 stands after train.py and is its own argument. For 2 ranks: jaxdist run -n 2 train.py'
-      >>> misplaced_options(["train.py", "-n", "2"], ranks_given=True)
-      ''
-    """
+    """A hint about options of `run` that stand after the script, and so are the script's; "": there are none."""
     start = 2 if script[0] == "-m" else 1
     program, rest = shlex.join(script[:start]), shlex.join(script[start:])
     found = [option for option in _OPTION.finditer(rest) if not (ranks_given and option["ranks"])]
@@ -45,32 +34,14 @@ def misplaced_options(script: Sequence[str], *, ranks_given: bool) -> str:
 
 
 def ranks_and_hosts(ranks: int, hosts: int, mpirun: str) -> str:
-    """What is about to be started.
-
-    Args:
-      ranks: of the job.
-      hosts: that were named; 0: this machine.
-      mpirun: its version; "": processes of our own.
-
-    Example:
-      >>> ranks_and_hosts(8, 0, "mpirun (Open MPI) 5.0.8")
-      '8 ranks on 1 host, through mpirun (Open MPI) 5.0.8'
-    """
+    """What is about to be started."""
     where = f"{hosts or 1} host{'s' * (hosts > 1)}"
     how = f"through {mpirun}" if mpirun else "through ssh" if hosts else "without mpirun"
     return f"{ranks} rank{'s' * (ranks > 1)} on {where}, {how}"
 
 
 def crowded(ranks: int, command: Sequence[str]) -> str:
-    """A word about more ranks than this machine starts soon; "": they are not too many.
-
-    Args:
-      ranks: of this machine.
-      command: of one rank.
-
-    Raises:
-      ValueError: they would not find room in memory.
-    """
+    """A word about more ranks than this machine starts soon; "": they are not too many."""
     if ranks <= _CROWDED * cores() or command[0] != sys.executable:
         return ""
     need, free = ranks * _RANK_MIB, _free_mib()

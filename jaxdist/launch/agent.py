@@ -24,17 +24,7 @@ _REPORT_S = 1.0  # in which it is read, if anybody reads
 
 @dataclass(frozen=True)
 class Task:
-    """What one host has to run.
-
-    Attributes:
-        command: the command line of each rank.
-        first_rank: the lowest rank of this host; the others follow it.
-        count: how many.
-        folder: where they run.
-        environment: variables on top of what this host has.
-        prefix: write the rank before each line.
-        only_rank: show the output of this one only.
-    """
+    """What one host has to run."""
 
     command: list[str]
     first_rank: int

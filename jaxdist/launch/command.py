@@ -41,24 +41,7 @@ except OSError as error:
 
 @dataclass(frozen=True)
 class Command:
-    """One process of a job.
-
-    Attributes:
-        name: what messages call it.
-        argv: its command line.
-        environment: variables on top of this process's.
-        line_filter: what becomes of each line it writes; None leaves it the terminal.
-        death_signal: what it is sent when this process dies.
-        orders: what it is sent on its standard input, which stays open: signals but SIGKILL follow
-            there, as a line with the number, instead of going to its process group. None leaves it
-            the standard input of this process.
-        failure_mark: a line on its standard error that begins so goes on with an exit code: a part
-            of the command failed and the rest of it is about to end.
-        last_words: a line that matches says that the job failed; the command has as long to end as
-            after a signal.
-        cause: a line on its standard error that matches says that this command is about to end because another one
-            failed, whose name is the first group. These three need a `line_filter`.
-    """
+    """One process of a job."""
 
     name: str
     argv: Sequence[str]

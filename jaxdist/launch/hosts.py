@@ -27,20 +27,12 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of `node1:2,node2:2`, in that order.
-
-    Raises:
-        ValueError: an entry that is not `name` or `name:slots`, or a name given twice.
-    """
+    """The hosts of `node1:2,node2:2`, in that order."""
     return _collect((f"--hosts, entry {i}", entry.strip()) for i, entry in enumerate(text.split(","), 1))
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file: a line each, `#` starts a comment.
-
-    Raises:
-        ValueError: names the file and the line that has none of the forms or repeats a host.
-    """
+    """The hosts of a file: a line each, `#` starts a comment."""
     lines = path.read_text().splitlines()
     plain = ((f"{path}, line {i}", line.partition("#")[0].strip()) for i, line in enumerate(lines, 1))
     hosts = _collect((where, line) for where, line in plain if line)
@@ -50,11 +42,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def total_ranks(hosts: list[Host], asked: int | None) -> int:
-    """The number of slots; `asked` may only say the same.
-
-    Raises:
-        ValueError: it says another number.
-    """
+    """The number of slots; `asked` may only say the same."""
     slots = sum(host.slots for host in hosts)
     if asked is not None and asked != slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -62,22 +62,7 @@ def launch(
     whole_lines: bool = False,
     on_failure: Callable[[Failed], None],
 ) -> int:
-    """Runs a job to its end; returns 0, or the exit code of what failed first. Call it from the main thread.
-
-    Args:
-        command: the command line of each rank.
-        size: the number of ranks.
-        mpirun: what starts them; None: processes of our own.
-        environment: variables for all ranks on top of this process's.
-        hosts: where, in the order of the ranks; default: here.
-        prefix: write the rank before each line.
-        only_rank: show the output of this one only.
-        whole_lines: pass on the output of one rank alone, too, instead of giving it our own streams.
-        on_failure: called with what failed first, before the others have ended.
-
-    Raises:
-        ValueError: a host can't be used; says which and why.
-    """
+    """Runs a job to its end; returns 0, or the exit code of what failed first. Call it from the main thread."""
     environment = {
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
@@ -99,16 +84,7 @@ def launch(
 
 
 def choose(launcher: LauncherName, connector: ConnectorName, communicator: CommunicatorName) -> Mpirun | None:
-    """The mpirun to use, or None for processes of our own.
-
-    Args:
-        launcher: what is asked for.
-        connector: likewise.
-        communicator: likewise.
-
-    Raises:
-        ValueError: these do not go together, or what is asked for is not there; says how to install it.
-    """
+    """The mpirun to use, or None for processes of our own."""
     needs_mpi = connector is ConnectorName.mpi or communicator is CommunicatorName.mpi
     wants_env = launcher is LauncherName.env or connector is ConnectorName.env
     if wants_env and (needs_mpi or launcher is LauncherName.mpirun):

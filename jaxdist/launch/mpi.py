@@ -46,17 +46,7 @@ class Mpirun:
         hosts: Sequence[Host] = (),
         export: Iterable[str] = (),
     ) -> list[str]:
-        """The command line that starts `ranks` of `program`.
-
-        Args:
-            ranks: number of processes.
-            program: the command line of each.
-            tag: write the rank before each line (`split_tag` takes it off again).
-            spread: there are several cores for each rank. Open MPI binds one rank to one core when
-                there are only two ranks, which would leave the others of them idle.
-            hosts: where; default: on this machine.
-            export: names of variables to set on other hosts too (hydra exports all by itself).
-        """
+        """The command line that starts `ranks` of `program`."""
         options: list[str] = []
         where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.family == "mpich":
@@ -159,14 +149,7 @@ print(next(iter(re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", open("/proc/self/maps")
 
 @dataclass(frozen=True)
 class Library:
-    """The MPI library that mpi4py loads here.
-
-    Attributes:
-        family: whose it is.
-        version: its own words.
-        path: its file.
-        problem: why there is none.
-    """
+    """The MPI library that mpi4py loads here."""
 
     family: Family = "unknown"
     version: str = ""
@@ -228,10 +211,6 @@ class AbortNotice:
         self._failed = False
 
     def is_in(self, line: bytes) -> bool:
-        """Whether a line belongs to it, and stands behind the cause, so that it can be left out.
-
-        Args:
-            line: of a job's output, without a tag.
-        """
+        """Whether a line belongs to it, and stands behind the cause, so that it can be left out."""
         self._failed = self._failed or _CAUSE.match(line) is not None
         return self._failed and _ABORT.fullmatch(line) is not None

@@ -27,18 +27,7 @@ _SAY_S = 1.0  # that a word of our own may take before we go on without it
 
 
 class Pump(threading.Thread):
-    """Passes lines on from a process's pipe.
-
-    Args:
-        source: the pipe.
-        target: where to.
-        shown: what to write for a line.
-
-    Attributes:
-        writing: it waits for whoever reads our own output, not for the process.
-        written: how many times it has not had to.
-        problem: why lines were lost, unless whoever reads them has gone: a full disk; "": none was.
-    """
+    """Passes lines on from a process's pipe."""
 
     def __init__(self, source: IO[bytes], target: TextIO, shown: LineFilter) -> None:
         super().__init__(daemon=True)
@@ -163,12 +152,7 @@ def report_lost(pumps: Sequence[Pump]) -> int:
 
 
 def write(target: TextIO | None, lines: bytes) -> None:
-    """In one piece: lines of several ranks don't mix.
-
-    Args:
-        target: a standard stream; it may be a notebook's.
-        lines: with their ends.
-    """
+    """In one piece: lines of several ranks don't mix."""
     if target is None:  # a closed one
         return
     buffer = getattr(target, "buffer", None)

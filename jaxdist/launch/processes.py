@@ -71,13 +71,8 @@ def run_job(
 ) -> int:
     """Runs the commands together; returns 0, or the exit code of the first that failed, or that of lost output.
 
-    When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on,
-    unless they were ignored; a second one ends the job at once. Call it from the main thread.
-
-    Args:
-        commands: what to run.
-        on_start: called once signals are caught.
-        on_failure: called with that one as soon as it is known, before the others have ended.
+    When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on, unless they were
+    ignored; a second one ends the job at once. Call it from the main thread.
     """
     # SimpleQueue.put is reentrant, so that a signal handler may call it.
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -219,13 +214,7 @@ def _relieve(
 
 
 def _drain(pumps: Sequence[Pump], events: "queue.SimpleQueue[_Event]", *, patient: bool) -> None:
-    """Lets the last lines out, unless a signal says to stop.
-
-    Args:
-        pumps: of all processes, which have ended.
-        events: where signals come.
-        patient: however slowly they are read (`| less`).
-    """
+    """Lets the last lines out, unless a signal says to stop."""
     quiet = unread = 0.0
     while waiting := [pump for pump in pumps if pump.is_alive()]:
         begin, written = time.monotonic(), sum(pump.written for pump in pumps)

@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def program_command(script: list[str]) -> list[str]:
-    """The command of one rank for `script.py args`, `-m module args` or `executable args`.
-
-    Raises:
-        ValueError: nothing to start, or no such file, module or command.
-    """
+    """The command of one rank for `script.py args`, `-m module args` or `executable args`."""
     if not script or script == ["-m"]:
         raise ValueError("nothing to start: expected a script, `-m module` or an executable")
     first = script[0]

@@ -25,16 +25,7 @@ def own_processes(
     *,
     whole_lines: bool = False,
 ) -> list[Command]:
-    """The processes of `ranks`, which are all that run on this machine.
-
-    Args:
-        command: the command line of each.
-        ranks: of the job.
-        environment: what they share: WORLD_SIZE, MASTER_ADDR, MASTER_PORT, …
-        prefix: write the rank before each line.
-        only_rank: show the output of this one only.
-        whole_lines: of one rank alone, too: something else writes to its terminal or pipe.
-    """
+    """The processes of `ranks`, which are all that run on this machine."""
     alone = len(ranks) == 1 and not whole_lines
     shared = {**environment, "LOCAL_WORLD_SIZE": str(len(ranks))}
     if not alone and sys.stdout.isatty():

@@ -50,11 +50,7 @@ def mpirun_uses_ssh() -> bool:
 
 
 def check_hosts(hosts: Sequence[Host]) -> dict[str, int]:
-    """A free port on each host, once all of them could be reached and have this folder, this Python and jaxdist.
-
-    Raises:
-        ValueError: names each host that could not, and why.
-    """
+    """A free port on each host, once all of them could be reached and have this folder, this Python and jaxdist."""
     answers = _answers(hosts)
     problems = [f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str)]
     if problems:
@@ -89,18 +85,7 @@ def remote_commands(
     prefix: bool,
     only_rank: int | None,
 ) -> list[Command]:
-    """One command per host, which starts that host's ranks and ends them when the connection ends.
-
-    Args:
-        command: the command line of each rank.
-        hosts: rank 0 is on the first.
-        environment: variables for all ranks on top of what is forwarded.
-        prefix: write the rank before each line.
-        only_rank: show the output of this one only.
-
-    Raises:
-        ValueError: as `check_hosts`.
-    """
+    """One command per host, which starts that host's ranks and ends them when the connection ends."""
     ports = check_hosts(hosts)
     root = hosts[0]
     shared = {

@@ -34,23 +34,14 @@ _TASK = "task"
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank.
+    """An error of a rank."""
 
-    Attributes:
-      time: when, of `time.monotonic`, which all processes of a machine share.
-      rank: which; None: it had not joined the job.
-      aftermath: it may be one that a rank meets because another one is gone.
-      summary: type and message.
-      traceback: as Python prints it.
-      pickled: the exception; b"" if it can't be.
-    """
-
-    time: float
-    rank: int | None
-    aftermath: bool
-    summary: str
-    traceback: str
-    pickled: bytes
+    time: float  # when, of `time.monotonic`, which all processes of a machine share
+    rank: int | None  # which; None: it had not joined the job
+    aftermath: bool  # it may be one that a rank meets because another one is gone
+    summary: str  # type and message
+    traceback: str  # as Python prints it
+    pickled: bytes  # the exception; b"" if it can't be
 
 
 _reduce_code: Any = cloudpickle.Pickler.dispatch_table[types.CodeType]
@@ -80,17 +71,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What the ranks are to call, and the settings of JAX of this process.
-
-    Args:
-      folder: that the ranks read.
-      fn: to call.
-      args: of it.
-      kwargs: of it.
-
-    Raises:
-      TypeError: something can't be pickled.
-    """
+    """What the ranks are to call, and the settings of JAX of this process."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, transfer.to_device).dump((fn, args, kwargs))
@@ -116,11 +97,7 @@ def read_failures(folder: Path) -> list[Failure]:
 
 
 def main(folder: str) -> None:
-    """Joins the job, calls the function, and writes down what it returns or raises.
-
-    Args:
-      folder: of the task.
-    """
+    """Joins the job, calls the function, and writes down what it returns or raises."""
     ctx: Context | None = None
     failfast.one_line_for_interrupts()
     signal.signal(signal.SIGINT, signal.default_int_handler)

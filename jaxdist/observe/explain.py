@@ -13,21 +13,16 @@ from jaxdist.step.decorated import DataParallel
 
 @dataclass(frozen=True)
 class Explanation:
-    """A table of what moves, for a person as text.
+    """A table of what moves, for a person as text."""
 
-    Attributes:
-      rows: most bytes first, then what is repeated.
-      cut: the leaves of the state that the model axis cuts, by name, and the dimension.
-      choices: the ten options that matter most, of operations and of leaves that the model axis may cut: which are
-        taken, and what the other way would take more of the time of a step and of the bytes that a device sends, as
-        estimated for these devices.
-      mesh: which was chosen, and why; "": it was given.
-    """
-
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # most bytes first, then what is repeated
+    # the leaves of the state that the model axis cuts, by name, and the dimension
     cut: Mapping[str, int] = field(default_factory=dict)
+    # the ten options that matter most, of operations and of leaves that the model axis may cut: which are taken, and
+    # what the other way would take more of the time of a step and of the bytes that a device sends, as estimated for
+    # these devices
     choices: tuple[str, ...] = ()
-    mesh: str = ""
+    mesh: str = ""  # which was chosen, and why; "": it was given
 
     def __str__(self) -> str:
         cut = [f"{name} is cut along dimension {dim}" for name, dim in self.cut.items()]

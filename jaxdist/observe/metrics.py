@@ -77,17 +77,7 @@ class RunLog:
         self._show = Display(total)
 
     def __call__(self, step: int, **metrics: Any) -> None:
-        """Log the metrics of a step.
-
-        Args:
-          step: counted from 0 (or from 1) over the whole run, restarts included; not less than in the call before. The
-            first call of a restarted run removes what was logged for this step and later ones.
-          **metrics: numbers, or scalar arrays that the next step does not take (aux values; of state, ``float(x)``).
-
-        Raises:
-          ValueError: a metric is no scalar, or has a name of our own; the step is before the last one.
-          RuntimeError: the array of a metric was donated before it could be read; says which.
-        """
+        """Log the metrics of a step."""
         step = int(step)
         for name, value in metrics.items():
             if name in _OWN:
@@ -336,22 +326,7 @@ def _lines(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 def drop_from(file: Path, step: int) -> bool:
     """Removes the lines of this step and later ones, and a last one that was cut off; keeps the file as it was.
 
-    Args:
-      file: of metrics.
-      step: the first to go.
-
-    Returns:
-      Whether there were any.
-
-    Raises:
-      ValueError: the file is something else.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as run:
-      ...     _ = (file := Path(run, "metrics.jsonl")).write_text('{"step": 0}\\n{"step": 1}\\n')
-      ...     drop_from(file, 1), file.read_text()
-      (True, '{"step": 0}\\n')
+    Returns whether there were any.
     """
     if not file.exists():
         return False

@@ -31,17 +31,11 @@ _Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Share:
-    """The time of one rank's devices, in seconds; of several threads or streams, added up.
+    """The time of one rank's devices, in seconds; of several threads or streams, added up."""
 
-    Attributes:
-      busy: in operations of compiled programs; what lies in another's time counts once.
-      collectives: of these, in collectives, with the wait for the other ranks.
-      kinds: how many there were of each kind.
-    """
-
-    busy: float
-    collectives: float
-    kinds: dict[str, int]
+    busy: float  # in operations of compiled programs; what lies in another's time counts once
+    collectives: float  # of these, in collectives, with the wait for the other ranks
+    kinds: dict[str, int]  # how many there were of each kind
 
     @property
     def share(self) -> float:
@@ -113,14 +107,7 @@ def _finish_dispatched() -> None:
 
 
 def share(trace: str | os.PathLike[str]) -> Share:
-    """What collectives take of a device's time, by one trace.
-
-    Args:
-      trace: an ``.xplane.pb`` file.
-
-    Returns:
-      The times; see `profile` for what counts.
-    """
+    """What collectives take of a device's time, by one trace."""
     busy: dict[str, list[_Interval]] = defaultdict(list)
     collectives: dict[str, list[_Interval]] = defaultdict(list)
     kinds: Counter[str] = Counter()
@@ -143,15 +130,7 @@ def share(trace: str | os.PathLike[str]) -> Share:
 
 
 def kind_of(operation: str) -> str | None:
-    """Which collective an operation of a trace is, by its name; None: none.
-
-    Args:
-      operation: a name.
-
-    Example:
-      >>> [kind_of(x) for x in ("psum_invariant.19", "all-gather-start.1", "ncclDevKernel_AllReduce_Sum", "dot.5")]
-      ['all_reduce', 'all_gather', 'AllReduce', None]
-    """
+    """Which collective an operation of a trace is, by its name; None: none."""
     found = _COLLECTIVE.fullmatch(_SUFFIX.sub("", operation))
     if found is not None:
         return found.lastgroup
@@ -160,15 +139,7 @@ def kind_of(operation: str) -> str | None:
 
 
 def union(intervals: Iterable[_Interval]) -> float:
-    """The length of what the intervals cover together.
-
-    Args:
-      intervals: (start, end), in any order.
-
-    Example:
-      >>> union([(5, 6), (0, 3), (1, 2), (2, 4)])
-      5.0
-    """
+    """The length of what the intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

@@ -18,11 +18,7 @@ _log = logging.getLogger("jaxdist")
 
 
 class Sinking:
-    """A sink that is open; gets nothing any more once it has failed.
-
-    Args:
-      sink: on which `open` was called.
-    """
+    """A sink that is open; gets nothing any more once it has failed."""
 
     def __init__(self, sink: Sink):
         self._sink, self._name = sink, type(sink).__name__

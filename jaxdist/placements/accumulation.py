@@ -23,26 +23,15 @@ from jaxdist.mesh import Axis, bound
 
 
 class _Sum(NamedTuple):
-    """An addition of what a loop stacks up.
+    """An addition of what a loop stacks up."""
 
-    Attributes:
-      stack: which of the loop's results.
-      to: what it is added to.
-      addition: the operation, by its place.
-    """
-
-    stack: int
-    to: Any
-    addition: int
+    stack: int  # which of the loop's results
+    to: Any  # what it is added to
+    addition: int  # the operation, by its place
 
 
 def in_place(closed: ClosedJaxpr, axes: Sequence[Axis]) -> ClosedJaxpr:
-    """A device's program, with such additions in its loops' inner loops.
-
-    Args:
-      closed: the program.
-      axes: of the mesh.
-    """
+    """A device's program, with such additions in its loops' inner loops."""
     return _in_loops(closed, axes, looped=False)
 
 

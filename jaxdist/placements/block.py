@@ -20,22 +20,14 @@ from jaxdist.ir.operations import ADDITION, CONTRACTION, LINEAR, SHAPE_ONLY
 
 @dataclass(eq=False)
 class Node:
-    """An operation.
+    """An operation."""
 
-    Attributes:
-      eqn: of the jaxpr.
-      ins: the numbers of its operands in the block.
-      outs: of its results.
-      backward: it was made by differentiation.
-      calls: the calls in whose place it stands, the outermost first.
-      described: its factors, once they were asked for (`jaxdist.placements.walk.Walk.factors`).
-    """
-
-    eqn: JaxprEqn
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    backward: bool
-    calls: tuple[JaxprEqn, ...] = ()
+    eqn: JaxprEqn  # of the jaxpr
+    ins: tuple[int, ...]  # the numbers of its operands in the block
+    outs: tuple[int, ...]  # of its results
+    backward: bool  # it was made by differentiation
+    calls: tuple[JaxprEqn, ...] = ()  # the calls in whose place it stands, the outermost first
+    # its factors, once they were asked for (`jaxdist.placements.walk.Walk.factors`)
     described: list[Any] = field(default_factory=list, init=False)
 
     @property
@@ -55,27 +47,17 @@ TO_A_SUM = ADDITION | _SAME
 
 @dataclass(eq=False)
 class Block:
-    """The body of a step, a loop or a branch.
+    """The body of a step, a loop or a branch."""
 
-    Attributes:
-      avals: the logical type of each value.
-      inputs: the values that it is given.
-      known: constants.
-      nodes: in order.
-      traced: those that nothing follows from as well: marks of parameters that the optimizer does not look at.
-      outputs: the values that it returns.
-      uses: of each value: how many operands and outputs it is.
-      outermost: it is a step's own body, which runs once.
-    """
-
-    avals: list[Any] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    known: dict[int, Any] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
+    avals: list[Any] = field(default_factory=list)  # the logical type of each value
+    inputs: list[int] = field(default_factory=list)  # the values that it is given
+    known: dict[int, Any] = field(default_factory=dict)  # constants
+    nodes: list[Node] = field(default_factory=list)  # in order
+    # those that nothing follows from as well: marks of parameters that the optimizer does not look at
     traced: list[Node] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    uses: list[int] = field(default_factory=list)
-    outermost: bool = False
+    outputs: list[int] = field(default_factory=list)  # the values that it returns
+    uses: list[int] = field(default_factory=list)  # of each value: how many operands and outputs it is
+    outermost: bool = False  # it is a step's own body, which runs once
 
     @functools.cached_property
     def makers(self) -> dict[int, Node]:
@@ -118,12 +100,7 @@ class Block:
 
 
 def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
-    """A jaxpr as a block.
-
-    Args:
-      closed: at logical shapes.
-      backward: all of it is part of a backward pass.
-    """
+    """A jaxpr as a block."""
     block = Block()
     block.inputs = [block.new(v.aval) for v in closed.jaxpr.invars]
     block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward, ())

@@ -19,23 +19,14 @@ FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 
 @dataclass
 class _Collective:
-    """One collective of a jaxpr.
+    """One collective of a jaxpr."""
 
-    Attributes:
-      at: its position.
-      ready: the position of the equation that makes its operand, but for cheap ones after it.
-      needed: that of the first one that takes its result.
-      follows: those that it follows from with none between.
-      eqn: the collective.
-      level: greater than that of any that it follows from; those of one level may travel together.
-    """
-
-    at: int
-    ready: int
-    needed: int
-    follows: list[_Collective]
-    eqn: JaxprEqn
-    level: int = 0
+    at: int  # its position
+    ready: int  # the position of the equation that makes its operand, but for cheap ones after it
+    needed: int  # that of the first one that takes its result
+    follows: list[_Collective]  # those that it follows from with none between
+    eqn: JaxprEqn  # the collective
+    level: int = 0  # greater than that of any that it follows from; those of one level may travel together
 
     @property
     def gathers(self) -> bool:
@@ -69,17 +60,11 @@ def given(jaxpr: Jaxpr) -> Any:
 
 @dataclass
 class Bucket:
-    """Collectives that travel together.
+    """Collectives that travel together."""
 
-    Attributes:
-      eqns: one or more of one kind.
-      bytes: of all of them.
-      use: of gathered arrays, the first equation that takes one; None: they are results.
-    """
-
-    eqns: list[JaxprEqn]
-    bytes: int
-    use: JaxprEqn | None = None
+    eqns: list[JaxprEqn]  # one or more of one kind
+    bytes: int  # of all of them
+    use: JaxprEqn | None = None  # of gathered arrays, the first equation that takes one; None: they are results
 
     @property
     def gathers(self) -> bool:
@@ -87,13 +72,7 @@ class Bucket:
 
 
 def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[JaxprEqn | Bucket]:
-    """The equations in an order to evaluate them in, with the collectives in buckets.
-
-    Args:
-      eqns: of a jaxpr, in order.
-      bucket_bytes: of a full bucket.
-      ahead: how many bytes may be gathered before they are used; of results, before they are complete, four times that.
-    """
+    """The equations in an order to evaluate them in, with the collectives in buckets."""
     producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     needs = [{producer[v] for v in e.invars if not isinstance(v, Literal) and v in producer} for e in eqns]
     needed = [len(eqns)] * len(eqns)

@@ -34,26 +34,13 @@ _MANY = 8
 
 
 class Fuse:
-    """Puts the collectives of a program into buckets. Everything else of it stays as it is, but for the order.
-
-    Args:
-      bucket_bytes: on the wire, of a full bucket. 0: each tensor travels alone.
-      axes: of the mesh.
-      ahead: how many bytes may be gathered before they are used.
-      barriers: whether the compiler keeps to ``lax.optimization_barrier``. XLA's for CPUs drops it before it merges
-        equal operations and decides on an order; there a gather is made to depend on what has to come before it.
-    """
+    """Puts the collectives of a program into buckets. Everything else of it stays as it is, but for the order."""
 
     def __init__(self, bucket_bytes: int, axes: Sequence[Axis], ahead: int = 0, barriers: bool = True):
         self.bucket_bytes, self.axes, self.ahead, self.barriers = bucket_bytes, axes, ahead, barriers
 
     def __call__(self, closed: ClosedJaxpr, nested: bool = False) -> ClosedJaxpr:
-        """The program with its collectives in buckets.
-
-        Args:
-          closed: the program.
-          nested: it is the body of a loop or branch.
-        """
+        """The program with its collectives in buckets."""
         jaxpr = closed.jaxpr
         producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         pace = _Pace(self.ahead, None if self.barriers or not nested else given(jaxpr))
@@ -121,10 +108,6 @@ class _Pace:
 
     Nothing that a gather of stored shards takes has to be computed first: without more XLA would do all of them first,
     and one for the forward and the backward pass.
-
-    Args:
-      ahead: in bytes.
-      first: what the first gather has to wait for.
     """
 
     def __init__(self, ahead: int, first: Any):

@@ -169,11 +169,7 @@ _TYPED = {*INLINED, *CONTROL_FLOW}  # whose bodies are; a kernel's is not
 
 
 class _Untyped(Interpreter):
-    """Evaluates the body of a typed ``shard_map`` in one that is not.
-
-    Args:
-      axes: of the mesh that the body runs on; it names both axes of data, if there are two, as one.
-    """
+    """Evaluates the body of a typed ``shard_map`` in one that is not."""
 
     def __init__(self, axes: Sequence[str]) -> None:
         self.data = tuple(name for name in axes if name in (GROUP, AXIS))

@@ -32,14 +32,7 @@ def moves_of(placed: Placed, times: int = 1) -> Iterator[tuple[Move, int]]:
 
 def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
     """How long a device takes for a placed step: seconds of what it computes, of the bytes that it sends, and of what
-    each message that it waits for holds up.
-
-    Args:
-      placed: the step.
-      infer: which placed it (`jaxdist.placements.infer.Infer`).
-      examples: into how many parts other axes divide what is not of the state alone.
-      memory: whether what products read and write, and all that is no product, counts.
-    """
+    each message that it waits for holds up."""
     link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
     for move, times in moves_of(placed):
         if not move.again:
@@ -101,13 +94,7 @@ def moves(placed: Placed) -> int:
 
 
 def flops(block: Block, node: Node, strategy: Strategy) -> int:
-    """The FLOPs of an operation on a device: of a contraction or a factorisation; each entry of anything else is one.
-
-    Args:
-      block: of the operation.
-      node: the operation.
-      strategy: how it is placed.
-    """
+    """The FLOPs of an operation on a device: of a contraction or a factorisation; each entry of anything else is one."""
 
     def size(i: int, p: object) -> int:
         shape = block.avals[i].shape

@@ -21,33 +21,21 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Factors:
-    """An operation's loops.
+    """An operation's loops."""
 
-    Attributes:
-      operands: by operand, the factor of each of its dimensions.
-      results: by result.
-      reduced: how a factor that no result has is reduced: ``"sum"``, ``"max"``, ``"min"``, ``"or"``, ``"and"``.
-      onto: the operand to which the reduction of a factor is added: it is counted once.
-      masked: operands whose padding must not count when a factor is reduced; None: all that have the factor.
-      params: the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``.
-    """
-
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
+    operands: tuple[Dims, ...]  # by operand, the factor of each of its dimensions
+    results: tuple[Dims, ...]  # by result
+    # how a factor that no result has is reduced: ``"sum"``, ``"max"``, ``"min"``, ``"or"``, ``"and"``
     reduced: Mapping[int, str] = field(default_factory=dict)
-    onto: int | None = None
+    onto: int | None = None  # the operand to which the reduction of a factor is added: it is counted once
+    # operands whose padding must not count when a factor is reduced; None: all that have the factor
     masked: tuple[int, ...] | None = None
+    # the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``
     params: Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]] | None = None
 
 
 def along(*shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...], axes: tuple[int, ...] = ()) -> Factors:
-    """Of an operation whose operands and results have the same dimensions, of which it needs `axes` whole.
-
-    Args:
-      *shapes: of the operands; a scalar, or a dimension of size 1 where the result's is larger, is broadcast.
-      results: shapes of the results.
-      axes: dimensions.
-    """
+    """Of an operation whose operands and results have the same dimensions, of which it needs `axes` whole."""
     out = results[0]
 
     def dims(shape: tuple[int, ...]) -> Dims:

@@ -37,15 +37,7 @@ from jaxdist.placements.values import (
 
 
 class Emitter:
-    """Evaluates a placed block with what one device holds.
-
-    Args:
-      infer: which placed it.
-      placed: the block.
-      compressible: by the id of a placed block: the values that may travel in `compress` (see `wires`).
-      compress: a dtype; None: each travels in its own.
-      marks: whether those of `jaxdist.zero` stay: for the next axis, and the offload pass.
-    """
+    """Evaluates a placed block with what one device holds."""
 
     def __init__(
         self,
@@ -270,11 +262,7 @@ class Emitter:
         return Emitter(self.infer, placed, self._compressible, self._compress, self.marks).program(types)
 
     def program(self, types: Sequence[Any]) -> ClosedJaxpr:
-        """What one device runs, as a jaxpr.
-
-        Args:
-          types: of what it holds of the inputs.
-        """
+        """What one device runs, as a jaxpr."""
 
         def run(*xs: Any) -> list[Any]:
             try:

@@ -17,11 +17,7 @@ HOST = "host"
 
 
 def check_within(within: Any) -> None:
-    """Refuse what is no `Within`.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Refuse what is no `Within`."""
     if within is None or within == HOST or (type(within) is int and within > 0):
         return
     raise ValueError(
@@ -30,15 +26,7 @@ def check_within(within: Any) -> None:
 
 
 def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
-    """How many devices in a row share what a step keeps in shards; 0: all.
-
-    Args:
-      closed: the step.
-      hosts: of each device, in order, the host.
-
-    Raises:
-      ValueError: the devices can't be grouped so, or the step asks for several kinds of groups.
-    """
+    """How many devices in a row share what a step keeps in shards; 0: all."""
     sizes = {_size(within, hosts) for within in asked(closed.jaxpr, "within")}
     if len(sizes) > 1:
         raise ValueError(

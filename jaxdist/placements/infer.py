@@ -34,17 +34,7 @@ from jaxdist.placements.values import (
 
 
 class Infer:
-    """Settles placements over one axis of a mesh.
-
-    Args:
-      axis: the devices that share the values of a program.
-      choose: ``choose(shape) -> dimension or None``: along which marked values of a shape are split.
-      level: of ZeRO, in place of that which the marks say.
-      machine: what they are, and their links.
-      split: ``"slices"`` or ``"owners"`` for what works on whole matrices; None: the cheaper one.
-      before: the axes over which the program is placed already: it is what one device along them runs.
-      after: the axes over which it will be placed next.
-    """
+    """Settles placements over one axis of a mesh."""
 
     def __init__(
         self,
@@ -86,15 +76,7 @@ class Infer:
         loose: frozenset[int] = frozenset(),
         whole: frozenset[int] = frozenset(),
     ) -> Placed:
-        """Settle the placements of a block.
-
-        Args:
-          block: to place.
-          ins: how its inputs come.
-          wants: the form of each output; None: as it comes.
-          loose: outputs that a loop adds up: what is added to them may stay a summand.
-          whole: inputs that are gathered at once.
-        """
+        """Settle the placements of a block."""
         ins = tuple(ins)
         wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
         key = (id(block), ins, wants, loose, whole)

@@ -33,33 +33,23 @@ _WORTH_AVOIDING = 0.1
 
 @dataclass(frozen=True)
 class Cut:
-    """What one axis of a mesh does to a leaf.
+    """What one axis of a mesh does to a leaf."""
 
-    Attributes:
-      axis: its name.
-      parts: slices, one a device; where they are fewer than the devices, so many in a row share the leaf, and each such
-        group has all of it (see `jaxdist.mesh.in_groups`).
-      dim: the dimension that is cut.
-      pad: entries that were added at its end before.
-    """
-
-    axis: str
+    axis: str  # its name
+    # slices, one a device; where they are fewer than the devices, so many in a row share the leaf, and each such group
+    # has all of it (see `jaxdist.mesh.in_groups`)
     parts: int
-    dim: int
-    pad: int = 0
+    dim: int  # the dimension that is cut
+    pad: int = 0  # entries that were added at its end before
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The slices of a leaf, one a device. Made by `layout`.
+    """The slices of a leaf, one a device. Made by `layout`."""
 
-    Attributes:
-      cuts: by one axis after another, in the order of the passes: each cuts what the one before has left.
-      host: the slices are in the host's memory.
-    """
-
+    # by one axis after another, in the order of the passes: each cuts what the one before has left
     cuts: tuple[Cut, ...]
-    host: bool = False
+    host: bool = False  # the slices are in the host's memory
 
     @property
     def is_plain(self) -> bool:
@@ -164,20 +154,7 @@ _layout = functools.cache(Layout)
 
 
 def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> Cut | None:
-    """How a leaf that is to be kept in shards is cut: along the dimension that pads least, the largest of these.
-
-    Args:
-      shape: of the leaf, or of what a device holds of it after other axes.
-      devices: how many share it.
-      avoid: dimensions to leave alone if another one pads little: those along which a loop takes slices.
-
-    Returns:
-      None if it has fewer entries than there are devices: it stays whole on each.
-
-    Example:
-      >>> choose((50257, 64), 8), choose((1023, 1023), 8), choose((3,), 8)
-      (Cut(axis='data', parts=8, dim=1, pad=0), Cut(axis='data', parts=8, dim=0, pad=1), None)
-    """
+    """How a leaf that is to be kept in shards is cut: along the dimension that pads least, the largest of these."""
     if devices == 1 or math.prod(shape) < devices:
         return None
 
@@ -197,12 +174,7 @@ def layout_of(placement: Placement, axis: Axis) -> Layout | None:
 
 
 def of_batch(shape: Sequence[int], mesh: Mesh) -> Layout:
-    """How a leaf of the batch is cut: its examples by the axis of data, their second dimension by that of sequences.
-
-    Args:
-      shape: with the examples of all processes.
-      mesh: the devices.
-    """
+    """How a leaf of the batch is cut: its examples by the axis of data, their second dimension by that of sequences."""
     cuts, n = list[Cut](), mesh.shape.get(SEQUENCE, 1)
     if n > 1 and len(shape) > 1 and shape[1] >= n:
         cuts.append(Cut(SEQUENCE, n, 1, -shape[1] % n))
@@ -217,12 +189,6 @@ def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | 
 
     What each of several devices has whole stays with them, for it is small, and so do numbers, of which XLA wants some
     on the device.
-
-    Example:
-      >>> on_host(layout(Cut("data", 2, 0)), (6, 4), 2)
-      Layout(cuts=(Cut(axis='data', parts=2, dim=0, pad=0),), host=True)
-      >>> on_host(None, (6, 4), 1), on_host(None, (6, 4), 2), on_host(None, (), 1)
-      (Layout(cuts=(), host=True), None, None)
     """
     if how is not None:
         return layout(*how.cuts, host=True)
@@ -230,11 +196,7 @@ def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | 
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """Refuse devices that can't use their host's memory.
-
-    Raises:
-      ValueError: they are such.
-    """
+    """Refuse devices that can't use their host's memory."""
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     device = own[0] if own else mesh.devices.flat[0]
     if HOST not in (kinds := [memory.kind for memory in device.addressable_memories()]):
@@ -250,10 +212,6 @@ class Padded:
     It has the shape that the leaf has for you, and is a leaf of its pytree as the array would be. It is what a
     decorated step takes and returns; for anything else make an array of it with `jaxdist.unshard`. ``numpy.asarray``
     and ``jax.numpy`` functions do that by themselves where this process has all the shards.
-
-    Attributes:
-      array: the global array with its padding.
-      layout: how it is split.
     """
 
     __slots__ = ("_sharding", "array", "layout", "shape")

@@ -11,12 +11,7 @@ from jaxdist.placements.values import REPLICATED, Form, Partial, Split, reshaped
 
 
 def marked(infer: Any, block: Block) -> dict[int, int]:
-    """Of each such value the dimension along which the mark will have it split.
-
-    Args:
-      infer: which places the block (`jaxdist.placements.infer.Infer`).
-      block: its operations.
-    """
+    """Of each such value the dimension along which the mark will have it split."""
     found: dict[int, int] = {}
     for node in reversed(block.nodes):
         if node.name == "jaxdist_shard":
@@ -45,11 +40,7 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
 
 def used_in_slices(walk: Any) -> dict[int, Split]:
     """Summands that were added up on every device though one slice each is used, as of the gradient of what was
-    gathered; and that slice. What every device computes on the way to it can be cut as well.
-
-    Args:
-      walk: which has settled a block (`jaxdist.placements.infer.Walk`).
-    """
+    gathered; and that slice. What every device computes on the way to it can be cut as well."""
     block, at = walk.block, walk.at
     taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
     found: dict[int, Split] = {}

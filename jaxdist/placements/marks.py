@@ -37,23 +37,16 @@ class _Update:
 
 @dataclass
 class Marks:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-      roles: by input: what it is to `jaxdist.zero`: ``"state"`` or ``"parameter"``.
-      levels: of its uses in the step.
-      sharded: inputs to keep in shards.
-      offloaded: inputs to keep in the host's memory.
-      sliced: inputs of which a loop takes slices along the first dimension, or of which rows are looked up.
-      updates: whether there is an update without parameters.
-    """
-
+    # by input: what it is to `jaxdist.zero`: ``"state"`` or ``"parameter"``
     roles: dict[int, str] = field(default_factory=dict)
-    levels: set[int] = field(default_factory=set)
-    sharded: set[int] = field(default_factory=set)
-    offloaded: set[int] = field(default_factory=set)
+    levels: set[int] = field(default_factory=set)  # of its uses in the step
+    sharded: set[int] = field(default_factory=set)  # inputs to keep in shards
+    offloaded: set[int] = field(default_factory=set)  # inputs to keep in the host's memory
+    # inputs of which a loop takes slices along the first dimension, or of which rows are looked up
     sliced: set[int] = field(default_factory=set)
-    updates: bool = False
+    updates: bool = False  # whether there is an update without parameters
 
     def cuts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Cut | None]:
         """How so many devices are to share each input; None: it is whole on each. Leaves of one shape agree."""
@@ -65,16 +58,7 @@ class Marks:
 
 
 def marks(infer: Infer, block: Block, level: int | None) -> Marks:
-    """The marks of a step.
-
-    Args:
-      infer: which has its blocks.
-      block: the step.
-      level: of ZeRO, in place of that which the marks say.
-
-    Raises:
-      ValueError: the parameters of an update can't be found.
-    """
+    """The marks of a step."""
     found = Marks()
     _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
     if found.updates and "parameter" not in found.roles.values():

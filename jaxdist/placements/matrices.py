@@ -24,19 +24,12 @@ from jaxdist.placements.values import Partial, Placement, Replicated, Split
 
 @dataclass(eq=False)
 class Component:
-    """Operations that follow from one another.
+    """Operations that follow from one another."""
 
-    Attributes:
-      nodes: in order.
-      ins: values of their block that they take, but for its constants.
-      outs: values of theirs that others take.
-      stage: those of a stage wait for the results of an earlier one.
-    """
-
-    nodes: list[Node]
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    stage: int
+    nodes: list[Node]  # in order
+    ins: tuple[int, ...]  # values of their block that they take, but for its constants
+    outs: tuple[int, ...]  # values of theirs that others take
+    stage: int  # those of a stage wait for the results of an earlier one
 
     def block(self, outer: Block) -> Block:
         """These operations as a block of their own."""
@@ -60,14 +53,7 @@ class Component:
 
 
 def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved: Counter[int]) -> bool:
-    """Whether an operation, as it is placed, gathers what is stored, or is repeated by every device.
-
-    Args:
-      node: the operation.
-      strategy: how it is placed.
-      at: by value, its placement.
-      moved: by id of a node: bytes that move for it.
-    """
+    """Whether an operation, as it is placed, gathers what is stored, or is repeated by every device."""
     if strategy.bodies:
         return any(body.matrices for body in strategy.bodies)
     if node.name in CONTRACTION:
@@ -93,13 +79,7 @@ def bytes_sent(placed: Placed, component: Component) -> int:
 
 
 def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Component]:
-    """Of a block. Control flow is an operation of a component, unless there are more components in it than around it.
-
-    Args:
-      infer: which placed it (`jaxdist.placements.infer.Infer`).
-      placed: with its values in slices.
-      moved: by id of a node: bytes that move for it.
-    """
+    """Of a block. Control flow is an operation of a component, unless there are more components in it than around it."""
     whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []
@@ -126,14 +106,6 @@ class _Finder:
 
     A value has a stage and, if it follows from work on whole matrices of that stage, a component. What may not be in a
     component ends a stage: the rest waits for it.
-
-    Args:
-      infer: which placed it.
-      placed: a block.
-      moved: by id of a node: bytes that move for it.
-      whole: of each operation, whether it works on whole matrices.
-      most: components in a body of control flow.
-      apart: a small result that meets another matrix ends a stage as well, as the norm of one by which all are divided.
     """
 
     def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int, apart: bool):

@@ -41,16 +41,7 @@ class _Stage(NamedTuple):
 
 
 def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Sequence[Axis]) -> ClosedJaxpr:
-    """A device's program that brings what is in the host's memory, its operations in the order of the stages.
-
-    Args:
-      closed: the program, with the marks of the gradients.
-      offloaded: arguments in the host's memory: position -> that of the next value among the results, if there is one.
-      axes: of the mesh.
-
-    Raises:
-      StepError: it has ordered effects.
-    """
+    """A device's program that brings what is in the host's memory, its operations in the order of the stages."""
     if not offloaded:
         return closed
     if any("Ordered" in type(effect).__name__ for effect in closed.effects):

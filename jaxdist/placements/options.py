@@ -39,15 +39,7 @@ On = frozenset[int]
 
 
 def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[int], whole: frozenset[int]) -> Placed:
-    """A block, placed as costs least.
-
-    Args:
-      infer: which places it (`jaxdist.placements.infer.Infer`).
-      block: its operations.
-      ins: how its inputs come.
-      loose: outputs that a loop adds up.
-      whole: inputs that are gathered at once.
-    """
+    """A block, placed as costs least."""
     walk = Walk(infer, block, ins, loose, Choice(whole=whole))
     groups = _groups(walk)
     return _Descent(infer, walk, ins, loose, groups).best() if groups else walk.placed
@@ -57,18 +49,7 @@ def or_whole(
     infer: Any, block: Block, placed: Placed, ins: Sequence[Placement], messages: Callable[[Placed], int]
 ) -> Placed:
     """A step as it is placed; or computed whole on every device, where that takes less time than the messages between
-    its parts. What is kept in shards stays so.
-
-    Args:
-      infer: which placed it (`jaxdist.placements.infer.Infer`).
-      block: the step as it was traced: that of `placed` may have owners in it, for examples that are split.
-      placed: the step, each device computing its part.
-      ins: how its arguments come.
-      messages: how many a device sends in a placed step, which is known once it was traced.
-
-    Returns:
-      A step that takes its arguments and returns its results in the same forms.
-    """
+    its parts. What is kept in shards stays so."""
     examples = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
     if not examples:
         return placed

@@ -57,19 +57,12 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 @dataclass(frozen=True)
 class _Run:
-    """What owners do.
+    """What owners do."""
 
-    Attributes:
-      works: by owner.
-      takes: how each operand comes.
-      gives: how each result is left.
-      parts: devices that share a matrix.
-    """
-
-    works: dict[int, list[Work]]
-    takes: Sequence[Any]
-    gives: Sequence[Any]
-    parts: int
+    works: dict[int, list[Work]]  # by owner
+    takes: Sequence[Any]  # how each operand comes
+    gives: Sequence[Any]  # how each result is left
+    parts: int  # devices that share a matrix
 
     def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         avals = emitter.block.avals
@@ -126,12 +119,7 @@ Parcels = dict[str, Any]
 
 
 class _Parcels:
-    """What travels between an owner and each device: where in a row each value is.
-
-    Args:
-      contents: by owner, the values.
-      types: of each value: the shape of what goes to, or comes from, one device; its dtype.
-    """
+    """What travels between an owner and each device: where in a row each value is."""
 
     def __init__(self, contents: dict[int, list[int]], types: dict[int, tuple[tuple[int, ...], Any]]):
         self._types = types

@@ -39,20 +39,13 @@ owners_p = Primitive("jaxdist_owners")
 
 @dataclass(eq=False)
 class Work:
-    """A component, placed.
+    """A component, placed."""
 
-    Attributes:
-      component: its operations.
-      placed: they, on whole matrices, or on a device's part of a stack.
-      seconds: that a device computes.
-      sent: bytes that travel to an owner and back.
-      owner: of the devices that share a matrix the one that does it; None: each does its part of the stack.
-    """
-
-    component: Component
-    placed: Placed
-    seconds: float
-    sent: int
+    component: Component  # its operations
+    placed: Placed  # they, on whole matrices, or on a device's part of a stack
+    seconds: float  # that a device computes
+    sent: int  # bytes that travel to an owner and back
+    # of the devices that share a matrix the one that does it; None: each does its part of the stack
     owner: int | None = None
 
 
@@ -68,11 +61,7 @@ class Owned(Node):
 
 
 def check_split(split: Any) -> None:
-    """Refuse what is no `Way`.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Refuse what is no `Way`."""
     if split not in (None, "slices", "owners"):
         raise ValueError(
             f"split={split!r}: None (the cheaper way), 'owners' (whole matrices travel to one device each) or 'slices' "
@@ -81,11 +70,7 @@ def check_split(split: Any) -> None:
 
 
 def way(closed: ClosedJaxpr) -> Way:
-    """What the marks of a step ask for.
-
-    Raises:
-      ValueError: both.
-    """
+    """What the marks of a step ask for."""
     found = asked(closed.jaxpr, "split") - {None}
     if len(found) > 1:
         raise ValueError(
@@ -96,12 +81,7 @@ def way(closed: ClosedJaxpr) -> Way:
 
 
 def with_owners(infer: Any, placed: Placed) -> Block | None:
-    """A block whose work on whole matrices has owners; None: it has none, or is better done on slices.
-
-    Args:
-      infer: which placed it (`jaxdist.placements.infer.Infer`).
-      placed: with its values in slices. What is found in it is written to its `matrices`.
-    """
+    """A block whose work on whole matrices has owners; None: it has none, or is better done on slices."""
     moved = bytes_moved(placed)
     found = components(infer, placed, moved)
     inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
@@ -147,11 +127,6 @@ def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], link:
     """Of which work owners take less time than slices do.
 
     Those of most bytes are the first to stay on slices: the owner of a giant works long after all others are done.
-
-    Args:
-      musts: what slices can't do.
-      others: what they can, each with what it takes on them.
-      link: between the devices that share a matrix.
     """
     others = sorted(others, key=lambda other: other[0].sent)
     ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]

@@ -135,16 +135,7 @@ def _fits(
     walk: Walk, node: Node, ins: Sequence[Placement], takes: Sequence[Form], weight: Any, made: Partial | None = None
 ) -> bool:
     """Whether what each device has whole of values of the batch is no more than its slice of a weight, so that it does
-    not take the memory that the slices save.
-
-    Args:
-      walk: which places the block.
-      node: the product.
-      ins: how its operands come.
-      takes: and how it takes them.
-      weight: the type of the weight, or of its gradient.
-      made: what it makes, if that is a summand.
-    """
+    not take the memory that the slices save."""
     whole = sum(nbytes(aval) for k, aval in _of_batch(walk, node, ins) if not isinstance(takes[k], Split))
     whole += nbytes(walk.block.avals[node.outs[0]]) if made else 0
     return whole <= nbytes(weight) // walk.n

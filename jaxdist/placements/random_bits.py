@@ -58,13 +58,7 @@ def _make_bits(emitter: Any, node: Node, to: Any) -> Any:
 
 
 def _places(shape: Sequence[int], to: Split, at: Any) -> tuple[Any, Any]:
-    """The high and low words of the place of each entry of a slice.
-
-    Args:
-      shape: of the whole.
-      to: how it is split.
-      at: the places of the slice's entries along that dimension.
-    """
+    """The high and low words of the place of each entry of a slice."""
     own = to.shape(shape)
     high, low = jnp.zeros(own, jnp.uint32), jnp.zeros(own, jnp.uint32)
     for d in range(len(shape)):

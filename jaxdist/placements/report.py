@@ -26,39 +26,22 @@ _ACTIVATIONS = ("all-gather", "all-to-all")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-      axis: over which it moves; of repeated work: along which the devices repeat it.
-      what: ``"all-gather"``, ``"all-reduce"``, ... or ``"repeated"`` for work that every device does.
-      operation: the primitive that needs it so.
-      line: file:line of the user's code; "": JAX does not know it.
-      bytes: of the whole value, in a step.
-      flops: that every device repeats, in a step.
-      share: of that in all that a device computes.
-      leaves: names of the arguments that are gathered, or changed by a gradient that is summed.
-      why: it is needed whole.
-      instead: what would avoid it.
-    """
-
-    axis: str
-    what: str
-    operation: str
-    line: str
-    bytes: int = 0
-    flops: int = 0
-    share: float = 0.0
-    leaves: tuple[str, ...] = ()
-    why: str = ""
-    instead: str = ""
+    axis: str  # over which it moves; of repeated work: along which the devices repeat it
+    what: str  # ``"all-gather"``, ``"all-reduce"``, ... or ``"repeated"`` for work that every device does
+    operation: str  # the primitive that needs it so
+    line: str  # file:line of the user's code; "": JAX does not know it
+    bytes: int = 0  # of the whole value, in a step
+    flops: int = 0  # that every device repeats, in a step
+    share: float = 0.0  # of that in all that a device computes
+    leaves: tuple[str, ...] = ()  # names of the arguments that are gathered, or changed by a gradient that is summed
+    why: str = ""  # it is needed whole
+    instead: str = ""  # what would avoid it
 
 
 def rows(over: Sequence[Placed]) -> list[Row]:
-    """What moves, most bytes first, then what is repeated.
-
-    Args:
-      over: the step, placed over each axis.
-    """
+    """What moves, most bytes first, then what is repeated."""
     if not over:
         return []
     moved: dict[tuple[str, str, str, str, str], int] = {}
@@ -111,11 +94,7 @@ def rows(over: Sequence[Placed]) -> list[Row]:
 
 
 def choices(over: Sequence[Placed]) -> list[str]:
-    """The options that a step takes or not, with what the other way would take more: those of most seconds.
-
-    Args:
-      over: the step, placed over each axis.
-    """
+    """The options that a step takes or not, with what the other way would take more: those of most seconds."""
     found = sorted((one for placed in over for one in _weighed(placed) if one[0] > 0), key=lambda one: -one[0])
     return [text for _, text in found[:_MOST_CHOICES]]
 
@@ -140,12 +119,7 @@ def _told(one: Node | str) -> str:
 
 
 def table(found: Sequence[Row]) -> str:
-    """The rows as text.
-
-    Example:
-      >>> table([])
-      'nothing moves, and no device computes what another one does'
-    """
+    """The rows as text."""
     if not found:
         return "nothing moves, and no device computes what another one does"
     from rich.table import Table
@@ -167,11 +141,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 def warning(over: Sequence[Placed]) -> str:
-    """What a user should know of a step that is about to be compiled; nothing if all is well.
-
-    Args:
-      over: the step, placed over each axis.
-    """
+    """What a user should know of a step that is about to be compiled; nothing if all is well."""
     if over[0].whole:
         return ""
     lines = []

@@ -303,13 +303,6 @@ def einsum(equation: str) -> Rule:
     """The rule of an operation that is described as ``numpy.einsum`` does, its reductions sums.
 
     Letters are factors, ``.`` is a dimension that is needed whole.
-
-    Args:
-      equation: ``"operands->results"``, each separated by commas.
-
-    Example:
-      >>> einsum("bd,.d->b")({}, [(8, 3), (4, 3)], [(8,)]).reduced
-      {1: 'sum'}
     """
     left, right = equation.split("->")
     letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in LETTERS))}

@@ -52,17 +52,7 @@ def search(
     given: Mapping[int, int] | None = None,
 ) -> tuple[dict[int, int], list[Weighed]]:
     """The dimension along which each input is best cut, those that are left out are whole; and what it would take to
-    cut others.
-
-    Args:
-      infer: over the axis.
-      block: the step.
-      state: the inputs that may be cut.
-      sources: for each output the input whose next value it is, or None.
-      names: of the inputs. Layers whose leaves differ by numbers in their names are cut alike, if that is best.
-      examples: into how many parts other axes divide the batch.
-      given: how some inputs are cut already: then what is tied to these follows them, and nothing is searched for.
-    """
+    cut others."""
     classes = _Classes(infer, block, state, sources)
     if given:
         return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}, []
@@ -72,12 +62,7 @@ def search(
 
 
 class _Classes:
-    """The classes of an axis's dimensions: a union-find over those of all values, in loops and branches too.
-
-    Attributes:
-      found: those that the devices can cut, the largest first.
-      operations: of the step, those in bodies counted once.
-    """
+    """The classes of an axis's dimensions: a union-find over those of all values, in loops and branches too."""
 
     def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None]):
         self._infer, self._devices = infer, infer.devices

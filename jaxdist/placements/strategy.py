@@ -25,58 +25,35 @@ IN_PLACE = "in place of a weight, which is larger"
 
 @dataclass(eq=False)
 class Strategy:
-    """How an operation runs on the devices.
+    """How an operation runs on the devices."""
 
-    Attributes:
-      takes: the form in which it takes each operand; None: it does not, until its deferred result is made.
-      gives: the placement of each result.
-      run: ``run(emitter, node, operands) -> results``, each what a device holds.
-      make: of a deferred result: ``make(emitter, node, form) -> result``.
-      slicewise: a slice of that is made of the same slices of operands of its shape.
-      bodies: of control flow.
-      exchanges: it talks to other devices by itself.
-      why: the operation is computed whole on every device, for this reason.
-      instead: its operands move for this reason, where something else could.
-      then: the form into which each result is brought at once; (): it stays as it is made.
-      name: of the option, where the operation has others; "": what is taken unless another one costs less.
-      together: all operations take the option of this name, or none.
-    """
-
+    # the form in which it takes each operand; None: it does not, until its deferred result is made
     takes: Sequence[Form | None]
-    gives: Sequence[Placement]
+    gives: Sequence[Placement]  # the placement of each result
+    # ``run(emitter, node, operands) -> results``, each what a device holds
     run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
-    make: Callable[[Any, Node, Any], Any] | None = None
-    slicewise: bool = False
-    bodies: Sequence[Placed] = ()
-    exchanges: bool = False
-    why: str = ""
-    instead: str = ""
-    then: Sequence[Form] = ()
-    name: str = ""
-    together: bool = False
+    make: Callable[[Any, Node, Any], Any] | None = None  # of a deferred result: ``make(emitter, node, form) -> result``
+    slicewise: bool = False  # a slice of that is made of the same slices of operands of its shape
+    bodies: Sequence[Placed] = ()  # of control flow
+    exchanges: bool = False  # it talks to other devices by itself
+    why: str = ""  # the operation is computed whole on every device, for this reason
+    instead: str = ""  # its operands move for this reason, where something else could
+    then: Sequence[Form] = ()  # the form into which each result is brought at once; (): it stays as it is made
+    name: str = ""  # of the option, where the operation has others; "": what is taken unless another one costs less
+    together: bool = False  # all operations take the option of this name, or none
 
 
 @dataclass(eq=False)
 class Move:
-    """A value that changes its form.
+    """A value that changes its form."""
 
-    Attributes:
-      node: the operation that needs it so.
-      kind: ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``.
-      aval: the value's logical type.
-      stored: it is kept in shards between steps, or made of such alone.
-      why: what the operation can't do on slices, or `IN_PLACE`.
-      waited_for: a product follows from it, and it can't be fetched ahead, as what is kept in shards can.
-      again: it has moved for another operation already, and stays.
-    """
-
-    node: Node
-    kind: str
-    aval: Any
-    stored: bool
-    why: str
-    waited_for: bool = False
-    again: bool = False
+    node: Node  # the operation that needs it so
+    kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``
+    aval: Any  # the value's logical type
+    stored: bool  # it is kept in shards between steps, or made of such alone
+    why: str  # what the operation can't do on slices, or `IN_PLACE`
+    waited_for: bool = False  # a product follows from it, and it can't be fetched ahead, as what is kept in shards can
+    again: bool = False  # it has moved for another operation already, and stays
 
     @property
     def bytes(self) -> int:
@@ -86,58 +63,34 @@ class Move:
 
 @dataclass(frozen=True)
 class Weighed:
-    """An option, beside the other way.
+    """An option, beside the other way."""
 
-    Attributes:
-      of: the operations, or leaves of the state; none: all of the block.
-      name: of the option.
-      taken: whether it is.
-      seconds: that the other way would take more.
-      bytes: that a device would send more.
-    """
-
-    of: Sequence[Node | str]
-    name: str
-    taken: bool
-    seconds: float
-    bytes: float
+    of: Sequence[Node | str]  # the operations, or leaves of the state; none: all of the block
+    name: str  # of the option
+    taken: bool  # whether it is
+    seconds: float  # that the other way would take more
+    bytes: float  # that a device would send more
 
 
 @dataclass(eq=False)
 class Placed:
-    """A block whose placements are settled.
+    """A block whose placements are settled."""
 
-    Attributes:
-      block: its operations.
-      ins: how it is given its inputs.
-      axis: the name of the axis that it is placed over.
-      strategies: by operation.
-      at: by value: its placement.
-      outs: in which form it returns its outputs.
-      given: how they come.
-      own: what changes its form, outside loops and branches.
-      summed: inputs that came as summands and were added up inside.
-      whole: every device computes all of it, in place of messages (`jaxdist.placements.options`).
-      names: of its inputs, if it is a step.
-      sources: for each output the input whose next value it is, or None.
-      matrices: how many components work on whole matrices in it (`jaxdist.placements.matrices`).
-      weighed: options that were taken or not, for what the whole block costs (`jaxdist.placements.options`).
-    """
-
-    block: Block
-    ins: tuple[Form, ...]
-    axis: str
-    strategies: list[Strategy] = field(default_factory=list)
-    at: list[Any] = field(default_factory=list)
-    outs: tuple[Form, ...] = ()
-    given: tuple[Placement, ...] = ()
-    own: list[Move] = field(default_factory=list)
-    summed: frozenset[int] = frozenset()
-    whole: bool = False
-    matrices: int = 0
+    block: Block  # its operations
+    ins: tuple[Form, ...]  # how it is given its inputs
+    axis: str  # the name of the axis that it is placed over
+    strategies: list[Strategy] = field(default_factory=list)  # by operation
+    at: list[Any] = field(default_factory=list)  # by value: its placement
+    outs: tuple[Form, ...] = ()  # in which form it returns its outputs
+    given: tuple[Placement, ...] = ()  # how they come
+    own: list[Move] = field(default_factory=list)  # what changes its form, outside loops and branches
+    summed: frozenset[int] = frozenset()  # inputs that came as summands and were added up inside
+    whole: bool = False  # every device computes all of it, in place of messages (`jaxdist.placements.options`)
+    matrices: int = 0  # how many components work on whole matrices in it (`jaxdist.placements.matrices`)
+    # options that were taken or not, for what the whole block costs (`jaxdist.placements.options`)
     weighed: Sequence[Weighed] = ()
-    names: Sequence[str] = ()
-    sources: Sequence[int | None] = ()
+    names: Sequence[str] = ()  # of its inputs, if it is a step
+    sources: Sequence[int | None] = ()  # for each output the input whose next value it is, or None
 
     def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
         """The same, with its outputs in these forms; None: as they come."""
@@ -157,12 +110,7 @@ class Placed:
         return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
 
     def forms_of(self, i: int, returned: bool = True) -> set[Form | None]:
-        """The forms in which a value is used; None: in one that is not settled yet.
-
-        Args:
-          i: the value.
-          returned: also as an output.
-        """
+        """The forms in which a value is used; None: in one that is not settled yet."""
         block, taken = self.block, set[Form | None]()
         seen, todo = {i}, [i]
         for own in todo:  # and what is made of it entry by entry, and not settled yet either
@@ -205,11 +153,7 @@ class Placed:
 
 
 def cuts(bodies: Sequence[Placed]) -> dict[int, Split]:
-    """The inputs that are on every device, and of which the bodies use one slice alone; and which that is.
-
-    Args:
-      bodies: with the same inputs: of a loop, or all branches.
-    """
+    """The inputs that are on every device, and of which the bodies use one slice alone; and which that is."""
     found: dict[int, Split] = {}
     for k, own in enumerate(bodies[0].ins):
         if own == REPLICATED and bodies[0].block.avals[bodies[0].block.inputs[k]].shape:
@@ -226,13 +170,7 @@ def sliced(
 ) -> tuple[Sequence[Placement], Sequence[Placed]]:
     """Cut what bodies use in slices alone once, before them, if nothing else changes.
 
-    Args:
-      given: how the first inputs of the bodies come.
-      placed: the bodies.
-      place: them, for other placements of these inputs.
-
-    Returns:
-      `given` and `placed` after that.
+    Returns `given` and `placed` after that.
     """
     if slices := {k: to for k, to in cuts(placed).items() if k < len(given)}:
         cut = [slices.get(k, p) for k, p in enumerate(given)]

@@ -24,13 +24,9 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Replicated:
-    """The same on every device.
+    """The same on every device."""
 
-    Attributes:
-      const: the value of each entry, if the program says so (a literal).
-    """
-
-    const: Any = None
+    const: Any = None  # the value of each entry, if the program says so (a literal)
 
 
 @dataclass(frozen=True)
@@ -39,26 +35,18 @@ class Split:
     ``i * chunk`` to ``(i + 1) * chunk``.
 
     One block is the usual case. There are more where a batch was merged with a dimension before it, as in a time-major
-    reshape, or in two views of a batch one after the other. What reaches beyond a block is padding: entries of the
-    last real one (of what is stored between steps: anything).
-
-    Attributes:
-      dim: that is split.
-      size: of a block.
-      chunk: of a block on a device.
-      outer: number of blocks.
-      stored: it is kept so between steps (`jaxdist.zero`), or is computed from nothing else; else it is of the batch.
-      requested: `jaxdist.shard` or the optimizer's `init` wants it so.
-      whole: all of it is on each device as well, so nothing has to move for that.
+    reshape, or in two views of a batch one after the other. What reaches beyond a block is padding: entries of the last
+    real one (of what is stored between steps: anything).
     """
 
-    dim: int
-    size: int
-    chunk: int
-    outer: int = 1
+    dim: int  # that is split
+    size: int  # of a block
+    chunk: int  # of a block on a device
+    outer: int = 1  # number of blocks
+    # it is kept so between steps (`jaxdist.zero`), or is computed from nothing else; else it is of the batch
     stored: bool = False
-    requested: bool = False
-    whole: bool = False
+    requested: bool = False  # `jaxdist.shard` or the optimizer's `init` wants it so
+    whole: bool = False  # all of it is on each device as well, so nothing has to move for that
 
     @property
     def rows(self) -> int:
@@ -84,29 +72,20 @@ class Split:
 
 @dataclass(frozen=True)
 class Partial:
-    """A summand a device; 16-bit floats are kept in 32 bits until they are added up.
+    """A summand a device; 16-bit floats are kept in 32 bits until they are added up."""
 
-    Attributes:
-      gradient: it was made by differentiation, and may travel compressed.
-      made: False of what a loop carries, until a summand is added to it.
-      owed: axes over which the program is placed already, and over which it is a summand as well: the reduction that
-        was to be there is made with that over this axis.
-    """
-
-    gradient: bool = False
-    made: bool = True
+    gradient: bool = False  # it was made by differentiation, and may travel compressed
+    made: bool = True  # False of what a loop carries, until a summand is added to it
+    # axes over which the program is placed already, and over which it is a summand as well: the reduction that was to
+    # be there is made with that over this axis
     owed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """Cheap to make in any form.
+    """Cheap to make in any form."""
 
-    Attributes:
-      const: the value of each entry, if the program says so.
-    """
-
-    const: Any = None
+    const: Any = None  # the value of each entry, if the program says so
 
 
 Placement = Replicated | Split | Partial | Deferred
@@ -131,12 +110,7 @@ def tile(dim: int, size: int, devices: int, stored: bool = False) -> Split:
 
 def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> list[Split]:
     """The slices of a dimension over several axes of so many devices, the outermost first: as over one that has all of
-    their devices, one after another.
-
-    Example:
-      >>> [(one.size, one.chunk) for one in tiles(0, 21, [2, 2])]  # 6 + 6, 6 + 3
-      [(21, 12), (12, 6)]
-    """
+    their devices, one after another."""
     found: list[Split] = []
     for k in range(len(axes)):
         chunk = -(-size // math.prod(axes[k:])) * math.prod(axes[k + 1 :])
@@ -163,19 +137,7 @@ def is_wide(dtype: Any) -> bool:
 
 
 def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | None:
-    """The slices after a reshape, if each device's stay contiguous there; the rest is a matter of the same entries.
-
-    Args:
-      split: of an array of `shape`.
-      shape: before the reshape.
-      new: after it.
-
-    Example:
-      >>> reshaped(Split(0, 5, 2), (5, 3), (15,))
-      Split(dim=0, size=15, chunk=6, outer=1, stored=False, requested=False, whole=False)
-      >>> reshaped(Split(1, 4, 1), (3, 4), (12,)).outer
-      3
-    """
+    """The slices after a reshape, if each device's stay contiguous there; the rest is a matter of the same entries."""
     for (a, b), (c, d) in _groups(shape, new):
         if not a <= split.dim < b:
             continue

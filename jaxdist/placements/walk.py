@@ -38,35 +38,16 @@ from jaxdist.placements.values import (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a walk takes, where it is not what it takes by itself.
+    """What a walk takes, where it is not what it takes by itself."""
 
-    Attributes:
-      names: by the id of an operation, the option.
-      everywhere: options of all operations that have them.
-      slices: of summands, in which they are added up.
-      whole: inputs that are gathered at once.
-    """
-
-    names: Mapping[int, str] = field(default_factory=dict)
-    everywhere: frozenset[str] = frozenset()
-    slices: Mapping[int, Split] = field(default_factory=dict)
-    whole: frozenset[int] = frozenset()
+    names: Mapping[int, str] = field(default_factory=dict)  # by the id of an operation, the option
+    everywhere: frozenset[str] = frozenset()  # options of all operations that have them
+    slices: Mapping[int, Split] = field(default_factory=dict)  # of summands, in which they are added up
+    whole: frozenset[int] = frozenset()  # inputs that are gathered at once
 
 
 class Walk:
-    """Settles one block.
-
-    Args:
-      infer: which places it (`jaxdist.placements.infer.Infer`).
-      block: its operations.
-      ins: how its inputs come.
-      loose: outputs that a loop adds up.
-      choice: what it takes that it would not by itself.
-
-    Attributes:
-      placed: the block, settled.
-      offers: the operations that have other options, and these.
-    """
+    """Settles one block."""
 
     def __init__(
         self,

@@ -15,12 +15,7 @@ from jaxdist.placements.values import Partial, Split
 
 
 def compressible(placed: Placed, sources: Sequence[int | None]) -> dict[int, frozenset[int]]:
-    """By the id of a placed block: its values that may travel compressed.
-
-    Args:
-      placed: a step.
-      sources: for each output the argument whose next value it is, or None.
-    """
+    """By the id of a placed block: its values that may travel compressed."""
     found: dict[int, frozenset[int]] = {}
     _walk(placed, [source is not None for source in sources], found)
     return found

@@ -21,17 +21,11 @@ MOST = 10
 
 @dataclass(frozen=True)
 class Candidate(Times):
-    """A step at one level, for one kind of groups; and its times.
+    """A step at one level, for one kind of groups; and its times."""
 
-    Attributes:
-      row: bytes, collectives, FLOPs.
-      compiled: otherwise peak and times are at least these.
-      mesh: its axes and their sizes, where several are considered.
-    """
-
-    row: LevelPlan
-    compiled: bool = True
-    mesh: str = ""
+    row: LevelPlan  # bytes, collectives, FLOPs
+    compiled: bool = True  # otherwise peak and times are at least these
+    mesh: str = ""  # its axes and their sizes, where several are considered
 
     @property
     def fits(self) -> bool | None:
@@ -59,23 +53,14 @@ class Candidate(Times):
 
 @dataclass(frozen=True)
 class Option:
-    """A candidate that can be compiled.
+    """A candidate that can be compiled."""
 
-    Attributes:
-      there: its step on the devices.
-      ahead: emitted.
-      level: of ZeRO; None: as the step is written.
-      own: whether the step is written so.
-      bound: what it takes at least.
-      held: bytes of values that it makes and holds at once, before a compiler has fused any.
-    """
-
-    there: Elsewhere
-    ahead: Ahead
-    level: int | None
-    own: bool
-    bound: Candidate
-    held: int
+    there: Elsewhere  # its step on the devices
+    ahead: Ahead  # emitted
+    level: int | None  # of ZeRO; None: as the step is written
+    own: bool  # whether the step is written so
+    bound: Candidate  # what it takes at least
+    held: int  # bytes of values that it makes and holds at once, before a compiler has fused any
 
     def compile(self, began: float | None = None) -> tuple[Candidate, Needs]:
         """What it takes, and its program."""
@@ -91,12 +76,7 @@ def candidate(row: LevelPlan, there: Elsewhere) -> Candidate:
 
 
 def options(there: Elsewhere, mesh: str = "") -> list[Option]:
-    """A step as it is written, and at each other level and for each kind of groups; emitted, and not compiled.
-
-    Args:
-      there: the step on the devices.
-      mesh: what the devices' mesh is called; "": there is one alone.
-    """
+    """A step as it is written, and at each other level and for each kind of groups; emitted, and not compiled."""
     as_written = there.emitted()
     own = there.level_of(as_written), as_written.shared
     groups = {0, there.in_host}
@@ -114,28 +94,18 @@ def options(there: Elsewhere, mesh: str = "") -> list[Option]:
 
 @dataclass(frozen=True)
 class Search:
-    """What has been found.
+    """What has been found."""
 
-    Attributes:
-      candidates: in the order of the options; those that were not compiled with their bounds.
-      chosen: that which fits and takes the least time; None: nothing that was compiled fits.
-      left: those that may fit in less time, but for which there was no compilation left.
-      expected: how many of these are expected to fit, by what the compiled ones need.
-    """
-
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate | None
-    left: tuple[Candidate, ...]
-    expected: int = 0
+    candidates: tuple[Candidate, ...]  # in the order of the options; those that were not compiled with their bounds
+    chosen: Candidate | None  # that which fits and takes the least time; None: nothing that was compiled fits
+    left: tuple[Candidate, ...]  # those that may fit in less time, but for which there was no compilation left
+    expected: int = 0  # how many of these are expected to fit, by what the compiled ones need
 
 
 def search(among: Sequence[Option]) -> Search:
     """Compile what may be the fastest until one that fits takes no longer than any other may.
 
     What is not expected to fit comes last: whether the search ends before is for the bounds to say.
-
-    Args:
-      among: the candidates, on the same devices.
     """
     there = among[0].there
     compiled: dict[int, Candidate] = {}

@@ -34,14 +34,7 @@ LEVELS = (0, 1, 2, 3)
 
 
 class Elsewhere:
-    """A step, its arguments, and the devices that it is planned for.
-
-    Attributes:
-      topology: the devices.
-      compiled_for: ``"cuda"`` or ``"cpu"``.
-      memory: bytes of a device that JAX takes.
-      notes: what there is to say.
-    """
+    """A step, its arguments, and the devices that it is planned for."""
 
     def __init__(
         self,
@@ -248,21 +241,13 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step needs of a device.
+    """What a step needs of a device."""
 
-    Attributes:
-      ahead: the step.
-      collectives: of the program.
-      results: bytes of those that do not take an argument's place.
-      peak: bytes on a device.
-      seconds: that it took to find out.
-    """
-
-    ahead: Ahead
-    collectives: tuple[Collective, ...]
-    results: int
-    peak: int
-    seconds: float
+    ahead: Ahead  # the step
+    collectives: tuple[Collective, ...]  # of the program
+    results: int  # bytes of those that do not take an argument's place
+    peak: int  # bytes on a device
+    seconds: float  # that it took to find out
 
     @classmethod
     def compiled(cls, ahead: Ahead, devices: int, began: float, on_cpu: bool) -> Needs:

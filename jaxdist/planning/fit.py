@@ -27,19 +27,12 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Fit:
-    """What `fit` has found; prints as a table.
+    """What `fit` has found; prints as a table."""
 
-    Attributes:
-      plan: of all candidates that were compiled: their bytes and collectives.
-      candidates: all that were considered, in the order of their meshes and levels.
-      chosen: that which fits and takes the least time; None: nothing fits.
-      why: a sentence.
-    """
-
-    plan: Plan
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate | None
-    why: str
+    plan: Plan  # of all candidates that were compiled: their bytes and collectives
+    candidates: tuple[Candidate, ...]  # all that were considered, in the order of their meshes and levels
+    chosen: Candidate | None  # that which fits and takes the least time; None: nothing fits
+    why: str  # a sentence
 
     def to_json(self) -> str:
         """All figures (bytes, seconds, FLOPs) as a JSON object; ``"chosen"`` is an index into ``"candidates"``. Where

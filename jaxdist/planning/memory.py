@@ -16,38 +16,23 @@ from jaxdist.text import text_of
 
 @dataclass(frozen=True)
 class Row:
-    """The bytes of one kind of state.
+    """The bytes of one kind of state."""
 
-    Attributes:
-      kind: the part of the tree: ``params``, ``opt_state``, …
-      leaves: number of arrays.
-      whole: bytes of the arrays as you see them.
-      device: bytes that one device holds of them.
-      replicated: of these, of arrays that every device holds whole.
-      padding: that only make a dimension divisible.
-      host: bytes that one device has in the host's memory (`jaxdist.zero`, ``offload=True``).
-    """
-
-    kind: str
-    leaves: int
-    whole: int
-    device: int
-    replicated: int
-    padding: int
-    host: int = 0
+    kind: str  # the part of the tree: ``params``, ``opt_state``, …
+    leaves: int  # number of arrays
+    whole: int  # bytes of the arrays as you see them
+    device: int  # bytes that one device holds of them
+    replicated: int  # of these, of arrays that every device holds whole
+    padding: int  # that only make a dimension divisible
+    host: int = 0  # bytes that one device has in the host's memory (`jaxdist.zero`, ``offload=True``)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A table of bytes per device; prints as one.
+    """A table of bytes per device; prints as one."""
 
-    Attributes:
-      rows: one for each kind.
-      compiled: what XLA says of a compiled step: name -> bytes a device.
-    """
-
-    rows: tuple[Row, ...]
-    compiled: dict[str, int]
+    rows: tuple[Row, ...]  # one for each kind
+    compiled: dict[str, int]  # what XLA says of a compiled step: name -> bytes a device
 
     @property
     def total(self) -> Row:

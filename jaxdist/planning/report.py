@@ -36,58 +36,35 @@ def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind in one step.
+    """The collectives of one kind in one step."""
 
-    Attributes:
-      kind: all-reduce, reduce-scatter, all-gather, …
-      count: how many a device takes part in.
-      bytes: of the whole arrays, all of them together.
-      sent: bytes that a device sends, if the library takes rings.
-      seconds: that they take one after another, at the full speed of the links: a lower bound.
-      overlapped: the share of the bytes sent during which the schedule has something to compute; None: not known.
-      between: bytes that a host sends to others, all its devices together.
-      axis: of the mesh, along which it runs; several with plus signs between them.
-    """
-
-    kind: str
-    count: int
-    bytes: int
-    sent: int
-    seconds: float
+    kind: str  # all-reduce, reduce-scatter, all-gather, …
+    count: int  # how many a device takes part in
+    bytes: int  # of the whole arrays, all of them together
+    sent: int  # bytes that a device sends, if the library takes rings
+    seconds: float  # that they take one after another, at the full speed of the links: a lower bound
+    # the share of the bytes sent during which the schedule has something to compute; None: not known
     overlapped: float | None
-    between: int = 0
-    axis: str = ""
+    between: int = 0  # bytes that a host sends to others, all its devices together
+    axis: str = ""  # of the mesh, along which it runs; several with plus signs between them
 
 
 @dataclass(frozen=True)
 class LevelPlan:
-    """A step at one ZeRO level.
+    """A step at one ZeRO level."""
 
-    Attributes:
-      level: 0 to 3; None: as the step is written.
-      own: whether it is the one the step is written with.
-      bytes: on one device, by kind; together they are the peak.
-      peak: bytes on one device, by XLA's own account.
-      fits: in what JAX takes of the device's memory.
-      traffic: one row for each kind of collective.
-      collectives: each one, as compiled.
-      compile_seconds: that it took to trace and compile.
-      within: which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row.
-      flops: of a device in a step.
-      host: bytes of its state in the host's memory, which are not in `bytes`.
-    """
-
-    level: int | None
-    own: bool
-    bytes: dict[str, int]
-    peak: int
-    fits: bool
-    traffic: tuple[Traffic, ...]
-    collectives: tuple[schedule.Collective, ...]
-    compile_seconds: float
+    level: int | None  # 0 to 3; None: as the step is written
+    own: bool  # whether it is the one the step is written with
+    bytes: dict[str, int]  # on one device, by kind; together they are the peak
+    peak: int  # bytes on one device, by XLA's own account
+    fits: bool  # in what JAX takes of the device's memory
+    traffic: tuple[Traffic, ...]  # one row for each kind of collective
+    collectives: tuple[schedule.Collective, ...]  # each one, as compiled
+    compile_seconds: float  # that it took to trace and compile
+    # which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row
     within: Within = None
-    flops: int = 0
-    host: int = 0
+    flops: int = 0  # of a device in a step
+    host: int = 0  # bytes of its state in the host's memory, which are not in `bytes`
 
     def figures(self) -> dict[str, Any]:
         """Bytes, seconds, shares between 0 and 1."""
@@ -112,24 +89,15 @@ class LevelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes; prints as tables.
+    """What a step takes; prints as tables."""
 
-    Attributes:
-      step: its name.
-      topology: for which it was compiled.
-      compiled_for: ``"cuda"``: by the compiler for these GPUs; ``"cpu"``: for as many virtual CPU devices.
-      memory: bytes of a device that JAX takes.
-      levels: the step at each ZeRO level asked for.
-      notes: what is not as it could be.
-      mesh: the sizes of its axes; neighbouring devices differ in the last one.
-    """
-
-    step: str
-    topology: Topology
-    compiled_for: str
-    memory: int
-    levels: tuple[LevelPlan, ...]
-    notes: tuple[str, ...]
+    step: str  # its name
+    topology: Topology  # for which it was compiled
+    compiled_for: str  # ``"cuda"``: by the compiler for these GPUs; ``"cpu"``: for as many virtual CPU devices
+    memory: int  # bytes of a device that JAX takes
+    levels: tuple[LevelPlan, ...]  # the step at each ZeRO level asked for
+    notes: tuple[str, ...]  # what is not as it could be
+    # the sizes of its axes; neighbouring devices differ in the last one
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property

@@ -25,24 +25,6 @@ _BITS = re.compile(r"\d+")
 def collectives(text: str, devices: int) -> list[Collective]:
     """The collectives of a compiled program.
 
-    Args:
-      text: ``compiled.as_text()``.
-      devices: that run it.
-
-    Returns:
-      One for each place in the program. A loop whose number of turns XLA does not know counts as one turn, and each
-      branch of a conditional as taken.
-
-    Example:
-      >>> text = '''HloModule step, is_scheduled=true
-      ... ENTRY %main (x: f32[100]) -> f32[100] {
-      ...   %x = f32[100]{0} parameter(0)
-      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
-      ... }'''
-      >>> [one] = collectives(text, 4)
-      >>> one.kind, one.bytes, one.sent, one.overlapped
-      ('all-reduce', 400, 600, False)
-
     Source: https://openxla.org/xla/operation_semantics, https://openxla.org/xla/async_ops
     """
     found, entry = computations(text)

@@ -24,14 +24,7 @@ _EAGER = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to
 
 
 def asked(what: str = "comm") -> bool:
-    """Whether the environment asks for it.
-
-    Args:
-      what: ``"comm"``, ``"placements"`` (see `jaxdist.explain`) or ``"start"``.
-
-    Raises:
-      ValueError: JAXDIST_LOG holds something else.
-    """
+    """Whether the environment asks for it."""
     value = os.environ.get("JAXDIST_LOG", "")
     words = {word.strip() for word in value.split(",")} - {""}
     if unknown := words - set(WORDS):
@@ -40,12 +33,7 @@ def asked(what: str = "comm") -> bool:
 
 
 class StepLog:
-    """Says what a decorated step sends: a table when it is compiled, a line a call.
-
-    Args:
-      step: its name.
-      machine: the devices.
-    """
+    """Says what a decorated step sends: a table when it is compiled, a line a call."""
 
     def __init__(self, step: str, machine: Machine):
         self._step, self._machine = step, machine
@@ -70,15 +58,7 @@ class StepLog:
 
 
 def eager(number: int, description: Any, kind: str, nbytes: int, ranks: int) -> None:
-    """A collective between processes.
-
-    Args:
-      number: of the call.
-      description: of the call and its arguments.
-      kind: of `jaxdist.collectives.call.PARAMETERS`.
-      nbytes: of this rank's operands.
-      ranks: that take part.
-    """
+    """A collective between processes."""
     sent = f", {nbytes * (ranks - 1)} sent" if kind == "allgather" else ""
     if kind in _EAGER:
         sent = f", {round(nbytes * ring_factor(_EAGER[kind], ranks))} sent"
@@ -86,15 +66,7 @@ def eager(number: int, description: Any, kind: str, nbytes: int, ranks: int) -> 
 
 
 def table(found: Counter[Transfer]) -> str:
-    """A step's collectives for a person, with the totals.
-
-    Args:
-      found: by `transfers`.
-
-    Example:
-      >>> print(table(Counter()))
-      nothing travels
-    """
+    """A step's collectives for a person, with the totals."""
     if not found:
         return "nothing travels"
     from rich.table import Table

@@ -9,15 +9,7 @@ from typing import Any
 
 
 def alone(wanted: str, devices: int) -> str:
-    """That of a process alone.
-
-    Args:
-      wanted: "auto", "xla" or "mpi".
-      devices: of this process.
-
-    Raises:
-      ValueError: it can't be had, or (ImportError) is not installed.
-    """
+    """That of a process alone."""
     if wanted != "mpi":
         return "xla"
     if devices > 1:
@@ -33,17 +25,7 @@ def alone(wanted: str, devices: int) -> str:
 
 
 def several(size: int, connector: str, wanted: str, platform: str) -> tuple[str, str]:
-    """That of several processes; never raises, so that all ranks compare.
-
-    Args:
-      size: number of processes.
-      connector: how they found each other.
-      wanted: "auto", "xla" or "mpi".
-      platform: of the devices.
-
-    Returns:
-      Its name as this rank sees it, and why "mpi" can't be, or "".
-    """
+    """That of several processes; never raises, so that all ranks compare."""
     if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
         return "xla", ""
     if wanted == "auto":

@@ -26,25 +26,15 @@ _HARMLESS = re.compile(r"dump|_dir$|^--xla_force_host_platform_device_count$")
 
 
 class Compiler(NamedTuple):
-    """What makes the programs of a rank.
+    """What makes the programs of a rank."""
 
-    Attributes:
-      versions: of packages.
-      settings: of JAX, as far as programs depend on them.
-      flags: of XLA, likewise.
-    """
-
-    versions: dict[str, str]
-    settings: dict[str, str]
-    flags: dict[str, str]
+    versions: dict[str, str]  # of packages
+    settings: dict[str, str]  # of JAX, as far as programs depend on them
+    flags: dict[str, str]  # of XLA, likewise
 
 
 def compiler_of(xla_flags: str) -> Compiler:
-    """That of this process.
-
-    Args:
-      xla_flags: the environment variable: flags, or the name of a file with flags.
-    """
+    """That of this process."""
     versions = {"jaxdist": _version("jaxdist"), "jax": jax.__version__, "jaxlib": jaxlib_version}
     return Compiler(versions, settings(), flags_of(xla_flags))
 
@@ -63,16 +53,6 @@ def _version(package: str) -> str:
 
 def flags_of(xla_flags: str) -> dict[str, str]:
     """The flags on which programs depend, each with what XLA reads as its value: the last.
-
-    Args:
-      xla_flags: the environment variable.
-
-    Raises:
-      ValueError: it names a file that can't be read.
-
-    Example:
-      >>> flags_of("--xla_a=1 --xla_b --xla_dump_to=/tmp --xla_a=2")
-      {'--xla_a': '2', '--xla_b': 'true'}
 
     Source: ``ParseFlagsFromEnvAndDieIfUnknown`` in xla/parse_flags_from_env.cc
     """
@@ -97,15 +77,7 @@ def flags_of(xla_flags: str) -> dict[str, str]:
 
 
 def check_same(compilers: Sequence[Compiler], who: Callable[[int], str]) -> None:
-    """Refuse ranks that would make other programs of the same step.
-
-    Args:
-      compilers: of each rank.
-      who: names a rank.
-
-    Raises:
-      ValueError: versions, settings or flags differ; the same on every rank.
-    """
+    """Refuse ranks that would make other programs of the same step."""
     first = compilers[0]
     for rank, other in enumerate(compilers):
         if other == first:

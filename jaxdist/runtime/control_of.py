@@ -12,12 +12,7 @@ from jaxdist.control.keys import Key
 
 
 def control_of(connector: Connector, timeout: float) -> Control:
-    """The connector's own control channel, else a new one on a free port of the root.
-
-    Args:
-      connector: how the processes found each other.
-      timeout: seconds to wait for the other ranks.
-    """
+    """The connector's own control channel, else a new one on a free port of the root."""
     own = getattr(connector, "control", None)
     if isinstance(own, Control):
         return own

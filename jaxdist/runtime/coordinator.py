@@ -31,15 +31,7 @@ _LONGEST = 100  # of a socket's path: Linux takes 107 bytes
 
 @contextlib.contextmanager
 def reachable(control: Control, timeout: float) -> Iterator[Path]:
-    """Where the coordinator listens (on the root) or can be called; within it all ranks start jax.distributed.
-
-    Args:
-      control: of the job; every rank enters at the same time, and leaves once its client is connected.
-      timeout: seconds to wait for the other ranks, and for the coordinator to listen.
-
-    Yields:
-      The path of a Unix socket.
-    """
+    """Where the coordinator listens (on the root) or can be called; within it all ranks start jax.distributed."""
     folder = _own_folder()
     try:
         path = folder / "socket"
@@ -95,12 +87,7 @@ def _called(path: Path, seconds: float) -> socket.socket:
 
 
 class _Stream:
-    """One connection of gRPC, of which this process has one end: the bytes of the other end come and go in messages.
-
-    Args:
-      connect: makes the end that is here.
-      send: takes what this end says; b"" when it has closed.
-    """
+    """One connection of gRPC, of which this process has one end: the bytes of the other end come and go in messages."""
 
     def __init__(self, connect: Callable[[], socket.socket], send: Callable[[bytes], None]):
         self.came: SimpleQueue[bytes] = SimpleQueue()

@@ -10,19 +10,12 @@ from typing import NamedTuple
 
 
 class Resources(NamedTuple):
-    """What one process sees of its host; exchanged before any backend starts.
+    """What one process sees of its host; exchanged before any backend starts."""
 
-    Attributes:
-      host: its name.
-      cores: numbers of those that this process may run on.
-      gpus: UUIDs of the visible ones, in order.
-      platform: "gpu" or "cpu".
-    """
-
-    host: str
-    cores: tuple[int, ...]
-    gpus: tuple[str, ...]
-    platform: str
+    host: str  # its name
+    cores: tuple[int, ...]  # numbers of those that this process may run on
+    gpus: tuple[str, ...]  # UUIDs of the visible ones, in order
+    platform: str  # "gpu" or "cpu"
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -30,12 +23,7 @@ def visible_gpus() -> tuple[str, ...]:
 
     Asks libcuda, which honours CUDA_VISIBLE_DEVICES and cgroups and starts no JAX backend.
 
-    Returns:
-      One string per GPU; empty without a driver.
-
-    Example:
-      >>> isinstance(visible_gpus(), tuple)
-      True
+    Returns one string per GPU; empty without a driver.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -56,19 +44,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> str:
-    """ "gpu" or "cpu": what JAX will choose, found without starting a backend.
-
-    Args:
-      jax_platforms: jax.config.jax_platforms.
-      gpus: from `visible_gpus`.
-
-    Returns:
-      "gpu" if JAX is told so, or a CUDA plugin is installed and a GPU is there; else "cpu".
-
-    Example:
-      >>> wanted_platform("cpu", ["a"]), wanted_platform(None, [])
-      ('cpu', 'cpu')
-    """
+    """ "gpu" or "cpu": what JAX will choose, found without starting a backend."""
     if jax_platforms:
         return "gpu" if jax_platforms.split(",")[0] in ("gpu", "cuda", "rocm") else "cpu"
     return "gpu" if gpus and cuda_plugin() else "cpu"
@@ -85,23 +61,8 @@ def cuda_plugin() -> bool:
 def choose_gpu(resources: Sequence[Resources], rank: int) -> int:
     """The index of the GPU that `rank` takes among those it sees: the first one still free.
 
-    By UUID, so it is right both where every process sees all GPUs of the host and where the
-    launcher shows each process its own.
-
-    Args:
-      resources: of each rank.
-      rank: whose.
-
-    Returns:
-      An index for jax.distributed.initialize(local_device_ids=...).
-
-    Raises:
-      ValueError: more processes than GPUs on the host; both numbers and the fix.
-
-    Example:
-      >>> h = Resources("a", (0,), ("u0", "u1"), "gpu")
-      >>> choose_gpu([h, h], 1)
-      1
+    By UUID, so it is right both where every process sees all GPUs of the host and where the launcher shows each process
+    its own.
     """
     beside = [r for r, h in enumerate(resources) if h.host == resources[rank].host]
     taken: set[str] = set()
@@ -125,17 +86,7 @@ def choose_gpu(resources: Sequence[Resources], rank: int) -> int:
 def fair_threads(resources: Sequence[Resources], rank: int) -> int:
     """Threads for `rank`: each core it may run on counts for 1 / (processes that may run there).
 
-    Args:
-      resources: of each rank.
-      rank: whose.
-
-    Returns:
-      At least 1.
-
-    Example:
-      >>> free, bound = Resources("a", (0, 1), (), "cpu"), Resources("b", (1,), (), "cpu")
-      >>> fair_threads([free, free, bound], 0), fair_threads([free, free, bound], 2)
-      (1, 1)
+    Returns at least 1.
     """
     mine = resources[rank]
     users = [h for h in resources if h.host == mine.host]

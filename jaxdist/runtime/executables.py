@@ -42,23 +42,14 @@ _ALONE = b""  # in place of an executable: each rank compiles it
 
 
 class Offer(NamedTuple):
-    """What a rank tells the others before any backend starts.
+    """What a rank tells the others before any backend starts."""
 
-    Attributes:
-      machine: the same for processes that run under one kernel.
-      folder: that it made for the executables of its machine; "": another rank does.
-    """
-
-    machine: str
-    folder: str = ""
+    machine: str  # the same for processes that run under one kernel
+    folder: str = ""  # that it made for the executables of its machine; "": another rank does
 
 
 def offer(local_rank: int) -> Offer:
-    """Make a folder for the ranks of this machine, on the first of them.
-
-    Args:
-      local_rank: among the processes of this host.
-    """
+    """Make a folder for the ranks of this machine, on the first of them."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -75,13 +66,7 @@ def offer(local_rank: int) -> Offer:
 
 
 def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
-    """From now on share what is compiled with the ranks of this machine, if they have a folder in common.
-
-    Args:
-      control: of the job.
-      timeout: seconds that a rank waits for a program.
-      offers: of each rank.
-    """
+    """From now on share what is compiled with the ranks of this machine, if they have a folder in common."""
     compat.same_cache_key_on_all_ranks(_processor())
     machine = offers[control.rank].machine
     folder = next((o.folder for o in offers if o.machine == machine and o.folder), "")
@@ -98,24 +83,13 @@ def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
 
 
 class Executables:
-    """Compiles programs for the CPU devices of one machine's ranks, each once.
-
-    Args:
-      control: of the job.
-      timeout: seconds that a rank waits for a program.
-      folder: that the ranks share.
-    """
+    """Compiles programs for the CPU devices of one machine's ranks, each once."""
 
     def __init__(self, control: Control, timeout: float, folder: Path):
         self._control, self._timeout, self._folder = control, timeout, folder
 
     def __call__(self, compile_: Compile, program: LoweredProgram) -> Any:
-        """The executable of a program.
-
-        Args:
-          compile_: JAX's own way to make it.
-          program: what to compile.
-        """
+        """The executable of a program."""
         if program.callbacks or program.backend.platform != "cpu":  # callbacks are functions of this process
             return compile_(program)
         if compat.writes_cache():  # JAX would not write what it took no time to load
@@ -149,8 +123,7 @@ class Executables:
     def _turn(self, entry: Path, program: LoweredProgram) -> int | None:
         """Wait until a program is there, or nobody makes it.
 
-        Returns:
-          A lock: this rank is to make it. None: it is there, or has been waited for too long.
+        Returns A lock: this rank is to make it. None: it is there, or has been waited for too long.
         """
         lock = os.open(f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         start, pause, say = time.monotonic(), 0.002, _SAY_SECONDS

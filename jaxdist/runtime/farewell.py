@@ -29,12 +29,6 @@ def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, t
     """Take part in the common end of the job, when this process's script ends.
 
     Called after ``import jax``, so that it happens before JAX's own shutdown.
-
-    Args:
-      control: of the job; one of a single process is left alone.
-      watchdog: of the job.
-      script: knows the exit code.
-      timeout: seconds until a rank that waits says so, and that a process may take to end.
     """
     if control.size == 1:
         return
@@ -82,11 +76,7 @@ def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
 
 
 def _see_to_the_end(control: Control, timeout: float) -> threading.Event:
-    """What still runs in this process at exit must not keep the job: nobody waits for it any more.
-
-    Returns:
-      To be set when the job is over. (The thread runs from the start: Python 3.12.1 starts none at exit.)
-    """
+    """What still runs in this process at exit must not keep the job: nobody waits for it any more."""
     over = threading.Event()
 
     def watch() -> None:

@@ -29,10 +29,6 @@ def connect(mesh: Mesh, names: Sequence[str]) -> None:
     come.
 
     (A constant in XLA. The later collectives wait for half an hour.)
-
-    Args:
-      mesh: over the devices of all processes.
-      names: of the axes, in the order in which programs sum over them.
     """
     cut = PartitionSpec(mesh.axis_names)
     each = NamedSharding(mesh, cut)
@@ -46,10 +42,6 @@ def quietly(between: tuple[Any, ...], run: Callable[[], _T]) -> _T:
     """What a program between CPU processes returns, without gloo's word that it has connected them.
 
     In the first one between some processes standard output is held, and what else was written there follows.
-
-    Args:
-      between: the devices that communicate, by their ids; equal for programs that need no other connections.
-      run: starts it.
     """
     if between in _connected:
         return run()

@@ -18,14 +18,7 @@ _OTHERS = 200
 
 
 def asked(given: int | None) -> int | None:
-    """The number of lanes that `init` or `JAXDIST_LANES` asks for; None: none do.
-
-    Args:
-      given: to `init`.
-
-    Raises:
-      ValueError: it is no whole number from 1 to 1024.
-    """
+    """The number of lanes that `init` or `JAXDIST_LANES` asks for; None: none do."""
     name, value = ("lanes", given) if given is not None else ("JAXDIST_LANES", os.environ.get("JAXDIST_LANES") or None)
     if value is None:
         return None
@@ -40,28 +33,12 @@ def asked(given: int | None) -> int | None:
 
 
 def of_each(lanes: int, size: int) -> list[int]:
-    """The number of lanes that each of so many processes holds: in a row, one more on the first ones.
-
-    Example:
-      >>> of_each(8, 3)
-      [3, 3, 2]
-    """
+    """The number of lanes that each of so many processes holds: in a row, one more on the first ones."""
     return [lanes // size + (rank < lanes % size) for rank in range(size)]
 
 
 def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: str) -> None:
-    """Refuse lanes that can't be.
-
-    Args:
-      control: of the job.
-      lanes: that each rank asks for.
-      platform: of the devices.
-      wanted: the communicator.
-
-    Raises:
-      ValueError: ranks ask for several numbers, there are more processes than lanes, they would be GPUs, the
-        communicator adds up in an order of its own, or there would be too many connections.
-    """
+    """Refuse lanes that can't be."""
     rank, size = control.rank, control.size
     if len(set(lanes)) > 1:
         other = next(r for r, n in enumerate(lanes) if n != lanes[0])
@@ -100,13 +77,6 @@ def start(control: Control, lanes: int) -> None:
 
     As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
     threads (`compat.cpu_threads`), and sums over the rows of a tall array had other bits with another number.
-
-    Args:
-      control: of the job.
-      lanes: of all processes.
-
-    Raises:
-      RuntimeError: a backend has started, with other threads.
     """
     if compat.backend_started():
         raise too_late(control, lanes)

@@ -16,21 +16,13 @@ _JAXLIB = version("jaxlib").encode()
 
 
 class LoweredProgram(NamedTuple):
-    """What `jax.jit` compiles.
+    """What `jax.jit` compiles."""
 
-    Attributes:
-      backend: for which.
-      module: StableHLO.
-      devices: that it runs on.
-      options: of the compiler.
-      callbacks: functions of this process that it calls.
-    """
-
-    backend: Any
-    module: ir.Module
-    devices: Any
-    options: Any
-    callbacks: Sequence[Any]
+    backend: Any  # for which
+    module: ir.Module  # StableHLO
+    devices: Any  # that it runs on
+    options: Any  # of the compiler
+    callbacks: Sequence[Any]  # functions of this process that it calls
 
     @property
     def name(self) -> str:

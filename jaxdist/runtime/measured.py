@@ -40,14 +40,7 @@ _LEAST, _MOST = 1e-12, 1e18  # what may be measured of them
 
 
 def named(platform: str) -> Kind | None:
-    """The kind that `JAXDIST_MACHINE` names; None: it names none.
-
-    Args:
-      platform: of the devices, which is not another one for that.
-
-    Raises:
-      ValueError: there is no such kind, or it has no such number.
-    """
+    """The kind that `JAXDIST_MACHINE` names; None: it names none."""
     asked = os.environ.get("JAXDIST_MACHINE", "")
     name, *others = asked.split(",")
     if not name:
@@ -100,25 +93,13 @@ def this_host() -> str:
 
 
 def key_of(root: str, hosts: tuple[str, ...], communicator: str) -> str:
-    """What a job's numbers depend on.
-
-    Args:
-      root: `this_host` of the root.
-      hosts: of each rank.
-      communicator: "xla" or "mpi".
-    """
+    """What a job's numbers depend on."""
     several = f" on {' '.join(dict.fromkeys(hosts))}" if len(set(hosts)) > 1 else ""
     return f"{len(hosts)} ranks{several}, {communicator}, root: {root}"
 
 
 def measure(mesh: Mesh, hosts: tuple[str, ...], communicator: str) -> Kind:
-    """A job's kind of device; all ranks call it together.
-
-    Args:
-      mesh: a device of each rank.
-      hosts: of each rank.
-      communicator: "xla" or "mpi".
-    """
+    """A job's kind of device; all ranks call it together."""
     kind = dataclasses.replace(VIRTUAL.kind, **_computed())
     each = in_host(hosts)
     if not each:

@@ -81,11 +81,7 @@ class _Answer(NamedTuple):
 
 
 class Orders:
-    """Of the programs between CPU processes that this rank has compiled or loaded.
-
-    Args:
-      control: of the job.
-    """
+    """Of the programs between CPU processes that this rank has compiled or loaded."""
 
     def __init__(self, control: Control):
         self._control = control
@@ -98,12 +94,7 @@ class Orders:
         control.listen(_ANSWERED, self._answers)
 
     def compiled(self, program: LoweredProgram, executable: Any) -> None:
-        """This rank is about to run a program; waits for the first rank of it, if it is one between processes.
-
-        Args:
-          program: before it was compiled.
-          executable: what was made of it.
-        """
+        """This rank is about to run a program; waits for the first rank of it, if it is one between processes."""
         ranks = frozenset(device.process_index for device in program.devices)
         if len(ranks) == 1 or program.backend.platform != "cpu":
             return
@@ -180,20 +171,7 @@ def _digest(texts: Iterable[str]) -> bytes:
 
 
 def order_of(text: str) -> list[_Message]:
-    """The collectives of a compiled program in the order in which a device starts them.
-
-    Args:
-      text: of the module, whose order is settled.
-
-    Example:
-      >>> text = '''HloModule step, is_scheduled=true
-      ... ENTRY %main (x: f32[100]) -> f32[100] {
-      ...   %x = f32[100]{0} parameter(0)
-      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add, metadata={op_name="psum"}
-      ... }'''
-      >>> [str(message) for message in order_of(text)]
-      ['psum: f32[100]{0} all-reduce(), replica_groups={{0,1}}']
-    """
+    """The collectives of a compiled program in the order in which a device starts them."""
     found, entry = computations(text)
 
     def walk(name: str) -> Iterator[_Message]:
@@ -209,10 +187,6 @@ def order_of(text: str) -> list[_Message]:
 
 
 def compare(control: Control) -> None:
-    """From now on compare the orders of what is compiled between CPU processes.
-
-    Args:
-      control: of the job.
-    """
+    """From now on compare the orders of what is compiled between CPU processes."""
     orders = Orders(control)
     compat.on_compiled(orders.compiled, LoweredProgram)

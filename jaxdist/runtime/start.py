@@ -35,21 +35,13 @@ _PATIENCE = 60  # seconds that JAX gets longer, for our own message
 
 
 class Started(NamedTuple):
-    """What JAX runs on.
+    """What JAX runs on."""
 
-    Attributes:
-      devices: of all processes, in rank order.
-      hosts: of each process, the name of its host.
-      mesh: over them.
-      communicator: "xla", "lanes" or "mpi".
-      kind: of the devices, as the root knows it.
-    """
-
-    devices: list[Any]
-    hosts: tuple[str, ...]
-    mesh: Mesh
-    communicator: str
-    kind: Kind
+    devices: list[Any]  # of all processes, in rank order
+    hosts: tuple[str, ...]  # of each process, the name of its host
+    mesh: Mesh  # over them
+    communicator: str  # "xla", "lanes" or "mpi"
+    kind: Kind  # of the devices, as the root knows it
 
 
 class _Told(NamedTuple):
@@ -70,23 +62,7 @@ class _Told(NamedTuple):
 def jax_started(
     connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float, lanes: int | None = None
 ) -> Started:
-    """Choose platform, devices, threads and communicator, and start jax.distributed.
-
-    Args:
-      connector: how the processes found each other.
-      control: of the job.
-      watchdog: of the job.
-      wanted: the communicator: "auto", "xla" or "mpi".
-      timeout: seconds to wait for the other ranks.
-      lanes: of all processes; None: each has one device.
-
-    Raises:
-      RuntimeError: a JAX backend was already in use by one of several processes, not every process has one device, or
-        jax.distributed knows of processes that the connector does not.
-      ValueError: the ranks have different platforms, versions or XLA_FLAGS, there are too few GPUs, or the communicator
-        can't be had.
-      ImportError: it is not installed.
-    """
+    """Choose platform, devices, threads and communicator, and start jax.distributed."""
     rank, size = control.rank, control.size
     if size == 1:
         _check_alone(connector)

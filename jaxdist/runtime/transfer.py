@@ -18,14 +18,8 @@ _WHOLE, _LEAVES, _ERROR = "whole", "leaves", "error"
 def pack(obj: Any) -> list[memoryview]:
     """An object as buffers; arrays are not copied.
 
-    A tree that can't be pickled as a whole (a TrainState that holds closures) goes as its leaves,
-    and the receiver puts them into its own tree.
-
-    Args:
-      obj: picklable object, or pytree of arrays.
-
-    Returns:
-      The pickle, then one buffer per array.
+    A tree that can't be pickled as a whole (a TrainState that holds closures) goes as its leaves, and the receiver puts
+    them into its own tree.
     """
     buffers: list[pickle.PickleBuffer] = []
     try:
@@ -43,20 +37,7 @@ def pack(obj: Any) -> list[memoryview]:
 
 
 def unpack(buffers: Sequence[memoryview | bytearray], mine: Any, rank: int) -> Any:
-    """The object that `pack` made buffers of.
-
-    Args:
-      buffers: as received.
-      mine: what this rank passed: its structure is used for a tree that came as leaves.
-      rank: for messages.
-
-    Returns:
-      The object; jax arrays as jax arrays of the same dtype.
-
-    Raises:
-      TypeError: the root's object can't be pickled.
-      ValueError: leaves came, and this rank's tree has another number of them.
-    """
+    """The object that `pack` made buffers of."""
     kind, payload = pickle.loads(buffers[0], buffers=buffers[1:])
     if kind == _ERROR:
         raise TypeError(
@@ -83,18 +64,7 @@ def check_packed(buffers: Sequence[memoryview | bytearray], rank: int) -> None:
 
 
 def reduce_array(array: jax.Array, rebuild: Callable[[np.ndarray], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An array as its host's memory, for a pickler's `reducer_override`.
-
-    Args:
-      array: of JAX.
-      rebuild: what makes it again of the host's array; a random key is a random key again.
-
-    Returns:
-      A function, and its arguments.
-
-    Raises:
-      ValueError: the array is spread over several processes.
-    """
+    """An array as its host's memory, for a pickler's `reducer_override`."""
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         return _key, (str(jax.random.key_impl(array)), _host(jax.random.key_data(array)))
     return rebuild, (_host(array),)
@@ -122,14 +92,7 @@ def _host(array: jax.Array) -> np.ndarray:
 
 
 def to_device(host: np.ndarray) -> jax.Array:
-    """A host's array on the default device, of the same dtype.
-
-    Args:
-      host: the array.
-
-    Raises:
-      ValueError: this process can't hold the dtype.
-    """
+    """A host's array on the default device, of the same dtype."""
     array = jax.device_put(host)
     if array.dtype != host.dtype:
         raise ValueError(
