@@ -228,6 +228,8 @@ MUTANTS: list[Mutant] = [
            "tests/jobs/test_faults.py -k raises and run and not mpirun"),
     Mutant("a failing script ends with code 1", "jaxdist/control/failfast.py", "ending = number & 0xFF or 1",
            "ending = 1", "tests/jobs/test_faults.py -k exits and mpirun"),
+    Mutant("processors that differ pass", "jaxdist/runtime/compiler.py", "if other is not None and", "if False and",
+           "tests/jobs/test_start.py -k processors"),
     Mutant("calls in another order pass", "jaxdist/agreement/ledger.py", "if self.count <= position:", "if True:",
            "tests/jobs/test_faults.py -k order and hand"),
     Mutant("a call nobody expects waits for nobody", "jaxdist/agreement/ledger.py",

@@ -49,7 +49,9 @@ STARTS = [
     Start("joins communicator=mpi communicator=mpi", ("mpi", "lanes"), True, env={"JAXDIST_LANES": "4"}),
     Start("joins communicator=mpi communicator=mpi", ("communicator 'mpi'",), True),
     Start("connects", ranks=3, env={"http_proxy": PROXY, "https_proxy": PROXY, "no_proxy": None}),
-    Start("compiles_otherwise", ("rank 0", "rank 1", "another order", "collective_"), True),
+    Start("other_processors", ("rank 0", "rank 1", "Mine", "Yours", "max_isa"), True, quick=True),
+    Start("other_processors --xla_cpu_max_isa=AVX2"),
+    Start("threads 3 2"),
     Start("spawns_workers", ("data worker", "__main__"), how="hand", ranks=1),
     Start("funneled auto", ("COMMUNICATOR xla", "one thread"), how="mpirun"),
 ]
