@@ -129,9 +129,9 @@ def jax_started(
         compat.gloo_at(_reachable_ip(control))
     found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     per_process = [d.process_index for d in found]
-    expected = in_lanes.of_each(lanes, size) if lanes else [1] * size
-    if per_process != [r for r, count in enumerate(expected) for _ in range(count)]:
-        raise RuntimeError(f"rank {rank}: expected {expected} devices on the {size} processes, JAX found {found}")
+    each = lanes // size if lanes else 1
+    if per_process != [r for r in range(size) for _ in range(each)]:
+        raise RuntimeError(f"rank {rank}: expected a device on each of {size} processes ({each} in lanes), not {found}")
     mesh = _mesh(found)
     if mine.platform == "cpu":
         executables.share(control, timeout, [each.offer for each in told])

@@ -46,6 +46,7 @@ STARTS = [
     Start(f"joins {FAST}false {FAST}true", ("rank 0 (", "rank 1 (", f"{FAST}false", f"{FAST}true"), True),
     Start("joins lanes=4 lanes=2", ("lanes=4", "rank 0", "lanes=2", "rank 1"), True),
     Start("joins lanes=1 lanes=1", ("2 processes", "lanes=1"), True),
+    Start("shares_some_examples", ("'data': 3", "2 processes"), True, quick=True, env={"JAXDIST_LANES": "6"}),
     Start("joins communicator=mpi communicator=mpi", ("mpi", "lanes"), True, env={"JAXDIST_LANES": "4"}),
     Start("joins communicator=mpi communicator=mpi", ("communicator 'mpi'",), True),
     Start("connects", ranks=3, env={"http_proxy": PROXY, "https_proxy": PROXY, "no_proxy": None}),

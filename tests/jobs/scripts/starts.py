@@ -197,6 +197,13 @@ def other_processors() -> None:
     jaxdist.init(communicator="xla", timeout=60)
 
 
+def shares_some_examples() -> None:
+    """Two processes have half of the examples in common."""
+    import jaxdist
+
+    jaxdist.init().parts({"data": 3, "model": 2})
+
+
 def threads() -> None:
     """Ranks are started with other numbers of threads, and take the smallest."""
     import jaxdist
