@@ -1,7 +1,6 @@
 """`jaxdist run`: one program on N ranks, and again if one fails."""
 
 import itertools
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,8 +104,6 @@ def run(
         if size > 1 or placed:
             say(ranks_and_hosts(size, len(placed), mpirun.version if mpirun else ""))
         environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
-        if "JAXDIST_LOG" not in os.environ:
-            environment["JAXDIST_LOG"] = "start"
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
         # When this process is killed Linux sends mpirun a SIGTERM for each of its threads; at the second one Open MPI

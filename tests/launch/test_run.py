@@ -192,11 +192,8 @@ def test_a_bar(launcher: str, tmp_path: Path) -> None:
     text = on_a_terminal(tmp_path, "-n", "2", "--launcher", launcher, out=out)
     head, _, rest = text.partition("\x1b[?25l")
     lines = head.replace("\r\x1b[K", "").splitlines()
-    assert [re.findall(r"2 ranks on 1 host|compiling step|step: compiled in", line) for line in lines] == [
-        ["2 ranks on 1 host"],
-        ["compiling step"],
-        ["step: compiled in"],
-    ]
+    assert len(lines) == 1
+    assert "2 ranks on 1 host" in lines[0]
     assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h", rest[rest.rindex(BAR) :])
     assert text.endswith("\x1b[?25h")  # again, should the root be killed
     assert out.read_text() == "printed 0\nprinted 1\nprinted 2\n"
