@@ -1,6 +1,7 @@
 """`jaxdist run`: one program on N ranks, and again if one fails."""
 
 import itertools
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +9,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from jaxdist.connectors import site
 from jaxdist.control import guard
 from jaxdist.launch.advice import crowded, misplaced_options, ranks_and_hosts
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
-from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName, choose, launch
+from jaxdist.launch.job import LauncherName, choose, launch
 from jaxdist.launch.output import say
 from jaxdist.launch.processes import Failed
 from jaxdist.launch.program import program_command
@@ -55,10 +57,8 @@ def run(
         typer.Option("-n", "--np", min=1, help="Number of processes; default: 1, or all slots of the hosts."),
     ] = None,
     launcher: Annotated[
-        LauncherName, typer.Option(help="mpirun where it is there, else env: own processes (over ssh on other hosts).")
+        LauncherName, typer.Option(help="mpirun where it is there, else env: processes of its own on this machine.")
     ] = LauncherName.auto,
-    connector: Annotated[ConnectorName, typer.Option(help="How processes find each other.")] = ConnectorName.auto,
-    communicator: Annotated[CommunicatorName, typer.Option(help="How arrays move.")] = CommunicatorName.auto,
     prefix: Annotated[bool, typer.Option("--prefix", help="Write [rank] before each line.")] = False,
     only_rank: Annotated[int | None, typer.Option(min=0, help="Show the output of this rank only.")] = None,
     hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots")] = None,
@@ -95,7 +95,9 @@ def run(
         for advice in (hint, "" if placed else crowded(size, command)):
             if advice:
                 say(advice)
-        mpirun = choose(launcher, connector, communicator)
+        mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
+        if mpirun is None and not all(host.local for host in placed):
+            raise ValueError(f"ranks on several hosts are started through mpirun: {site.install()}")
         if lanes and lanes % size:
             raise ValueError(
                 f"{size} ranks for --lanes {lanes}: they share the lanes out evenly, so {size} would have to divide "
@@ -103,7 +105,7 @@ def run(
             )
         if size > 1 or placed:
             say(ranks_and_hosts(size, len(placed), mpirun.version if mpirun else ""))
-        environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
+        environment = dict[str, str]()
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
         # When this process is killed Linux sends mpirun a SIGTERM for each of its threads; at the second one Open MPI

@@ -22,7 +22,7 @@ from jaxdist.cli.doctor import Finding, findings, versions
 from jaxdist.cli.output import WIDTH, complain, console
 from jaxdist.cli.run import run
 from jaxdist.connectors import site
-from jaxdist.launch.job import CommunicatorName, ConnectorName, LauncherName
+from jaxdist.launch.job import LauncherName
 from jaxdist.launch.mpi import find_mpirun
 
 _TAG = "jaxdist test"
@@ -118,10 +118,11 @@ def _problem(
     name: str, ranks: int | None, launcher: LauncherName | None, hosts: str | None, hostfile: Path | None
 ) -> str:
     """What is wrong with a job of this communicator, beside what it prints itself."""
-    by = launcher or (LauncherName.env if name == "xla" else LauncherName.mpirun)
+    by = launcher or (LauncherName.env if name == "xla" and not (hosts or hostfile) else LauncherName.mpirun)
     script = ["-m", "jaxdist", "test", "--as-rank"]
     try:
-        run(script, ranks, by, ConnectorName.auto, CommunicatorName(name), hosts=hosts, hostfile=hostfile)
+        os.environ["JAXDIST_COMMUNICATOR"] = name  # of the ranks
+        run(script, ranks, by, hosts=hosts, hostfile=hostfile)
     except typer.Exit as done:
         return f"exit code {done.exit_code}, see above" if done.exit_code else ""
     except typer.BadParameter as problem:

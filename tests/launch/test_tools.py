@@ -76,7 +76,7 @@ def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_communicator_that_is_not_here_is_said_and_fails_where_it_was_asked_for(jaxdist: Jaxdist) -> None:
-    asked = jaxdist("test", "--communicator", "xla", "--launcher", "env", "--hosts", "a:1,a:1")
+    asked = jaxdist("test", "--communicator", "xla", "--hosts", "a:1,a:1")
     assert asked.returncode == 1
     assert missing(("communicator xla", "--hosts", "entry 2"), asked.stdout) == []
     assert command("test", "--communicator", "nccl")[0] == 2
