@@ -36,7 +36,6 @@ from jaxdist.compat.distributed import (
     key_value_store,
     mpi_status_ignore,
     quiet_distributed,
-    when_client_has_left,
 )
 from jaxdist.compat.ending import before_threads_end, on_exit_code
 from jaxdist.compat.jaxprs import (
