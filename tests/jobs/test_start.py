@@ -54,6 +54,7 @@ STARTS = [
     Start("other_processors --xla_cpu_max_isa=AVX2"),
     Start("threads 3 2"),
     Start("spawns_workers", ("data worker", "__main__"), how="hand", ranks=1),
+    Start("listens", how="mpirun"),
     Start("funneled auto", ("COMMUNICATOR xla", "one thread"), how="mpirun"),
 ]
 

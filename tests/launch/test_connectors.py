@@ -335,7 +335,9 @@ def test_pods_of_kubeflow_are_ranks_of_one_job(names: Mapping[str, str]) -> None
     assert json.loads(results[0].stdout)["job"]["processes"] == 2
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["to the end", "a worker is killed"])
+@pytest.mark.parametrize(
+    "dies", [pytest.param(False, id="to the end"), pytest.param(True, id="a worker is killed", marks=pytest.mark.slow)]
+)
 def test_workers_of_ray_train_are_ranks_of_one_job(dies: bool, tmp_path: Path) -> None:
     """Also after one was killed: Ray starts all of them again, and they go on from the checkpoint."""
     pytest.importorskip("ray", reason="NO RAY: uv run --group integrations")
