@@ -39,8 +39,8 @@ TITLES = {
 BESIDE_TORCH = ("step_time", "one_example", "collectives")
 INTRO = """# Performance: all tables
 
-`python benchmarks --torch PYTHON` writes this page. [Performance](../../docs/performance.md) is the short one. What is compared
-takes turns on the same cores, one for each rank with one thread; ratios are taken within a round. PYTHON is an
+`python benchmarks --torch PYTHON` writes this page. [Performance](../../docs/performance.md) is the short one. What is
+compared takes turns on the same cores, one for each rank with one thread; ratios are taken within a round. PYTHON is an
 interpreter that has torch (CPU).
 
 The machines:

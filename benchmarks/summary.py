@@ -50,9 +50,9 @@ END = """## What else to expect
   exact statistics.
 - **Over gloo** a message takes 0.1 ms, over MPI 0.01 ms. Small models want MPI.
 
-[All tables](../benchmarks/results/tables.md) have every variant, collectives, the host's share and estimates. To measure on your
-own machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your own step, read
-[it is slow](slow.md).
+[All tables](../benchmarks/results/tables.md) have every variant, collectives, the host's share and estimates. To
+measure on your own machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your
+own step, read [it is slow](slow.md).
 """
 
 

@@ -4,7 +4,7 @@
 |---|---|
 | `tracing`, `jaxprs` | what is being traced and its types; equations, and binding them anew |
 | `arrays` | arrays and their memory |
-| `compilation`, `devices` | the compiler and its cache; backends, and devices that are not here |
+| `compilation`, `devices` | the compiler; backends, and devices that are not here |
 | `config`, `distributed` | `jax.config`; `jax.distributed` |
 | `ending` | how Python ends a process |
 | `workers` | what grain's workers share with their rank |
@@ -18,9 +18,7 @@ from jaxdist.compat.compilation import (
     for_any_device,
     listed_groups,
     on_compile,
-    same_cache_key_on_all_ranks,
     say_on_host,
-    writes_cache,
 )
 from jaxdist.compat.config import platforms_asked, settings, use_settings
 from jaxdist.compat.devices import (

@@ -1,4 +1,4 @@
-"""The compiler, and JAX's persistent cache of what it made."""
+"""The compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from jaxdist.compat.devices import cpus_elsewhere
-from jaxdist.compat.distributed import distributed_ids
 
 
 def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Callable[..., Any]) -> None:
@@ -28,36 +27,6 @@ def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Calla
         return instead(lambda given: original(*given), program(*args))
 
     compiler.backend_compile_and_load = compile_
-
-
-def same_cache_key_on_all_ranks(processor: bytes) -> None:
-    """In JAX's persistent cache a program for CPUs has one key, whichever process compiles it.
-
-    JAX takes the number of a program's one device into the key (not so on GPUs), and that of the process. But only
-    process 0 writes: no other would find anything.
-    """
-    from jax._src import cache_key
-
-    of_options, of_devices = cache_key._hash_serialized_compile_options, cache_key._hash_accelerator_config
-
-    def hash_options(hashed: Any, options: Any, *args: Any, **kwargs: Any) -> None:
-        of_options(hashed, for_any_device(options), *args, **kwargs)
-
-    def hash_devices(hashed: Any, devices: Any) -> None:
-        if devices.flat[0].platform == "cpu":
-            hashed.update(processor)
-        else:
-            of_devices(hashed, devices)
-
-    cache_key._hash_serialized_compile_options = hash_options
-    cache_key._hash_accelerator_config = hash_devices
-
-
-def writes_cache() -> bool:
-    """Whether this process writes what it compiles into JAX's persistent cache."""
-    from jax._src import compilation_cache
-
-    return distributed_ids()[0] == 0 and compilation_cache.is_persistent_cache_enabled()
 
 
 def for_any_device(options: Any) -> Any:

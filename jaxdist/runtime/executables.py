@@ -67,7 +67,6 @@ def offer(local_rank: int) -> Offer:
 
 def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
     """From now on share what is compiled with the ranks of this machine, if they have a folder in common."""
-    compat.same_cache_key_on_all_ranks(processor())
     machine = offers[control.rank].machine
     folder = next((o.folder for o in offers if o.machine == machine and o.folder), "")
     if sum(o.machine == machine for o in offers) == 1 or not folder:
@@ -91,8 +90,6 @@ class Executables:
     def __call__(self, compile_: Compile, program: LoweredProgram) -> Any:
         """The executable of a program."""
         if program.callbacks or program.backend.platform != "cpu":  # callbacks are functions of this process
-            return compile_(program)
-        if compat.writes_cache():  # JAX would not write what it took no time to load
             return compile_(program)
         portable = program.copy()
         handles = take_out(portable.module)
