@@ -283,7 +283,7 @@ def _make_ready(ctx: Context, final: Path, overwrite: bool) -> None:
     path = final.parent
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock.take(path, min(lock.LEASE + 1, ctx.timeout / 2))
+        lock.take(path)
         for found in saved(path):
             if (whole := checkpoint_of(path / str(found.step))).name != str(found.step):
                 whole.rename(path / str(found.step))
@@ -306,7 +306,7 @@ def _publish(temporary: Path, final: Path, leaves: dict[tuple[str, ...], LeafRec
     new = Saved(int(final.name), max((s.number or 0 for s in complete), default=0) + 1, history.position(path))
     record.write(temporary, new, leaves)
     sync_to_disk(temporary)
-    lock.take(path, 0)  # still: this host may have been suspended for long
+    lock.take(path)  # still: somebody may have removed its file
     if final.exists():
         final.rename(aside(final))  # killed here: `checkpoint_of` finds it
         temporary.rename(final)

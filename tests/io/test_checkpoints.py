@@ -339,7 +339,7 @@ def open_files() -> Counter[str]:
 
 
 def test_folders_of_any_name(tmp_path: Path) -> None:
-    """And no file of theirs stays open."""
+    """And no file of theirs stays open, but for the lock."""
     jaxdist.save(tmp_path / "first", STATE, 1)
     jaxdist.restore(tmp_path / "first", STATE)
     before = open_files()
@@ -350,7 +350,7 @@ def test_folders_of_any_name(tmp_path: Path) -> None:
         (tmp_path / name).rename(tmp_path / "moved")
         assert jaxdist.restore(tmp_path / "moved", {"w": np.zeros(3, int)})["w"].tolist() == [i] * 3, name
         (tmp_path / "moved").rename(tmp_path / f"done-{i}")
-    assert open_files() - before == Counter()
+    assert [name for name in open_files() - before if not name.endswith(".jaxdist-lock")] == []
 
 
 @pytest.mark.parametrize(
