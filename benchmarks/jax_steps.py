@@ -35,7 +35,6 @@ from worker import Variant
 
 import jaxdist
 from jaxdist.observe.profile import read
-from jaxdist.runtime import measured
 
 tx = optax.adam(models.LEARNING_RATE)
 
@@ -52,7 +51,6 @@ class Steps:
 
     def __init__(self, model: str):
         self.ctx = jaxdist.init()
-        self.kinds = {self.ctx.communicator: self.ctx.kind}
         self.model = models.find(model)
         self.loss = loss_of(self.model)
         self.params = models.init(self.model)
@@ -133,12 +131,9 @@ class Steps:
     def _with(self, communicator: str, step: Callable[..., Any]) -> Callable[..., Any]:
         if communicator == "auto":
             return step
-        if communicator not in self.kinds:  # what is measured of the other one when the job starts
-            own = measured.measure(self.ctx.mesh, self.ctx.hosts, communicator)
-            self.kinds[communicator] = self.ctx.control.exchange("what a second is", own)[0]
 
         def call(*args: Any) -> Any:
-            self.ctx.communicator, self.ctx.kind = communicator, self.kinds[communicator]  # read when it is built
+            self.ctx.communicator = communicator  # read when it is built
             return step(*args)
 
         return call

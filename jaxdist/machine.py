@@ -1,6 +1,6 @@
 """The devices that a step is placed for: how fast they compute, and the links between them.
 
-What a device does in a second is its `Kind`'s, of the table of GPUs or measured (`jaxdist.runtime.measured`); which of
+What a device does in a second is its `Kind`'s, of the table or as `JAXDIST_MACHINE` says; nothing is measured. Which of
 its links an axis of a mesh takes follows from the hosts of its devices. Everything that weighs computing again against
 sending, or a few messages against many bytes, asks a `Machine` for seconds.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ _ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 _REARRANGED = 1.7
 """How many times as long a byte of an exchange takes CPUs as one of an all-reduce: what is sent in parts is copied
 before and after. The geometric mean over Open MPI and gloo of 0.25, 1.6 and 8 MB, two ranks with a core each."""
-_FOLD = 8  # devices of a host of CPUs that nobody measured
+_FOLD = 8  # devices of a host of CPUs
 
 
 def ring_factor(kind: str, devices: int) -> float:
@@ -242,7 +243,7 @@ class Machine:
 
 
 VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))
-"""CPUs that nobody measured, as several devices of one process that stand for others."""
+"""CPUs: processes, or several devices of one process that stand for others."""
 
 
 @functools.cache
@@ -254,3 +255,32 @@ def kind_of(device: Any) -> Kind:
         if kind.model == device.device_kind:
             return kind
     return dataclasses.replace(KINDS["h100"], name=device.device_kind, model=device.device_kind)
+
+
+# Numbers of a kind that `JAXDIST_MACHINE` may change; times may be 0.
+_RATES, _TIMES = ("link", "network", "flops", "bandwidth"), ("latency", "network_latency", "stall")
+
+
+def asked_for(platform: str) -> Kind | None:
+    """The kind that `JAXDIST_MACHINE` names, for devices of this platform; None: it names none."""
+    asked = os.environ.get("JAXDIST_MACHINE", "")
+    name, *others = asked.split(",")
+    if not name:
+        return None
+    if name.lower() not in KINDS:
+        names = ", ".join(kind.name for kind in KINDS.values())
+        raise ValueError(f"JAXDIST_MACHINE={asked!r}: there is no such kind of device; valid: {names}")
+    numbers: dict[str, Any] = {}
+    for field, _, value in (one.partition("=") for one in others):
+        try:
+            numbers[field] = float(value)
+        except ValueError:
+            numbers[field] = math.nan
+        if not ((field in _RATES and 0 < numbers[field] < math.inf) or (field in _TIMES and 0 <= numbers[field] < 1)):
+            raise ValueError(
+                f"JAXDIST_MACHINE={asked!r}: after the kind, expected NAME=NUMBER with a name of "
+                f"{', '.join((*_RATES, *_TIMES))} (the last three in seconds)"
+            )
+    target = "" if platform == "cpu" else KINDS["h100"].target
+    kind = VIRTUAL.kind if name.lower() == "cpu" else KINDS[name.lower()]
+    return dataclasses.replace(kind, target=target, **numbers)

@@ -111,10 +111,20 @@ def ranks_of(mesh: Mesh) -> tuple[int, ...]:
 
 @functools.cache
 def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...], ...]:
-    """For each part of a batch the processes that pass it: there is a part for each place on the axis of data."""
+    """For each part of a batch the processes that pass it: there is a part for each place on the axis of data.
+
+    Processes that have a part in common have all of theirs in common, and each has as many.
+    """
     k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
     rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
     parts = tuple(tuple(sorted({d.process_index for d in row})) for row in rows)
+    of = {rank: [k for k, ranks in enumerate(parts) if rank in ranks] for rank in ranks_of(mesh)}
+    if any(of[rank] != of[ranks[0]] for ranks in parts for rank in ranks) or len(set(map(len, of.values()))) > 1:
+        raise ValueError(
+            f"mesh {dict(mesh.shape)} on {len(of)} processes: some have only a part of their examples in common. Take "
+            f"a number of processes and sizes of axes such that the size of {AXIS!r} divides the number of processes, "
+            "or the other way round"
+        )
     return parts if in_lanes or len(set(ranks_of(mesh))) > 1 else parts[:1]
 
 

@@ -20,7 +20,7 @@ _HIDDEN = tuple(f"{Path(module).resolve().parent}/" for module in (jax.__file__,
 
 
 def api_boundary(function: Callable[A, R]) -> Callable[A, R]:
-    """A function that errors leave without those frames; ``JAX_TRACEBACK_FILTERING=off`` keeps them, as those of JAX."""
+    """A function that errors leave without those frames; ``JAX_TRACEBACK_FILTERING=off`` keeps them."""
 
     @functools.wraps(function)
     def call(*args: A.args, **kwargs: A.kwargs) -> R:

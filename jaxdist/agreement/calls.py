@@ -47,8 +47,7 @@ def agree(
     everyone = context.control.exchange(tag, mine, context.timeout, what)
     if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
         details = context.control.exchange(f"{tag} details", about, context.timeout, about.call)
-        advice = functools.partial(_advice, in_lanes=context.communicator == "lanes")
-        raise ValueError(difference(details, advice))
+        raise ValueError(difference(details, _advice))
     digests = by_value([digest for _, digest, _ in everyone])
     if len(digests) > 1:
         raise ValueError(_programs(context, tag, about.call, program, list(digests.values())))
@@ -66,19 +65,14 @@ def _programs(context: Context, tag: str, call: str, program: Traced | None, gro
     return f"{call}: the ranks have different programs, and none has run. {explained(found, groups, what)}\n{_ADVICE}"
 
 
-def _advice(name: str, in_lanes: bool) -> str:
+def _advice(name: str) -> str:
     if name.startswith("constant "):
         return "What is no array must be the same on every rank"
     if name.startswith("option "):
         return "Decorate the step with the same options of jaxdist.data_parallel on every rank"
     if name.startswith("setting "):
         return "Settings of JAX must be the same on every rank"
-    batches = (
-        "pass as many examples for each lane: those of the parts that ctx.parts() names"
-        if in_lanes
-        else ("pass batches of the same shape (drop or pad the tail of the data)")
-    )
-    return f"Build the same model on every rank, and {batches}"
+    return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"
 
 
 _PARTS: dict[str, Callable[[Traced], list[Operation]]] = {

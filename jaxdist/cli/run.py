@@ -74,23 +74,20 @@ def run(
     ] = 0,
     lanes: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU devices of all ranks together: the same bits on any number of ranks up to it."),
+        typer.Option(min=1, help="CPU devices of all ranks together: the same bits on as many ranks as divide it."),
     ] = None,
-    shrink: Annotated[
+    elastic: Annotated[
         bool,
-        typer.Option("--shrink", help="Without the hosts that don't answer any more; if all do, with one rank fewer."),
-    ] = False,
-    grow: Annotated[
-        bool,
-        typer.Option("--grow", help="After that, with the places that were left out, as soon as a restart finds them."),
+        typer.Option(
+            "--elastic",
+            help="Restart without the hosts that don't answer (if all do, with one rank fewer), and later with them.",
+        ),
     ] = False,
 ) -> None:
     """Runs SCRIPT on N ranks, here or on several hosts. The exit code is that of the first rank that fails."""
     try:
         placed = _hosts(hosts, hostfile)
         size = total_ranks(placed, ranks) if placed else ranks or 1
-        if grow and not shrink:
-            raise ValueError("--grow takes back what --shrink left out: give both")
         everywhere = placed, size
         if only_rank is not None and only_rank >= size:
             raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
@@ -100,8 +97,11 @@ def run(
             if advice:
                 say(advice)
         mpirun = choose(launcher, connector, communicator)
-        if lanes and size > lanes:
-            raise ValueError(f"{size} ranks for --lanes {lanes}: a lane is not divided. Start at most {lanes} ranks")
+        if lanes and lanes % size:
+            raise ValueError(
+                f"{size} ranks for --lanes {lanes}: they share the lanes out evenly, so {size} would have to divide "
+                f"{lanes}"
+            )
         if size > 1 or placed:
             say(ranks_and_hosts(size, len(placed), mpirun.version if mpirun else ""))
         environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
@@ -134,30 +134,44 @@ def run(
                 raise typer.Exit(code)
             if at_once > 1:  # what it fails of (a full disk, a host that is still down) may pass
                 time.sleep(2.0 ** (at_once - 2))
-            if grow and (found := _found_again(placed, size, *everywhere)):
-                placed, size = found
-            elif shrink and size > 1:
-                placed = _what_remains(placed)
-                size = sum(host.slots for host in placed) if placed else size - 1
+            if elastic:
+                placed, size = _found_again(placed, size, *everywhere, lanes) or _what_remains(placed, size, lanes)
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _what_remains(hosts: list[Host]) -> list[Host]:
-    """Those that answer; if all do, one slot fewer on the last."""
-    answering = that_answer(hosts)
-    if not answering or answering != hosts:
-        return answering
-    *others, last = hosts
-    return [*others, Host(last.name, last.slots - 1)] if last.slots > 1 else others
+def _what_remains(placed: list[Host], size: int, lanes: int | None) -> tuple[list[Host], int]:
+    """The hosts that answer, and the number of ranks there; if all do, one rank fewer."""
+    answering = that_answer(placed)
+    if placed and answering != placed:
+        return _evenly(answering, sum(host.slots for host in answering), lanes)
+    return _evenly(_one_fewer(placed), size - 1, lanes) if size > 1 else (placed, size)
 
 
-def _found_again(placed: list[Host], size: int, all_hosts: list[Host], whole: int) -> tuple[list[Host], int] | None:
-    """The hosts that answer, and the number of ranks, if these are more than now."""
+def _found_again(
+    placed: list[Host], size: int, all_hosts: list[Host], whole: int, lanes: int | None
+) -> tuple[list[Host], int] | None:
+    """The hosts that answer, and the number of ranks there, if these are more than now."""
     answering = that_answer(all_hosts) if size < whole else []
     ranks = sum(host.slots for host in answering) if all_hosts else whole
-    return (answering, ranks) if ranks > size else None
+    found = _evenly(answering, ranks, lanes)
+    return found if found[1] > size else None
+
+
+def _evenly(placed: list[Host], size: int, lanes: int | None) -> tuple[list[Host], int]:
+    """As many of these ranks as divide the lanes."""
+    while lanes and size and lanes % size:
+        placed, size = _one_fewer(placed), size - 1
+    return placed, size
+
+
+def _one_fewer(placed: list[Host]) -> list[Host]:
+    """The hosts, with one slot fewer on the last."""
+    if not placed:
+        return []
+    *others, last = placed
+    return [*others, Host(last.name, last.slots - 1)] if last.slots > 1 else others
 
 
 def _hosts(hosts: str | None, hostfile: Path | None) -> list[Host]:

@@ -18,13 +18,19 @@ from jaxdist.compat.compilation import (
     for_any_device,
     listed_groups,
     on_compile,
-    on_compiled,
     same_cache_key_on_all_ranks,
     say_on_host,
     writes_cache,
 )
 from jaxdist.compat.config import platforms_asked, settings, use_settings
-from jaxdist.compat.devices import backend_started, counts_asked, cpu_threads, cpus_elsewhere, gloo_at, gpus_elsewhere
+from jaxdist.compat.devices import (
+    backend_started,
+    cpu_threads,
+    cpu_threads_asked,
+    cpus_elsewhere,
+    gloo_at,
+    gpus_elsewhere,
+)
 from jaxdist.compat.distributed import (
     distributed_ids,
     key_value_store,

@@ -30,25 +30,6 @@ def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Calla
     compiler.backend_compile_and_load = compile_
 
 
-def on_compiled(then: Callable[[Any, Any], None], program: Callable[..., Any]) -> None:
-    """Have each program of this process, compiled or found in JAX's persistent cache, seen before it runs.
-
-    There is no public place.
-    """
-    from jax._src import compiler
-
-    original = compiler.compile_or_get_cached
-
-    def compile_(
-        backend: Any, computation: Any, devices: Any, options: Any, callbacks: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        made = original(backend, computation, devices, options, callbacks, *args, **kwargs)
-        then(program(backend, computation, list(np.ravel(devices)), options, callbacks), made)
-        return made
-
-    compiler.compile_or_get_cached = compile_
-
-
 def same_cache_key_on_all_ranks(processor: bytes) -> None:
     """In JAX's persistent cache a program for CPUs has one key, whichever process compiles it.
 

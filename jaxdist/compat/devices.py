@@ -8,9 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -25,11 +23,15 @@ def cpu_threads(count: int) -> None:
     """Threads of XLA's CPU client; before the backend starts.
 
     Its pool ignores OMP_NUM_THREADS and `--xla_cpu_multi_thread_eigen`; it reads PJRT_NPROC, then
-    NPROC (`DefaultThreadPoolSize` in xla/pjrt/utils.cc). PJRT_NPROC is the one no other program
-    reads. A user's setting of either stays.
+    NPROC (`DefaultThreadPoolSize` in xla/pjrt/utils.cc). PJRT_NPROC is the one no other program reads.
     """
-    if "NPROC" not in os.environ:
-        os.environ.setdefault("PJRT_NPROC", str(count))
+    os.environ["PJRT_NPROC"] = str(count)
+
+
+def cpu_threads_asked() -> int:
+    """The number of threads that the environment asks XLA's CPU client for; 0: it does not."""
+    asked = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
+    return int(asked) if asked.isdecimal() else 0
 
 
 def gloo_at(ip: str) -> None:
@@ -110,72 +112,3 @@ def cpus_elsewhere(count: int) -> list[Any]:
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     return list(xla_client.make_cpu_client(num_devices=count).devices())
-
-
-_asking: list[tuple[int, list[tuple[str, str]]]] = []  # threads that trace a step, and what was asked in each
-_exchanging = threading.Lock()
-_NOT_THE_USERS = tuple(
-    f"{Path(importlib.util.find_spec(name).origin or '').resolve().parent}{os.sep}"  # type: ignore[union-attr]
-    for name in ("jax", "jaxdist")
-)
-
-
-@contextlib.contextmanager
-def counts_asked() -> Iterator[list[tuple[str, str]]]:
-    """What code that runs in here, in this thread, asks JAX of the number of devices and processes, and where.
-
-    Nothing tells of it, so these functions are others of `jax` meanwhile; what was imported from it before is not seen.
-    """
-    import jax
-
-    mine: tuple[int, list[tuple[str, str]]] = (threading.get_ident(), [])
-    with _exchanging:
-        if not _asking:
-            for name in (*_COUNTS, *_LISTS):
-                setattr(jax, name, _noting(getattr(jax, name), name))
-        _asking.append(mine)
-    try:
-        yield mine[1]
-    finally:
-        with _exchanging:
-            _asking[:] = [one for one in _asking if one is not mine]
-            if not _asking:
-                for name in (*_COUNTS, *_LISTS):
-                    setattr(jax, name, getattr(jax, name).__wrapped__)
-
-
-_COUNTS = ("device_count", "local_device_count", "process_count")
-_LISTS = ("devices", "local_devices")  # whose first entry tells no number
-
-
-def _noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if name in _LISTS:
-            return _Devices(function(*args, **kwargs), name)
-        _note(f"jax.{name}()")
-        return function(*args, **kwargs)
-
-    call.__wrapped__ = function  # of a function that was itself wrapped
-    return call
-
-
-class _Devices(list[Any]):
-    """What `jax.devices` returns, which notes who asks for its length."""
-
-    def __init__(self, devices: list[Any], name: str):
-        super().__init__(devices)
-        self._name = name
-
-    def __len__(self) -> int:
-        _note(f"the length of jax.{self._name}()")
-        return super().__len__()
-
-
-def _note(what: str) -> None:
-    code = sys._getframe(2)
-    if code.f_code.co_filename.startswith(_NOT_THE_USERS):
-        return
-    for thread, found in _asking[:]:
-        if thread == threading.get_ident():
-            found.append((what, f"{code.f_code.co_filename}:{code.f_lineno}"))

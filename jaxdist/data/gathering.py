@@ -47,9 +47,7 @@ def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None)
         rows = np.asarray(x)
         if not rows.ndim or len(own) == parts:
             return rows
-        most = max(map(len, passed))  # a rank with fewer parts fills up
         rows = rows.reshape(len(own), -1, *rows.shape[1:])
-        rows = np.concatenate([rows, np.repeat(rows[:1], most - len(own), 0)])
         everyone = np.asarray(allgather(rows)).reshape(ctx.size, *rows.shape)
         return np.concatenate([everyone[at] for at in once])
 

@@ -11,7 +11,7 @@ from jaxdist.launch.ranks import cores
 # Options of `run` that hardly any script has. (Not --communicator and --connector, which are the script's as well.)
 _OPTION = re.compile(
     r"(?<!\S)(?:(?:-n ?|--np[= ])(?P<ranks>\d+)"
-    r"|--(?:launcher|hosts|hostfile|only-rank|max-restarts|lanes)[= ]\S+|--shrink)(?!\S)"
+    r"|--(?:launcher|hosts|hostfile|only-rank|max-restarts|lanes)[= ]\S+|--elastic)(?!\S)"
 )
 
 _RANK_MIB = 80  # of its own, of a Python with JAX that has done nothing yet

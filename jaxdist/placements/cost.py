@@ -94,7 +94,7 @@ def moves(placed: Placed) -> int:
 
 
 def flops(block: Block, node: Node, strategy: Strategy) -> int:
-    """The FLOPs of an operation on a device: of a contraction or a factorisation; each entry of anything else is one."""
+    """The FLOPs of an operation on a device: of a contraction or factorisation; of anything else one an entry."""
 
     def size(i: int, p: object) -> int:
         shape = block.avals[i].shape

@@ -79,7 +79,7 @@ def bytes_sent(placed: Placed, component: Component) -> int:
 
 
 def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Component]:
-    """Of a block. Control flow is an operation of a component, unless there are more components in it than around it."""
+    """Of a block. Control flow is an operation of one, unless there are more components in it than around it."""
     whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []

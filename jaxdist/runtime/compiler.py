@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +98,27 @@ def check_same(compilers: Sequence[Compiler], who: Callable[[int], str]) -> None
             "another way round in another way and send their messages in another order. Set the variable to the same "
             "on every rank; mpirun passes it on to other hosts with -x XLA_FLAGS, jaxdist run by itself"
         )
+
+
+def check_processors(processors: Sequence[bytes], flags: Mapping[str, str], who: Callable[[int], str]) -> None:
+    """Refuse ranks over gloo whose programs may send their messages in another order.
+
+    XLA orders collectives that do not depend on each other by what it knows of the processor. Between CPU processes
+    messages have no names: the first that one rank sends is the first that the other takes.
+    """
+    other = next((rank for rank, found in enumerate(processors) if found != processors[0]), None)
+    if other is not None and "--xla_cpu_max_isa" not in flags:
+        raise ValueError(
+            f"{who(0)} and {who(other)} have other processors ({_model(processors[0])} / {_model(processors[other])}), "
+            "for which XLA may order the messages of a program otherwise. Set XLA_FLAGS=--xla_cpu_max_isa=AVX2 (or "
+            "what the oldest of them has) on every rank, or take communicator 'mpi', whose messages have an order of "
+            "their own"
+        )
+
+
+def _model(processor: bytes) -> str:
+    found = re.search(r"model name\s*: *(.*)", processor.decode(errors="replace"))
+    return found[1] if found else "no model name"
 
 
 def _differences(first: dict[str, str], other: dict[str, str]) -> str:

@@ -67,7 +67,7 @@ def offer(local_rank: int) -> Offer:
 
 def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
     """From now on share what is compiled with the ranks of this machine, if they have a folder in common."""
-    compat.same_cache_key_on_all_ranks(_processor())
+    compat.same_cache_key_on_all_ranks(processor())
     machine = offers[control.rank].machine
     folder = next((o.folder for o in offers if o.machine == machine and o.folder), "")
     if sum(o.machine == machine for o in offers) == 1 or not folder:
@@ -152,7 +152,7 @@ class Executables:
             self._control.say(f"has waited for {seconds:g} s: {who} compiles {name!r} for the ranks of this host")
 
 
-def _processor() -> bytes:
+def processor() -> bytes:
     """What programs that are compiled on this machine may ask of another's."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

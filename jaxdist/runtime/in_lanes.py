@@ -32,11 +32,6 @@ def asked(given: int | None) -> int | None:
     return number
 
 
-def of_each(lanes: int, size: int) -> list[int]:
-    """The number of lanes that each of so many processes holds: in a row, one more on the first ones."""
-    return [lanes // size + (rank < lanes % size) for rank in range(size)]
-
-
 def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: str) -> None:
     """Refuse lanes that can't be."""
     rank, size = control.rank, control.size
@@ -53,13 +48,13 @@ def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: 
             f"rank {rank}: lanes={lanes[0]} are CPU devices, and this job would run on GPUs, where a process has one. "
             "Set JAX_PLATFORMS=cpu, or leave lanes out: the same number of GPUs gives the same sums"
         )
-    if size > lanes[0]:
+    if lanes[0] % size:
         raise ValueError(
-            f"rank {rank}: {size} processes for lanes={lanes[0]}, and a lane is not divided: start at most {lanes[0]} "
-            "processes"
+            f"rank {rank}: {size} processes for lanes={lanes[0]}: they share the lanes out evenly, so the number of "
+            f"processes has to divide {lanes[0]}"
         )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = of_each(lanes[0], size)[rank] * (lanes[0] - 1) if size > 1 else 0
+    connections = lanes[0] // size * (lanes[0] - 1) if size > 1 else 0
     if connections > files - _OTHERS:
         raise ValueError(
             f"rank {rank}: lanes={lanes[0]}: gloo connects each lane with each other one, {connections} connections of "
@@ -80,7 +75,7 @@ def start(control: Control, lanes: int) -> None:
     """
     if compat.backend_started():
         raise too_late(control, lanes)
-    jax.config.update("jax_num_cpu_devices", of_each(lanes, control.size)[control.rank])
+    jax.config.update("jax_num_cpu_devices", lanes // control.size)
     jax.config.update("jax_platforms", "cpu")
     os.environ["PJRT_NPROC"] = str(lanes)
 

@@ -16,7 +16,7 @@ from jaxdist.connectors import Connector
 from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.control.watchdog import Watchdog
-from jaxdist.machine import Kind, kind_of
+from jaxdist.machine import Kind, asked_for, kind_of
 from jaxdist.mesh import AXIS, in_host
 from jaxdist.runtime import (
     communicator_of,
@@ -26,8 +26,6 @@ from jaxdist.runtime import (
     executables,
     gloo,
     in_lanes,
-    measured,
-    order,
 )
 
 _log = logging.getLogger("jaxdist")
@@ -53,9 +51,9 @@ class _Told(NamedTuple):
     problem: str  # why it is not "mpi"
     offer: executables.Offer
     over_gloo: bool  # and nothing has begun that would not know of it
-    host: str
-    named: Kind | None
-    remembered: dict[str, Kind]  # of the root
+    processor: bytes
+    threads: int  # of XLA that its environment asks for; 0: it does not
+    kind: Kind | None  # that it is told to weigh for
     lanes: int | None
 
 
@@ -70,7 +68,7 @@ def jax_started(
         return _alone_in_lanes(control, lanes, wanted)
     if size == 1:
         found = list(jax.local_devices())
-        kind = measured.named(found[0].platform) or kind_of(found[0])
+        kind = asked_for(found[0].platform) or kind_of(found[0])
         return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)), kind)
     if compat.backend_started() and not jax.distributed.is_initialized():
         raise RuntimeError(
@@ -94,9 +92,9 @@ def jax_started(
         *communicator_of.several(size, connector.name, "xla" if lanes else wanted, mine.platform),
         executables.offer(connector.local_rank),
         over_gloo,
-        measured.this_host(),
-        measured.named(mine.platform),
-        measured.remembered() if rank == 0 else {},
+        executables.processor(),
+        compat.cpu_threads_asked(),
+        asked_for(mine.platform),
         lanes,
     )
     told: list[_Told] = control.exchange("init", own, timeout)
@@ -119,7 +117,10 @@ def jax_started(
             in_lanes.start(control, lanes)
         else:
             jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
-            compat.cpu_threads(devices.fair_threads(resources, rank))
+            if communicator == "xla":
+                compiler.check_processors([each.processor for each in told], own.compiler.flags, control.who)
+            # As many on all ranks: XLA orders a program's messages by it, and between CPUs these have no names.
+            compat.cpu_threads(min(each.threads or devices.fair_threads(resources, r) for r, each in enumerate(told)))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if not platforms:
             jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
@@ -128,13 +129,12 @@ def jax_started(
         compat.gloo_at(_reachable_ip(control))
     found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     per_process = [d.process_index for d in found]
-    expected = in_lanes.of_each(lanes, size) if lanes else [1] * size
-    if per_process != [r for r, count in enumerate(expected) for _ in range(count)]:
-        raise RuntimeError(f"rank {rank}: expected {expected} devices on the {size} processes, JAX found {found}")
+    each = lanes // size if lanes else 1
+    if per_process != [r for r in range(size) for _ in range(each)]:
+        raise RuntimeError(f"rank {rank}: expected a device on each of {size} processes ({each} in lanes), not {found}")
     mesh = _mesh(found)
     if mine.platform == "cpu":
         executables.share(control, timeout, [each.offer for each in told])
-        order.compare(control)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if over_gloo and (communicator != "mpi" or _one_host(control)):
         control.barrier(timeout)
@@ -145,12 +145,7 @@ def jax_started(
         # Made by all ranks together: now, not when one of them first compiles a step.
         with_hosts(rank, size, in_host([each.host for each in resources]))
     hosts = tuple(each.host for each in resources)
-    # What is measured differs from job to job, and bits with it.
-    kind = told[0].named or (None if all(each.over_gloo for each in told) and not lanes else kind_of(found[0]))
-    if kind is None:
-        key = measured.key_of(told[0].host, hosts, communicator)
-        kind = told[0].remembered.get(key) or _measured(control, watchdog, mesh, hosts, communicator, key)
-    return Started(found, hosts, mesh, communicator, kind)
+    return Started(found, hosts, mesh, communicator, told[0].kind or kind_of(found[0]))
 
 
 def _check_alone(connector: Connector) -> None:
@@ -168,19 +163,8 @@ def _alone_in_lanes(control: Control, lanes: int, wanted: str) -> Started:
     in_lanes.check(control, [lanes], devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus()), wanted)
     in_lanes.start(control, lanes)
     found = list(jax.local_devices())
-    kind = measured.named("cpu") or kind_of(found[0])
+    kind = asked_for("cpu") or kind_of(found[0])
     return Started(found, (socket.gethostname(),), _mesh(found), "lanes", kind)
-
-
-def _measured(
-    control: Control, watchdog: Watchdog, mesh: Mesh, hosts: tuple[str, ...], communicator: str, key: str
-) -> Kind:
-    with watchdog.over("measuring what the ranks compute and send in a second"):
-        own = measured.measure(mesh, hosts, communicator)
-        kind = control.exchange("what a second is", own)[0]
-    if control.rank == 0:
-        measured.remember(key, kind)
-    return kind
 
 
 def _mesh(found: list[Any]) -> Mesh:

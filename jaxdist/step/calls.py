@@ -176,7 +176,7 @@ class Calls:
         entries.append(("setting for debugging", str(self._cache.debugging)))
         for name, is_batch, x in zip(signature.names, signature.is_batch, data, strict=True):
             if is_batch:
-                entries.append((f"leaf {name}", f"{self._type_of_part(x)} (batch)"))
+                entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))
                 continue
             how = self._placer.layout(x)
             where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dims}"
@@ -192,7 +192,7 @@ class Calls:
         said = self.name, self._settings.said(), signature.constants, signature.names, signature.is_batch, types
         digest = hashlib.blake2b(repr(said).encode(), digest_size=16)
         digest.update(program.traced.digest.encode())
-        shown = [f"{signature.names[i]} {self._type_of_part(data[i])}" for i in signature.batch[:4]]
+        shown = [f"{signature.names[i]} {_type_of(data[i])}" for i in signature.batch[:4]]
         text = f"step {self.name!r}" + (f" with a batch of {', '.join(shown)}" if shown else "")
         if signature.constants:  # what differs has to be seen here
             values = ", ".join(f"{name}={value}" for name, value in signature.constants)
@@ -219,7 +219,7 @@ class Calls:
         if copies:
             raise ValueError(self._changed(signature.names[copies[0]], differs[copies[0]]))
         if fresh:
-            tells = self._reader.check(signature, data, everyone, differs, self.number, context)
+            tells = self._reader.check(signature, data, everyone, differs, context)
             (self._unsure.discard if tells else self._unsure.add)(signature)
         return differs
 
@@ -289,17 +289,6 @@ class Calls:
             return set()
         lengths = [(at, set(batch.sizes([data[i] for i in at])) - {None}) for _, at, _ in signature.arguments]
         return {i for at, own in lengths if len(own) == 1 for i in at}
-
-    def _type_of_part(self, x: Any) -> str:
-        """The type of a leaf of the batch, of a lane where ranks hold several numbers of them."""
-        several = self._context.communicator == "lanes" and self._several
-        if not several or spans(physical(x)) or not np.ndim(x):
-            return _type_of(x)
-        rows, own = np.shape(x)[0], len(self._placer.own)
-        if rows % own:
-            return f"{_type_of(x)} for {own} lanes"
-        total = f" of {x.total} in all" if isinstance(x, batch.BatchPart) else ""
-        return f"{type_text(_dtype_of(x), (rows // own, *np.shape(x)[1:]))} a lane{total}"
 
     # --- the call itself
 

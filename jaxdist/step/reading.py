@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
-from jaxdist.runtime.context import Context, parts_of_ranks
+from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.placer import Placer, checksum, spans
+from jaxdist.step.placer import Placer, spans
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.settings import Settings
 from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, leaf_name
@@ -125,11 +125,10 @@ class Reader:
         leaves: Sequence[Any],
         everyone: Sequence[Sequence[int | None]],
         differs: Collection[int],
-        call: int,
         context: Context,
     ) -> bool:
         """Look at the values that the ranks come with to a call which is new to them; whether they say anything."""
-        self._check_shared(signature, self._by_parts(signature, leaves, everyone, call, context))
+        self._check_shared(signature, everyone)
         if self._placer.parts == 1 or not any(getattr(leaves[i], "size", 1) for i in signature.batch):
             return True
         own = {i for i in differs if everyone[0][i] is not None}
@@ -215,31 +214,11 @@ class Reader:
                 )
         return None
 
-    def _by_parts(
-        self,
-        signature: Signature,
-        leaves: Sequence[Any],
-        everyone: Sequence[Sequence[int | None]],
-        call: int,
-        context: Context,
-    ) -> list[dict[int, Sequence[int | None]]]:
-        """What each rank passes as each of its parts of the batch: a value for each leaf."""
-        passed = parts_of_ranks(context, self._placer.passed)
-        if all(len({passed[rank] for rank in ranks}) == 1 for ranks in self._placer.shared):
-            return [dict.fromkeys(own, values) for own, values in zip(passed, everyone, strict=True)]
-        mine: dict[int, list[int | None]] = {part: [None] * len(leaves) for part in passed[context.rank]}
-        for i in signature.batch:
-            if not spans(physical(leaves[i])):
-                rows = len(leaves[i]) // len(mine)
-                for k, values in enumerate(mine.values()):
-                    values[i] = checksum(leaves[i][k * rows : (k + 1) * rows])
-        return context.control.exchange(f"parts of step {self._name}, call {call}", mine, context.timeout)
-
-    def _check_shared(self, signature: Signature, everyone: Sequence[Mapping[int, Sequence[int | None]]]) -> None:
+    def _check_shared(self, signature: Signature, everyone: Sequence[Sequence[int | None]]) -> None:
         """Refuse a batch of which ranks that have one part of it pass others."""
-        for part, ranks in enumerate(self._placer.shared):
+        for ranks in self._placer.shared:
             for i in signature.batch:
-                if others := unlike_the_root([everyone[rank][part][i] for rank in ranks]):
+                if others := unlike_the_root([everyone[rank][i] for rank in ranks]):
                     raise ValueError(
                         f"step {self._name!r}: batch leaf {signature.names[i]} is not the same on rank {ranks[0]} and "
                         f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.compat import counts_asked, shard_map_p, trace_state_clean
+from jaxdist.compat import shard_map_p, trace_state_clean
 from jaxdist.ir.interpreter import contains
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
@@ -162,8 +162,7 @@ def jaxpr_of(
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
     try:
-        with counts_asked() as asked:
-            closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name, named.setdefault)
+        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name, named.setdefault)
     except Exception as error:
         error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
         if "mesh context" in str(error) or "context mesh" in str(error):
@@ -175,13 +174,12 @@ def jaxpr_of(
     if named and mesh.size > 1 and get_context().is_root:
         ((axis, divided),) = named.items()
         counts = {mesh.size, len(mesh.local_devices), len({d.process_index for d in mesh.devices.flat})} - {1}
-        lines = {line: f"divides a sum over the axis by {count:g}" for count, line in divided if count in counts}
-        lines |= {line: f"asks for {what}" for what, line in asked}
-        for line, what in lines.items():
+        for line, count in {line: count for count, line in divided if count in counts}.items():
             say_once(
-                f"step {getattr(step, '__qualname__', step)!r} {what} at {line}, and names the axis {axis!r}, which "
-                f"has size one inside a step: lax.psum(x, {axis!r}) is x, of the whole batch, and x over the number of "
-                f"devices 1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by lax.axis_size({axis!r})"
+                f"step {getattr(step, '__qualname__', step)!r} divides a sum over the axis {axis!r} by {count:g} at "
+                f"{line}. The axis has size one inside a step: lax.psum(x, {axis!r}) is x, of the whole batch, and x "
+                f"over the number of devices 1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by "
+                f"lax.axis_size({axis!r})"
             )
     return StepJaxpr(closed, *trees[-1])
 

@@ -27,8 +27,8 @@ REFUSED = [
     (["--hosts", "a", "--hostfile", __file__, "echo"], ["--hosts", "--hostfile"]),
     *((["--hosts", hosts, "echo"], ["--hosts", "entry"])
       for hosts in ("", "node1,,node2", "node1:", "node1:-1", "node 1:x", "-oProxyCommand=x")),
-    (["--grow", "echo"], ["--grow", "--shrink"]),
     (["-n", "3", "--lanes", "2", "echo"], ["3 ranks", "--lanes 2"]),
+    (["-n", "3", "--lanes", "4", "echo"], ["3 ranks", "--lanes 4", "evenly"]),
     (["-n", "1000000", "--launcher", "env", __file__], ["-n 1000000", "GiB", "--hosts"]),  # no room in memory
 ]  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_a_host_that_does_not_answer_as_it_should(jaxdist: Jaxdist, tmp_path: Pa
     ("words", "hint"),
     [
         (["a.py", "-n", "2"], "jaxdist run -n 2 a.py"),
-        (["a.py", "--lr", "1", "--np", "2", "--shrink"], "jaxdist run --np 2 --shrink a.py --lr 1"),
+        (["a.py", "--lr", "1", "--np", "2", "--elastic"], "jaxdist run --np 2 --elastic a.py --lr 1"),
         (["a.py", "--nproc", "2", "--communicator", "xla", "x-n", "2"], ""),  # its own
         (["-n", "1", "a.py", "-n", "2"], ""),
     ],

@@ -176,9 +176,9 @@ def test_no_more_than_asked_for(jaxdist: Jaxdist) -> None:
 
 @pytest.mark.slow
 def test_with_fewer_ranks_and_with_all_again(jaxdist: Jaxdist) -> None:
-    run = ["run", "-n", 2, "--launcher", "env", "--max-restarts", 2, "--shrink"]
-    assert restarts(jaxdist(*run, RANK, "tries").stderr) == [(1, 2, 1), (2, 2, 1)]
-    assert restarts(jaxdist(*run, "--grow", RANK, "tries").stderr) == [(1, 2, 1), (2, 2, 2)]
+    run = ["run", "-n", 2, "--launcher", "env", "--max-restarts", 2]
+    assert restarts(jaxdist(*run, RANK, "tries").stderr) == [(1, 2, 2), (2, 2, 2)]
+    assert restarts(jaxdist(*run, "--elastic", RANK, "tries").stderr) == [(1, 2, 1), (2, 2, 2)]
 
 
 def test_not_again_after_the_user_has_ended_it() -> None:
@@ -214,7 +214,7 @@ def test_a_killed_rank_costs_not_a_bit(jaxdist: Jaxdist, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_with_the_ranks_that_remain(jaxdist: Jaxdist, tmp_path: Path) -> None:
     args = [TRAINING, tmp_path / "cut", 12, 2, "--x64", "--die-at", 7, "--rank", 1]
-    done = jaxdist("run", "-n", 2, "--launcher", "env", "--max-restarts", 2, "--shrink", *args, timeout=180)
+    done = jaxdist("run", "-n", 2, "--launcher", "env", "--max-restarts", 2, "--elastic", *args, timeout=180)
     assert done.returncode == 0, done.stderr
     assert restarts(done.stderr) == [(1, 2, 1)]
     got = found(done.stdout)
@@ -225,12 +225,12 @@ def test_with_the_ranks_that_remain(jaxdist: Jaxdist, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_lanes_a_killed_rank_costs_not_a_bit_on_fewer_and_on_more_ranks(jaxdist: Jaxdist, tmp_path: Path) -> None:
-    """4 lanes: alone; and on 3 ranks, without the one that is killed on 2, after another kill on 3 again."""
+    """4 lanes: alone; and on 4 ranks, without the one that is killed on 2, after another kill on 4 again."""
     run = ["run", "--lanes", 4, "--launcher", "env"]
     alone = jaxdist(*run, TRAINING, tmp_path / "alone", 17, 3, timeout=180)
     assert alone.returncode == 0, alone.stderr
     args = [TRAINING, tmp_path / "cut", 17, 3, "--die-at", 7, 12, "--rank", 1]
-    done = jaxdist(*run, "-n", 3, "--max-restarts", 2, "--shrink", "--grow", *args, timeout=180)
+    done = jaxdist(*run, "-n", 4, "--max-restarts", 2, "--elastic", *args, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert restarts(done.stderr) == [(1, 2, 2), (2, 2, 3)]
+    assert restarts(done.stderr) == [(1, 2, 2), (2, 2, 4)]
     assert found(done.stdout)["bits"] == found(alone.stdout)["bits"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import jax
@@ -45,24 +44,14 @@ def test_info_without_an_mpi_says_how_to_have_one(jaxdist: Jaxdist, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_info_of_two_ranks_by_the_root_and_what_was_measured_is_remembered(
-    jaxdist: Jaxdist, launcher: str, tmp_path: Path
-) -> None:
-    env = {"XDG_CACHE_HOME": str(tmp_path), "JAXDIST_MACHINE": None}
-    info = ["run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json"]
-    done = jaxdist(*info, timeout=120, env=env)
+def test_info_of_two_ranks_by_the_root(jaxdist: Jaxdist, launcher: str) -> None:
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, "-m", "jaxdist", "info", "--json", timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # one object: only the root writes
     assert report["job"]["processes"] == report["job"]["devices"] == 2
     assert report["job"]["connector"] == {"env": "env", "mpirun": "mpi"}[launcher]
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in report["ranks"]}) == 2
-    ((key, kept),) = json.loads((tmp_path / "jaxdist" / "machines.json").read_text()).items()
-    assert "2 ranks" in key
-    measured = report["job"]["kind"]
-    assert measured["flops"] == kept["flops"]
-    for name in ("flops", "bandwidth", "link", "latency"):
-        assert math.log2(measured[name]).is_integer(), f"{name} is rounded, or programs would differ from run to run"
 
 
 @pytest.mark.slow

@@ -87,7 +87,6 @@ DIVIDED: dict[str, tuple[Any, bool]] = {
     "by device_count": (lambda g: lax.psum(g, "batch") / jax.device_count(), True),
     "by a number from outside": (lambda g: lax.psum(g, "batch") / DEVICES, True),
     "what was gathered": (lambda g: lax.all_gather(g, "batch").sum(0) / DEVICES, True),
-    "before the sum": (lambda g: lax.psum(g / jax.local_device_count(), "batch"), True),
     "by the length of devices": (lambda g: lax.psum(g, "batch") / len(jax.devices()), True),
     "pmean": (lambda g: lax.pmean(g, "batch"), False),
     "by axis_size": (lambda g: lax.psum(g, "batch") / lax.axis_size("batch"), False),

@@ -186,31 +186,31 @@ def connects() -> None:
     assert ctx.connector.broadcast({"from": ctx.rank}, root=1) == {"from": 1}
 
 
-def compiles_otherwise() -> None:
-    """A program's messages are in another order on one rank, as between other processors; here by a flag."""
-    if os.environ["RANK"] == "1":
-        os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from harness.check import train_step
-
+def other_processors() -> None:
+    """One rank's processor is another; here by name."""
     import jaxdist
-    from jaxdist.runtime import compiler  # private: flags that differ are refused
+    from jaxdist.runtime import executables  # private: there is one processor here
 
-    compiler.check_same = lambda *args: None  # type: ignore[assignment]
-    ctx = jaxdist.init(communicator="xla", timeout=60)
-    tx = jaxdist.zero(optax.adam(1e-3), 3)
+    name = "Mine" if os.environ["RANK"] == "0" else "Yours"
+    executables.processor = lambda: f"model name\t: {name}".encode()
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *ARGUMENTS])
+    jaxdist.init(communicator="xla", timeout=60)
 
-    def loss(ws: Any, x: Any) -> Any:
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return (x**2).mean()
 
-    step = jaxdist.data_parallel(train_step(loss, tx))
-    ws = [jnp.ones((64, 64)) / 64] * 6
-    jax.block_until_ready(step(ws, tx.init(ws), np.full((256, 64), ctx.rank, np.float32)))
+def shares_some_examples() -> None:
+    """Two processes have half of the examples in common."""
+    import jaxdist
+
+    jaxdist.init().parts({"data": 3, "model": 2})
+
+
+def threads() -> None:
+    """Ranks are started with other numbers of threads, and take the smallest."""
+    import jaxdist
+
+    os.environ["PJRT_NPROC"] = ARGUMENTS[int(os.environ["RANK"])]
+    jaxdist.init(communicator="xla", timeout=60)
+    assert os.environ["PJRT_NPROC"] == "2"
 
 
 def spawns_workers() -> None:
