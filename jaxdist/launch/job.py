@@ -33,14 +33,6 @@ class LauncherName(StrEnum):
     env = "env"
 
 
-class ConnectorName(StrEnum):
-    """How the ranks that `run` starts may find each other."""
-
-    auto = "auto"
-    mpi = "mpi"
-    env = "env://"
-
-
 class CommunicatorName(StrEnum):
     """How arrays move."""
 
@@ -80,16 +72,12 @@ def launch(
         return run_job(commands, on_failure=on_failure)
 
 
-def choose(launcher: LauncherName, connector: ConnectorName, communicator: CommunicatorName) -> Mpirun | None:
+def choose(launcher: LauncherName, communicator: CommunicatorName) -> Mpirun | None:
     """The mpirun to use, or None for processes of our own."""
-    needs_mpi = connector is ConnectorName.mpi or communicator is CommunicatorName.mpi
-    wants_env = launcher is LauncherName.env or connector is ConnectorName.env
-    if wants_env and (needs_mpi or launcher is LauncherName.mpirun):
-        raise ValueError(
-            "--launcher env and --connector env:// start processes that know nothing of MPI: leave out "
-            "--launcher mpirun, --connector mpi and --communicator mpi, or leave out env"
-        )
-    if wants_env:
+    needs_mpi = communicator is CommunicatorName.mpi
+    if launcher is LauncherName.env:
+        if needs_mpi:
+            raise ValueError("--launcher env starts processes that know nothing of MPI: leave out --communicator mpi")
         return None
     must = needs_mpi or launcher is LauncherName.mpirun
     mpirun = find_mpirun()
