@@ -70,7 +70,7 @@ WITHOUT = """
 import sys
 from importlib.machinery import PathFinder
 
-BLOCKED = {"equinox", "etils", "flax", "grain", "matplotlib", "orbax", "safetensors", "tensorboardX", "tensorstore"}
+BLOCKED = {"equinox", "etils", "flax", "grain", "matplotlib", "orbax", "safetensors", "tensorstore"}
 
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in BLOCKED else find(name, *rest)
