@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.ir.compiled import Collective, collectives
@@ -91,7 +91,7 @@ def _finish_dispatched() -> None:
 def read(trace: str | os.PathLike[str]) -> Trace:
     """What a trace says of the devices of its rank."""
     shardings = [x.sharding for x in jax.live_arrays() if not x.is_deleted()]
-    meshes = {one.mesh: None for one in shardings if isinstance(one, NamedSharding)}
+    meshes = {one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)}
     known = dict[tuple[Any, Any], Collective]()  # by the names of program and operation
     for executable in reversed(jax.local_devices()[0].client.live_executables()):  # of one name the newest counts
         for module in executable.hlo_modules():
