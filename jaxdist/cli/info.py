@@ -17,7 +17,6 @@ from jaxdist.errors import in_words
 from jaxdist.launch.mpi import find_mpirun, mpi_library, python_probe
 
 _PACKAGES = ("jaxdist", "jax", "jaxlib", "numpy", "optax", "flax", "grain", "orbax-checkpoint", "mpi4py", "mpi4jax")
-_SHM = 256 << 20  # bytes of /dev/shm: Open MPI, MPICH and NCCL share buffers between the processes of a machine there
 
 
 class Check(NamedTuple):
@@ -70,10 +69,10 @@ def checks() -> Iterator[Check]:
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
         plugin = versions()["CUDA plugin"]
         yield Check("GPU", bool(plugin), plugin or "no CUDA plugin for JAX", "pip install 'jaxdist[cuda12]'")
-    if (shm := Path("/dev/shm")).is_dir():
+    if (shm := Path("/dev/shm")).is_dir():  # Open MPI, MPICH and NCCL share buffers there
         size = os.statvfs(shm).f_frsize * os.statvfs(shm).f_blocks
         fix = "docker run --shm-size=1g … (or mount -o remount,size=1g /dev/shm)"
-        yield Check("/dev/shm", size >= _SHM, f"{size >> 20} MiB", fix)
+        yield Check("/dev/shm", size >= 256 << 20, f"{size >> 20} MiB", fix)
 
 
 def show(checked: Iterable[Check]) -> None:

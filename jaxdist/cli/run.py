@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from jaxdist.connectors import site
 from jaxdist.control import guard
 from jaxdist.launch.advice import crowded, misplaced_options, ranks_and_hosts
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
-from jaxdist.launch.job import CommunicatorName, LauncherName, choose, launch
+from jaxdist.launch.job import LauncherName, choose, launch
 from jaxdist.launch.output import say
 from jaxdist.launch.processes import Failed
 from jaxdist.launch.program import program_command
@@ -32,9 +33,8 @@ def run(
         typer.Option("-n", "--np", min=1, help="Number of processes; default: 1, or all slots of the hosts."),
     ] = None,
     launcher: Annotated[
-        LauncherName, typer.Option(help="mpirun where it is there, else env: own processes (over ssh on other hosts).")
+        LauncherName, typer.Option(help="mpirun where it is there, else env: processes of its own on this machine.")
     ] = LauncherName.auto,
-    communicator: Annotated[CommunicatorName, typer.Option(help="How arrays move.")] = CommunicatorName.auto,
     prefix: Annotated[bool, typer.Option("--prefix", help="Write [rank] before each line.")] = False,
     only_rank: Annotated[int | None, typer.Option(min=0, help="Show the output of this rank only.")] = None,
     hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots")] = None,
@@ -72,14 +72,14 @@ def run(
         for advice in (hint, "" if placed else crowded(size, command)):
             if advice:
                 say(advice)
-        mpirun = choose(launcher, communicator)
+        mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
+        if mpirun is None and not all(host.local for host in placed):
+            raise ValueError(f"ranks on several hosts are started through mpirun: {site.install()}")
         if lanes and lanes % size:
             raise ValueError(f"{size} ranks can't share --lanes {lanes} evenly: {size} does not divide {lanes}")
         if size > 1 or placed:
             say(ranks_and_hosts(size, len(placed), mpirun.version if mpirun else ""))
-        environment = {} if communicator is CommunicatorName.auto else {"JAXDIST_COMMUNICATOR": str(communicator)}
-        if "JAXDIST_LOG" not in os.environ:
-            environment["JAXDIST_LOG"] = "start"
+        environment = dict[str, str]()
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
         # When this process is killed Linux sends mpirun a SIGTERM for each of its threads; at the second one Open MPI

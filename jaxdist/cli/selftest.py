@@ -13,11 +13,9 @@ from jaxdist import connectors
 from jaxdist.cli.info import Check, checks, show, versions
 from jaxdist.cli.run import run
 from jaxdist.connectors import site
-from jaxdist.launch.job import CommunicatorName, LauncherName
+from jaxdist.launch.job import LauncherName
 from jaxdist.launch.mpi import find_mpirun
 
-_TAG = "jaxdist test"
-_TIMEOUT = "60"  # seconds for ranks that do not come, if nothing else is said
 _TOLERANCE = 1e-10  # of float64
 _STEPS = 3
 
@@ -33,15 +31,16 @@ def self_test() -> None:
         raise typer.Exit(as_rank())
     from jaxdist.runtime.devices import visible_gpus  # here: `jaxdist run` needs none of it
 
-    os.environ.setdefault("JAXDIST_TIMEOUT", _TIMEOUT)
+    os.environ.setdefault("JAXDIST_TIMEOUT", "60")  # seconds for ranks that do not come
     ranks = 2 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus()) or 2
     code = 0
-    for name, launcher in ((CommunicatorName.xla, LauncherName.env), (CommunicatorName.mpi, LauncherName.mpirun)):
-        if name is CommunicatorName.mpi and not _mpi_is_here():
+    for name, launcher in (("xla", LauncherName.env), ("mpi", LauncherName.mpirun)):
+        if name == "mpi" and not _mpi_is_here():
             print(f"communicator mpi is not here. To have it: {site.install()}")
             continue
         try:
-            run(["jaxdist", "test"], True, ranks, launcher, communicator=name)
+            os.environ["JAXDIST_COMMUNICATOR"] = name  # of the ranks
+            run(["jaxdist", "test"], True, ranks, launcher)
         except typer.Exit as done:
             code = code or done.exit_code
     missing = [one for one in checks() if not one.ok]
@@ -86,7 +85,7 @@ def as_rank() -> int:
 
 def _software(ctx: Any) -> Iterator[Check]:
     """Whether it is the same on all hosts."""
-    reports = ctx.control.exchange(_TAG, (socket.gethostname(), versions()))
+    reports = ctx.control.exchange("jaxdist test", (socket.gethostname(), versions()))
     _, root = reports[ctx.root_rank]
     for host, found in dict(reports).items():
         other = [f"{name} {found[name] or 'missing'}, not {root[name]}" for name in root if found[name] != root[name]]
@@ -128,6 +127,6 @@ def _levels(ctx: Any) -> Iterator[Check]:
     for level in (0, 1, 2, 3):
         got = train(data_parallel, zero(optax.adam(1e-2), level), mine)
         apart = max(float(np.max(np.abs(np.asarray(a) - b))) for a, b in zip(got, want, strict=True))
-        worst = float(np.max(ctx.control.exchange(_TAG, apart)))  # NaN is the worst
+        worst = float(np.max(ctx.control.exchange("jaxdist test", apart)))  # NaN is the worst
         seen = f"{_STEPS} steps, {worst:.1e} away from jax.jit on one device; at most {_TOLERANCE:.0e} expected"
         yield Check(f"ZeRO level {level}", worst <= _TOLERANCE, seen, "report it, with what `jaxdist info` says")

@@ -59,11 +59,9 @@ _KNOWN = (AXIS, MODEL, SEQUENCE)
 OnAxis = Callable[[str, Sequence[tuple[float, str]]], object]
 
 
-def trace(
-    fun: Callable[..., Sequence[Any]], args: Sequence[Any], axis_name: str = AXIS, on_axis: OnAxis | None = None
-) -> ClosedJaxpr:
+def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: OnAxis | None = None) -> ClosedJaxpr:
     """The jaxpr of a function with the axis of data parallelism bound at size one, and gone from the result."""
-    names = [axis_name]
+    names = [AXIS]
     while True:
         try:
             closed = jax.make_jaxpr(fun, axis_env=[(name, 1) for name in names])(*args)
@@ -83,8 +81,7 @@ def trace(
             if others and name not in _KNOWN:
                 raise StepError(
                     f"the step names two axes that nothing binds, {others[0]!r} and {name!r}: only one can be that of "
-                    f"data parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map), or pass "
-                    "axis_name= to say which one it is"
+                    f"data parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map)"
                 ) from None
             names.append(name)
             if name in _KNOWN:
@@ -102,7 +99,7 @@ def trace(
     return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals)
 
 
-def with_axis(fun: Callable[..., Any], axis_name: str, args: tuple[Any, ...]) -> Any:
+def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """``fun(*args)``, arrays or tracers, with the axis of data parallelism bound at size one if it is named."""
     try:
         return fun(*args)
@@ -117,7 +114,7 @@ def with_axis(fun: Callable[..., Any], axis_name: str, args: tuple[Any, ...]) ->
         out_tree.append(structure)
         return outs
 
-    closed = trace(flat, [jax.typeof(x) for x in leaves], axis_name)
+    closed = trace(flat, [jax.typeof(x) for x in leaves])
     return jax.tree.unflatten(out_tree[-1], jaxpr_as_fun(closed)(*leaves))
 
 

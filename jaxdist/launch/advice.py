@@ -36,7 +36,7 @@ def misplaced_options(script: Sequence[str], *, ranks_given: bool) -> str:
 def ranks_and_hosts(ranks: int, hosts: int, mpirun: str) -> str:
     """What is about to be started."""
     where = f"{hosts or 1} host{'s' * (hosts > 1)}"
-    how = f"through {mpirun}" if mpirun else "through ssh" if hosts else "without mpirun"
+    how = f"through {mpirun}" if mpirun else "without mpirun"
     return f"{ranks} rank{'s' * (ranks > 1)} on {where}, {how}"
 
 

@@ -48,8 +48,6 @@ class Command:
     environment: Mapping[str, str]
     line_filter: LineFilter | None = None
     death_signal: signal.Signals = signal.SIGKILL
-    orders: bytes | None = None
-    failure_mark: bytes | None = None
     last_words: re.Pattern[bytes] | None = None
     cause: re.Pattern[bytes] | None = None
 
@@ -58,17 +56,13 @@ def start(command: Command) -> "subprocess.Popen[bytes]":
     """Its process, the leader of a group and a session."""
     pipe = None if command.line_filter is None else subprocess.PIPE
     become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [*become, *command.argv],
         env={**os.environ, **command.environment},
-        stdin=None if command.orders is None else subprocess.PIPE,
         stdout=pipe,
         stderr=pipe,
         start_new_session=True,
     )
-    if command.orders is not None:
-        _order(process, command.orders)
-    return process
 
 
 def ended(process: "subprocess.Popen[bytes]", options: int = 0) -> int:
@@ -88,21 +82,6 @@ def crashed(process: "subprocess.Popen[bytes]") -> int:
     crashes = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
     code = ended(process, os.WNOHANG)
     return code if code - 128 in crashes else 0
-
-
-def send(command: Command, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """Send it a signal, in the way that it expects."""
-    if command.orders is None or number is signal.SIGKILL:
-        signal_group(process, number)
-    else:
-        _order(process, b"%d\n" % number)
-
-
-def _order(process: "subprocess.Popen[bytes]", line: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended
-        process.stdin.write(line)
-        process.stdin.flush()
 
 
 def signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:

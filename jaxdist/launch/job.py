@@ -1,4 +1,4 @@
-"""One start of a job: its ranks through mpirun, over ssh or as processes of our own, to their end."""
+"""One start of a job: its ranks through mpirun or as processes of our own, to their end."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from jaxdist.launch.mpi import AbortNotice, Mpirun, find_mpirun, mpi_library, sp
 from jaxdist.launch.output import LineFilter, say
 from jaxdist.launch.processes import Failed, run_job
 from jaxdist.launch.ranks import cores, free_port, own_processes, thread_environment
-from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh, remote_commands
+from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh
 
 # What a rank says that hears of another's failure, and what Open MPI says. With the network gone neither Open MPI nor
 # MPICH would end after that: they wait for their other half to confirm.
@@ -33,14 +33,6 @@ class LauncherName(StrEnum):
     env = "env"
 
 
-class CommunicatorName(StrEnum):
-    """How arrays move."""
-
-    auto = "auto"
-    xla = "xla"
-    mpi = "mpi"
-
-
 def launch(
     command: list[str],
     size: int,
@@ -53,7 +45,8 @@ def launch(
     whole_lines: bool = False,
     on_failure: Callable[[Failed], None],
 ) -> int:
-    """Runs a job to its end; returns 0, or the exit code of what failed first. Call it from the main thread."""
+    """Runs a job to its end, on other hosts through mpirun; returns 0, or the exit code of what failed first. Call it
+    from the main thread."""
     environment = {
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
@@ -64,20 +57,17 @@ def launch(
         if mpirun is not None:
             one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, folder)
             commands = [one]
-        elif hosts:
-            commands = remote_commands(command, hosts, environment, prefix, only_rank)
         else:
             shared = {**environment, **_alone(size)}
             commands = own_processes(command, range(size), shared, prefix, only_rank, whole_lines=whole_lines)
         return run_job(commands, on_failure=on_failure)
 
 
-def choose(launcher: LauncherName, communicator: CommunicatorName) -> Mpirun | None:
+def choose(launcher: LauncherName, needs_mpi: bool) -> Mpirun | None:
     """The mpirun to use, or None for processes of our own."""
-    needs_mpi = communicator is CommunicatorName.mpi
     if launcher is LauncherName.env:
         if needs_mpi:
-            raise ValueError("--launcher env starts processes that know nothing of MPI: leave out --communicator mpi")
+            raise ValueError("--launcher env starts processes that know nothing of MPI: leave it out, or MPI")
         return None
     must = needs_mpi or launcher is LauncherName.mpirun
     mpirun = find_mpirun()

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from jaxdist.control import guard
-from jaxdist.launch.command import Command, crashed, end_sessions, ended, send, signal_group, start
+from jaxdist.launch.command import Command, crashed, end_sessions, ended, signal_group, start
 from jaxdist.launch.output import Pump, report_lost, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
@@ -45,12 +45,6 @@ class _Exited:
 
 
 @dataclass(frozen=True)
-class _PartFailed:
-    index: int
-    code: int
-
-
-@dataclass(frozen=True)
 class _LastWords:
     """Of a command that should now end by itself."""
 
@@ -60,13 +54,12 @@ class _Signal:
     number: int
 
 
-_Event = _Exited | _PartFailed | _LastWords | _Signal
+_Event = _Exited | _LastWords | _Signal
 
 
 def run_job(
     commands: Sequence[Command],
     *,
-    on_start: Callable[[], None] | None = None,
     on_failure: Callable[[Failed], None] | None = None,
 ) -> int:
     """Runs the commands together; returns 0, or the exit code of the first that failed, or that of lost output.
@@ -94,15 +87,13 @@ def run_job(
     leaders: list[guard.Name] = []
     verdict = 1
     try:
-        if on_start is not None:
-            on_start()
         for index, command in enumerate(commands):
             process = start(command)
             started.append(process)
             leaders += [seen.name] if (seen := guard.look(process.pid)) else []
             running[index] = process
             said: list[bytes] = []
-            its = _pump_output(process, command, index, events, said)
+            its = _pump_output(process, command, events, said)
             pumps += its
             threading.Thread(target=_await, args=(process, index, events, its, said), daemon=True).start()
         threading.Thread(target=_relieve, args=(pumps, leaders, asked, over), daemon=True).start()
@@ -132,7 +123,7 @@ def _supervise(
             patience = None if kill_at is None else max(0.0, kill_at - time.monotonic())
             event = events.get(timeout=patience)
         except queue.Empty:
-            _signal_all(commands, running, signal.SIGKILL)
+            _signal_all(running, signal.SIGKILL)
             kill_at = time.monotonic() + 1.0
             continue
         if isinstance(event, _LastWords):
@@ -141,22 +132,19 @@ def _supervise(
         if isinstance(event, _Signal):
             again = kill_at is not None
             verdict = verdict or 128 + event.number
-            _signal_all(commands, running, signal.SIGKILL if again else signal.Signals(event.number))
+            _signal_all(running, signal.SIGKILL if again else signal.Signals(event.number))
             if event.number == signal.SIGINT and not again:
                 say("interrupted: ending the job. (Ctrl-C again: at once)")
             kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
             continue
-        if isinstance(event, _Exited):
-            running.pop(event.index).wait()
+        running.pop(event.index).wait()
         if event.code == 0 or verdict != 0:
             continue
-        if isinstance(event, _Exited):  # what others fail of may be seen before what has ended it
-            event = _origin(commands, running, event)
+        event = _origin(commands, running, event)  # what others fail of may be seen before what has ended it
         verdict = event.code
-        who = (isinstance(event, _Exited) and event.because_of) or commands[event.index].name
-        # Not the part's own command: it sees to its other parts, and a second signal would end them at once.
+        who = event.because_of or commands[event.index].name
         others = {index: process for index, process in running.items() if index != event.index}
-        _signal_all(commands, others, signal.SIGTERM)
+        _signal_all(others, signal.SIGTERM)
         if on_failure is not None:
             on_failure(Failed(who, verdict))
         if running:
@@ -236,12 +224,11 @@ def _drain(pumps: Sequence[Pump], events: "queue.SimpleQueue[_Event]", *, patien
 def _pump_output(
     process: "subprocess.Popen[bytes]",
     command: Command,
-    index: int,
     events: "queue.SimpleQueue[_Event]",
     said: list[bytes],
 ) -> list[Pump]:
     """Passes its output on; `said` gets the name of the command because of which it ends."""
-    line_filter, mark, last_words = command.line_filter, command.failure_mark, command.last_words
+    line_filter, last_words = command.line_filter, command.last_words
     if line_filter is None:
         return []
 
@@ -251,9 +238,6 @@ def _pump_output(
         return line_filter(line)
 
     def shown_of_errors(line: bytes) -> bytes | None:
-        if mark is not None and line.startswith(mark):
-            events.put(_PartFailed(index, int(line.removeprefix(mark))))
-            return None
         if command.cause is not None and (match := command.cause.match(line)):
             said.append(match.group(1))
         return shown(line)
@@ -266,8 +250,6 @@ def _pump_output(
     return pumps
 
 
-def _signal_all(
-    commands: Sequence[Command], running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals
-) -> None:
-    for index, process in running.items():
-        send(commands[index], process, number)
+def _signal_all(running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals) -> None:
+    for process in running.values():
+        signal_group(process, number)

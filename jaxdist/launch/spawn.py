@@ -85,13 +85,13 @@ def spawn(
     # Here, not above: a rank needs none of it, and cloudpickle takes its time.
     from jaxdist.launch import spawned
     from jaxdist.launch.advice import crowded
-    from jaxdist.launch.job import CommunicatorName, LauncherName, choose, launch
+    from jaxdist.launch.job import LauncherName, choose, launch
     from jaxdist.launch.output import NOT_WRITTEN, say
     from jaxdist.launch.processes import Failed
 
     _check(n, only_rank)
     launcher = LauncherName.mpirun if communicator == "mpi" else LauncherName.env
-    mpirun = choose(launcher, CommunicatorName(communicator))
+    mpirun = choose(launcher, communicator == "mpi")
     with scratch.folder("jaxdist-spawn-") as folder:
         spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]

@@ -61,5 +61,5 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
     """
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
     placed = decorated.placed(*args, **kwargs)
-    cut = decorated.program(*args, **kwargs).cut_by_model()
+    cut = decorated.program(*args, **kwargs).placed.cut_by_model()
     return Explanation(tuple(rows(placed)), cut, tuple(choices(placed)), decorated.why, verbose)

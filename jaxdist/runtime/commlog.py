@@ -18,8 +18,7 @@ from jaxdist.machine import Machine, ring_factor
 from jaxdist.mesh import Axis
 from jaxdist.text import text_of
 
-WORDS = ("placements", "comm", "start")
-"""What the environment may ask for; `start` is `jaxdist.step.first_call`'s."""
+WORDS = ("placements", "comm")  # what the environment may ask for
 _EAGER = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
 
 
@@ -28,7 +27,7 @@ def asked(what: str = "comm") -> bool:
     value = os.environ.get("JAXDIST_LOG", "")
     words = {word.strip() for word in value.split(",")} - {""}
     if unknown := words - set(WORDS):
-        raise ValueError(f"JAXDIST_LOG={value!r}: there is no {sorted(unknown)[0]!r}; valid: comm, placements, start")
+        raise ValueError(f"JAXDIST_LOG={value!r}: there is no {sorted(unknown)[0]!r}; valid: comm, placements")
     return what in words
 
 

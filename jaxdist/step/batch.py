@@ -74,15 +74,6 @@ def unsplit(names: Sequence[str], devices: int, processes: int) -> str:
     )
 
 
-def carried_over(names: Sequence[str]) -> str:
-    """What to say of a step that returns the next value of its batch, and has no other arrays."""
-    return (
-        f"{listed(names)} {'is' if len(names) == 1 else 'are'} taken for the batch and split over the devices, and the "
-        "step returns the next value. If it is the state, batch_argnums=() says that there is no batch; else "
-        f"batch_argnums={argnums(names)} says that it is one"
-    )
-
-
 def listed(names: Sequence[str]) -> str:
     """Names, for a message."""
     return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else "".join(names)

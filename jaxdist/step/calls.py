@@ -139,7 +139,7 @@ class Calls:
             own = [self._placer.batch_key(data[i]) for i in signature.batch]
             entry = self._entry(signature, data, program)
             known = self._known[key] = Known(program, signature, constants, settings, at, own, entry)
-        layouts = known.program.layouts
+        layouts = known.program.placed.layouts
         return known, [i for i in signature.state if self._placer.layout(data[i]) is not layouts[i]]
 
     def _key(self, signature: Signature, data: Sequence[Any], settings: Any) -> Any:
@@ -188,7 +188,7 @@ class Calls:
         """Of the ledger, for a call of these leaves once they are on the mesh."""
         if not self._several:
             return Entry(b"", "")
-        types = [(_type_of(x), how and str(how)) for x, how in zip(data, program.layouts, strict=True)]
+        types = [(_type_of(x), how and str(how)) for x, how in zip(data, program.placed.layouts, strict=True)]
         said = self.name, self._settings.said(), signature.constants, signature.names, signature.is_batch, types
         digest = hashlib.blake2b(repr(said).encode(), digest_size=16)
         digest.update(program.traced.digest.encode())
@@ -243,11 +243,11 @@ class Calls:
         self, known: Known, leaves: Sequence[Any], moved: Sequence[int], differs: dict[int, list[int]]
     ) -> list[Any]:
         """The leaves with those of the state where the program takes them."""
-        data, program = known.signature.data(leaves), known.program
+        data, layouts = known.signature.data(leaves), known.program.placed.layouts
         # What is in shards goes to another memory as it is.
         taken = [i for i in moved if not isinstance(self._placer.layout(data[i]), Layout)]
         self._say_differs(known, taken, data, differs)
-        placed = self._placer.place_state([data[i] for i in moved], [program.layouts[i] for i in moved])
+        placed = self._placer.place_state([data[i] for i in moved], [layouts[i] for i in moved])
         out = list(leaves)
         for i, x in zip(moved, placed, strict=True):
             out[known.at[i]] = x
@@ -257,18 +257,18 @@ class Calls:
         self, known: Known, taken: Collection[int], data: Sequence[Any], differs: dict[int, list[int]]
     ) -> None:
         """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
-        program, names = known.program, known.signature.names
+        placed, names = known.program.placed, known.signature.names
         differs = {i: ranks for i, ranks in differs.items() if i in taken and not spans(physical(data[i]))}
-        read = program.unreturned().union(self._may_be_batch(known.signature, data))
+        read = placed.unreturned.union(self._may_be_batch(known.signature, data))
         for i in sorted(read.intersection(differs)):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
                 "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel. "
                 + batch.INDICES
             )
-            if not program.types[i][0]:
+            shape, dtype = placed.avals[i].shape, placed.avals[i].dtype
+            if not shape:
                 advice = "It has no entry an example, so it is one for all: pass the same on every rank"
-            shape, dtype, *_ = program.types[i]
             if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(

@@ -27,7 +27,6 @@ class Options(TypedDict, total=False):
     donate_argnums: int | Sequence[int]
     donate_argnames: str | Sequence[str]
     donate: bool
-    axis_name: str
     check_finite: bool
     check_every: int
     bucket_bytes: int | None
@@ -51,7 +50,6 @@ def data_parallel(
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     donate: bool = False,
-    axis_name: str = AXIS,
     check_finite: bool = False,
     check_every: int = 0,
     bucket_bytes: int | None = None,
@@ -95,7 +93,6 @@ def data_parallel(
       donate_argnames: the same, by name.
       donate: the same for all state that the step returns: for each argument of whose structure, shapes and types the
         result has as many parts as there are arguments. Not for a single number.
-      axis_name: what the step calls the axis of data parallelism, if it names it.
       check_finite: after each call look for NaN and infinity in the result (and what `jaxdist.check_finite` names
         inside the step) and raise, on every rank, naming the first such leaf. Waits for the step to end; the state is
         not donated, so that the one given is still there after the error.
@@ -142,7 +139,7 @@ def data_parallel(
         raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
     options = Options(
         batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
-        donate_argnums=donate_argnums, donate_argnames=donate_argnames, donate=donate, axis_name=axis_name,
+        donate_argnums=donate_argnums, donate_argnames=donate_argnames, donate=donate,
         check_finite=check_finite, check_every=check_every, bucket_bytes=bucket_bytes, compress=compress,
     )  # fmt: skip
     return decorator(step, mesh, None, options)
@@ -240,14 +237,14 @@ def decorator(
         if is_pmapped(step):
             raise TypeError(
                 f"data_parallel takes a step for one device, and {getattr(step, '__name__', step)!r} is jax.pmap's: "
-                "decorate with jaxdist.data_parallel in place of jax.pmap; lax.pmean and the like stay (axis_name= as "
-                "there), and arguments lose the axis of devices"
+                "decorate with jaxdist.data_parallel in place of jax.pmap; lax.pmean and the like stay, and arguments "
+                "lose the axis of devices"
             )
         calling = Calling(step, argnums["static_argnums"], argnums["static_argnames"])
         donated = calling.named(argnums["donate_argnums"], "donate_argnums").union(argnums["donate_argnames"])
         calling.check_named(donated, "donate_argnames")
         settings = Settings(
-            step, calling, argnums.get("batch_argnums"), of["axis_name"], of["donate"], donated, of["check_finite"],
+            step, calling, argnums.get("batch_argnums"), of["donate"], donated, of["check_finite"],
             of["check_every"], mesh, layouts, of["bucket_bytes"], of["compress"],
         )  # fmt: skip
         return decorated_with(settings)
@@ -257,7 +254,7 @@ def decorator(
 
 _DEFAULTS = Options(
     batch_argnums=None, static_argnums=(), static_argnames=(), donate_argnums=(), donate_argnames=(), donate=False,
-    axis_name=AXIS, check_finite=False, check_every=0, bucket_bytes=None, compress=None,
+    check_finite=False, check_every=0, bucket_bytes=None, compress=None,
 )  # fmt: skip
 
 
@@ -265,13 +262,9 @@ def _check(of: Mapping[str, Any]) -> None:
     """Refuse options that mean nothing."""
     if unknown := [name for name in of if name not in _DEFAULTS]:
         raise TypeError(f"there is no option {unknown[0]!r}; valid: {', '.join(_DEFAULTS)}")
-    check_every, axis_name, compress, bucket_bytes = (
-        of[name] for name in ("check_every", "axis_name", "compress", "bucket_bytes")
-    )
+    check_every, compress, bucket_bytes = (of[name] for name in ("check_every", "compress", "bucket_bytes"))
     if type(check_every) is not int or check_every < 0:
         raise ValueError(f"check_every={check_every!r}: a number of calls, or 0 for never")
-    if not isinstance(axis_name, str):
-        raise ValueError(f"axis_name={axis_name!r}: a name, as in jax.lax.pmean(x, 'batch')")
     if compress not in (None, *COMPRESSIONS):
         raise ValueError(f"compress={compress!r}: gradients can travel as 'bf16' or 'fp16', or as they are (None)")
     if not (bucket_bytes is None or (type(bucket_bytes) is int and bucket_bytes >= 0)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
@@ -25,7 +27,7 @@ from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context, machine_of
-from jaxdist.step import debugging, effects, finite, first_call, modules, stages
+from jaxdist.step import debugging, finite, modules, stages
 from jaxdist.step.calls import Calls
 from jaxdist.step.choice import agreed, choose
 from jaxdist.step.donation import Taken, check_there
@@ -60,7 +62,6 @@ class DataParallel(Generic[P, R]):
         self._warned = False  # of what is gathered
         self._log: commlog.StepLog | None = None
         self._is_first = True  # the next call
-        self._tells_start = False  # how long that takes
         self.why = ""
 
     def __reduce__(self) -> Any:
@@ -92,8 +93,8 @@ class DataParallel(Generic[P, R]):
             return self._debug(on, args, kwargs)
         if self._is_first:
             self._is_first = False
-            call = lambda: first_call.without_collecting(lambda: self._dispatch(args, kwargs))
-            return first_call.told(self._base, call) if self._tells_start else call()
+            with without_collecting():
+                return self._dispatch(args, kwargs)
         return self._dispatch(args, kwargs)
 
     def _debug(self, on: debugging.DebugSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +128,7 @@ class DataParallel(Generic[P, R]):
         check_there(self._base, self._settings.calling, args, keywords, jax.tree.leaves(args))
         signature, leaves = self._signature(args, keywords)
         plain = lambda *args: with_axis(
-            lambda *xs: run(self._settings.step, effects.apart(xs), signature.keywords), self._settings.axis_name, args
+            lambda *xs: run(self._settings.step, modules.apart(xs), signature.keywords), args
         )
         result = debugging.op_by_op(plain, signature, leaves)
         return modules.update(objects, result) if objects else result
@@ -160,7 +161,7 @@ class DataParallel(Generic[P, R]):
             raise
         calls.returned(result)
         name, call = calls.name, calls.number
-        if program.donates:
+        if program.donated:
             self._taken.step, self._taken.call, self._taken.state = name, call, program.taken(state)
             if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
                 for x in self._taken.state:
@@ -171,7 +172,7 @@ class DataParallel(Generic[P, R]):
             assert self._mesh is not None
             on = None if self._settings.check_finite else self._cache.debugging
             kinds = (on.nans, on.infs) if on else (True, True)
-            finite.examine(program.checked, found, self._mesh, f"step {name!r}, call {call}: ", kinds)
+            finite.examine(program.placed.step.checked, found, self._mesh, f"step {name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
             assert self._context is not None
             sync.compare(self._context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
@@ -180,8 +181,8 @@ class DataParallel(Generic[P, R]):
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step; but it must not be compiled as it is in a job of several devices."""
         step = self._settings.step
-        plain = lambda *xs: step(*effects.apart(xs), **effects.apart(kwargs))
-        result = with_axis(plain, self._settings.axis_name, args)
+        plain = lambda *xs: step(*modules.apart(xs), **modules.apart(kwargs))
+        result = with_axis(plain, args)
         if inside_step():
             return result
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._base) if isinstance(x, jax.Array) else x, result)
@@ -221,9 +222,9 @@ class DataParallel(Generic[P, R]):
             raise ValueError(problem)
         program = self._cache.program(signature, leaves)
         self._say(program)
-        state = [self._placer.abstract_state(leaves[i], program.layouts[i]) for i in signature.state]
+        state = [self._placer.abstract_state(leaves[i], program.placed.layouts[i]) for i in signature.state]
         ahead = program.ahead(what, state, [
-            self._placer.abstract_batch(x, how) for x, how in zip(batch, program.batch, strict=True)
+            self._placer.abstract_batch(x, how) for x, how in zip(batch, program.placed.batch, strict=True)
         ])  # fmt: skip
         complete = functools.partial(self._settings.calling.with_static, of=(args, kwargs))
         return stage(ahead, stages.AheadCall(program, complete, self._types, self._types(args, kwargs), self._call))
@@ -249,8 +250,8 @@ class DataParallel(Generic[P, R]):
     @under_no_mesh
     def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
         """`program`, placed over each axis; nothing: on one device."""
-        program, mesh = self.program(*args, **kwargs), self._mesh
-        return [one.placed for one in program.place()] if mesh and mesh.size > 1 else []
+        placed = self.program(*args, **kwargs).placed
+        return [one.placed for one in placed.place()] if placed.mesh.size > 1 else []
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""
@@ -272,7 +273,7 @@ class DataParallel(Generic[P, R]):
             if given == AUTO:
                 choice = agreed(self._base, context, lambda: choose(self._over_data(args, kwargs), context))
                 given, self.why, passed = choice.mesh, choice.why, context.mesh
-                words = [word for word in commlog.WORDS[:2] if commlog.asked(word)]
+                words = [word for word in commlog.WORDS if commlog.asked(word)]
                 if words and context.is_root:
                     commlog.say(f"step {self._base!r}: mesh {self.why}", words[0])
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
@@ -287,7 +288,6 @@ class DataParallel(Generic[P, R]):
                 self._base, self._settings, context, self._placer, self._cache, self._reader, self._signatures,
                 self._announce,
             )  # fmt: skip
-            self._tells_start = context.is_root and commlog.asked("start")
             if context.is_root and commlog.asked("comm"):
                 self._log = commlog.StepLog(self._base, machine)
 
@@ -325,13 +325,13 @@ class DataParallel(Generic[P, R]):
     def _announce(self, made: Program) -> None:
         """A program is about to run for the first time."""
         if self._log is not None:
-            self._log.traced(made.emitted()[0], made.axes)
+            self._log.traced(made.placed.emitted[0], made.placed.axes)
         self._say(made)
 
     def _say(self, made: Program) -> None:
         """How a program is placed, if that was asked for; or, once, what of it is slow."""
         assert self._context is not None
-        _, placed = made.emitted()
+        placed = [one.placed for one in made.placed.emitted[1]]
         if not placed or not self._context.is_root:
             return
         if commlog.asked("placements"):
@@ -339,10 +339,23 @@ class DataParallel(Generic[P, R]):
         elif not self._warned:
             text = report.warning(placed)
             if self._settings.batch is None:
-                text = made.carried_batch() or text or made.unsplit(placed)
+                text = text or made.placed.unsplit()
             if text:
                 self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
                 say_once(f"step {self._base!r}: {text}")
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Without looking for garbage in cycles: to trace makes many objects that stay, and it is a tenth of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def decorated_with(settings: Settings) -> DataParallel:

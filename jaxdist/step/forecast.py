@@ -140,7 +140,8 @@ class Forecast:
                 cut = choose(avals[i].shape, data_size(mesh))
                 layouts[i] = layouts[i] or (cut and layout(cut))
         program = self._cache.make(trace, signature, avals, layouts, mesh, "xla")
-        emitted, placed = program.emitted()
+        emitted, found = program.placed.emitted
+        placed = [one.placed for one in found]
         held = self._held(program, avals, layouts)
         sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
         roles = [*map(trace.marks.roles.get, range(len(held)))]
@@ -159,8 +160,8 @@ class Forecast:
         shared = data_size(mesh) // trace.groups if trace.groups > 1 else 0
         given = [held[i] for i in signature.state], [held[i] for i in signature.batch]
         return Ahead(
-            emitted, program.axes, frozenset(trace.marks.levels), "parameter" in roles, arguments, max(0, results),
-            shared, work(placed[-1]), lambda: program.ahead("lower", *given),
+            emitted, program.placed.axes, frozenset(trace.marks.levels), "parameter" in roles, arguments,
+            max(0, results), shared, work(placed[-1]), lambda: program.ahead("lower", *given),
         )  # fmt: skip
 
     def _types(self, scale: float) -> list[Any]:
@@ -178,13 +179,13 @@ class Forecast:
         if found := self._jaxprs.get((scale, None)) or self._jaxprs.get((scale, self.mesh)):
             return found
         of = self._settings
-        made = jaxpr_of(of.step, self._signature, avals, self.mesh, of.axis_name, of.check_finite)
+        made = jaxpr_of(of.step, self._signature, avals, self.mesh, of.check_finite)
         self._jaxprs[scale, self.mesh if made.knows_mesh else None] = made
         return made
 
     def _held(self, program: Program, avals: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """The arguments as they are kept."""
-        of_batch = dict(zip(self._signature.batch, program.batch, strict=True))
+        of_batch = dict(zip(self._signature.batch, program.placed.batch, strict=True))
         held = []
         for i, (a, kept) in enumerate(zip(avals, layouts, strict=True)):
             how = of_batch.get(i, kept)

@@ -64,7 +64,7 @@ class Known:
             return False
         return (
             same
-            and all(type(state[k]) is Padded for k in self.program.padded)
+            and all(type(state[k]) is Padded for k in self.program.placed.padded)
             and self.settings == settings
             and all((type(leaves[i]), leaves[i]) == (kind, value) for i, kind, value in self.constants)
             and [batch_key(leaves[self.at[i]]) for i in self.signature.batch] == self.batch
@@ -79,8 +79,8 @@ class Known:
     def arguments(self, leaves: Sequence[Any], placer: Placer) -> tuple[list[Any], list[Any]]:
         """What the program takes: the leaves of the state, and of the batch, on the mesh."""
         state, program = list(self._pick(leaves)), self.program
-        for k in program.padded:
+        for k in program.placed.padded:
             state[k] = state[k].array
-        if program.donates and len(set(map(id, state))) < len(state):
+        if program.donated and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
-        return state, placer.batch_argument([leaves[self.at[i]] for i in self.signature.batch], program.batch)
+        return state, placer.batch_argument([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)

@@ -57,13 +57,11 @@ def found(tree: Any) -> bool:
     return any(isinstance(x, (nnx.Pytree, nnx.Variable)) for x in leaves)
 
 
-def is_state(x: Any) -> bool:
-    """Whether it is an ``nnx.State``: ``nnx.merge`` shares its variables with the module, which works in them."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    from flax import nnx
-
-    return isinstance(x, nnx.State)
+def apart(args: Any) -> Any:
+    """Arguments in containers of their own, as `jax.jit` makes them; objects of nnx, which are changed, as they are."""
+    return jax.tree.map(
+        lambda x: x if found(x) else jax.tree.map(lambda leaf: leaf, x), args, is_leaf=lambda x: x is not args
+    )
 
 
 def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:

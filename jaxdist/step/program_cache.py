@@ -15,6 +15,7 @@ from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
 from jaxdist.placements.layouts import Layout, check_host_memory, on_host
 from jaxdist.step import debugging
+from jaxdist.step.placed import PlacedStep
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
 from jaxdist.step.settings import COMPRESSIONS, Settings
@@ -86,7 +87,7 @@ class ProgramCache:
         if key not in self._jaxprs:
             of = self._settings
             check = of.check_finite or self.debugging is not None
-            self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, of.axis_name, check)
+            self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, check)
         return self._jaxprs[key]
 
     def traced(self, signature: Signature, leaves: Sequence[Any]) -> TracedStep:
@@ -130,6 +131,5 @@ class ProgramCache:
             bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
         compress = COMPRESSIONS[of.compress] if of.compress else None
         name = getattr(of.step, "__name__", "step")
-        return Program(
-            trace, signature, avals, layouts, mesh, communicator, donate, bucket_bytes, compress, name,
-        )  # fmt: skip
+        placed = PlacedStep(trace, signature, avals, tuple(layouts), mesh, communicator, bucket_bytes, compress)
+        return Program(placed, donate, name)

@@ -24,7 +24,6 @@ class Settings:
     step: Callable[..., Any]  # the function
     calling: Calling  # how it is called
     batch: tuple[Batch, ...] | None  # which arguments are the batch, if the user has said so
-    axis_name: str  # what the step calls the mesh axis
     donate: bool  # whether state that the step returns is donated
     donated: frozenset[str]  # names of arguments that are
     check_finite: bool  # whether NaN and infinity in the result are errors
@@ -41,7 +40,6 @@ class Settings:
             mesh = dict(mesh.shape), [device.id for device in mesh.devices.flat]
         values = {
             "batch_argnums": self.batch,
-            "axis_name": self.axis_name,
             "donate": self.donate,
             "donate_argnums": sorted(self.donated),
             "check_finite": self.check_finite,

@@ -26,7 +26,7 @@ from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
 from jaxdist.placements.strategy import Weighed
 from jaxdist.runtime.context import get_context
-from jaxdist.step import effects, finite, modules
+from jaxdist.step import finite, modules
 from jaxdist.step.calling import apply
 from jaxdist.step.matching import match
 from jaxdist.step.model_axis import cut_by_model
@@ -42,7 +42,6 @@ class StepJaxpr:
     jaxpr: ClosedJaxpr  # its outputs are the leaves of the result; then, if there are findings, one more with them
     tree: Any  # of the result
     checked: tuple[str, ...]  # what the findings are about (see `jaxdist.step.finite`)
-    changes: tuple[effects.Change, ...]  # what it puts into its arguments
 
     @property
     def knows_mesh(self) -> bool:
@@ -88,7 +87,6 @@ def traced(
     given: Mapping[int, int] | None = None,
 ) -> TracedStep:
     """What placements are settled from."""
-    effects.refuse_changes(step.changes, signature)
     closed, tree = step.jaxpr, step.tree
     dims: dict[tuple[int, ...], int | None] = {}
 
@@ -127,9 +125,7 @@ def traced(
         how = next((kept[i] for i in leaves if kept[i]), None)
         for i in leaves:
             kept[i] = how
-    return TracedStep(
-        closed, tree, step.checked, step.changes, infer, groups, found, tuple(kept), tuple(sources), may_take, weighed
-    )
+    return TracedStep(closed, tree, step.checked, infer, groups, found, tuple(kept), tuple(sources), may_take, weighed)
 
 
 def jaxpr_of(
@@ -137,32 +133,28 @@ def jaxpr_of(
     signature: Signature,
     avals: Sequence[Any],
     mesh: Mesh,
-    axis_name: str = AXIS,
     check_finite: bool = False,
 ) -> StepJaxpr:
     """Trace a step."""
-    trees: list[tuple[Any, tuple[str, ...], tuple[effects.Change, ...]]] = []
+    trees: list[tuple[Any, tuple[str, ...]]] = []
     named: dict[str, Sequence[tuple[float, str]]] = {}  # the axis, and what sums over it are divided by
 
     def flat(*args: Any) -> list[Any]:
         args = constants_back(args)
-        given = jax.tree.flatten_with_path(args)
         with stepping(mesh), finite.collecting() as found:
             result = run(step, args, signature.keywords)
             if check_finite:
                 found.look_at(result, "result")
-        changes = effects.changes(signature.parameters, given, args, result)
-        effects.refuse_kept(step)
         constant = NUMBERS if signature.numbers else ()
         result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
         outs, tree = jax.tree.flatten(result)
-        trees.append((tree, tuple(found.names), tuple(changes)))
+        trees.append((tree, tuple(found.names)))
         return [*outs, found.everywhere()] if found.names else outs
 
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
     try:
-        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), axis_name, named.setdefault)
+        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), named.setdefault)
     except Exception as error:
         error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
         if "mesh context" in str(error) or "context mesh" in str(error):

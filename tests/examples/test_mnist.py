@@ -65,10 +65,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert final(done.stdout)[2:] == (2, "mpi" if find_mpirun() else "xla")  # only the root writes
-    first, compiling, compiled, *lines = done.stderr.splitlines()
+    first, *lines = done.stderr.splitlines()
     assert first.startswith("jaxdist: 2 ranks on 1 host, ")
-    assert compiling == "jaxdist: compiling train_step ..."
-    assert re.fullmatch(r"jaxdist: train_step: compiled in [\d.]+ s, first call in [\d.e-]+ s", compiled)
     steps = len(logged(tmp_path / "run"))
     assert re.fullmatch(rf"step {steps}/{steps}  loss=\S+  test_accuracy=\S+  \S+ examples/s", lines[-1]), lines
     np.testing.assert_allclose(logged(tmp_path / "run"), on_one_device(tmp_path / "one"), rtol=1e-4)

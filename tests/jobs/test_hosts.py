@@ -69,13 +69,14 @@ def test_open_mpi(hosts: Hosts, expected: str, communicator: str, tmp_path: Path
     check(hosts.run("node1", [*mpirun, *cases], CLUSTER).output, TWO_EACH, communicator)
 
 
-def test_jaxdist_run_over_ssh_on_three_hosts(hosts: Hosts, expected: str, tmp_path: Path) -> None:
+@pytest.mark.mpi
+def test_jaxdist_run_on_three_hosts(hosts: Hosts, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# rank 0 is not where the job is started\nnode2:2\n\nnode1 slots=1  # Open MPI's form\nnode3\n")
-    run = [*RUN, "--hostfile", str(file), "--launcher", "env", "--prefix", SCRIPT, "auto", "auto", expected]
+    run = [*RUN, "--hostfile", str(file), "--prefix", SCRIPT, "auto", "auto", expected]
     result = hosts.run("node1", [*run, f"{SMALL}:0"])
     assert "\n[0] REPORT" in "\n" + result.stdout, result.output
-    check(result.output, ["0 node2 0 2", "1 node2 1 2", "2 node1 0 1", "3 node3 0 1"], "xla")
+    check(result.output, ["0 node2 0 2", "1 node2 1 2", "2 node1 0 1", "3 node3 0 1"], "mpi")
     assert result.output.count(str(Path.cwd())) == 4
 
 
@@ -98,18 +99,19 @@ def test_by_hand(hosts: Hosts, expected: str, how: str, tmp_path: Path) -> None:
 # --- how they end
 
 
-def training_on(hosts: Hosts, launcher: str, *fails: str) -> jobs.Job:
+def training_on(hosts: Hosts, *fails: str) -> jobs.Job:
     """A job of two ranks on node2 and one on node1, once all three train."""
     job = jobs.Job()
-    run = [*RUN, "--launcher", launcher, "--hosts", "node2:2,node1:1", SCRIPT, "auto", "auto", *fails]
+    run = [*RUN, "--hosts", "node2:2,node1:1", SCRIPT, "auto", "auto", *fails]
     hosts.start(job, "node1", run)
     job.wait_for(lambda text: all(text.count(f"rank {i} trains") >= 1 for i in range(3)))
     return job
 
 
-@pytest.mark.parametrize(("launcher", "what"), [("env", "exit"), pytest.param("mpirun", "kill", marks=pytest.mark.mpi)])
-def test_a_rank_that_ends_on_one_host_ends_all(hosts: Hosts, what: str, launcher: str) -> None:
-    job = training_on(hosts, launcher, *(["1"] if what == "exit" else []))
+@pytest.mark.mpi
+@pytest.mark.parametrize("what", ["exit", "kill"])
+def test_a_rank_that_ends_on_one_host_ends_all(hosts: Hosts, what: str) -> None:
+    job = training_on(hosts, *(["1"] if what == "exit" else []))
     if what == "kill":
         ranks = [p for p in hosts.processes("node2") if re.search(r" \S*hosts\.py auto auto", p) and "jaxdist" not in p]
         os.kill(int(ranks[-1].split()[0]), signal.SIGKILL)
@@ -119,11 +121,11 @@ def test_a_rank_that_ends_on_one_host_ends_all(hosts: Hosts, what: str, launcher
     hosts.check_idle()
 
 
-@pytest.mark.parametrize(("at", "number"), [("jaxdist run", signal.SIGKILL), ("ssh -T", signal.SIGTERM)])
-def test_a_launcher_or_a_connection_that_ends_ends_the_ranks(hosts: Hosts, at: str, number: signal.Signals) -> None:
-    job = training_on(hosts, "env")
-    found = [p for p in hosts.processes("node1") if f" {at} " in f" {p}"]
-    os.kill(int(found[0].split()[0]), number)
+@pytest.mark.mpi
+def test_a_launcher_that_is_killed_ends_the_ranks(hosts: Hosts) -> None:
+    job = training_on(hosts)
+    found = [p for p in hosts.processes("node1") if " jaxdist run " in p]
+    os.kill(int(found[0].split()[0]), signal.SIGKILL)
     assert job.end(60).returncode != 0
     hosts.check_idle()
 
@@ -143,10 +145,10 @@ def test_a_link_that_goes_down_in_mid_training(hosts: Hosts) -> None:
     hosts.check_idle()
 
 
-@pytest.mark.parametrize("launcher", ["env", pytest.param("mpirun", marks=pytest.mark.mpi)])
-def test_hosts_that_are_not_there_are_named(hosts: Hosts, launcher: str) -> None:
+@pytest.mark.mpi
+def test_hosts_that_are_not_there_are_named(hosts: Hosts) -> None:
     hosts.link("node3", "down")
-    command = [*RUN, "--launcher", launcher, "--hosts", "node1:1,node2:1,node3:1,node4:1", "true"]
+    command = [*RUN, "--hosts", "node1:1,node2:1,node3:1,node4:1", "true"]
     result = hosts.run("node1", command, timeout=60)
     assert result.returncode == 2
     said = " ".join(result.stderr.split())
@@ -154,20 +156,22 @@ def test_hosts_that_are_not_there_are_named(hosts: Hosts, launcher: str) -> None
     assert "node2: ssh" not in said
 
 
+@pytest.mark.mpi
 def test_a_host_without_this_folder(hosts: Hosts) -> None:
     elsewhere = ["sh", "-c", 'mkdir /run/mine && cd /run/mine && exec "$@"', "sh"]
-    result = hosts.run("node1", [*elsewhere, *RUN, "--launcher", "env", "--hosts", "node2:1", "true"], timeout=30)
+    result = hosts.run("node1", [*elsewhere, *RUN, "--hosts", "node2:1", "true"], timeout=30)
     assert result.returncode == 2
     assert all(token in result.stderr for token in ("node2", "/run/mine"))
 
 
+@pytest.mark.mpi
 def test_in_lanes_a_rank_killed_on_another_host_costs_not_a_bit(hosts: Hosts, tmp_path: Path) -> None:
     """Four lanes in one process, and on four ranks of two hosts, started again after a kill."""
     found = []
     for where, more in (("alone", []), ("hosts", ["--hosts", "node1:2,node2:2", "--max-restarts", "1"])):
         words = [training.__file__, str(tmp_path / where), "12", "3"]
         words += ["--die-at", "7", "--rank", "1"] if where == "hosts" else []
-        result = hosts.run("node1", [*RUN, "--lanes", "4", "--launcher", "env", *more, *words])
+        result = hosts.run("node1", [*RUN, "--lanes", "4", *more, *words])
         assert result.returncode == 0, result.output
         found += re.findall(r'"bits": "(\w+)"', result.stdout)
     assert "restart 1 of 1" in result.output

@@ -19,8 +19,7 @@ REFUSED = [
     (["-m", "train.py"], ["train.py", "-m"]),
     (["-n", "0", "echo"], ["-n"]),
     (["-n", "2", "--only-rank", "2", "echo"], ["--only-rank 2", "2 ranks"]),
-    (["--communicator", "smoke", "echo"], ["--communicator", "smoke"]),
-    (["--launcher", "env", "--communicator", "mpi", "echo"], ["MPI"]),
+    (["--launcher", "env", "--hosts", "a:1", "echo"], ["mpirun"]),
     (["-n", "3", "--hosts", "a:1,b:1", "echo"], ["-n 3", "2 slots"]),
     (["--only-rank", "2", "--hosts", "a:1,b:1", "echo"], ["--only-rank 2", "2 ranks"]),
     (["--hosts", "a:1,a:1", "echo"], ["--hosts", "entry 2", "a "]),
@@ -73,19 +72,21 @@ def test_ranks_by_a_host_file(jaxdist: Jaxdist, tmp_path: Path, text: str) -> No
     assert sorted(done.stdout.splitlines()) == ["[0] 0 0 2 127.0.0.1", "[1] 1 1 2 127.0.0.1"]
 
 
+@pytest.mark.mpi
 def test_without_ssh_no_other_host_is_reached(jaxdist: Jaxdist, tmp_path: Path) -> None:
-    done = jaxdist("run", "--hosts", "node1", "--launcher", "env", sys.executable, env={"PATH": str(tmp_path)})
+    done = jaxdist("run", "--hosts", "node1", sys.executable, env={"PATH": str(tmp_path)})
     assert done.returncode == 2
     assert "ssh" in done.stderr
     assert "node1" in done.stderr
 
 
+@pytest.mark.mpi
 def test_a_host_that_does_not_answer_as_it_should(jaxdist: Jaxdist, tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho Welcome\necho 'bash: python: No such file' >&2\nexit 127\n")
     ssh.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = jaxdist("run", "--hosts", "localhost:1,node1:1", "--launcher", "env", sys.executable, env=env)
+    done = jaxdist("run", "--hosts", "localhost:1,node1:1", sys.executable, env=env)
     assert done.returncode == 2
     assert "node1: bash: python: No such file" in " ".join(done.stderr.split())
 

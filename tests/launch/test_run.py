@@ -38,8 +38,8 @@ def test_their_share_of_cores_one_order_of_sets_a_communicator_and_all_options_a
 ) -> None:
     ranks = 2 * len(os.sched_getaffinity(0))
     words = ["-n", "7", "--prefix", "--only-rank", "9", "--", "-m", "a b"]
-    env = {"PJRT_NPROC": None, "PYTHONHASHSEED": None, "OMP_NUM_THREADS": "5"}
-    run = ["run", "-n", ranks, "--launcher", launcher, "--communicator", "xla"]
+    env = {"PJRT_NPROC": None, "PYTHONHASHSEED": None, "OMP_NUM_THREADS": "5", "JAXDIST_COMMUNICATOR": "xla"}
+    run = ["run", "-n", ranks, "--launcher", launcher]
     done = jaxdist(*run, RANK, "given", *words, env=env)
     lines = done.stdout.splitlines()
     assert lines == lines[:1] * ranks, done.stderr

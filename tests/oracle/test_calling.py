@@ -231,7 +231,7 @@ def test_what_is_the_batch_of_an_idiom(name: str) -> None:
 
 def check_reading(step: Any, args: tuple[Any, ...], batch: str, constants: str = "") -> None:
     # private: in one process no result shows what is cut
-    found = jaxdist.data_parallel(step).program(*args).signature
+    found = jaxdist.data_parallel(step).program(*args).placed.signature
     split = [name for _, at, name in found.arguments if any(found.is_batch[i] for i in at)]
     assert split == batch.split()
     assert " ".join(name for name, _ in found.constants) == constants
@@ -287,29 +287,6 @@ def test_what_earlier_calls_left_on_the_mesh() -> None:
     loss, doubled = step(W, {"x": features, "s": 2.0})
     close(loss, scaled(W, {"x": np.tanh(X * W), "s": 2.0}))
     assert is_split(doubled)
-
-
-@pytest.mark.parametrize(
-    ("step", "args", "options", "warned"),
-    [
-        (
-            lambda i, s: jax.tree.map(lambda x: x - 0.1 * i * jnp.exp(x), s),
-            (1, {"a": np.ones(8), "b": np.ones(8)}),
-            {},
-            True,
-        ),
-        (lambda i, s: jax.tree.map(lambda x: x - 0.1 * i, s), (1, {"a": np.ones(8)}), {"batch_argnums": ()}, False),
-        (lambda w, x: w - jnp.mean(x) * w, (W, X), {}, False),
-    ],
-)
-def test_a_state_that_is_taken_for_the_batch_is_said_once(
-    step: Any, args: Any, options: Any, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    decorated = jaxdist.data_parallel(step, **options)
-    for _ in range(2):
-        close(decorated(*args), jax.jit(step)(*args))
-    said = [text for text in caplog.messages if "batch_argnums" in text]
-    assert len(said) == warned
 
 
 @pytest.mark.parametrize(

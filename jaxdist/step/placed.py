@@ -1,0 +1,179 @@
+"""A traced step on the devices of a mesh: where each of its values is, and what one device runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.communicators import Rules
+from jaxdist.ir.wire import transfers
+from jaxdist.machine import Machine
+from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, passes
+from jaxdist.placements.accumulation import in_place
+from jaxdist.placements.buckets import Fuse
+from jaxdist.placements.emit import Emitter, local_types
+from jaxdist.placements.infer import Infer
+from jaxdist.placements.layouts import Layout, of_batch, sharding, spec
+from jaxdist.placements.offload import staged
+from jaxdist.placements.report import worth_splitting
+from jaxdist.placements.strategy import Placed
+from jaxdist.placements.values import REPLICATED
+from jaxdist.placements.wires import compressible
+from jaxdist.step.batch import is_keys, unsplit
+from jaxdist.step.passes import Pass, place, spec_of
+from jaxdist.step.signature import Signature
+from jaxdist.step.tracing import TracedStep
+
+_GATHERED_AT_ONCE = 64
+"""At most one part in so many of what is kept in shards is whole at a time, for the sake of fewer messages."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedStep:
+    """A step for arguments of one type, on a mesh."""
+
+    step: TracedStep
+    signature: Signature  # of its arguments
+    avals: Sequence[Any]  # their types
+    layouts: Sequence[Layout | None]  # how each is kept; None: whole, or split as the batch
+    mesh: Mesh
+    communicator: str | Rules
+    bucket_bytes: int  # of a message of gradients
+    compress: str | None  # the dtype in which these travel; None: their own
+
+    @functools.cached_property
+    def over(self) -> Mesh:
+        """The mesh on which it runs: that of the arguments, in groups where state is kept in shards within these."""
+        whole = data_size(self.mesh)
+        shares = [cut.parts for how in self.layouts if how and (cut := how.by(AXIS))]
+        return in_groups(self.mesh, max(self.step.groups, whole // min(shares, default=whole)))
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of that mesh, the outermost first."""
+        return axes_of_mesh(self.over)
+
+    @property
+    def machine(self) -> Machine:
+        """The devices, and the links between them."""
+        return self.step.infer.machine
+
+    @functools.cached_property
+    def batch(self) -> list[Layout]:
+        """How the leaves of the batch are split."""
+        return [of_batch(self.avals[i].shape, self.mesh) for i in self.signature.batch]
+
+    @functools.cached_property
+    def state(self) -> list[Layout | None]:
+        """How the leaves of the state are kept."""
+        return [self.layouts[i] for i in self.signature.state]
+
+    @functools.cached_property
+    def padded(self) -> list[int]:
+        """The leaves of the state whose shards have a padded end."""
+        return [k for k, how in enumerate(self.state) if how and not how.is_plain]
+
+    @functools.cached_property
+    def results(self) -> list[Layout | None]:
+        """How each result is kept that has the structure of an argument of the state."""
+        return [None if i is None else self.layouts[i] for i in self.step.sources]
+
+    @functools.cached_property
+    def offloaded(self) -> dict[int, int | None]:
+        """The arguments in the host's memory, and the result that takes the place of each."""
+        sources = self.step.sources
+        return {i: sources.index(i) if i in sources else None for i, how in enumerate(self.layouts) if how and how.host}
+
+    @functools.cached_property
+    def unreturned(self) -> set[int]:
+        """The leaves of the state of whose structure the step returns nothing."""
+        return set(self.signature.state).difference(self.step.sources)
+
+    @functools.cached_property
+    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Pass]]:
+        """What a device runs, and how it is placed over each axis (none: on one device)."""
+        if self.mesh.size == 1:
+            return staged(self.step.jaxpr, self.offloaded, ()), ()
+        fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
+        found = self.place(fused)
+        return staged(fused(found[-1].infer, found[-1].placed), self.offloaded, self.axes), found
+
+    def place(self, fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None) -> list[Pass]:
+        """Settle the placements of the step, over an axis of the mesh after the other."""
+        axes, fused = passes(self.over), fused or self._fused
+        whole, batch = [REPLICATED] * len(axes), iter(self.batch)
+        given = [
+            next(batch).placements(a.shape, axes, stored=False) if is_batch else how.placements(a.shape, axes) if how
+            else whole
+            for is_batch, how, a in zip(self.signature.is_batch, self.layouts, self.avals, strict=True)
+        ]  # fmt: skip
+        out_avals = self.step.jaxpr.out_avals
+        kept = [how and how.placements(a.shape, axes) for how, a in zip(self.results, out_avals, strict=True)]
+
+        def emit(infer: Infer, placed: Placed) -> ClosedJaxpr:
+            return self._emitter(infer, placed, True).program(local_types(placed))
+
+        def messages(infer: Infer, placed: Placed) -> int:
+            sent = transfers(fused(infer, placed), self.axes, self.machine)
+            return sum(one.times * count for one, count in sent.items())
+
+        found = place(self.step, axes, given, kept, emit, messages)
+        if self.step.weighed:
+            outer = found[0].placed
+            found[0] = replace(found[0], placed=replace(outer, weighed=[*outer.weighed, *self.step.weighed]))
+        for one in found:
+            one.placed.names, one.placed.sources = self.signature.names, self.step.sources
+        return found
+
+    def _emitter(self, infer: Infer, placed: Placed, marks: bool) -> Emitter:
+        may = compressible(placed, self.step.sources) if self.compress else {}
+        return Emitter(infer, placed, may, self.compress, marks)
+
+    def _fused(self, infer: Infer, placed: Placed) -> ClosedJaxpr:
+        """What a device runs, its collectives in buckets."""
+        closed = self._emitter(infer, placed, bool(self.offloaded)).program(local_types(placed))
+        in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self.avals, self.layouts, strict=True) if how)
+        closed = in_place(closed, self.axes)
+        barriers = not self.machine.kind.is_cpu
+        return Fuse(self.bucket_bytes, self.axes, in_shards // _GATHERED_AT_ONCE, barriers=barriers)(closed)
+
+    def result_shardings(self) -> list[NamedSharding] | None:
+        """How results lie that run in groups: on the mesh of the arguments what need not be on that of several axes, so
+        that they are arguments of the same type in the next call. None: as they come."""
+        if self.over is self.mesh:
+            return None
+        _, found = self.emitted
+
+        def lie(own: P, how: Layout | None) -> NamedSharding:
+            if how is not None:
+                return sharding(self.mesh, how)
+            dims = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in own]
+            if any((GROUP in axes) != (AXIS in axes) for axes in dims):
+                return NamedSharding(self.over, own)
+            return NamedSharding(self.mesh, spec([tuple(name for name in axes if name != GROUP) for axes in dims]))
+
+        specs = [spec_of(found, ps) for ps in zip(*(one.placed.outs for one in found), strict=True)]
+        return list(map(lie, specs, self.results))
+
+    def cut_by_model(self) -> dict[str, int]:
+        """The leaves that the model axis cuts, by name, and the dimension."""
+        kept = zip(self.signature.names, self.layouts, strict=True)
+        return {name: cut.dim for name, how in kept if how and (cut := how.by(MODEL))}
+
+    def unsplit(self) -> str:
+        """What to say of a step that has no batch, though an argument may be one, and would gain from it."""
+        names = [
+            name for _, at, name in self.signature.arguments
+            if self.unreturned.issuperset(at) and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in at)
+        ]  # fmt: skip
+        _, found = self.emitted
+        if not names or not any(worth_splitting(one.placed) for one in found):
+            return ""
+        processes = {d.process_index for d in self.mesh.devices.flat}
+        return unsplit(names, self.mesh.size, len(processes))
