@@ -91,8 +91,8 @@ class Steps:
                 variant.wait()
                 seconds = time.perf_counter() - start
             (trace,) = Path(folder, f"rank{self.ctx.rank}").glob("plugins/profile/*/*.xplane.pb")
-            each = read(trace).collectives.values()
-            return {"collectives": sum(sum(map(sum, durations)) for durations in each) / seconds}
+            _, each = read(trace)
+            return {"collectives": sum(sum(map(sum, durations)) for durations in each.values()) / seconds}
 
     def plain(self, params: Any, opt_state: Any, batch: Any) -> Any:
         """The step for one device."""

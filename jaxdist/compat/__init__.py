@@ -18,6 +18,7 @@ from jaxdist.compat.compilation import (
     for_any_device,
     listed_groups,
     on_compile,
+    programs,
     same_cache_key_on_all_ranks,
     say_on_host,
     writes_cache,

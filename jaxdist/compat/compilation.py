@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -110,6 +110,12 @@ def compiler_knows(option: str, value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
+def programs() -> Iterator[tuple[str, str]]:
+    """The name and the text of each program that this process has compiled, the newest last."""
+    for executable in reversed(jax.local_devices()[0].client.live_executables()):
+        yield from ((module.name, module.to_string()) for module in executable.hlo_modules())
+
+
 def listed_groups(text: str) -> str:
     """The groups of devices of a collective as lists, ``{{0,1},{2,3}}``, however XLA has written them.
 

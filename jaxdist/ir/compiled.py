@@ -127,7 +127,7 @@ class Collective(NamedTuple):
     line: str = ""
 
 
-def collectives(text: str, meshes: Sequence[Mesh]) -> dict[str, Collective]:
+def collectives_of(text: str, meshes: Sequence[Mesh]) -> dict[str, Collective]:
     """Those of a module, by name, on one of these meshes."""
     bodies, lines, found = computations(text)[0].values(), _users_lines(text), {}
     for one in itertools.chain.from_iterable(bodies):

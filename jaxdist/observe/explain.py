@@ -17,9 +17,7 @@ class Explanation:
 
     rows: tuple[Row, ...]  # most bytes first, then what is repeated
     cut: Mapping[str, int]  # the leaves of the state that the model axis cuts, by name, and the dimension
-    # the ten options that matter most, of operations and of leaves that the model axis may cut: which are taken, and
-    # what the other way would take more of a step's time and of the bytes that a device sends, as estimated
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  # the options that matter most: which are taken, and what the other way would cost
     mesh: str  # which was chosen, and why; "": it was given
     verbose: bool
 
@@ -40,14 +38,12 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
 
     Reductions of gradients and losses are what data parallelism is. What couples examples otherwise (a similarity
     matrix, a sort, a shuffle) moves activations, or is computed by every device. The text has the bytes of each mesh
-    axis, and of the largest ones the operation, your line, and what would avoid it. ``JAXDIST_LOG=placements`` prints
-    all of them for each step that is compiled.
+    axis, and of the largest ones the operation, your line, and what would avoid it.
 
     Args:
       step: decorated, or a plain step, which is decorated with the defaults.
       *args: as of the step; `jax.ShapeDtypeStruct` will do.
-      verbose: say all that moves, the leaves that the model axis cuts, and, where an operation can run in several ways,
-        which one is taken and what another would cost.
+      verbose: say all that moves, the leaves that the model axis cuts, and what other ways to run would cost.
       **kwargs: likewise.
 
     Returns:

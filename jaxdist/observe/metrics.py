@@ -13,12 +13,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -41,12 +40,7 @@ _log = logging.getLogger("jaxdist")
 class _Entry:
     step: int
     metrics: dict[str, Any]
-    ended: float | None = None  # when its arrays were computed, by `time.monotonic`
-
-
-class _End(NamedTuple):
-    step: int
-    at: float
+    ended: float = 0.0  # when its arrays were computed, by `time.monotonic`; 0: nobody has seen it yet
 
 
 class RunLog:
@@ -56,9 +50,9 @@ class RunLog:
         self._path, self._is_root, self._total, self._per_step = file, is_root, total, per_step
         self._sinks = list(sinks)
         self._file: TextIO | None = None
-        self._last: int | None = None  # step given
-        self._written: _End | None = None
-        self._shown: _End | None = None
+        self._last = -sys.maxsize  # step given
+        self._written: _Entry | None = None
+        self._shown: _Entry | None = None
         self._latest: dict[str, float] = {}  # of each metric
         self._pending: deque[_Entry] = deque()
         self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -73,51 +67,51 @@ class RunLog:
                 raise ValueError(f"metric {name!r}: the log has an entry of its own by this name; choose another")
             if math.prod(np.shape(value)) != 1:
                 raise ValueError(f"metric {name!r} of step {step} has shape {np.shape(value)}; expected a scalar")
-        if self._last is not None and step < self._last:
+        if step < self._last:
             raise ValueError(f"step {step} was logged after step {self._last}: steps must not go back")
         self._last = step
         if not self._is_root:
             return
         if self._file is None:
             _drop_from(self._path, step)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("a")
             self._timer.start()
         self._pending.append(entry := _Entry(step, metrics))
         self._running.put(entry)
-        self._write(wait=False)
+        self._write(self._file, wait=False)
 
-    def _write(self, wait: bool) -> None:
+    def _write(self, file: TextIO, wait: bool) -> None:
         """Writes what has been computed, in order; the rest as well if it may wait."""
         while self._pending and (wait or len(self._pending) > _AHEAD or _ready(self._pending[0])):
             entry = self._pending.popleft()
             metrics = {name: _number(entry.step, name, x) for name, x in entry.metrics.items()}
-            now = _End(entry.step, entry.ended or time.monotonic())
-            rates = self._rates(self._written, now)
-            if self._written is None or now.step > self._written.step:  # else an evaluation after the step
-                self._written = now
-            line = {"step": now.step, "time": round(time.time() - time.monotonic() + now.at, 6), **metrics, **rates}
-            assert self._file is not None
-            # JSON has no NaN and no infinity: they are strings, "NaN" say.
+            entry.ended = entry.ended or time.monotonic()
+            rates = self._rates(self._written, entry)
+            if self._written is None or entry.step > self._written.step:  # else an evaluation after the step
+                self._written = entry
+            ended = time.time() - time.monotonic() + entry.ended
+            line = {"step": entry.step, "time": round(ended, 6), **metrics, **rates}
+            # JSON has neither NaN nor infinity: "NaN", say.
             text = json.dumps({name: x if math.isfinite(x) else json.dumps(x) for name, x in line.items()})
-            self._file.write(f"{text}\n")
-            self._file.flush()  # from here on a kill can't take it away
+            file.write(f"{text}\n")
+            file.flush()  # from here on a kill can't take it away
             for sink in list(self._sinks):
                 try:
-                    sink(now.step, {**metrics, **rates})
+                    sink(entry.step, {**metrics, **rates})
                 except Exception as error:
                     self._sinks.remove(sink)
-                    why = f"{getattr(sink, '__name__', sink)} failed at step {now.step}: {in_words(error)}"
+                    why = f"{getattr(sink, '__name__', sink)} failed at step {entry.step}: {in_words(error)}"
                     _log.warning("run_log: sink %s. It gets no more metrics; %s has them all", why, FILE)
             self._latest |= metrics
-            if self._shown is None or now.at - self._shown.at >= _EVERY:
+            if self._shown is None or entry.ended - self._shown.ended >= _EVERY:
                 self._show()
 
-    def _rates(self, since: _End | None, now: _End) -> dict[str, float]:
+    def _rates(self, since: _Entry | None, now: _Entry) -> dict[str, float]:
         """Examples and tokens per second; none for the first step, which is compiled first."""
-        if since is None or now.step == since.step or now.at <= since.at:
+        if since is None or now.step == since.step or now.ended <= since.ended:
             return {}
-        steps, seconds = now.step - since.step, now.at - since.at
-        return {f"{name}_per_s": float(f"{n * steps / seconds:.6g}") for name, n in self._per_step.items()}
+        steps, seconds = now.step - since.step, now.ended - since.ended
+        return {name: float(f"{n * steps / seconds:.6g}") for name, n in self._per_step.items()}
 
     def _show(self) -> None:
         """Prints a line of progress, with the throughput since the line before."""
@@ -125,29 +119,31 @@ class RunLog:
         if now is None or now == before:
             return
         words = [f"step {now.step}" if self._total is None else f"step {now.step}/{self._total}"]
-        words += [f"{name}={x:.4g}" for name, x in self._latest.items()]
-        words += [f"{x:,.0f} {name.removesuffix('_per_s')}/s" for name, x in self._rates(before, now).items()]
+        numbers = self._latest | self._rates(before, now)
+        words += [f"{name}={x:,.0f}" if x >= 1000 else f"{name}={x:.4g}" for name, x in numbers.items()]
         if self._total is not None and before is not None:
-            left = (self._total - now.step) * (now.at - before.at) / (now.step - before.step)
+            left = (self._total - now.step) * (now.ended - before.ended) / (now.step - before.step)
             words.append(f"{timedelta(seconds=max(0, round(left)))} left")
         print("  ".join(words), file=sys.stderr, flush=True)
         self._shown = now
 
-    def close(self, failed: bool) -> None:
-        """Writes the rest; of a run that has failed only what has been computed."""
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        """Writes what is left; after an error only what has been computed."""
         if self._file is None:
             return
         self._running.put(None)
         try:
-            self._write(wait=not failed)
-            if not failed:  # inside JAX when the interpreter ends, it would abort the process
+            self._write(self._file, wait=error is None)
+            if error is None:  # inside JAX when the interpreter ends, it would abort the process
                 self._timer.join()
         finally:
             self._file.close()
             self._show()
 
 
-@contextmanager
 def run_log(
     path: str | os.PathLike[str],
     *,
@@ -155,7 +151,7 @@ def run_log(
     examples_per_step: float | None = None,
     tokens_per_step: float | None = None,
     sinks: Sequence[Sink] = (),
-) -> Iterator[RunLog]:
+) -> RunLog:
     """Log a training run: metrics into ``path/metrics.jsonl``, progress on the root's standard error.
 
     Every rank calls it; only the root writes. Nothing waits for the device before the end of the ``with`` block. Each
@@ -171,11 +167,10 @@ def run_log(
       total: steps of the whole run, for the time left.
       examples_per_step: of all devices together.
       tokens_per_step: of all devices together.
-      sinks: functions that the root calls as well, ``f(step, metrics)``. One that raises gets no more metrics, with a
-        warning.
+      sinks: functions ``f(step, metrics)`` that the root calls as well. One that raises is dropped, with a warning.
 
     Returns:
-      A context manager that gives the log, ``log(step, loss=...)``.
+      The log, ``log(step, loss=...)``; for a ``with`` block, whose end writes what is left.
 
     Raises:
       OSError: the root can't write there (on every rank).
@@ -201,14 +196,8 @@ def run_log(
         return Part(None)
 
     on_every_rank(ctx, "run_log", prepare, raises=(OSError,))
-    sizes = {"examples": examples_per_step, "tokens": tokens_per_step}
-    log = RunLog(file, ctx.is_root, total, {name: n for name, n in sizes.items() if n is not None}, sinks)
-    try:
-        yield log
-    except BaseException:
-        log.close(failed=True)
-        raise
-    log.close(failed=False)
+    sizes = {"examples_per_s": examples_per_step, "tokens_per_s": tokens_per_step}
+    return RunLog(file, ctx.is_root, total, {name: n for name, n in sizes.items() if n is not None}, sinks)
 
 
 def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
@@ -219,7 +208,7 @@ def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
             with contextlib.suppress(RuntimeError):  # donated, or its computation failed: `_number` says so
                 if isinstance(x, jax.Array):
                     x.block_until_ready()
-        entry.ended = time.monotonic()
+        entry.ended = entry.ended or time.monotonic()
         del entry, x  # else they would stay until the next step ends
 
 
@@ -229,15 +218,10 @@ def _ready(entry: _Entry) -> bool:
 
 
 def _number(step: int, name: str, x: Any) -> float:
-    if isinstance(x, jax.Array):
-        try:
-            x = x.addressable_data(0)
-        except RuntimeError:
-            raise RuntimeError(
-                f"metric {name!r} of step {step} was donated to a later step before it was computed, so it can't be "
-                f"logged: return it from the step as an aux value, or log float({name})"
-            ) from None
-    value = np.asarray(x).item()
+    if isinstance(x, jax.Array) and x.is_deleted():
+        why = "was donated to a later step: return it from the step as an aux value"
+        raise RuntimeError(f"metric {name!r} of step {step} {why}, or log float({name})")
+    value = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x).item()
     return value if isinstance(value, int) else float(value)
 
 
@@ -253,8 +237,7 @@ def entry_of(line: bytes) -> dict[str, Any] | None:
 def _drop_from(file: Path, step: int) -> None:
     """Removes the lines of this step and later ones, and damaged ones; the file as it was is kept beside it."""
     before = file.read_bytes()
-    lines = [line for line in before.split(b"\n") if line]
-    entries = [(line, entry_of(line)) for line in lines]
+    entries = [(line, entry_of(line)) for line in before.split(b"\n") if line]
     if damaged := sum(entry is None for _, entry in entries):
         _log.warning("run_log: %d damaged line(s) of %s dropped; they are in %s.bak", damaged, file, FILE)
     after = b"".join(line + b"\n" for line, entry in entries if entry is not None and entry["step"] < step)

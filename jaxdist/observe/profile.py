@@ -8,28 +8,24 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxdist import compat
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.ir.compiled import Collective, collectives
+from jaxdist.ir.compiled import Collective, collectives_of
 from jaxdist.runtime.context import get_context
 from jaxdist.text import text_of
 
 _MOST_ROWS = 20
-
-
-class Trace(NamedTuple):
-    """What the devices of one rank did, in seconds, added up over threads or streams."""
-
-    busy: float  # in operations of compiled programs; what lies in another's time counts once
-    collectives: dict[Collective, list[list[float]]]  # on each device one after the other
+# Of one rank: the seconds in operations of programs, and on each device those of each call of a collective, in order.
+Trace = tuple[float, dict[Collective, list[list[float]]]]
 
 
 @contextlib.contextmanager
-def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[None]:
+def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     """Trace what the devices of every rank do, and print a table of what takes their time on the root.
 
     Every rank enters and leaves it, and waits there for its devices; rank r writes into ``path/rank{r}``. TensorBoard
@@ -42,7 +38,6 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
 
     Args:
       path: a folder; created if it is missing.
-      python: trace Python's functions as well, which slows them down.
 
     Raises:
       OSError: some rank can't write there (on every rank).
@@ -57,21 +52,15 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
     _finish_dispatched()
     folder = root / f"rank{ctx.rank}"
 
-    def prepare() -> Part[None]:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "Permission denied", str(folder))
-        return Part(None)
-
     def report() -> Part[None]:
-        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))  # the folders are named by the time
         if not traces:
             raise RuntimeError(f"jax.profiler has left no trace in {folder}")
         return Part(None, told=read(traces[-1]))
 
-    on_every_rank(ctx, "profile", prepare, raises=(OSError,))
+    on_every_rank(ctx, "profile", lambda: Part(folder.mkdir(parents=True, exist_ok=True)), raises=(OSError,))
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = int(python)
+    options.python_tracer_level = 0  # it slows Python's functions down
     jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
     try:
         yield
@@ -93,10 +82,8 @@ def read(trace: str | os.PathLike[str]) -> Trace:
     shardings = [x.sharding for x in jax.live_arrays() if not x.is_deleted()]
     meshes = {one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)}
     known = dict[tuple[Any, Any], Collective]()  # by the names of program and operation
-    for executable in reversed(jax.local_devices()[0].client.live_executables()):  # of one name the newest counts
-        for module in executable.hlo_modules():
-            own = collectives(module.to_string(), list(meshes))
-            known |= {(module.name, name): one for name, one in own.items()}
+    for program, text in compat.programs():  # of one name the newest counts
+        known |= {(program, name): one for name, one in collectives_of(text, list(meshes)).items()}
     busy: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     on: dict[Collective, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
@@ -116,7 +103,7 @@ def read(trace: str | os.PathLike[str]) -> Trace:
                     device = plane.name if of_device else stats.get("device_ordinal")
                     on[one][device].append((event.start_ns, event.duration_ns / 1e9))
     in_order = {one: [[x for _, x in sorted(calls)] for calls in each.values()] for one, each in on.items()}
-    return Trace(sum(map(_together, busy.values())) / 1e9, in_order)
+    return sum(map(_together, busy.values())) / 1e9, in_order
 
 
 def _together(intervals: list[tuple[float, float]]) -> float:
@@ -131,12 +118,12 @@ def _together(intervals: list[tuple[float, float]]) -> float:
 def _table(traces: Sequence[Trace]) -> str:
     from rich.table import Table  # here: each rank would import it at its start
 
-    busy = sum(trace.busy for trace in traces)
+    busy = sum(seconds for seconds, _ in traces)
     if not busy:
         return "[jaxdist profile] no device ran anything"
     on: dict[Collective, list[list[float]]] = defaultdict(list)
-    for trace in traces:
-        for one, durations in trace.collectives.items():
+    for _, collectives in traces:
+        for one, durations in collectives.items():
             on[one] += durations
     # The last device of a call waits for nobody; what the call takes longer on the others is their wait for it.
     moving = {one: len(each) * sum(map(min, zip(*each, strict=False))) for one, each in on.items()}
@@ -147,7 +134,7 @@ def _table(traces: Sequence[Trace]) -> str:
         grid.add_column(name, justify="right" if name in ("share", "calls") else "left", no_wrap=True)
     grid.add_row("computing", f"{computing / busy:.1%}")
     for one in sorted(on, key=lambda one: -moving[one])[:_MOST_ROWS]:
-        line = os.path.relpath(one.line) if one.line else ""
-        grid.add_row(one.kind, f"{moving[one] / busy:.1%}", str(min(map(len, on[one]))), one.axis, line)
+        share, calls = f"{moving[one] / busy:.1%}", str(min(map(len, on[one])))
+        grid.add_row(one.kind, share, calls, one.axis, one.line and os.path.relpath(one.line))
     grid.add_row("waiting in collectives", f"{waiting / busy:.1%}")
     return f"[jaxdist profile] {busy:.3g} s on {len(traces)} rank(s)\n{text_of(grid, width=120)}"
