@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from jaxdist.connectors import site
-from jaxdist.control import guard
 from jaxdist.launch.advice import crowded, misplaced_options, ranks_and_hosts
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.launch.job import LauncherName, choose, launch
@@ -82,9 +81,6 @@ def run(
         environment = dict[str, str]()
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
-        # When this process is killed Linux sends mpirun a SIGTERM for each of its threads; at the second one Open MPI
-        # leaves its ranks alone.
-        guard.start(whole_job=True)
         soon = 0  # failures in a row
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)

@@ -37,7 +37,6 @@ from jaxdist.compat.distributed import (
     key_value_store,
     mpi_status_ignore,
     quiet_distributed,
-    when_client_has_left,
 )
 from jaxdist.compat.ending import before_threads_end, on_exit_code
 from jaxdist.compat.jaxprs import (
@@ -75,4 +74,4 @@ from jaxdist.compat.tracing import (
     varying_axes,
     with_weak_type,
 )
-from jaxdist.compat.workers import forget_name, start_quiet_tracker
+from jaxdist.compat.workers import end_with_parent, forget_name, start_quiet_tracker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,28 +34,6 @@ def quiet_distributed() -> None:
     for name in ("jax_enable_preemption_service", "jax_check_proxy_envs"):
         with contextlib.suppress(AttributeError):
             jax.config.update(name, False)
-
-
-def when_client_has_left(call: Callable[[], None]) -> None:
-    """`call` something in JAX's own shutdown at exit: this process's client has left, the coordinator is still there.
-
-    jax 0.10-0.12 ends the client, then the service, if there is one, in one call. After it process 0 may be gone.
-    """
-    from jax._src import distributed
-
-    state = distributed.global_state
-    service = state.service  # None on other processes
-
-    class Service:
-        """The coordinator, as far as JAX's own shutdown knows it."""
-
-        def shutdown(self) -> None:
-            call()
-            if service is not None:
-                service.shutdown()
-
-    if state.client is not None:
-        state.service = Service()
 
 
 def mpi_status_ignore() -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxdist.connectors.base import ENV, environment, local_position, need, read_int
 from jaxdist.control.channel import Control
-from jaxdist.control.keys import Key
 from jaxdist.control.process import leave
 
 _BY_HAND = (
@@ -33,7 +32,7 @@ class TcpConnector:
         local_rank: int | None = None,
         local_size: int | None = None,
         name: str = "tcp",
-        key: Key | None = None,
+        key: bytes | None = None,
     ):
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"rank {rank} of size {size}: expected 0 <= rank < size")

@@ -15,7 +15,7 @@ from typing import Any
 from jaxdist.control import rendezvous
 from jaxdist.control.handshake import Member
 from jaxdist.control.hub import Entry, Hub, lost, receive_cast, send_cast
-from jaxdist.control.keys import Key, job_key
+from jaxdist.control.keys import job_key
 from jaxdist.control.mailbox import TAG, Mailbox
 from jaxdist.control.process import Process
 
@@ -38,7 +38,7 @@ class Control:
         addresses: Sequence[tuple[str, int]] = (),
         *,
         server: socket.socket | None = None,
-        key: Key | None = None,
+        key: bytes | None = None,
         timeout: float = 300.0,
         abort: Callable[[int, str], None] | None = None,
     ):

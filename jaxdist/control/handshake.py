@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import hmac
-import io
-import os
 import secrets
 import selectors
 import socket
@@ -13,9 +11,7 @@ import struct
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
-
-from jaxdist.control.keys import Key, peer_user
+from typing import NamedTuple
 
 SECONDS = 5.0  # for each message of the handshake
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -56,60 +52,8 @@ class Hello(NamedTuple):
     member: Member
 
 
-class SignedConnection(Connection):
-    """A connection on which each message carries a proof that the other end of the handshake sent it, as the next.
-
-    Without it somebody who listens where a rank looks for the root, or sits on the network between, could pass the
-    handshake on from one to the other, and then say (and have unpickled) what he likes.
-    """
-
-    # All of Connection's methods send and receive through the two that follow; so it is in Python 3.11 to 3.14.
-
-    def __init__(self, handle: int, sends: bytes, receives: bytes):
-        super().__init__(handle)
-        self._sends, self._receives = hmac.new(sends, None, "sha256"), hmac.new(receives, None, "sha256")
-        self._sent, self._received = 0, 0
-
-    def _send_bytes(self, buf: Any) -> None:
-        proof = _number(self._sends, self._sent, buf)
-        self._sent += 1
-        super()._send_bytes(b"".join((buf, proof)))  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
-        limit = None if maxsize is None else maxsize + _PROOF
-        try:
-            message = super()._recv_bytes(limit)  # pyright: ignore[reportAttributeAccessIssue]
-        except (MemoryError, OverflowError) as error:
-            raise OSError(f"a message of impossible length ({error})") from None
-        if message is None:  # longer than `maxsize`
-            return None
-        length = message.tell() - _PROOF
-        with message.getbuffer() as content:
-            if length < 0 or not hmac.compare_digest(
-                content[length:], _number(self._receives, self._received, content[:length])
-            ):
-                raise OSError("a message that the other end did not send: somebody meddles with the connection")
-        self._received += 1
-        message.truncate(length)
-        message.seek(length)
-        return message
-
-
-def _number(key: hmac.HMAC, number: int, content: Any) -> bytes:
-    proof = key.copy()
-    proof.update(number.to_bytes(8))
-    proof.update(content)
-    return proof.digest()
-
-
-def _proof(key: Key, role: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(key.secret, role + transcript, "sha256")
-
-
-def signed(sock: socket.socket, key: Key, transcript: bytes, *, root: bool) -> SignedConnection:
-    """The connection after the handshake that has this transcript."""
-    keys = [_proof(key, b"by root", transcript), _proof(key, b"by rank", transcript)]
-    return SignedConnection(sock.detach(), *(keys if root else reversed(keys)))
+def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, role + transcript, "sha256")
 
 
 class Arrival(NamedTuple):
@@ -117,13 +61,12 @@ class Arrival(NamedTuple):
 
     sock: socket.socket  # connected to it
     hello: Hello  # who it is
-    transcript: bytes  # of the handshake, from which the keys of the connection follow
 
 
 class Arrivals:
     """The root's side: iterates over the ranks that come to `server`, until `deadline`."""
 
-    def __init__(self, server: socket.socket, key: Key, limit: int, deadline: float):
+    def __init__(self, server: socket.socket, key: bytes, limit: int, deadline: float):
         self.server, self.key, self.limit, self.deadline = server, key, limit, deadline
         self.turned_away = 0
         self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first: deadline, what has come
@@ -166,7 +109,7 @@ class Arrivals:
         self._selector.register(sock, selectors.EVENT_READ)
         try:
             sock.setblocking(False)
-            if not _of_our_user(sock, self.key) or sock.send(challenge) != _CHALLENGE:
+            if sock.send(challenge) != _CHALLENGE:
                 self._drop(sock)
         except OSError:
             self._drop(sock)
@@ -197,7 +140,7 @@ class Arrivals:
             sock.close()
             return None
         rank, size, member = _HELLO.unpack_from(transcript, _CHALLENGE)
-        return Arrival(sock, Hello(rank, size, Member.unpack_all(member)[0]), transcript)
+        return Arrival(sock, Hello(rank, size, Member.unpack_all(member)[0]))
 
     def _release(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
@@ -209,17 +152,17 @@ class Arrivals:
         self.turned_away += 1
 
 
-def enter(sock: socket.socket, key: Key, hello: Hello) -> SignedConnection | None:
+def enter(sock: socket.socket, key: bytes, hello: Hello) -> Connection | None:
     """A rank's side."""
     try:
         challenge = _receive(sock, _CHALLENGE)
-        if challenge.startswith(_MAGIC) and _of_our_user(sock, key):
+        if challenge.startswith(_MAGIC):
             answer = _HELLO.pack(hello.rank, hello.size, hello.member.pack()) + secrets.token_bytes(_NONCE)
             transcript = challenge + answer
             sock.sendall(answer + _proof(key, b"rank", transcript))
             if hmac.compare_digest(_receive(sock, _PROOF), _proof(key, b"root", transcript)):
                 sock.settimeout(None)
-                return signed(sock, key, transcript, root=False)
+                return Connection(sock.detach())
     except (OSError, EOFError):
         pass
     sock.close()
@@ -236,7 +179,3 @@ def _receive(sock: socket.socket, count: int) -> bytes:
             raise EOFError
         content += part
     return content
-
-
-def _of_our_user(sock: socket.socket, key: Key) -> bool:
-    return not key.same_user or peer_user(sock) == os.geteuid()

@@ -1,4 +1,4 @@
-"""What the processes of a job prove to each other to have: a secret, or being of one user on one host."""
+"""The secret that the processes of a job prove to each other to know."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import hmac
 import os
 import secrets
 import socket
-import struct
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 OPEN = "none"  # JAXDIST_SECRET=none: no secret, on purpose
 _BYTES = 32
@@ -20,59 +20,59 @@ _SET = (
 )
 
 
-class Key(NamedTuple):
-    """By what a job knows its own."""
-
-    secret: bytes  # both ends of a connection prove that they know it
-    # whether both ends have to be processes of one user, which the kernel tells for connections within a host: then
-    # other users may know the secret
-    same_user: bool = False
-
-
 def is_loopback(host: str) -> bool:
     """Whether `host` is written as a loopback address (no look-up: a name may map to 127.0.1.1)."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def job_key(host: str, name: str) -> Key:
-    """The key of a job whose root listens at `host`.
+def job_key(host: str, name: str) -> bytes:
+    """What the ranks of a job whose root listens at `host` prove to each other to know.
 
-    JAXDIST_SECRET if it is set. Else on one host (a loopback address): what the kernel says. Else a secret in the home
-    directory, `~/.jaxdist/secret`, which the user's hosts share and other users can't read.
+    JAXDIST_SECRET if it is set. Else a secret in the home directory, `~/.jaxdist/secret`, which the user's hosts share
+    and other users can't read; without a home, on one host, in the folder for temporary files.
     """
     given = os.environ.get("JAXDIST_SECRET")
     public = hashlib.sha256(f"jaxdist {name}".encode()).digest()
     if given == OPEN:
-        return Key(public)
+        return public
     if given:
-        return Key(hashlib.sha256(given.encode()).digest())
-    if is_loopback(host):
-        if not _TABLES[socket.AF_INET].exists():
-            raise ValueError(f"this system does not tell whose connections are (no /proc/net/tcp): {_SET}")
-        return Key(public, same_user=True)
-    return Key(hmac.digest(_of_this_user(host), public, "sha256"))
+        return hashlib.sha256(given.encode()).digest()
+    return hmac.digest(_of_this_user(host), public, "sha256")
 
 
 def _of_this_user(host: str) -> bytes:
-    """The secret in the home directory, made when it is first wanted."""
-    try:
-        path = Path.home() / ".jaxdist" / "secret"
-        for _ in range(3):  # a network disk may say for a moment that the file is not there
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                    raise ValueError(f"{path} has to be yours, and for you alone: chmod 600 {path}, or {_SET}")
-                content = file.read(4 * _BYTES)
-                if len(content) < _BYTES:
-                    raise ValueError(f"{path} holds no secret: delete it, or {_SET}")
-                return content
-            _write(path)
-    except (OSError, RuntimeError) as error:  # a RuntimeError: nobody knows where the home is
-        reason = str(error)
-    else:
-        reason = f"{path} was written and has disappeared"
-    raise ValueError(f"ranks on other hosts are to come to {host}, and no secret to recognise them by: {_SET}. "
-                     f"(It could not be kept in the home directory: {reason})")  # fmt: skip
+    """The secret of this user, made when it is first wanted."""
+    problem: Exception | None = None
+    for folder in _folders(host):
+        try:
+            return _kept(folder / "secret")
+        except OSError as error:
+            problem = problem or error
+    raise ValueError(
+        f"ranks are to come to {host}, and no secret to recognize them by: {_SET}. (It could not be kept in the home "
+        f"directory: {problem or 'nobody knows where it is'})"
+    )
+
+
+def _folders(host: str) -> Iterator[Path]:
+    with contextlib.suppress(RuntimeError):  # nobody knows where the home is
+        yield Path.home() / ".jaxdist"
+    if is_loopback(host):
+        yield Path(tempfile.gettempdir()) / f"jaxdist-{os.geteuid()}"
+
+
+def _kept(path: Path) -> bytes:
+    for _ in range(3):  # a network disk may say for a moment that the file is not there
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ValueError(f"{path} has to be yours, and for you alone: chmod 600 {path}, or {_SET}")
+            content = file.read(4 * _BYTES)
+            if len(content) < _BYTES:
+                raise ValueError(f"{path} holds no secret: delete it, or {_SET}")
+            return content
+        _write(path)
+    raise OSError(f"{path} was written and has disappeared")
 
 
 def _write(path: Path) -> None:
@@ -89,37 +89,3 @@ def _write(path: Path) -> None:
             os.link(mine, path)
     finally:
         mine.unlink(missing_ok=True)
-
-
-# --- whose connection is this?
-
-_TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
-
-
-def peer_user(sock: socket.socket) -> int | None:
-    """The id of the user whose process holds the other end of a TCP connection within this host."""
-    try:
-        here, there = sock.getsockname(), sock.getpeername()
-    except OSError:
-        return None
-    for family, table in _TABLES.items():
-        if not (ends := [_as_written(family, *end[:2]) for end in (there, here)]) or None in ends:
-            continue
-        with contextlib.suppress(OSError), table.open() as rows:
-            for row in rows:
-                fields = row.split(None, 9)
-                if fields[1:3] == ends:
-                    return int(fields[7])
-    return None
-
-
-def _as_written(family: int, ip: str, port: int) -> str | None:
-    """An address as the kernel's table has it: the words of a sockaddr as hexadecimal numbers."""
-    if family == socket.AF_INET:
-        ip = ip.removeprefix("::ffff:")
-        if ":" in ip:
-            return None
-        words = socket.inet_pton(socket.AF_INET, ip)
-    else:
-        words = socket.inet_pton(socket.AF_INET6, ip if ":" in ip else f"::ffff:{ip}")
-    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(words) // 4}I", words)) + f":{port:04X}"

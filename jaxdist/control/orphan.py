@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from jaxdist.control import guard
+from jaxdist.control import proc
 
 _NAMES = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte", "mpiexec.hydra", "hydra_pmi_proxy"}
 _GRACE_SECONDS = 2.0  # for a launcher that ends in order, or what has started it, to end this process in its own way
@@ -51,11 +51,11 @@ def watch() -> None:
         os.close(end)
 
 
-def of(pid: int) -> guard.Name | None:
+def of(pid: int) -> proc.Name | None:
     """The MPI launcher above a process, which belongs to the session that this has started; None: there is none."""
-    first = seen = guard.look(pid)
+    first = seen = proc.look(pid)
     while seen is not None and first is not None and seen.parent > 1:
-        above = guard.look(seen.parent)
+        above = proc.look(seen.parent)
         if above is None:
             return None
         try:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jaxdist import streams
 from jaxdist.control import handshake
 from jaxdist.control.handshake import Hello, Member
-from jaxdist.control.keys import Key, is_loopback
+from jaxdist.control.keys import is_loopback
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
@@ -92,7 +92,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("0.0.0.0", port), backlog=1024)
 
 
-def gather(server: socket.socket, size: int, key: Key, timeout: float, address: str) -> Joined:
+def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there.
 
     Returns one connection per other rank, and the members in rank order.
@@ -114,7 +114,7 @@ def gather(server: socket.socket, size: int, key: Key, timeout: float, address: 
             problem = _problem(arrival.hello, size, members)
             ours = _plain(arrival.sock.getsockname()[0])
             _watch_silence(arrival.sock, timeout)
-            conn = handshake.signed(arrival.sock, key, arrival.transcript, root=True)
+            conn = Connection(arrival.sock.detach())
             if problem:
                 connections[-1] = conn
                 refuse(_REFUSED, problem)
@@ -133,7 +133,7 @@ def gather(server: socket.socket, size: int, key: Key, timeout: float, address: 
             "fail before init (see their output), and can they reach this address?"
         )
         if others:
-            reason += f" {others} connection{'s' * (others > 1)} came without {_what(key)}"
+            reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
         refuse(_LATE, reason)
         raise TimeoutError(reason)
     members[0] = Member(socket.gethostname(), os.getpid(), root_ip)
@@ -160,11 +160,7 @@ def _problem(hello: Hello, size: int, members: dict[int, Member]) -> str:
     return ""
 
 
-def _what(key: Key) -> str:
-    return "being this user's (another user, or another job)" if key.same_user else "the secret of this job"
-
-
-def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: Key, timeout: float) -> Joined:
+def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:
     """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`.
 
     Returns the connection to rank 0, and the members in rank order.

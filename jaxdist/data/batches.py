@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxdist import compat
-from jaxdist.control import guard
 from jaxdist.data.sampling import Place, Sampling
 from jaxdist.step.batch import batch_part
 
@@ -39,6 +38,10 @@ class BatchReader:
         return whole <= _AT_HAND and whole * self.sampling.batch_size * len(self.sampling.own) <= _SMALL * len(
             self.source
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        compat.end_with_parent()  # it has come to a worker
 
     def __call__(self, step: int) -> Any:
         epoch, position = self.sampling.seek(*self.start, step)
@@ -99,7 +102,6 @@ class Indexed:
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
         batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
         if self.workers:
-            guard.start(whole_job=False)
             from absl import flags
 
             if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxdist.control import guard
+from jaxdist.control import proc
 from jaxdist.launch.output import LineFilter
 
 # What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
@@ -90,18 +90,18 @@ def signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> 
         os.killpg(process.pid, number)
 
 
-def end_sessions(leaders: Collection[guard.Name]) -> None:
+def end_sessions(leaders: Collection[proc.Name]) -> None:
     """Ends what a rank itself started and left behind, also what left its group, as mpirun's ranks and its ssh do."""
 
-    def left() -> list[guard.Name]:
-        found = guard.running()
+    def left() -> list[proc.Name]:
+        found = proc.running()
         # One that got the number of a command which ended long ago may lead a session of its own.
         others = {seen.name.pid for seen in found if seen.name not in leaders}
         sessions = {leader.pid for leader in leaders} - others
         return [seen.name for seen in found if seen.session in sessions]
 
     for number in (signal.SIGTERM, signal.SIGKILL):
-        told, give_up_at = set[guard.Name](), time.monotonic() + _LEFT_S
+        told, give_up_at = set[proc.Name](), time.monotonic() + _LEFT_S
         while names := left():
             for name in names:
                 if name not in told:

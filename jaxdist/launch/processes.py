@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
-from jaxdist.control import guard
+from jaxdist.control import proc
 from jaxdist.launch.command import Command, crashed, end_sessions, ended, signal_group, start
 from jaxdist.launch.output import Pump, report_lost, say
 
@@ -84,13 +84,13 @@ def run_job(
     running: dict[int, subprocess.Popen[bytes]] = {}
     pumps: list[Pump] = []
     started: list[subprocess.Popen[bytes]] = []
-    leaders: list[guard.Name] = []
+    leaders: list[proc.Name] = []
     verdict = 1
     try:
         for index, command in enumerate(commands):
             process = start(command)
             started.append(process)
-            leaders += [seen.name] if (seen := guard.look(process.pid)) else []
+            leaders += [seen.name] if (seen := proc.look(process.pid)) else []
             running[index] = process
             said: list[bytes] = []
             its = _pump_output(process, command, events, said)
@@ -182,18 +182,18 @@ def _await(
 
 
 def _relieve(
-    pumps: Sequence[Pump], leaders: Collection[guard.Name], asked: threading.Event, over: threading.Event
+    pumps: Sequence[Pump], leaders: Collection[proc.Name], asked: threading.Event, over: threading.Event
 ) -> None:
     """Frees an mpirun that waits for somebody to read what it writes: it would not see to a signal or a rank's end."""
     written: list[int] = []
-    ranks = set[guard.Name]()  # that ran while nobody read
+    ranks = set[proc.Name]()  # that ran while nobody read
     while not over.wait(_LOOK_S):
         before, written = written, [pump.written for pump in pumps]
         if before != written or not any(pump.writing for pump in pumps):
             ranks.clear()
             continue
         parents = {leader.pid for leader in leaders}
-        running = {seen.name for seen in guard.running() if seen.parent in parents}
+        running = {seen.name for seen in proc.running() if seen.parent in parents}
         ranks |= running
         if asked.is_set() or ranks != running or not ranks:
             for pump in pumps:

@@ -17,7 +17,7 @@ from jaxdist import communicators, connectors, streams
 from jaxdist.communicators import Rules
 from jaxdist.compat import under_no_mesh
 from jaxdist.connectors import Connector
-from jaxdist.control import failfast, guard
+from jaxdist.control import failfast
 from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, Machine, kind_of
@@ -272,8 +272,6 @@ def init(
         failfast.one_line_for_interrupts()
         commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
-        if found.name != "local":
-            guard.start(whole_job=True)
         ctx = Context(found, control_of(found, timeout), timeout)
         if ctx.size > 1:
             _write_whole_lines()

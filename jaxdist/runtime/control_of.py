@@ -8,7 +8,6 @@ import socket
 from jaxdist.connectors import Connector
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
-from jaxdist.control.keys import Key
 
 
 def control_of(connector: Connector, timeout: float) -> Control:
@@ -30,5 +29,5 @@ def control_of(connector: Connector, timeout: float) -> Control:
     names += [] if one_host else [*ips, host]
     return Control(
         rank, size, [(name, port) for name in names], server=server,
-        key=Key(secret), timeout=timeout, abort=connector.abort,
+        key=secret, timeout=timeout, abort=connector.abort,
     )  # fmt: skip

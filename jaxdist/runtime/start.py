@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
+import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +24,6 @@ from jaxdist.mesh import AXIS, in_host
 from jaxdist.runtime import (
     communicator_of,
     compiler,
-    coordinator,
     devices,
     executables,
     gloo,
@@ -191,10 +193,13 @@ def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int
             "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
         )
     compat.quiet_distributed()
-    with coordinator.reachable(control, timeout) as path, watchdog.over("the start of jax.distributed"):
+    address = control.exchange("coordinator", _free_address(control) if rank == 0 else None, timeout)[0]
+    with watchdog.over("the start of jax.distributed"), _past_proxies(address):
+        if rank > 0:
+            _await_listener(address, min(timeout, 5.0))
         jax.distributed.initialize(
-            coordinator_address=f"unix:{path}",
-            coordinator_bind_address=f"unix:{path}",
+            coordinator_address=address,
+            coordinator_bind_address=address,
             num_processes=size,
             process_id=rank,
             local_device_ids=local_ids,
@@ -202,6 +207,42 @@ def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int
             initialization_timeout=int(timeout) + _PATIENCE,  # it ends the process, and can't say who is missing
             heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
         )
+
+
+def _free_address(control: Control) -> str:
+    """Where JAX's coordinator is to listen: on the loopback address of one host, else on the network of the job."""
+    ip = "127.0.0.1" if _one_host(control) else control.members[0].ip
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
+        probe.bind((ip, 0))
+        port = probe.getsockname()[1]
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def _await_listener(address: str, seconds: float) -> None:
+    """Wait until someone listens there: gRPC tries again after a second or two, and every rank waits for that one."""
+    ip, _, port = address.rpartition(":")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection((ip.strip("[]"), int(port)), 1.0):
+            return
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def _past_proxies(address: str) -> Iterator[None]:
+    """gRPC would go through the proxy of the environment, also to this host."""
+    before = {name: os.environ.get(name) for name in ("no_proxy", "no_grpc_proxy")}
+    ip = address.rpartition(":")[0].strip("[]")
+    for name, value in before.items():
+        os.environ[name] = ",".join(filter(None, [value, ip]))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _one_host(control: Control) -> bool:

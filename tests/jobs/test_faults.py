@@ -69,7 +69,6 @@ FAULTS = [
     Fault("dies", (), (RUN, MPIRUN), True, 137),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),
-    Fault("has_children", (WHO,), (HAND, MPIRUN), True),
     Fault("leaves_early", ("rank 1", "2 calls", "rank 0", "call 3", "step 'step'"), (RUN, MPIRUN), True),
     # A rank that does not come.
     Fault("stuck", ("call 3", "rank 0", WHO, line("    time.sleep(100)  # here"), "stuck_in_the_loader"), (MPIRUN,),

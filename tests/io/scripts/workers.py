@@ -1,8 +1,11 @@
-"""A loader with worker processes: `workers.py [fails|unguarded]`."""
+"""A loader with worker processes: `workers.py [fails|unguarded|dies]`."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 
 import jax
 
@@ -21,8 +24,19 @@ class Source:
         return {"x": float(index)}
 
 
+def die() -> None:
+    """The last rank, in the middle of an epoch."""
+    ctx = jaxdist.get_context()
+    next(iter(jaxdist.loader(Source(), 2, workers=1)))
+    if ctx.rank == ctx.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
 if __name__ == "__main__" or "unguarded" in sys.argv:
     jaxdist.init()
+    if "dies" in sys.argv:
+        die()
     batches = jaxdist.loader(Source(), 2, shuffle=False, workers=1)
     kept = [jax.numpy.asarray(batch["x"]) for batch in batches]  # in use when the script ends
     jaxdist.barrier()

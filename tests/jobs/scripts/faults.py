@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -124,19 +123,6 @@ def stuck_in_native_code() -> None:
         print(f"READY {ctx.rank} {os.getpid()}", flush=True)
         jaxdist.barrier()
     time.sleep(100)
-
-
-def has_children() -> None:
-    """A program, one that heeds no SIGTERM, and a fork with a program of its own; then it is killed."""
-    if ODD:
-        sleep = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
-        for command in (sleep, ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]):
-            subprocess.Popen(command)
-        if os.fork() == 0:
-            subprocess.Popen(sleep)
-            time.sleep(300)
-        time.sleep(1)
-    dies()
 
 
 def leaves_early() -> None:
