@@ -109,13 +109,13 @@ def compiler_knows(option: str, value: Any) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=1024)
 def programs() -> Iterator[tuple[str, str]]:
     """The name and the text of each program that this process has compiled, the newest last."""
     for executable in reversed(jax.local_devices()[0].client.live_executables()):
         yield from ((module.name, module.to_string()) for module in executable.hlo_modules())
 
 
+@functools.lru_cache(maxsize=1024)
 def listed_groups(text: str) -> str:
     """The groups of devices of a collective as lists, ``{{0,1},{2,3}}``, however XLA has written them.
 

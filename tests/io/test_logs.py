@@ -284,10 +284,11 @@ def test_a_profile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         return w + 1e-3 * total, {"mean": total.mean()}
 
     w, batch = jnp.ones((64, 64), jnp.float32), np.ones((16, 64), np.float32)
-    w, _ = step(w, batch)
-    with jaxdist.profile(tmp_path):
-        for _ in range(3):
-            w, _ = step(w, batch)
+    for path in (tmp_path / "compiles", tmp_path):
+        capfd.readouterr()
+        with jaxdist.profile(path):
+            for _ in range(3):
+                w, _ = step(w, batch)
     assert list((tmp_path / "rank0").rglob("*.xplane.pb"))
     assert list((tmp_path / "rank0").rglob("perfetto_trace.json.gz"))
     said = capfd.readouterr().err
