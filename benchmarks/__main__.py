@@ -1,5 +1,5 @@
 """All benchmarks, one after another, and the pages of what they measured: docs/performance.md, the short one, and
-docs/performance-details.md, with their pictures.
+tables.md beside the results, with their pictures.
 
     python benchmarks --torch PYTHON
 
@@ -39,7 +39,7 @@ TITLES = {
 BESIDE_TORCH = ("step_time", "one_example", "collectives")
 INTRO = """# Performance: all tables
 
-`python benchmarks --torch PYTHON` writes this page. [Performance](performance.md) is the short one. What is compared
+`python benchmarks --torch PYTHON` writes this page. [Performance](../../docs/performance.md) is the short one. What is compared
 takes turns on the same cores, one for each rank with one thread; ratios are taken within a round. PYTHON is an
 interpreter that has torch (CPU).
 
@@ -76,7 +76,7 @@ def page(results: Path) -> str:
             tables = module.markdown(found) if stem == name else getattr(module, "shorter", module.markdown)(found)
             sections.append(
                 f"{report.used(found)}. {found.get('note', '')}".rstrip()
-                + f"\n\n{tables}\n\n![{title}, {report.processor(found)}](img/{stem}.png)\n"
+                + f"\n\n{tables}\n\n![{title}, {report.processor(found)}](../../docs/img/{stem}.png)\n"
             )
     if not sections:
         raise SystemExit(f"there are no results in {results}")
@@ -115,7 +115,7 @@ def main() -> None:
         print(f"== {name}", flush=True)
         subprocess.run(command, check=True)
     args.page.write_text(summarised(args.results))
-    args.page.with_stem(f"{args.page.stem}-details").write_text(page(args.results))
+    (args.results / "tables.md").write_text(page(args.results))
     draw(args.results, args.page.parent / "img")
 
 

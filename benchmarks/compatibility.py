@@ -1,6 +1,6 @@
-"""Published training steps, decorated and otherwise as they stand, against one device; docs/compatibility.md of it.
+"""Published training steps, decorated and otherwise as they stand, against one device; benchmarks/results/published.md of it.
 
-    python benchmarks/compatibility.py --sources DIR [NAME ...] [--markdown docs/compatibility.md]
+    python benchmarks/compatibility.py --sources DIR [NAME ...] [--markdown benchmarks/results/published.md]
 
 DIR holds a checkout of each repository at the commit that published/source.py names (`--list` prints them). Each step
 trains on 1, 2 and 4 virtual devices, at the levels of ZeRO if it has an optax transformation, and on two processes over
@@ -496,7 +496,7 @@ A small step is computed whole on every device where messages would take longer.
 largest share of a
 step's FLOPs that every device does, such as what needs all examples at once.
 
-Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown docs/compatibility.md`.
+Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown benchmarks/results/published.md`.
 
 | step, and how it is called | difference | as shipped | notes |
 |---|---|---|---|

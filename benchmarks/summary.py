@@ -1,4 +1,4 @@
-"""docs/performance.md: what was measured, on two screens. All else is in docs/performance-details.md."""
+"""docs/performance.md: what was measured, on two screens. All else is in benchmarks/results/tables.md."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ END = """## What else to expect
   exact statistics.
 - **Over gloo** a message takes 0.1 ms, over MPI 0.01 ms. Small models want MPI.
 
-[All tables](performance-details.md) have every variant, collectives, the host's share and estimates. To measure on your
+[All tables](../benchmarks/results/tables.md) have every variant, collectives, the host's share and estimates. To measure on your
 own machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your own step, read
 [it is slow](slow.md).
 """

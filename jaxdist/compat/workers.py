@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
 import sys
-import threading
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -22,22 +18,6 @@ def forget_name(array: Any) -> Any:
         array.shm.unlink()
         array._unlink_on_del = False
     return array
-
-
-@functools.cache
-def end_with_parent() -> None:
-    """In a worker process: end when the process has ended that started it, even by a signal.
-
-    multiprocessing ends its daemons in an orderly exit only, and a kernel's death signal goes by the starting thread.
-    """
-    if (parent := multiprocessing.parent_process()) is None:
-        return
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="jaxdist-parent", daemon=True).start()
 
 
 def start_quiet_tracker() -> None:

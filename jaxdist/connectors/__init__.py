@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VALID", "Connector", "choose", "connect"]
 
-VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "local")
+VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "jax.distributed", "kubeflow", "ray", "local")
 _MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "barrier", "broadcast", "abort")
 
 
@@ -24,7 +24,7 @@ def choose(env: Mapping[str, str] | None = None) -> str:
     An MPI's launcher comes before Slurm: inside an allocation it starts its daemons with srun, so that the step's
     variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
     """
-    from jaxdist.connectors import launchers, slurm
+    from jaxdist.connectors import engines, launchers, slurm
 
     env = environment(env)
     if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
@@ -45,6 +45,8 @@ def choose(env: Mapping[str, str] | None = None) -> str:
         return "env://"
     if launched is not None:
         return _mpi_or_complain(launched)
+    if (engine := engines.engine(env)) is not None:
+        return engine
     step = slurm.step(env)
     if step is None and (tasks := slurm.tasks(env)) > 1:
         logging.getLogger("jaxdist").warning(
@@ -94,6 +96,10 @@ def connect(
         from jaxdist.connectors.mpi import MpiConnector
 
         return MpiConnector(timeout)
+    if spec in ("jax.distributed", "kubeflow", "ray"):
+        from jaxdist.connectors import engines
+
+        return engines.connect(spec, timeout)
     if spec == "slurm":
         from jaxdist.connectors import slurm
 

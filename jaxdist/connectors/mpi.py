@@ -129,8 +129,9 @@ def open_mpi_settings(env: Mapping[str, str], cores: int) -> dict[str, str]:
     settings = {}
     local = env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     if local == env["OMPI_COMM_WORLD_SIZE"]:
-        # MPI_Init looks for libfabric's networks for a second, and none of them leads to this host.
-        settings["OMPI_MCA_btl"] = "^ofi"
+        # Through memory alone: over TCP each rank would listen on all interfaces, where a stranger's bytes can stop it,
+        # and MPI_Init looks for libfabric's networks for a second, none of which leads to this host.
+        settings["OMPI_MCA_btl"] = "self,sm"
     if cores < 2 * int(local):
         # A rank waits for the others in a loop. With a core for each rank Python needs that core to send off the next
         # step meanwhile, or all wait for it then.

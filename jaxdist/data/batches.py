@@ -39,10 +39,6 @@ class BatchReader:
             self.source
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        compat.end_with_parent()  # it has come to a worker
-
     def __call__(self, step: int) -> Any:
         epoch, position = self.sampling.seek(*self.start, step)
         indices, real = self.sampling.examples(epoch, position)

@@ -169,7 +169,7 @@ def test_overhead_and_the_page(tmp_path: Path) -> None:
     make = lambda: runpy.run_path(str(HERE), run_name="__main__")
     call(make, "__main__.py", "--results", str(tmp_path), "--page", str(page), "--only")
     assert "# Performance" in page.read_text()
-    text = (tmp_path / "performance-details.md").read_text()
+    text = (tmp_path / "tables.md").read_text()
     assert "## What the host pays" in text
     assert found["command"] in " ".join(text.replace("\\\n", " ").split())
     assert (tmp_path / "img" / "overhead.png").exists()

@@ -40,7 +40,7 @@ class Start(NamedTuple):
 
 FAST, PROXY = "--xla_cpu_enable_fast_math=", "http://127.0.0.1:9"
 STARTS = [
-    Start("initialized PORT", ("rank ", " of 2", "tcp://", "size=2"), True, quick=True),
+    Start("initialized PORT", (" of 2 mean 1.5",), quick=True),
     Start("initialized PORT tcp://127.0.0.1:MEET", (" of 2 mean 1.5",), quick=True),
     Start("late", ("rank 1", "JAX backend"), True),
     Start(f"joins {FAST}false {FAST}true", ("rank 0 (", "rank 1 (", f"{FAST}false", f"{FAST}true"), True),
@@ -54,6 +54,7 @@ STARTS = [
     Start("other_processors --xla_cpu_max_isa=AVX2"),
     Start("threads 3 2"),
     Start("spawns_workers", ("data worker", "__main__"), how="hand", ranks=1),
+    Start("listens", how="mpirun"),
     Start("funneled auto", ("COMMUNICATOR xla", "one thread"), how="mpirun"),
 ]
 

@@ -35,6 +35,9 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_N
 SRUN = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n1"}
 DAEMON = SRUN | {"SLURM_STEP_NUM_TASKS": "2"}  # of mpirun, on each of two nodes
 SECOND = SRUN | {"SLURM_PROCID": "1"}
+# As Kubeflow's controllers set them, of Trainer and of the older JAXJob.
+TRAINER = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "train-0.train:29500"}
+JAXJOB = {"NUM_PROCESSES": "2", "PROCESS_ID": "1", "COORDINATOR_ADDRESS": "train-worker-0", "COORDINATOR_PORT": "6666"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
 
 CHOSEN = [
@@ -65,6 +68,9 @@ CHOSEN = [
     (OMPI | {"JAXDIST_CONNECTOR": "local"}, "local"),
     (TORCHRUN | {"JAXDIST_CONNECTOR": "tcp://h:1"}, "tcp://h:1"),
     ({"RANK": "0", "WORLD_SIZE": "1"}, "env://"),
+    (TRAINER, "kubeflow"),
+    (JAXJOB, "kubeflow"),
+    (TRAINER | {"JAX_NUM_PROCESSES": "1"}, "local"),
 ]
 
 
@@ -310,3 +316,36 @@ def test_alone_in_the_eyes_of_mpi_and_one_of_several_for_the_launcher() -> None:
 def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end() -> None:
     script = [str(SCRIPTS / "late.py")]
     assert jobs.mpirun(2, script, {"JAXDIST_TIMEOUT": "2"}, timeout=60).returncode != 0
+
+
+# --- engines
+
+
+@pytest.mark.parametrize("names", [TRAINER, JAXJOB], ids=["Trainer", "JAXJob"])
+def test_pods_of_kubeflow_are_ranks_of_one_job(names: Mapping[str, str]) -> None:
+    port, job = str(jobs.free_port()), jobs.Job()
+    where = {"COORDINATOR_ADDRESS": "127.0.0.1", "COORDINATOR_PORT": port}
+    where["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+    for rank in ("0", "1"):
+        ids = {"JAX_PROCESS_ID": rank, "PROCESS_ID": rank}
+        given = {name: {**names, **where, **ids}[name] for name in names}
+        job.start([sys.executable, "-m", "jaxdist", "info", "--json"], {**given, "JAXDIST_SECRET": "x"})
+    results = job.finish()
+    assert [result.returncode for result in results] == [0, 0], results
+    assert json.loads(results[0].stdout)["job"]["processes"] == 2
+
+
+@pytest.mark.parametrize(
+    "dies", [pytest.param(False, id="to the end"), pytest.param(True, id="a worker is killed", marks=pytest.mark.slow)]
+)
+def test_workers_of_ray_train_are_ranks_of_one_job(dies: bool, tmp_path: Path) -> None:
+    """Also after one was killed: Ray starts all of them again, and they go on from the checkpoint."""
+    pytest.importorskip("ray", reason="NO RAY: uv run --group integrations")
+    job = jobs.Job()
+    command = [sys.executable, str(SCRIPTS / "ray_train.py"), str(tmp_path), *["dies"] * dies]
+    job.start(command, {"JAX_PLATFORMS": "cpu", "RAY_TRAIN_V2_ENABLED": "1", "XLA_FLAGS": None})
+    (result,) = job.finish(300)
+    assert result.returncode == 0, result.output
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    first = 2 if dies else 0
+    assert said == [f"rank {rank} of 2 by ray from {first} mean 1.5 0.06250" for rank in range(2)]

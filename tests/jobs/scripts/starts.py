@@ -186,6 +186,18 @@ def connects() -> None:
     assert ctx.connector.broadcast({"from": ctx.rank}, root=1) == {"from": 1}
 
 
+def listens() -> None:
+    """Under mpirun: a rank listens on the loopback address alone."""
+    import numpy as np
+    from harness.listening import listening
+
+    import jaxdist
+
+    assert jaxdist.init().connector.name == "mpi"
+    assert jaxdist.allreduce(np.ones(2))[0] == 2
+    assert {address.removeprefix("::ffff:") for address, _ in listening()} == {"127.0.0.1"}, listening()
+
+
 def other_processors() -> None:
     """One rank's processor is another; here by name."""
     import jaxdist

@@ -1,0 +1,128 @@
+"""Processes that an engine has started: Ray Train, Kubeflow, or whoever has initialized `jax.distributed`.
+
+Each is asked for rank and size, and for a way to give the others the address of rank 0; the rest is jaxdist's own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxdist.connectors import tcp
+from jaxdist.connectors.base import environment, local_position, need
+from jaxdist.control.process import leave
+
+# What stands for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+# Kubeflow Trainer, runtime jax-distributed: https://www.kubeflow.org/docs/components/trainer/user-guides/jax/
+_TRAINER = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
+# Kubeflow's training operator, JAXJob: https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/jax/
+_JAXJOB = ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "COORDINATOR_PORT")
+_BY = "The controller sets them in each pod"
+
+
+def engine(env: Mapping[str, str] | None = None) -> str | None:
+    """The connector for the engine that has started this process as one of several; None: there is none."""
+    env = environment(env)
+    if "jax" in sys.modules and _initialized()[1] > 1:
+        return "jax.distributed"
+    if env.get("JAX_NUM_PROCESSES", "1") != "1" or ("COORDINATOR_ADDRESS" in env and "NUM_PROCESSES" in env):
+        return "kubeflow"
+    return "ray" if _ray() is not None else None
+
+
+def connect(name: str, timeout: float) -> tcp.TcpConnector | Engine:
+    """The connector of this name."""
+    if name == "kubeflow":
+        return _from_variables(timeout)
+    if name == "ray":
+        return _of_ray()
+    return _of_jax(timeout)
+
+
+class Engine:
+    """A process that an engine has started."""
+
+    def __init__(self, name: str, rank: int, size: int, local: tuple[int, int], share: Callable[[Any], Any]):
+        self.name, self.rank, self.size = name, rank, size
+        self.local_rank, self.local_size = local
+        self._share = share
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """The value of rank 0 on every process."""
+        assert root == 0, root
+        return self._share(obj)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until rank 0 is here."""
+        self._share(None)
+
+    def abort(self, code: int = 1, message: str = "") -> None:
+        """End this process; the others learn it over jaxdist's own channel, and the engine by the exit code."""
+        leave(code, message)
+
+
+def _from_variables(timeout: float, env: Mapping[str, str] | None = None) -> tcp.TcpConnector:
+    """Of Kubeflow: jaxdist's ranks meet where JAX's coordinator would have listened."""
+    env = dict(environment(env))
+    if "JAX_NUM_PROCESSES" in env:
+        need(env, _TRAINER, "kubeflow", _BY)
+        rank, size, address = (env[name] for name in _TRAINER)
+    else:
+        need(env, _JAXJOB, "kubeflow", _BY)
+        rank, size, host, port = (env[name] for name in _JAXJOB)
+        address = f"{host}:{port}"
+    host, _, port = address.rpartition(":")
+    given = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": port}
+    return tcp.from_env(timeout, env={**env, **given})
+
+
+def _initialized() -> tuple[int, int]:
+    """Rank and size of `jax.distributed`; (0, 1): it is not initialized."""
+    import jax
+
+    from jaxdist import compat
+
+    return compat.distributed_ids() if jax.distributed.is_initialized() else (0, 1)
+
+
+def _of_jax(timeout: float) -> Engine:
+    from jaxdist import compat
+
+    rank, size = _initialized()
+    store, number = compat.key_value_store(), 0
+
+    def share_of(root: int, obj: Any) -> Any:
+        nonlocal number
+        number += 1
+        key = f"jaxdist/{number}"
+        if rank == root:
+            store.key_value_set_bytes(key, pickle.dumps(obj))
+            return obj
+        return pickle.loads(store.blocking_key_value_get_bytes(key, int(1000 * timeout)))
+
+    hosts = [share_of(root, socket.gethostname()) for root in range(size)]
+    return Engine("jax.distributed", rank, size, local_position(hosts, rank), lambda obj: share_of(0, obj))
+
+
+def _ray() -> Any:
+    """Ray Train's context, in one of several workers; None elsewhere."""
+    if "ray.train" not in sys.modules:
+        return None
+    from ray import train  # pyright: ignore[reportMissingImports]
+
+    try:
+        context = train.get_context()
+        return context if context.get_world_size() > 1 else None
+    except Exception:  # not in a worker, in the words of each version
+        return None
+
+
+def _of_ray() -> Engine:
+    from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
+
+    ctx = _ray()
+    local = ctx.get_local_rank(), ctx.get_local_world_size()
+    return Engine("ray", ctx.get_world_rank(), ctx.get_world_size(), local, broadcast_from_rank_zero)
