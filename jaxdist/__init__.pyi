@@ -1,8 +1,8 @@
 """jaxdist: train on many devices with a step written for one."""
 
-from jaxdist import sinks as sinks
 from jaxdist.agreement.sync import check_sync
 from jaxdist.checkpoint import export, latest_step, restore, save
+from jaxdist.checkpoint.state_digest import digest
 from jaxdist.collectives.public import (
     all_to_all,
     allgather,
@@ -26,9 +26,8 @@ from jaxdist.data.streaming import stream
 from jaxdist.errors import CheckpointError, StepError, SyncError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.launch.spawn import spawn
-from jaxdist.observe.digest import digest
 from jaxdist.observe.explain import explain
-from jaxdist.observe.metrics import read_metrics, run_log
+from jaxdist.observe.metrics import run_log
 from jaxdist.observe.profile import profile
 from jaxdist.per_device import per_device
 from jaxdist.placements.registry import register
@@ -78,7 +77,6 @@ __all__ = [
     "permute",
     "plan",
     "profile",
-    "read_metrics",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -24,7 +24,7 @@ LAYERS = (
     ("placements",),
     ("agreement",),
     ("step",),
-    ("precision", "sinks"),
+    ("precision",),
     ("zero", "grad", "per_device"),
     ("collectives",),
     ("data", "checkpoint"),

@@ -1,15 +1,12 @@
 """The `jaxdist` command: one module per subcommand."""
 
-import importlib.metadata
-from typing import Annotated
-
 import typer
 
 from jaxdist.cli.export import export
 from jaxdist.cli.info import info
 from jaxdist.cli.plan import plan
 from jaxdist.cli.plot import plot
-from jaxdist.cli.run import RunCommand, run
+from jaxdist.cli.run import run
 from jaxdist.cli.selftest import self_test
 
 __all__ = ["app"]
@@ -23,25 +20,14 @@ app = typer.Typer(
 )
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"jaxdist {importlib.metadata.version('jaxdist')}")
-        raise typer.Exit
-
-
 @app.callback()
-def main(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version, and end.", callback=_say_version, is_eager=True)
-    ] = False,
-) -> None:
+def main(context: typer.Context) -> None:
     # `run` goes on without a KeyboardInterrupt: it has nothing to clean up until it catches signals itself.
     if context.obj is not None and context.invoked_subcommand != "run":
         context.obj()
 
 
-app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
 app.command("test")(self_test)
 app.command()(export)

@@ -1,121 +1,128 @@
-"""`jaxdist info`: who the ranks are, what they would use, and what is missing."""
+"""`jaxdist info`: the ranks of a job, the versions, and what is missing with the command that installs it."""
 
+import importlib.metadata
+import json
 import os
+import shutil
 import socket
-from dataclasses import asdict
-from typing import Annotated, Any
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from jaxdist.cli.doctor import Finding, findings, versions
-from jaxdist.cli.output import console, write_json
+from jaxdist.connectors import site
 from jaxdist.errors import in_words
+from jaxdist.launch.mpi import find_mpirun, mpi_library, python_probe
+
+_PACKAGES = ("jaxdist", "jax", "jaxlib", "numpy", "optax", "flax", "grain", "orbax-checkpoint", "mpi4py", "mpi4jax")
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
-    connector: Annotated[str, typer.Option(help="As of jaxdist.init.")] = "auto",
-    communicator: Annotated[str, typer.Option(help="As of jaxdist.init.")] = "auto",
-) -> None:
-    """Shows ranks, devices, communicator, versions and what is missing. Works under mpirun too."""
+class Check(NamedTuple):
+    """Something that was looked at: whether it is well, what was seen, and what puts it right."""
+
+    name: str
+    ok: bool
+    seen: str
+    fix: str = ""
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False) -> None:
+    """Shows ranks, devices, communicator, versions and what is missing. Works as a rank too: srun jaxdist info."""
     # Here, not above: `jaxdist run` needs none of it.
+    from jaxdist.collectives.public import barrier
     from jaxdist.runtime.context import init
 
     try:
-        ctx = init(connector, communicator)
+        ctx = init()
     except (ValueError, RuntimeError, ImportError) as error:
-        # What is missing may be why it failed, so say that too.
-        report = _report([], {}, in_words(error))
-        _write(report, as_json)
+        _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # what is missing may be why
         raise typer.Exit(1) from None
-    ranks: list[dict[str, Any]] = ctx.control.exchange("jaxdist info", _this_rank(ctx))
+    ranks = ctx.control.exchange("jaxdist info", _this_rank(ctx))
     if ctx.is_root:
-        job = {
-            "processes": ctx.size,
-            "devices": ctx.num_devices,
-            "connector": ctx.connector.name,
-            "communicator": str(ctx.communicator),
-            "kind": {k: v for k, v in asdict(ctx.kind).items() if k != "target"},
-        }
-        _write(_report(ranks, job, ""), as_json)
-    ctx.barrier()
+        job = {"processes": ctx.size, "devices": ctx.num_devices}
+        job |= {"connector": ctx.connector.name, "communicator": str(ctx.communicator), "assumed": _speeds(ctx.kind)}
+        _write({"problem": "", "job": job, "ranks": ranks}, as_json)
+    barrier()  # arrays do move, or this says what is wrong
+
+
+def versions() -> dict[str, str]:
+    """Of what matters to a bug report, by name; "" if it is not installed."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    found |= {name: _version(name) for name in _PACKAGES}
+    found["CUDA plugin"] = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
+    return found
+
+
+def checks() -> Iterator[Check]:
+    """All of this machine. Starts no JAX backend and no MPI in this process."""
+    mpirun, library = find_mpirun(), mpi_library()
+    yield Check("mpirun", mpirun is not None, f"{mpirun.version}, {mpirun.path}" if mpirun else "none", site.install())
+    load = site.how_to_load(mpirun.path) if mpirun and _version("mpi4py") else site.install()
+    yield Check("mpi4py", not library.problem, library.problem or f"{library.version}, {library.path}", load)
+    if mpirun and not library.problem:
+        same = mpirun.fits(library)
+        seen = "the same MPI" if same else f"mpirun is {mpirun.version}, mpi4py loads {library.version}"
+        yield Check("mpirun and mpi4py", same, seen, load)
+        yield _mpi4jax(library.path)
+    if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
+        plugin = versions()["CUDA plugin"]
+        yield Check("GPU", bool(plugin), plugin or "no CUDA plugin for JAX", "pip install 'jaxdist[cuda12]'")
+    if (shm := Path("/dev/shm")).is_dir():  # Open MPI, MPICH and NCCL share buffers there
+        size = os.statvfs(shm).f_frsize * os.statvfs(shm).f_blocks
+        fix = "docker run --shm-size=1g … (or mount -o remount,size=1g /dev/shm)"
+        yield Check("/dev/shm", size >= 256 << 20, f"{size >> 20} MiB", fix)
+
+
+def show(checked: Iterable[Check]) -> None:
+    """Prints a line for each check, and one for what puts it right."""
+    for one in checked:
+        print(f"{'ok ' if one.ok else 'fix'} {one.name}: {one.seen}" + f"\n      {one.fix}" * (not one.ok))
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _mpi4jax(library: str) -> Check:
+    if not (version := _version("mpi4jax")):
+        return Check("mpi4jax", False, "not installed: communicator mpi is not available", site.install())
+    # Its compiled part may have been built for another MPI or JAX: ask in another process.
+    done = python_probe("import mpi4jax")
+    if done is not None and done.returncode == 0:
+        return Check("mpi4jax", True, version)
+    errors = [line for line in (done.stderr if done else "").splitlines() if "Error: " in line] or ["no answer"]
+    return Check("mpi4jax", False, f"installed, but does not import: {errors[-1]}", site.rebuild_mpi4jax(library))
 
 
 def _this_rank(ctx: Any) -> dict[str, Any]:
     import jax
 
-    local = jax.local_devices()
-    return {
-        "rank": ctx.rank,
-        "local_rank": ctx.local_rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "cores": len(os.sched_getaffinity(0)),
-        "platform": local[0].platform,
-        "devices": [f"{device.device_kind}:{device.id}" for device in local],
-    }
+    devices = [f"{device.device_kind}:{device.id}" for device in jax.local_devices()]
+    cores = len(os.sched_getaffinity(0))
+    return {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
 
 
-def _report(ranks: list[dict[str, Any]], job: dict[str, Any], problem: str) -> dict[str, Any]:
-    return {
-        "job": job,
-        "problem": problem,
-        "ranks": ranks,
-        "versions": versions(),
-        "findings": [asdict(finding) for finding in findings()],
-    }
+def _speeds(kind: Any) -> str:
+    """What weighs sending against computing, of `jaxdist.machine.Kind`."""
+    rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
+    return f"{kind.name}, {kind.flops / 1e9:.4g} GFLOP/s, {rates}"
 
 
 def _write(report: dict[str, Any], as_json: bool) -> None:
+    found, checked = versions(), list(checks())
     if as_json:
-        write_json(report)
+        print(json.dumps({**report, "versions": found, "findings": [one._asdict() for one in checked]}, indent=2))
         return
-    out = console()
     if report["problem"]:
-        out.print(f"[red]jaxdist.init failed:[/red] {escape(report['problem'])}")
+        print(f"jaxdist.init failed: {report['problem']}")
     else:
-        _print_ranks(out, report["job"], report["ranks"])
-    _print_versions(out, report["versions"])
-    _print_findings(out, [Finding(**finding) for finding in report["findings"]])
-
-
-def _print_ranks(out: Console, job: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    out.print(
-        f"{job['processes']} process(es), {job['devices']} device(s), "
-        f"connector [b]{job['connector']}[/b], communicator [b]{job['communicator']}[/b]"
-    )
-    out.print(_seconds(job["kind"], len({one["host"] for one in ranks}) > 1))
-    table = Table()
-    for column in ("rank", "local rank", "host", "pid", "cores", "platform", "devices"):
-        table.add_column(column)
-    for one in ranks:
-        cells = [one["rank"], one["local_rank"], one["host"], one["pid"], one["cores"]]
-        devices = escape(", ".join(one["devices"]))
-        table.add_row(*map(str, cells), one["platform"], devices)
-    out.print(table)
-
-
-def _seconds(kind: dict[str, Any], several: bool) -> str:
-    """What placements take for granted of a device: `jaxdist.machine.Kind`, as a line."""
-    links = [("within a host", kind["link"], kind["latency"])]
-    links += [("between hosts", kind["network"], kind["network_latency"])] if several else []
-    sent = "; ".join(f"{where} {rate / 1e9:.3g} GB/s and {wait * 1e6:.3g} us a message" for where, rate, wait in links)
-    return f"a device ({kind['name']}): {kind['flops'] / 1e9:.4g} GFLOP/s, {sent}"
-
-
-def _print_versions(out: Console, found: dict[str, str]) -> None:
-    table = Table("software", "version")
-    for name, version in found.items():
-        table.add_row(name, escape(version) if version else "[dim]not installed[/dim]")
-    out.print(table)
-
-
-def _print_findings(out: Console, all_findings: list[Finding]) -> None:
-    for finding in all_findings:
-        mark = "[green]ok[/green] " if finding.ok else "[red]fix[/red]"
-        out.print(f"{mark} {finding.name}: {escape(finding.seen)}", soft_wrap=True)
-        if not finding.ok:
-            out.print(f"      {escape(finding.fix)}", soft_wrap=True, style="bold")
+        print("\n".join(f"{name}: {x}" for name, x in report["job"].items()))
+    for one in report["ranks"]:
+        print("rank {rank} on {host}, pid {pid}: {cores} cores, ".format(**one) + ", ".join(one["devices"]))
+    print(", ".join(f"{name} {version or 'not installed'}" for name, version in found.items()))
+    show(checked)

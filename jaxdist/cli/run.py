@@ -4,10 +4,9 @@ import itertools
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from jaxdist.connectors import site
 from jaxdist.launch.advice import crowded, misplaced_options, ranks_and_hosts
@@ -18,39 +17,16 @@ from jaxdist.launch.processes import Failed
 from jaxdist.launch.program import program_command
 from jaxdist.launch.remote import that_answer
 
-_AT_ONCE_S = 15.0  # a job that fails within this time has made no progress
-_ENOUGH = 6  # so often in a row; with pauses of 1, 2, 4 and 8 s between
-
-
-class RunCommand(TyperCommand):
-    """Ends the options of `run` at `-m`, as Python does: what follows is the module's."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        takes_value = {
-            name
-            for param in self.params
-            if not getattr(param, "is_flag", False)
-            for name in param.opts
-            if name.startswith("-")
-        }
-        at = 0
-        while at < len(args) and args[at].startswith("-") and args[at] != "--":
-            if args[at] == "-m":
-                args = [*args[:at], "--", *args[at:]]
-                break
-            at += 2 if args[at] in takes_value else 1
-        return super().parse_args(ctx, args)
+_SOON = 15.0  # seconds: a job that fails within them has made no progress
+_ENOUGH = 6  # such failures in a row
 
 
 def run(
     script: Annotated[
         list[str],
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...",
-            help="A .py file, `-m module` or an executable, with its own arguments.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="A .py file, a module (-m) or an executable, with arguments."),
     ],
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as of `python -m`.")] = False,
     ranks: Annotated[
         int | None,
         typer.Option("-n", "--np", min=1, help="Number of processes; default: 1, or all slots of the hosts."),
@@ -63,9 +39,7 @@ def run(
     hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots")] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            help="A host a line: `node1 slots=2`, `node1:2` or `node1`.", exists=True, dir_okay=False, readable=True
-        ),
+        typer.Option(exists=True, dir_okay=False, help="A host a line: `node1 slots=2`, `node1:2` or `node1`."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Start the job again when a rank fails, so many times: from its last checkpoint.")
@@ -84,11 +58,14 @@ def run(
 ) -> None:
     """Runs SCRIPT on N ranks, here or on several hosts. The exit code is that of the first rank that fails."""
     try:
-        placed = _hosts(hosts, hostfile)
+        if hosts is not None and hostfile is not None:
+            raise ValueError("--hosts and --hostfile both say which hosts: leave one out")
+        placed = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts is not None else []
         size = total_ranks(placed, ranks) if placed else ranks or 1
         everywhere = placed, size
         if only_rank is not None and only_rank >= size:
             raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
+        script = ["-m", *script] if is_module else script
         command = program_command(script)
         hint = misplaced_options(script, ranks_given=ranks is not None or bool(placed))
         for advice in (hint, "" if placed else crowded(size, command)):
@@ -98,16 +75,13 @@ def run(
         if mpirun is None and not all(host.local for host in placed):
             raise ValueError(f"ranks on several hosts are started through mpirun: {site.install()}")
         if lanes and lanes % size:
-            raise ValueError(
-                f"{size} ranks for --lanes {lanes}: they share the lanes out evenly, so {size} would have to divide "
-                f"{lanes}"
-            )
+            raise ValueError(f"{size} ranks can't share --lanes {lanes} evenly: {size} does not divide {lanes}")
         if size > 1 or placed:
             say(ranks_and_hosts(size, len(placed), mpirun.version if mpirun else ""))
         environment = dict[str, str]()
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
-        at_once = 0  # starts, the latest ones, that soon failed
+        soon = 0  # failures in a row
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)
             failed: list[Failed] = []  # stays empty if it was the user who ended the job
@@ -118,60 +92,29 @@ def run(
             )  # fmt: skip
             if not failed or restart == max_restarts:
                 raise typer.Exit(code)
-            at_once = at_once + 1 if time.monotonic() - begin < _AT_ONCE_S else 0
-            if at_once == _ENOUGH:
-                name, code = failed[0]
-                say(
-                    f"each of the last {_ENOUGH} starts failed within {_AT_ONCE_S:g} s, the last one when {name} ended "
-                    f"with exit code {code}: another would fail, too. Not restarted, although {max_restarts - restart} "
-                    f"of --max-restarts {max_restarts} are left"
-                )
+            soon = soon + 1 if time.monotonic() - begin < _SOON else 0
+            if soon == _ENOUGH:
+                left = f"{max_restarts - restart} of --max-restarts {max_restarts} are left"
+                say(f"not restarted: the last {_ENOUGH} starts failed within {_SOON:g} s each. {left}")
                 raise typer.Exit(code)
-            if at_once > 1:  # what it fails of (a full disk, a host that is still down) may pass
-                time.sleep(2.0 ** (at_once - 2))
+            time.sleep(2.0 ** (soon - 2) if soon > 1 else 0)  # a full disk, or a host that is still down, may pass
             if elastic:
-                placed, size = _found_again(placed, size, *everywhere, lanes) or _what_remains(placed, size, lanes)
+                placed, size = _again(*everywhere, placed, size, lanes)
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _what_remains(placed: list[Host], size: int, lanes: int | None) -> tuple[list[Host], int]:
-    """The hosts that answer, and the number of ranks there; if all do, one rank fewer."""
-    answering = that_answer(placed)
-    if placed and answering != placed:
-        return _evenly(answering, sum(host.slots for host in answering), lanes)
-    return _evenly(_one_fewer(placed), size - 1, lanes) if size > 1 else (placed, size)
-
-
-def _found_again(
-    placed: list[Host], size: int, all_hosts: list[Host], whole: int, lanes: int | None
-) -> tuple[list[Host], int] | None:
-    """The hosts that answer, and the number of ranks there, if these are more than now."""
-    answering = that_answer(all_hosts) if size < whole else []
-    ranks = sum(host.slots for host in answering) if all_hosts else whole
-    found = _evenly(answering, ranks, lanes)
-    return found if found[1] > size else None
-
-
-def _evenly(placed: list[Host], size: int, lanes: int | None) -> tuple[list[Host], int]:
-    """As many of these ranks as divide the lanes."""
-    while lanes and size and lanes % size:
-        placed, size = _one_fewer(placed), size - 1
-    return placed, size
-
-
-def _one_fewer(placed: list[Host]) -> list[Host]:
-    """The hosts, with one slot fewer on the last."""
-    if not placed:
-        return []
-    *others, last = placed
-    return [*others, Host(last.name, last.slots - 1)] if last.slots > 1 else others
-
-
-def _hosts(hosts: str | None, hostfile: Path | None) -> list[Host]:
-    if hosts is not None and hostfile is not None:
-        raise ValueError("--hosts and --hostfile both say which hosts: leave one out")
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    return [] if hosts is None else parse_hosts(hosts)
+def _again(
+    everywhere: list[Host], whole: int, placed: list[Host], size: int, lanes: int | None
+) -> tuple[list[Host], int]:
+    """The hosts that answer, of all, and the ranks there; if these are the same as before, one rank fewer."""
+    found = that_answer(everywhere) or placed
+    ranks = min(whole, sum(host.slots for host in found)) if found else whole
+    same = (found, ranks) == (placed, size)
+    while ranks > 1 and (same or (lanes and lanes % ranks)):
+        if found:
+            *others, last = found
+            found = [*others, Host(last.name, last.slots - 1)] if last.slots > 1 else others
+        ranks, same = ranks - 1, False
+    return found, ranks

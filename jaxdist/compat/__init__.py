@@ -18,6 +18,7 @@ from jaxdist.compat.compilation import (
     for_any_device,
     listed_groups,
     on_compile,
+    programs,
     say_on_host,
 )
 from jaxdist.compat.config import platforms_asked, settings, use_settings

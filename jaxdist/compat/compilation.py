@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -76,6 +76,12 @@ def compiler_knows(option: str, value: Any) -> bool:
             return False
         raise
     return True
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """The name and the text of each program that this process has compiled, the newest last."""
+    for executable in reversed(jax.local_devices()[0].client.live_executables()):
+        yield from ((module.name, module.to_string()) for module in executable.hlo_modules())
 
 
 @functools.lru_cache(maxsize=1024)

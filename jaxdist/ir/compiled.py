@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax.sharding import Mesh
 
 from jaxdist import compat
-from jaxdist.mesh import Groups
+from jaxdist.mesh import Groups, along, axes_of_mesh
+from jaxdist.sources import is_ours, of_the_user
 
 _KINDS = {
     "all-reduce": "all-reduce",
@@ -24,6 +30,7 @@ _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)")
 
 
+_MPI = re.compile(r"jaxdist_mpi_([a-z]+)")
 _GROUPS = r"replica_groups=(.*?)(?=, (?!device_ids)\w+=|$)"
 
 
@@ -110,3 +117,55 @@ def _closing(text: str) -> int:
         if not depth:
             return match.start()
     return len(text) - 1
+
+
+class Collective(NamedTuple):
+    """One in a program: what it does, the axes of the mesh that it goes over, and the line that makes what it moves."""
+
+    kind: str
+    axis: str = ""
+    line: str = ""
+
+
+def collectives_of(text: str, meshes: Sequence[Mesh]) -> dict[str, Collective]:
+    """Those of a module, by name, on one of these meshes."""
+    bodies, lines, found = computations(text)[0].values(), _users_lines(text), {}
+    for one in itertools.chain.from_iterable(bodies):
+        if one.kind:
+            found[one.name] = Collective(one.kind, _axes(one.groups, meshes), lines[one.name])
+        elif by_mpi := _MPI.match(one.name):
+            found[one.name] = Collective(f"MPI {by_mpi[1]}", "", lines[one.name])
+    return found
+
+
+def _axes(groups: Groups | None, meshes: Sequence[Mesh]) -> str:
+    """The names of the axes of a mesh along which the devices of each group differ; "": of none."""
+    for mesh in meshes:
+        axes = [axis.name for axis in axes_of_mesh(mesh) if axis.size > 1]
+        for names in itertools.chain.from_iterable(itertools.combinations(axes, n + 1) for n in range(len(axes))):
+            rows = [set(row) for row in along(axes_of_mesh(mesh), names) or [range(mesh.size)]]
+            if all(any(row.issuperset(group) for row in rows) for group in groups or [range(mesh.size)]):
+                return "+".join(names)
+    return ""
+
+
+def _users_lines(text: str) -> dict[str, str]:
+    """The user's line of each instruction; of a collective that jaxdist has put in, that of what it moves."""
+    parts = dict(part.split("\n", 1) for part in text.split("\n\n") if re.match(r"File|StackFrames", part))
+    files = dict(re.findall(r'^(\d+) "(.*)"$', parts.get("FileNames", ""), re.MULTILINE))
+    places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", parts.get("FileLocations", ""), re.MULTILINE)
+    at = {place: (files[file], line) for place, file, line in places}
+    frames = re.findall(
+        r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", parts.get("StackFrames", ""), re.MULTILINE
+    )
+    line_of = {"0": ""}
+    for frame, place, parent in frames:  # which count from 1: the parent of the outermost is 1, of the next one 2
+        file, line = at[place]
+        outer = line_of[str(int(parent) - 1)]
+        line_of[frame] = f"{file}:{line}" if of_the_user(file) else "" if is_ours(file) else outer
+    lines: dict[str, str] = {}
+    for body in computations(text)[0].values():
+        for one in body:  # after its operands
+            own = line_of.get(one.attribute(r"stack_frame_id=(\d+)") or "", "")
+            lines[one.name] = own or next(filter(None, (lines.get(name) for name in one.operands)), "")
+    return lines

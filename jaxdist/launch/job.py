@@ -6,7 +6,6 @@ import re
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from enum import StrEnum
 
 from jaxdist.connectors import site
@@ -14,7 +13,7 @@ from jaxdist.control import scratch
 from jaxdist.launch.command import Command
 from jaxdist.launch.hosts import Host
 from jaxdist.launch.mpi import AbortNotice, Mpirun, find_mpirun, mpi_library, split_tag
-from jaxdist.launch.output import LineFilter, say, terminal_for_root
+from jaxdist.launch.output import LineFilter, say
 from jaxdist.launch.processes import Failed, run_job
 from jaxdist.launch.ranks import cores, free_port, own_processes, thread_environment
 from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh
@@ -54,9 +53,7 @@ def launch(
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         **environment,
     }
-    draws = not (hosts or prefix or only_rank is not None)
-    with scratch.folder("jaxdist-run-") as folder, terminal_for_root() if draws else nullcontext({}) as terminal:
-        environment |= terminal
+    with scratch.folder("jaxdist-run-") as folder:
         if mpirun is not None:
             one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, folder)
             commands = [one]

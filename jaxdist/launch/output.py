@@ -11,7 +11,7 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TextIO
 
 from jaxdist.control.process import within
@@ -22,7 +22,6 @@ LineFilter = Callable[[bytes], bytes | None]
 _WHOLE = 1 << 20  # bytes up to which a line comes in one piece
 _CHUNK = 1 << 16
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
-_ERASE, _SHOW_CURSOR = b"\r\x1b[K", b"\x1b[?25h"
 _SAY_S = 1.0  # that a word of our own may take before we go on without it
 
 
@@ -111,36 +110,11 @@ class Pump(threading.Thread):
 def say(text: str) -> None:
     """A line of our own."""
 
-    _speak(f"jaxdist: {text}\n".encode())
-
-
-def _speak(lines: bytes) -> None:
     def speak() -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody is there
-            write(sys.stderr, lines)
+            write(sys.stderr, f"jaxdist: {text}\n".encode())
 
     within(_SAY_S, speak)
-
-
-@contextlib.contextmanager
-def terminal_for_root() -> Iterator[dict[str, str]]:
-    """The variable by which the root of a job on this machine learns of our terminal, so that it may draw a bar there.
-
-    What it writes to its own standard error comes through pipes, and Open MPI keeps a line until its end.
-    """
-    error, found = sys.stderr, {}
-    with contextlib.suppress(OSError, ValueError):  # a container may not have it by a name
-        if error is not None and error.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-            found = {"JAXDIST_TERMINAL": os.ttyname(error.fileno())}
-    if not found:
-        yield found
-        return
-    _bar.set()
-    try:
-        yield found
-    finally:
-        _bar.clear()
-        _speak(_SHOW_CURSOR)  # the bar hides it, and its rank may have been killed
 
 
 def report_lost(pumps: Sequence[Pump]) -> int:
@@ -165,8 +139,6 @@ def write(target: TextIO | None, lines: bytes) -> None:
     target.flush()
     number = raw.fileno()
     with _lock(number):
-        if _bar.is_set() and raw.isatty():
-            lines = _ERASE + lines
         view = memoryview(lines)
         while view:
             try:
@@ -181,5 +153,4 @@ def _lock(number: int) -> threading.Lock:
     return _locks.setdefault((found.st_dev, found.st_ino), threading.Lock())
 
 
-_bar = threading.Event()  # the root may draw one, where lines of others are to begin
 _locks: dict[tuple[int, int], threading.Lock] = {}

@@ -1,63 +1,43 @@
-"""`profile`: a trace of each rank, and how much of the devices' time collectives take."""
+"""`profile`: a trace of each rank, and a table of what takes the devices' time."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
+from jaxdist import compat
 from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.ir.compiled import Collective, collectives_of
 from jaxdist.runtime.context import get_context
+from jaxdist.text import text_of
 
-# XLA names an operation after the JAX primitive that it comes from (0.10), or after its own; NCCL its kernels.
-_COLLECTIVE = re.compile(
-    r"(?P<all_reduce>psum(_invariant)?|pmax|pmin|jaxdist_(group|all)_reduce|jaxdist_mpi_allreduce|all-reduce)"
-    r"|(?P<all_gather>all_gather(_invariant)?|jaxdist_all_gather|jaxdist_mpi_allgather|all-gather)"
-    r"|(?P<reduce_scatter>reduce_scatter|psum_scatter|jaxdist_reduce_scatter|reduce-scatter)"
-    r"|(?P<all_to_all>(ragged_)?all_to_all|jaxdist_mpi_alltoall|(ragged-)?all-to-all)"
-    r"|(?P<permute>ppermute|jaxdist_mpi_sendrecv|collective-permute)"
-)
-_SUFFIX = re.compile(r"(-start|-done)?(\.\d+|\.clone)*$")
-_NCCL = re.compile(r"nccl\w*?(AllReduce|AllGather|ReduceScatter|SendRecv|Broadcast|Reduce)")
-_Interval = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Share:
-    """The time of one rank's devices, in seconds; of several threads or streams, added up."""
-
-    busy: float  # in operations of compiled programs; what lies in another's time counts once
-    collectives: float  # of these, in collectives, with the wait for the other ranks
-    kinds: dict[str, int]  # how many there were of each kind
-
-    @property
-    def share(self) -> float:
-        """Of collectives; 0 if there was nothing."""
-        return self.collectives / self.busy if self.busy else 0.0
+_MOST_ROWS = 20
+# Of one rank: the seconds in operations of programs, and on each device those of each call of a collective, in order.
+Trace = tuple[float, dict[Collective, list[list[float]]]]
 
 
 @contextlib.contextmanager
-def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[None]:
-    """Trace what the devices of every rank do, and say on the root's standard error what collectives take of it.
+def profile(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Trace what the devices of every rank do, and print a table of what takes their time on the root.
 
-    Every rank enters and leaves it; rank r writes into ``path/rank{r}``. TensorBoard reads that (with its plugin
-    tensorboard-plugin-profile), https://ui.perfetto.dev the ``perfetto_trace.json.gz`` inside. Entering and leaving
-    wait for the work under way on this process's devices. Run the step once before, or its compilation is in the trace.
+    Every rank enters and leaves it, and waits there for its devices; rank r writes into ``path/rank{r}``. TensorBoard
+    reads that (with its plugin tensorboard-plugin-profile), https://ui.perfetto.dev the ``perfetto_trace.json.gz``
+    inside. Run the step once before, or its compilation is in the trace.
 
-    What is counted: on each thread (CPU) or stream (GPU) the time in operations of compiled programs, and of these in
-    collectives, where the wait for a slower rank is part of the collective. Collectives outside a step that go
-    through MPI are no compiled programs, so they are not counted.
+    The table is of the time that the devices are busy: the share of computing, of each collective by mesh axis, with
+    the line that computes what it moves, and of waiting in collectives for slower devices. Collectives outside a step
+    that go through MPI are no compiled programs, so they are not counted.
 
     Args:
-      path: a folder; made if it is not there.
-      python: trace Python's functions as well; they get slower by it.
+      path: a folder; created if it is missing.
 
     Raises:
       OSError: some rank can't write there (on every rank).
@@ -72,33 +52,24 @@ def profile(path: str | os.PathLike[str], *, python: bool = False) -> Iterator[N
     _finish_dispatched()
     folder = root / f"rank{ctx.rank}"
 
-    def prepare() -> Part[None]:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(13, "Permission denied")
-        except OSError as error:
-            raise OSError(f"traces can't be written there: {error.strerror}: {str(root)!r}") from error
-        return Part(None)
-
-    def read() -> Part[None]:
-        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    def report() -> Part[None]:
+        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))  # the folders are named by the time
         if not traces:
             raise RuntimeError(f"jax.profiler has left no trace in {folder}")
-        return Part(None, told=share(traces[-1]))
+        return Part(None, told=read(traces[-1]))
 
-    on_every_rank(ctx, "profile", prepare, raises=(OSError,))
+    on_every_rank(ctx, "profile", lambda: Part(folder.mkdir(parents=True, exist_ok=True)), raises=(OSError,))
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = int(python)
+    options.python_tracer_level = 0  # it slows Python's functions down
     jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
     try:
         yield
         _finish_dispatched()
     finally:
         jax.profiler.stop_trace()
-    _, shares = on_every_rank(ctx, "the end of profile", read, raises=(RuntimeError,))
+    _, traces = on_every_rank(ctx, "the end of profile", report, raises=(RuntimeError,))
     if ctx.is_root:
-        print(_summary(shares, root), file=sys.stderr, flush=True)
+        print(f"{_table(traces)}\ntraces: {root}/rank*", file=sys.stderr, flush=True)
 
 
 def _finish_dispatched() -> None:
@@ -106,40 +77,37 @@ def _finish_dispatched() -> None:
     jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])
 
 
-def share(trace: str | os.PathLike[str]) -> Share:
-    """What collectives take of a device's time, by one trace."""
-    busy: dict[str, list[_Interval]] = defaultdict(list)
-    collectives: dict[str, list[_Interval]] = defaultdict(list)
-    kinds: Counter[str] = Counter()
+def read(trace: str | os.PathLike[str]) -> Trace:
+    """What a trace says of the devices of its rank."""
+    shardings = [x.sharding for x in jax.live_arrays() if not x.is_deleted()]
+    meshes = {one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)}
+    known = dict[tuple[Any, Any], Collective]()  # by the names of program and operation
+    for program, text in compat.programs():  # of one name the newest counts
+        known |= {(program, name): one for name, one in collectives_of(text, list(meshes)).items()}
+    busy: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    on: dict[Collective, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
-        device = plane.name.startswith("/device:")
+        of_device = plane.name.startswith("/device:")
         for i, line in enumerate(plane.lines):
-            if device and not line.name.startswith(("Stream", "XLA Ops")):
+            if of_device and not line.name.startswith(("Stream", "XLA Ops")):
                 continue  # what is made of the others: whole modules, steps, names of layers
-            where = f"{plane.name}/{i}"
             for event in line.events:
-                if event.name.startswith("$") or not (device or any(name == "hlo_op" for name, _ in event.stats)):
+                stats = dict(event.stats)
+                if event.name.startswith("$") or not (of_device or "hlo_op" in stats):
                     continue  # Python's functions, XLA's own work on the host
-                interval = event.start_ns, event.start_ns + event.duration_ns
-                busy[where].append(interval)
-                if kind := kind_of(event.name):
-                    collectives[where].append(interval)
-                    kinds[kind] += 1
-    in_all, in_collectives = (sum(map(union, each.values())) / 1e9 for each in (busy, collectives))
-    return Share(in_all, in_collectives, dict(kinds.most_common()))
+                busy[plane.name, i].append((event.start_ns, event.start_ns + event.duration_ns))
+                one = known.get((stats.get("hlo_module"), stats.get("hlo_op", event.name)))
+                if one is None and event.name.startswith("nccl"):
+                    one = Collective("collective")
+                if one is not None:
+                    device = plane.name if of_device else stats.get("device_ordinal")
+                    on[one][device].append((event.start_ns, event.duration_ns / 1e9))
+    in_order = {one: [[x for _, x in sorted(calls)] for calls in each.values()] for one, each in on.items()}
+    return sum(map(_together, busy.values())) / 1e9, in_order
 
 
-def kind_of(operation: str) -> str | None:
-    """Which collective an operation of a trace is, by its name; None: none."""
-    found = _COLLECTIVE.fullmatch(_SUFFIX.sub("", operation))
-    if found is not None:
-        return found.lastgroup
-    nccl = _NCCL.match(operation)
-    return nccl[1] if nccl else None
-
-
-def union(intervals: Iterable[_Interval]) -> float:
-    """The length of what the intervals cover together."""
+def _together(intervals: list[tuple[float, float]]) -> float:
+    """The length that intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -147,15 +115,26 @@ def union(intervals: Iterable[_Interval]) -> float:
     return total
 
 
-def _summary(shares: Sequence[Share], root: Path) -> str:
-    busy, collectives = sum(s.busy for s in shares), sum(s.collectives for s in shares)
+def _table(traces: Sequence[Trace]) -> str:
+    from rich.table import Table  # here: each rank would import it at its start
+
+    busy = sum(seconds for seconds, _ in traces)
     if not busy:
-        return f"[jaxdist profile] no device ran anything; traces in {root}/rank*"
-    each = [s.share for s in shares]
-    ranks = f" ({min(each):.0%} to {max(each):.0%} on each rank)" if len(each) > 1 else ""
-    kinds = ", ".join(f"{n} {kind}" for kind, n in shares[0].kinds.items()) or "none"
-    return (
-        f"[jaxdist profile] {collectives / busy:.1%} of the devices' busy time is in collectives{ranks}, with the wait "
-        f"for the slowest: {collectives:.3g} s of {busy:.3g} s on {len(shares)} rank(s).\n"
-        f"[jaxdist profile] On rank 0: {kinds}. Traces: {root}/rank*"
-    )
+        return "[jaxdist profile] no device ran anything"
+    on: dict[Collective, list[list[float]]] = defaultdict(list)
+    for _, collectives in traces:
+        for one, durations in collectives.items():
+            on[one] += durations
+    # The last device of a call waits for nobody; what the call takes longer on the others is their wait for it.
+    moving = {one: len(each) * sum(map(min, zip(*each, strict=False))) for one, each in on.items()}
+    waiting = sum(sum(map(sum, each)) for each in on.values()) - sum(moving.values())
+    computing = busy - waiting - sum(moving.values())
+    grid = Table(box=None, pad_edge=False)
+    for name in ("of the devices' time", "share", "calls", "axis", "line"):
+        grid.add_column(name, justify="right" if name in ("share", "calls") else "left", no_wrap=True)
+    grid.add_row("computing", f"{computing / busy:.1%}")
+    for one in sorted(on, key=lambda one: -moving[one])[:_MOST_ROWS]:
+        share, calls = f"{moving[one] / busy:.1%}", str(min(map(len, on[one])))
+        grid.add_row(one.kind, share, calls, one.axis, one.line and os.path.relpath(one.line))
+    grid.add_row("waiting in collectives", f"{waiting / busy:.1%}")
+    return f"[jaxdist profile] {busy:.3g} s on {len(traces)} rank(s)\n{text_of(grid, width=120)}"

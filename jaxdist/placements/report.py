@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ _WORTH_SAYING = 0.01
 _WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results
 _MOST_LINES = 5
 _MOST_NAMES = 2
+_MOST_ROWS = 3
 _MOST_CHOICES = 10
 _ACTIVATIONS = ("all-gather", "all-to-all")
 
@@ -116,6 +119,25 @@ def _told(one: Node | str) -> str:
     if isinstance(one, str):
         return one
     return f"{one.name} at {_short(one.line)}" if one.line else one.name
+
+
+def summary(found: Sequence[Row]) -> str:
+    """What is sent over each axis, and the largest rows."""
+    moved = [row for row in found if row.what != "repeated"]
+    repeated = [row for row in found if row.what == "repeated" and row.share > _WORTH_SAYING]
+    sent = Counter[str]()
+    for row in moved:
+        sent[row.axis] += row.bytes
+    shares = [(axis, size, size / sent.total()) for axis, size in sent.most_common()]
+    lines = [f"over {axis}: {in_words(size)}, {share:.0%} of what is sent" for axis, size, share in shares]
+    for row in (*moved[:_MOST_ROWS], *repeated[:_MOST_ROWS]):
+        size = f"{row.share:.0%} of the FLOPs" if row.what == "repeated" else in_words(row.bytes)
+        of = f" of {_some(row.leaves)}" if row.leaves else ""
+        at = f" at {_short(row.line)}" if row.line else ""
+        words = [f"  {size} over {row.axis}: {row.what} ({row.operation}){of}{at}", row.why]
+        words += [f"instead: {row.instead}"] * bool(row.instead)
+        lines += textwrap.wrap("; ".join(filter(None, words)), 100, subsequent_indent=" " * 6, break_long_words=False)
+    return "\n".join(lines) or table([])
 
 
 def table(found: Sequence[Row]) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdist
 
-__all__ = ["P", "TrainState"]
+__all__ = ["P", "TrainState", "json"]
 
 ctx = jaxdist.init()
 Path("train.txt").write_text("\n\n".join(f"Document {i}. " + "It goes on. " * (i % 7) for i in range(64)))

@@ -14,7 +14,7 @@ from harness.started import Jaxdist
 REFUSED = [
     (["nosuch.py"], ["nosuch.py"]),
     (["no-such-command"], ["no-such-command"]),
-    (["-m"], ["nothing to start"]),
+    (["-m"], ["SCRIPT"]),
     (["-m", "nosuch.module"], ["nosuch.module"]),
     (["-m", "train.py"], ["train.py", "-m"]),
     (["-n", "0", "echo"], ["-n"]),

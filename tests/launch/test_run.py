@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -154,72 +151,15 @@ def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist: Jaxdist, tm
     assert not Path(folder).parent.exists()
 
 
-BAR = "\r\x1b[2Kstep"
-
-
-def on_a_terminal(folder: Path, *words: str, out: Path | None = None, environment: dict[str, str] | None = None) -> str:
-    """What appears on a terminal; without words, those of `jaxdist run`: of the script by itself."""
-    ours, theirs = pty.openpty()
-    seen: list[bytes] = []
-
-    def read() -> None:
-        with contextlib.suppress(OSError):  # the last one that had it open has closed it
-            while data := os.read(ours, 1 << 16):
-                seen.append(data)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX"))}
-    env |= {"TERM": "xterm", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | (environment or {})
-    with contextlib.ExitStack() as stack:
-        stdout = theirs if out is None else stack.enter_context(out.open("wb"))
-        run = ["-m", "jaxdist", "run", *words] if words else []
-        command = [sys.executable, *run, str(SCRIPTS / "bar.py")]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": theirs}
-        done = subprocess.run(command, **streams, cwd=folder, env=env, timeout=120, check=False)  # type: ignore[call-overload]
-    os.close(theirs)
-    reader.join(60)
-    os.close(ours)
-    text = b"".join(seen).decode()
-    assert done.returncode == 0, text
-    return text
-
-
 @pytest.mark.slow
-def test_a_bar(launcher: str, tmp_path: Path) -> None:
-    """Drawn by the root, above which lines of ranks go; a standard output that is a file gets these alone."""
-    out = tmp_path / "out.txt"
-    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", launcher, out=out)
-    head, _, rest = text.partition("\x1b[?25l")
-    lines = head.replace("\r\x1b[K", "").splitlines()
-    assert len(lines) == 1
-    assert "2 ranks on 1 host" in lines[0]
-    assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h", rest[rest.rindex(BAR) :])
-    assert text.endswith("\x1b[?25h")  # again, should the root be killed
-    assert out.read_text() == "printed 0\nprinted 1\nprinted 2\n"
-
-
-@pytest.mark.slow
-def test_lines_stand_above_the_bar(tmp_path: Path) -> None:
-    text = on_a_terminal(tmp_path)  # by itself
-    assert "jaxdist:" not in text
-    assert re.search(r"3/3.* loss=\S+  [\d,]+ examples/s\r\n\x1b\[\?25h$", text)
-    assert re.findall(r"\x1b\[2Kprinted (\d)", text) == ["0", "1", "2"]
-    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env")
-    # At the start of a line: where the bar stood it is wiped, and it may not have come back between two lines.
-    assert re.findall(r"(?:\r\x1b\[K|\n)printed (\d)\r(?=\n)", text) == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "environment"),
-    [
-        (("--prefix",), {}),
-        pytest.param(("--only-rank", "0"), {}, marks=pytest.mark.slow),
-        pytest.param((), {"TERM": "dumb"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_lines_where_a_bar_would_be_torn(words: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:
-    text = on_a_terminal(tmp_path, "-n", "2", "--launcher", "env", *words, environment=environment)
-    assert "\x1b" not in text
-    assert re.search(r"step 3/3  loss=", text)
+def test_progress_and_a_warning_of_a_log(jaxdist: Jaxdist, launcher: str, tmp_path: Path) -> None:
+    """Of the root, on standard error."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"\0" * 9)
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, SCRIPTS / "progress.py")
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"^step (\d)/3  loss=\S+(.*)", done.stderr, re.MULTILINE)
+    assert [step for step, _ in shown] == ["1", "3"]
+    assert re.fullmatch(r"  examples_per_s=\S+  0:00:00 left", shown[1][1])
+    assert done.stderr.count("1 damaged line") == 1
+    assert done.stdout == "printed 1\nprinted 2\nprinted 3\n"

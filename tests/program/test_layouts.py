@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -188,6 +189,15 @@ def test_explain_says_what_the_other_way_would_cost() -> None:
     found = jaxdist.explain(decorated(step, BOTH), *args)
     assert any("params['in1']" in line and "cut by 'model'" in line for line in found.choices), found
     assert any("otherwise: +" in line for line in found.choices)
+    lines = str(found).splitlines()
+    shares = dict(re.findall(r"over (\w+): [\d.]+ [kM]B, (\d+)% of what is sent", str(found)))
+    assert shares.keys() == {"data", "model"}
+    assert sum(map(int, shares.values())) in (99, 100, 101)
+    assert re.search(r"over \w+: all-reduce \(\w+\) at \S+\.py:\d+$", str(found), re.MULTILINE)
+    assert (len(lines) <= 25, max(map(len, lines)) <= 100) == (True, True)
+    everything = str(jaxdist.explain(decorated(step, BOTH), *args, verbose=True))
+    assert len(everything.splitlines()) > len(lines)
+    assert found.choices[0] in everything
 
 
 @pytest.mark.slow
