@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,26 +20,15 @@ OPS = ("sum", "prod", "min", "max", "avg")
 Groups = tuple[tuple[int, ...], ...] | None
 
 
-@dataclass(frozen=True)
-class Call:
-    """A checked call, the same on every rank."""
-
-    kind: str  # the function of `jaxdist.collectives.in_step`
-    options: tuple[tuple[str, Any], ...]  # its arguments beside the array, by name
-    backward: bool = False  # whether it takes cotangents of the results to those of the arrays
-
-    def members(self, rank: int, size: int) -> tuple[int, ...]:
-        """The ranks that act together with a rank, in the order of their positions; those in no group act alone."""
-        groups: Groups = dict(self.options)["groups"]
-        return tuple(range(size)) if groups is None else next((g for g in groups if rank in g), (rank,))
-
-    def __str__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.options if value is not None)
-        return f"{'gradient of ' * self.backward}{self.kind}({shown})"
+def text(kind: str, options: Mapping[str, Any]) -> str:
+    """A call, for a person and for the comparison of ranks."""
+    return f"{kind}({', '.join(f'{name}={value!r}' for name, value in options.items() if value is not None)})"
 
 
-def checked(kind: str, arguments: Mapping[str, Any], size: int, structure: Any, arrays: Sequence[Any]) -> Call:
-    """The call, or the first thing that is wrong with it."""
+def checked(
+    kind: str, arguments: Mapping[str, Any], size: int, structure: Any, arrays: Sequence[Any]
+) -> dict[str, Any]:
+    """The arguments of a function of `jaxdist.collectives.in_step`, or the first thing that is wrong with them."""
     options = {"groups": None, **arguments}
     groups = options["groups"] = _groups(kind, options["groups"], size)
     sizes = {size} if groups is None else {len(g) for g in groups}
@@ -59,7 +47,7 @@ def checked(kind: str, arguments: Mapping[str, Any], size: int, structure: Any, 
                 raise TypeError(f"rank {get_context().rank}: {kind} of {_names(structure)[i]}: {error}") from None
         if problem := _bad_shape(kind, options, x.shape, sizes):
             raise bad(kind, f"{_names(structure)[i]} of shape {x.shape} {problem}")
-    return Call(kind, tuple(options.items()))
+    return options
 
 
 def result_type(op: str, dtype: Any) -> Any:
@@ -171,7 +159,7 @@ def _names(structure: Any) -> list[str]:
     return ["x" + jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def describe(call: object, structure: Any, arrays: Sequence[Any]) -> Description:
+def describe(call: str, structure: Any, arrays: Sequence[Any]) -> Description:
     """What must be the same on every rank."""
     shown = (type_text(x.dtype.name, x.shape) for x in arrays)
-    return Description(str(call), tuple(zip(_names(structure), shown, strict=True)))
+    return Description(call, tuple(zip(_names(structure), shown, strict=True)))

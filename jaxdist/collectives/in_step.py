@@ -10,17 +10,19 @@ its result, which the step turns into that of the mean of the devices' losses, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxdist import compat
 from jaxdist.collectives.arguments import Groups, result_type
 from jaxdist.ir.primitives import group_reduce_p
 from jaxdist.mesh import AXIS
+
+_OF_BOOLEANS = {"sum": "max", "prod": "min"}
 
 
 def size() -> int:
@@ -35,12 +37,9 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     x = x.astype(out)
     if not x.size:
         return x
-    if op == "prod":
-        return _product(x, groups)
     if x.dtype == bool:
-        kind = {"sum": "max", "max": "max", "min": "min"}[op]
-        return allreduce(x.astype(jnp.int32), kind, groups) > 0
-    return _reduced(x, op, groups).astype(out)
+        return allreduce(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), groups).astype(bool)
+    return (_product(x, groups) if op == "prod" else _reduced(x, op, groups)).astype(out)
 
 
 def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
@@ -62,18 +61,19 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
     equal, n = _equal(groups, "reduce_scatter")
     if not x.size:
         return x[(slice(None),) * axis + (slice(x.shape[axis] // n),)]
-    if op in ("sum", "avg") and x.dtype != bool:
+    if x.dtype == bool:
+        return reduce_scatter(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), axis, groups).astype(bool)
+    if op in ("sum", "avg"):
         part = lax.psum_scatter(_wide(x), AXIS, scatter_dimension=axis, tiled=True, axis_index_groups=equal)
         return (part / n if op == "avg" else part).astype(x.dtype)
     parts = all_to_all(x, axis, axis, groups)
-    return _local(parts.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :]), op, axis)
+    parts = _wide(parts).reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
+    return {"prod": jnp.prod, "max": jnp.max, "min": jnp.min}[op](parts, axis).astype(x.dtype)
 
 
 def broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
     """The root's array on every device."""
     x = jnp.asarray(x)
-    if x.dtype == bool:
-        return allreduce(x & _is_root(root, groups), "max", groups)
     # To add -0.0 changes no number, not even -0.0.
     moved = _movable(x)
     return allreduce(jnp.where(_is_root(root, groups), moved, -jnp.zeros_like(moved)), "sum", groups).astype(x.dtype)
@@ -118,8 +118,9 @@ def _varying(x: Any) -> Any:
 
 def _movable(x: Any) -> Any:
     """In a dtype that every wire moves: not every one knows integers of less than a byte, nor floats of one."""
-    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        x = x.astype(jnp.int8)
+    small = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8)
+    if small:
+        return _varying(x.astype(jnp.int8))
     return _wide(x) if x.dtype.itemsize == 1 else _varying(x)
 
 
@@ -141,24 +142,12 @@ def _reduced(x: Any, op: str, groups: Groups) -> Any:
     return total / _mine({d: len(g) for g in full for d in g}, x.dtype) if op == "avg" else total
 
 
-def _local(parts: Any, op: str, axis: int) -> Any:
-    """The reduction of what is stacked along `axis`, in its own dtype."""
-    reduce = {"sum": jnp.sum, "prod": jnp.prod, "max": jnp.max, "min": jnp.min}[op]
-    if parts.dtype == bool:
-        reduce = {"sum": jnp.any, "max": jnp.any, "prod": jnp.all, "min": jnp.all}[op]
-    return reduce(_wide(parts), axis).astype(parts.dtype)
-
-
 def _product(x: Any, groups: Groups) -> Any:
-    every = allgather(x[None], 0, None)
-    if groups is None:
-        return _local(every, "prod", 0)
-    n = size()
-    member = np.eye(n, dtype=bool)
-    for group in groups:
-        member[np.ix_(group, group)] = True
-    mine = jnp.asarray(member)[lax.axis_index(AXIS)].reshape(n, *[1] * x.ndim)
-    return _local(jnp.where(mine, every, jnp.ones_like(every)), "prod", 0)
+    every = allgather(_wide(x)[None], 0, None)
+    if groups is not None:
+        mine = _mine({d: [e in g for e in range(size())] for g in _everyone(groups) for d in g}, bool)
+        every = jnp.where(mine.reshape(-1, *[1] * x.ndim), every, jnp.ones_like(every))
+    return jnp.prod(every, 0)
 
 
 def _everyone(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
@@ -167,7 +156,7 @@ def _everyone(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...
     return (*groups, *((d,) for d in range(size()) if d not in listed))
 
 
-def _mine(table: dict[int, Any], dtype: Any) -> Any:
+def _mine(table: Mapping[int, Any], dtype: Any) -> Any:
     """This device's entry."""
     return jnp.asarray([table[d] for d in range(size())], dtype)[lax.axis_index(AXIS)]
 

@@ -43,8 +43,9 @@ class Messages:
     def recv(self, like: Any, src: int) -> Any:
         """What the source sends next, which must be of these types."""
         rank, source = self._ctx.rank, self._rank("recv", "src", src)
-        is_type = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        structure, likes = flat("recv", jax.tree.map(lambda x: _any(x) if is_type(x) else x, like))
+        # An array in place of a type, in memory of no size.
+        typed = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
+        structure, likes = flat("recv", jax.tree.map(typed, like))
         mine = describe("recv", structure, likes)
         theirs, arrays = self._get(source, mine.values())
         if theirs.problem:
@@ -100,8 +101,3 @@ class Messages:
         if not 0 <= rank < size:
             raise bad(kind, f"{name}={rank} is not a rank; valid: 0..{size - 1}")
         return rank
-
-
-def _any(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    """An array of a type, in memory of no size."""
-    return np.broadcast_to(np.empty((), x.dtype), x.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxdist.communicators.mpi_groups import library, world
 from jaxdist.control.channel import ControlError
 from jaxdist.runtime.context import Context
 
-_SPINS = 200  # tests (0.1 ms) before a rank that waits lets others have its core
+_SPIN = 1e-4  # seconds before a rank that waits lets others have its core
 _NAP = 1e-3  # seconds of sleep at most between two tests
 _ELSEWHERE = 2.0  # seconds after which a rank seen in another call is not just ahead of this one
 _WAITING = "waiting for an eager collective"  # tag of the exchange that finds out who is missing
@@ -59,22 +60,19 @@ class HostMpi:
 
     def _wait(self, request: Any, what: str) -> None:
         """Until all have come. After the timeout, or soon if others are seen in another call, ask who is missing."""
-        for _ in range(_SPINS):
-            if request.Test():
-                return
-        notices = self._control.notices
         start = asked = time.monotonic()
-        since = None  # when others were first seen elsewhere
+        elsewhere = math.inf  # when others were first seen in another call
         while not request.Test():
-            now = time.monotonic()
-            since = (since or now) if notices else None
-            gave_up = _WAITING in notices
-            if now - asked > self._ctx.timeout - self._grace or (since and (gave_up or now - since > _ELSEWHERE)):
+            now, notices = time.monotonic(), self._control.notices
+            elsewhere = min(elsewhere, now) if notices else math.inf
+            patience = 0 if _WAITING in notices else _ELSEWHERE
+            if now > min(asked + self._ctx.timeout - self._grace, elsewhere + patience):
                 if request.Test():
                     return
                 self._ask(what)
-                asked, since = now, None
-            time.sleep(min(_NAP, (now - start) / 10))
+                asked, elsewhere = now, math.inf
+            if now - start > _SPIN:
+                time.sleep(min(_NAP, (now - start) / 10))
 
     def _ask(self, what: str) -> None:
         """Who is missing? Raises, unless everyone waits as this rank does."""
@@ -84,10 +82,6 @@ class HostMpi:
             raise ControlError(
                 f"{what}: not every rank came to it (timeout: {self._ctx.timeout:g} s; see jaxdist.init). {error}"
             ) from None
-
-    def reduces(self, op: str, dtype: np.dtype[Any]) -> bool:
-        """Whether MPI's operation is the right one: not all types are MPI's, and its extremes lose NaN."""
-        return dtype.kind in "iu" and op != "avg" or dtype.char in "fdFD" and op not in ("min", "max")
 
     def allreduce(self, x: np.ndarray, op: str) -> jax.Array:
         """The reduction over all ranks.
@@ -105,3 +99,8 @@ class HostMpi:
         if op == "avg":
             out /= self._ctx.size
         return compat.adopt(out.reshape(x.shape))
+
+
+def reduces(op: str, dtype: np.dtype[Any]) -> bool:
+    """Whether MPI's operation is the right one: not all types are MPI's, and its extremes lose NaN."""
+    return op != "avg" if dtype.kind in "iu" else dtype.char in "fdFD" and op not in ("min", "max")

@@ -23,7 +23,8 @@ from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.turns import Turns
 from jaxdist.collectives import in_step
-from jaxdist.collectives.arguments import Call, checked, describe, flat
+from jaxdist.collectives.arguments import checked, describe, flat, text
+from jaxdist.collectives.mpi import HostMpi, reduces
 from jaxdist.communicators import lowering
 from jaxdist.control.channel import ControlError
 from jaxdist.errors import in_words
@@ -59,14 +60,17 @@ def collective(kind: str, tree: Any, arguments: dict[str, Any]) -> Any:
     return jax.tree.unflatten(structure, function([leaves[i] for i in traced]))
 
 
+Program = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+
+
 class _Plan(NamedTuple):
     """What is known of a call from its arguments and the types of its arrays."""
 
     description: Description
     members: tuple[int, ...]  # the ranks with which this one exchanges
     root: int | None  # the one that gets the result, where the others keep their own
-    on_host: str  # the op that MPI applies to the host's memory; "": a program does it
-    program: Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+    op: str  # that MPI applies to the host's memory; "": a program does it
+    program: Program
 
 
 class Outside:
@@ -81,11 +85,7 @@ class Outside:
         self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
         self._remembered = functools.lru_cache(maxsize=1024)(self._plan)
         self._first = {d.process_index: d for d in reversed(ctx.devices)}  # of each process
-        self._mpi = None
-        if ctx.communicator == "mpi" and ctx.size > 1:
-            from jaxdist.collectives.mpi import HostMpi
-
-            self._mpi = HostMpi(ctx)
+        self._mpi = HostMpi(ctx) if ctx.communicator == "mpi" and ctx.size > 1 else None
 
     @compat.under_no_mesh
     def run(self, kind: str, tree: Any, arguments: dict[str, Any], types: tuple[Any, ...] | None = None) -> Any:
@@ -93,7 +93,7 @@ class Outside:
         with self._lock:
             self._number += 1
             self._turns.begin()
-            plan, structure, arrays, problem = None, None, [], None
+            plan, structure, arrays = None, None, []
             try:
                 structure, arrays = flat(kind, tree)
                 if types is None and arguments.get("op") in ("sum", "prod"):
@@ -104,9 +104,9 @@ class Outside:
                 plan = make(kind, tuple(arguments.items()), structure, of, types is not None)
                 jax.block_until_ready(arrays)
             except Exception as error:
-                problem = error
-            self._agree(kind, plan, problem)
-            assert plan is not None
+                self._agree(Description(kind, problem=in_words(error)))
+                raise
+            self._agree(plan.description)
             if self._logs and self._ctx.size > 1:
                 nbytes = sum(x.nbytes for x in arrays)
                 commlog.eager(self._number, plan.description, kind, nbytes, len(plan.members))
@@ -116,67 +116,72 @@ class Outside:
         self, kind: str, arguments: tuple[tuple[str, Any], ...], structure: Any, types: tuple[Any, ...], backward: bool
     ) -> _Plan:
         ctx, arrays = self._ctx, [jax.ShapeDtypeStruct(*each) for each in types]
-        call = checked(kind, dict(arguments), ctx.size, structure, arrays)
-        call = Call(kind, call.options, backward)
-        members, options = call.members(ctx.rank, ctx.size), dict(call.options)
+        options = checked(kind, dict(arguments), ctx.size, structure, arrays)
+        description = describe("gradient of " * backward + text(kind, options), structure, arrays)
+        groups = options.pop("groups")
+        members = tuple(range(ctx.size)) if groups is None else next((g for g in groups if ctx.rank in g), (ctx.rank,))
         if "root" in options:
             options["root"] %= len(members)  # of a rank alone: itself
         root = members[options["root"]] if kind in ("reduce", "gather") else None
-        native = self._mpi and kind == "allreduce" and not backward and options["groups"] is None
-        on_host = options["op"] if native and all(self._mpi.reduces(options["op"], x.dtype) for x in arrays) else ""
+        whole = self._mpi is not None and kind == "allreduce" and groups is None and not backward
+        op = options["op"] if whole and all(reduces(options["op"], x.dtype) for x in arrays) else ""
         devices, communicator = tuple(self._first[r] for r in members), ctx.communicator if len(members) > 1 else "xla"
-        among = Call(kind, tuple({**options, "groups": None}.items()), backward)
-        program = _program(among, types, devices, communicator)
-        return _Plan(describe(call, structure, arrays), members, root, on_host, program)
+        program = _program(kind, tuple(options.items()), backward, types, devices, communicator)
+        return _Plan(description, members, root, op, program)
 
-    def _agree(self, kind: str, plan: _Plan | None, problem: Exception | None) -> None:
-        """Wait for all ranks; raises, on each of them, unless all come with the same call."""
-        ctx = self._ctx
-        mine = plan.description if plan and not problem else Description(kind, problem=in_words(problem))
-        entry, what = Entry(mine.fingerprint.to_bytes(8, "little"), str(mine)), f"eager collective {self._number}"
+    def _agree(self, mine: Description) -> None:
+        """Wait for all ranks; raises, on each that has no problem of its own, unless all come with the same call."""
+        ctx, number = self._ctx, f"eager collective {self._number}"
+        what, entry = f"{mine} ({number})", Entry(mine.fingerprint.to_bytes(8, "little"), str(mine))
         if self._debug:
-            ctx.control.say(f"{what}: {problem or mine}")
-        if not problem:
+            ctx.control.say(f"{number}: {mine.problem or mine}")
+        if not mine.problem:
             self._ledger.announce(entry)
-        if problem or (ctx.size > 1 and not (self._mpi and self._mpi.same(mine.fingerprint, f"{mine} ({what})"))):
+        same = self._mpi.same(mine.fingerprint, what) if self._mpi else ctx.size == 1
+        if mine.problem or not same:
             try:
-                everyone = ctx.control.exchange("an eager collective", mine, ctx.timeout, f"{mine} ({what})")
+                everyone = ctx.control.exchange("an eager collective", mine, ctx.timeout, what)
             except ControlError as error:
-                raise ControlError(f"{mine} ({what}): not every rank came to it. {error}") from None
-            if problem:
-                raise problem
+                raise ControlError(f"{what}: not every rank came to it. {error}") from None
+            if mine.problem:
+                return
             if len(set(everyone)) > 1:
-                raise ValueError(f"rank {ctx.rank}, {what}: {difference(everyone, lambda _: _ADVICE)}")
+                raise ValueError(f"rank {ctx.rank}, {number}: {difference(everyone, lambda _: _ADVICE)}")
         self._ledger.enter(entry)
 
     def _results(self, plan: _Plan, arrays: Sequence[Any]) -> list[jax.Array]:
-        if self._mpi and plan.on_host:
-            return [self._mpi.allreduce(np.asarray(x), plan.on_host) for x in arrays]
+        if self._mpi and plan.op:
+            return [self._mpi.allreduce(np.asarray(x), plan.op) for x in arrays]
         device = self._first[self._ctx.rank]
-        # To ask where an array is takes less than to put it there.
-        here = [
-            x if isinstance(x, jax.Array) and x.devices() == {device} else jax.device_put(x, device) for x in arrays
-        ]
-        outs = plan.program(here)
-        self._turns.dispatched(outs[0])
+        parts = [out.addressable_data(0) for out in plan.program([_put(x, device) for x in arrays])]
+        self._turns.dispatched(parts[0])
         if plan.root not in (None, self._ctx.rank):
             return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may be changed
         # On CPUs as any array that the user makes: not bound to a device. The memory is the same.
-        parts = [out.addressable_data(0) for out in outs]
         return [compat.adopt(np.asarray(part)) for part in parts] if device.platform == "cpu" else parts
+
+
+def _put(x: Any, device: Any) -> jax.Array:
+    """An array on a device. To ask whether it is there takes less than to put it there."""
+    return x if isinstance(x, jax.Array) and x.devices() == {device} else jax.device_put(x, device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _program(
-    call: Call, types: tuple[Any, ...], devices: tuple[Any, ...], communicator: str
-) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    kind: str,
+    options: tuple[tuple[str, Any], ...],
+    backward: bool,
+    types: tuple[Any, ...],
+    devices: tuple[Any, ...],
+    communicator: str,
+) -> Program:
     """What makes a call between devices; each process passes the arrays of its own one."""
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     each = NamedSharding(mesh, P())  # a lie that spares a reshape: each device holds its own
-    function = functools.partial(getattr(in_step, call.kind, lambda x: x), **dict(call.options))
+    function = functools.partial(getattr(in_step, kind, lambda x: x), **dict(options), groups=None)
 
     def one(x: Any, of: Any) -> Any:
-        return jax.linear_transpose(function, jax.ShapeDtypeStruct(*of))(x)[0] if call.backward else function(x)
+        return jax.linear_transpose(function, jax.ShapeDtypeStruct(*of))(x)[0] if backward else function(x)
 
     def local(*xs: Any) -> list[Any]:
         closed = retrace(lambda *xs: [one(x, of) for x, of in zip(xs, types, strict=True)], xs)

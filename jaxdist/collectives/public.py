@@ -53,8 +53,6 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
       >>> import jaxdist
       >>> jaxdist.allreduce({"loss": 2.0}, "avg")  # one process alone
       {'loss': Array(2., dtype=float...)}
-
-    Source: MPI standard 4.1, section 6.9 (MPI_Allreduce).
     """
     return _collective("allreduce", x, op=op, groups=groups)
 
@@ -85,8 +83,6 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist, numpy as np
       >>> jaxdist.allgather(np.ones((4, 4)), axis=1).shape
       (4, 4)
-
-    Source: `jax.lax.all_gather` with ``tiled=True``.
     """
     return _collective("allgather", x, axis=axis, groups=groups)
 
@@ -119,8 +115,6 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
       >>> import jaxdist, numpy as np
       >>> jaxdist.reduce_scatter(np.ones((4, 4)), "sum", axis=0).shape
       (4, 4)
-
-    Source: MPI standard 4.1, section 6.10 (MPI_Reduce_scatter_block).
     """
     return _collective("reduce_scatter", x, op=op, axis=axis, groups=groups)
 
@@ -150,8 +144,6 @@ def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist, numpy as np
       >>> jaxdist.broadcast(np.int8(3), root=0)
       Array(3, dtype=int8)
-
-    Source: MPI standard 4.1, section 6.4 (MPI_Bcast).
     """
     return _collective("broadcast", x, root=root, groups=groups)
 
@@ -177,8 +169,6 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
       >>> import jaxdist, numpy as np
       >>> jaxdist.reduce(np.int8(3), root=0, op="max")
       Array(3, dtype=int8)
-
-    Source: MPI standard 4.1, section 6.9 (MPI_Reduce).
     """
     return _collective("reduce", x, root=root, op=op, groups=groups)
 
@@ -206,8 +196,6 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
       >>> import jaxdist, numpy as np
       >>> jaxdist.all_to_all(np.ones((2, 4)), split_axis=0, concat_axis=1).shape
       (2, 4)
-
-    Source: `jax.lax.all_to_all` with ``tiled=True``.
     """
     return _collective("all_to_all", x, split_axis=split_axis, concat_axis=concat_axis, groups=groups)
 
@@ -232,8 +220,6 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist
       >>> jaxdist.gather(True, root=0)
       Array([ True], dtype=bool)
-
-    Source: MPI standard 4.1, section 6.5 (MPI_Gather).
     """
     return _collective("gather", x, root=root, groups=groups)
 
@@ -259,8 +245,6 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist, numpy as np
       >>> jaxdist.scatter(np.ones((4, 2)), root=0).shape
       (4, 2)
-
-    Source: MPI standard 4.1, section 6.6 (MPI_Scatter).
     """
     return _collective("scatter", x, root=root, groups=groups)
 
@@ -275,8 +259,6 @@ def barrier() -> None:
     Example:
       >>> import jaxdist
       >>> jaxdist.barrier()
-
-    Source: MPI standard 4.1, section 6.3 (MPI_Barrier).
     """
     if not on_device():
         _collective("barrier", [])
@@ -298,8 +280,6 @@ def send(x: Any, dst: int) -> None:
       >>> jaxdist.send(np.int8(3), dst=0)  # one process alone, to itself
       >>> jaxdist.recv(np.int8(0), src=0)
       Array(3, dtype=int8)
-
-    Source: MPI standard 4.1, section 3.2 (MPI_Send).
     """
     _refuse_in_a_step("send")
     get_context().only(Messages).send(x, dst)
@@ -325,8 +305,6 @@ def recv(like: Any, src: int) -> Any:
       >>> jaxdist.send([1.5], dst=0)
       >>> jaxdist.recv([0.0], src=0)
       [Array(1.5, dtype=float...)]
-
-    Source: MPI standard 4.1, section 3.2 (MPI_Recv).
     """
     _refuse_in_a_step("recv")
     return get_context().only(Messages).recv(like, src)
@@ -335,8 +313,8 @@ def recv(like: Any, src: int) -> Any:
 def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
     if on_device():
         structure, leaves = flat(kind, tree)
-        call = checked(kind, arguments, in_step.size(), structure, leaves)
-        return jax.tree.unflatten(structure, [getattr(in_step, kind)(x, **dict(call.options)) for x in leaves])
+        options = checked(kind, arguments, in_step.size(), structure, leaves)
+        return jax.tree.unflatten(structure, [getattr(in_step, kind)(x, **options) for x in leaves])
     if inside_step():
         raise StepError(
             f"jaxdist.{kind} inside a step, which is what one device does with the whole batch: sums and means over "
