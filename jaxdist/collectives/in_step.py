@@ -117,11 +117,9 @@ def _varying(x: Any) -> Any:
 
 
 def _movable(x: Any) -> Any:
-    """In a dtype that every wire moves: not every one knows integers of less than a byte, nor floats of one."""
+    """With integers of less than a byte as int8: NCCL knows no smaller ones."""
     small = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8)
-    if small:
-        return _varying(x.astype(jnp.int8))
-    return _wide(x) if x.dtype.itemsize == 1 else _varying(x)
+    return _varying(x.astype(jnp.int8) if small else x)
 
 
 def _wide(x: Any) -> Any:

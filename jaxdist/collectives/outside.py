@@ -125,7 +125,8 @@ class Outside:
         root = members[options["root"]] if kind in ("reduce", "gather") else None
         whole = self._mpi is not None and kind == "allreduce" and groups is None and not backward
         op = options["op"] if whole and all(reduces(options["op"], x.dtype) for x in arrays) else ""
-        devices, communicator = tuple(self._first[r] for r in members), ctx.communicator if len(members) > 1 else "xla"
+        devices = tuple(self._first[r] for r in members)
+        communicator = ctx.communicator if len(members) > 1 else "xla"
         program = _program(kind, tuple(options.items()), backward, types, devices, communicator)
         return _Plan(description, members, root, op, program)
 
