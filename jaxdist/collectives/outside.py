@@ -154,17 +154,12 @@ class Outside:
         if self._mpi and plan.op:
             return [self._mpi.allreduce(np.asarray(x), plan.op) for x in arrays]
         device = self._first[self._ctx.rank]
-        parts = [out.addressable_data(0) for out in plan.program([_put(x, device) for x in arrays])]
+        parts = [out.addressable_data(0) for out in plan.program([jax.device_put(x, device) for x in arrays])]
         self._turns.dispatched(parts[0])
         if plan.root not in (None, self._ctx.rank):
             return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may be changed
         # On CPUs as any array that the user makes: not bound to a device. The memory is the same.
         return [compat.adopt(np.asarray(part)) for part in parts] if device.platform == "cpu" else parts
-
-
-def _put(x: Any, device: Any) -> jax.Array:
-    """An array on a device. To ask whether it is there takes less than to put it there."""
-    return x if isinstance(x, jax.Array) and x.devices() == {device} else jax.device_put(x, device)
 
 
 @functools.lru_cache(maxsize=1024)

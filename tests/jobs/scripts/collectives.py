@@ -63,6 +63,7 @@ def numbers() -> None:
     same(jaxdist.all_to_all(np.concatenate(blocks, 1), 1, 0), np.concatenate(came, 0))
     same(jaxdist.gather(x, 0), np.concatenate([whole(i) for i in ones]) if R == 0 else mine)
     same(jaxdist.allgather([R, bool(R)]), [np.arange(N), np.arange(N) > 0])
+    same(jaxdist.allgather(R, groups=[list(range(N))[::-1]]), np.arange(N)[::-1])
     same(jaxdist.scatter(np.arange(2 * N) + 10 * R, 1), np.arange(2 * R, 2 * R + 2) + 10)
     if other < N:  # both send first: a send does not wait
         jaxdist.send({"a": x, "b": 2}, other)
