@@ -40,6 +40,7 @@ class Messages:
             raise
         self._put(to, describe("send", structure, arrays), [np.asarray(x) for x in arrays])
 
+    @compat.under_no_mesh
     def recv(self, like: Any, src: int) -> Any:
         """What the source sends next, which must be of these types."""
         rank, source = self._ctx.rank, self._rank("recv", "src", src)

@@ -79,7 +79,7 @@ class Outside:
     def __init__(self, ctx: Context):
         self._ctx = ctx
         self._debug = os.environ.get("JAXDIST_DEBUG", "0") not in ("", "0")
-        self._logs = ctx.is_root and commlog.asked()
+        self._logs = ctx.size > 1 and ctx.is_root and commlog.asked()
         self._number = 0
         self._lock = threading.Lock()  # of threads that call at once, the order is still to be the same on every rank
         self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
@@ -93,7 +93,6 @@ class Outside:
         with self._lock:
             self._number += 1
             self._turns.begin()
-            plan, structure, arrays = None, None, []
             try:
                 structure, arrays = flat(kind, tree)
                 if types is None and arguments.get("op") in ("sum", "prod"):
@@ -107,7 +106,7 @@ class Outside:
                 self._agree(Description(kind, problem=in_words(error)))
                 raise
             self._agree(plan.description)
-            if self._logs and self._ctx.size > 1:
+            if self._logs:
                 nbytes = sum(x.nbytes for x in arrays)
                 commlog.eager(self._number, plan.description, kind, nbytes, len(plan.members))
             return jax.tree.unflatten(structure, self._results(plan, arrays) if arrays else [])
