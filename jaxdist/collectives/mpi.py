@@ -18,7 +18,7 @@ _SPIN = 1e-4  # seconds before a rank that waits lets others have its core
 _NAP = 1e-3  # seconds of sleep at most between two tests
 _ELSEWHERE = 2.0  # seconds after which a rank seen in another call is not just ahead of this one
 _WAITING = "waiting for an eager collective"  # tag of the exchange that finds out who is missing
-_PIECE = 1 << 20  # bytes of one message: they stay in a core's cache
+_PIECE = 1 << 22  # bytes of one message: most of it stays in a core's cache
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
 
 

@@ -90,7 +90,7 @@ def random_calls(examples: int) -> None:
 def details() -> None:
     """NaN, narrow types, state of a step, and memory that is used again."""
     x = np.full(3, np.nan, np.float32) if R == 1 else np.arange(3, dtype=np.float32)
-    for large in (x, np.resize(x, 400_000)):
+    for large in (x, np.resize(x, 1_200_000)):
         for op in ("min", "max", "sum"):
             assert np.isnan(np.asarray(jaxdist.allreduce(large, op))).all()
     sixteen = np.asarray(2048.0 if R == 0 else 1.0, np.float16)  # in float16, 2048 + 1 is 2048
