@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import jax
 import numpy as np
 
-from jaxdist.collectives.arguments import (
-    describe,
-    flat,
-    not_in_step,
-    rank_of,
-    types_of,
-)
-from jaxdist.collectives.dispatch import collective
-from jaxdist.collectives.engine import Eager, Prepared, check_received, own
-from jaxdist.ir.trace import on_device
+from jaxdist.collectives import in_step, outside
+from jaxdist.collectives.arguments import checked, flat
+from jaxdist.collectives.messages import Messages
+from jaxdist.errors import StepError
+from jaxdist.ir.trace import inside_step, on_device
 from jaxdist.runtime.context import get_context
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
@@ -60,10 +53,8 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
       >>> import jaxdist
       >>> jaxdist.allreduce({"loss": 2.0}, "avg")  # one process alone
       {'loss': Array(2., dtype=float...)}
-
-    Source: MPI standard 4.1, section 6.9 (MPI_Allreduce).
     """
-    return collective("allreduce", x, op=op, groups=groups)
+    return _collective("allreduce", x, op=op, groups=groups)
 
 
 @overload
@@ -92,10 +83,8 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist, numpy as np
       >>> jaxdist.allgather(np.ones((4, 4)), axis=1).shape
       (4, 4)
-
-    Source: `jax.lax.all_gather` with ``tiled=True``.
     """
-    return collective("allgather", x, axis=axis, groups=groups)
+    return _collective("allgather", x, axis=axis, groups=groups)
 
 
 @overload
@@ -126,10 +115,8 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
       >>> import jaxdist, numpy as np
       >>> jaxdist.reduce_scatter(np.ones((4, 4)), "sum", axis=0).shape
       (4, 4)
-
-    Source: MPI standard 4.1, section 6.10 (MPI_Reduce_scatter_block).
     """
-    return collective("reduce_scatter", x, op=op, axis=axis, groups=groups)
+    return _collective("reduce_scatter", x, op=op, axis=axis, groups=groups)
 
 
 @overload
@@ -157,10 +144,8 @@ def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist, numpy as np
       >>> jaxdist.broadcast(np.int8(3), root=0)
       Array(3, dtype=int8)
-
-    Source: MPI standard 4.1, section 6.4 (MPI_Bcast).
     """
-    return collective("broadcast", x, root=root, groups=groups)
+    return _collective("broadcast", x, root=root, groups=groups)
 
 
 def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) -> Any:
@@ -184,10 +169,8 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
       >>> import jaxdist, numpy as np
       >>> jaxdist.reduce(np.int8(3), root=0, op="max")
       Array(3, dtype=int8)
-
-    Source: MPI standard 4.1, section 6.9 (MPI_Reduce).
     """
-    return collective("reduce", x, root=root, op=op, groups=groups)
+    return _collective("reduce", x, root=root, op=op, groups=groups)
 
 
 def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups | None = None) -> Any:
@@ -213,10 +196,8 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
       >>> import jaxdist, numpy as np
       >>> jaxdist.all_to_all(np.ones((2, 4)), split_axis=0, concat_axis=1).shape
       (2, 4)
-
-    Source: `jax.lax.all_to_all` with ``tiled=True``.
     """
-    return collective("all_to_all", x, split_axis=split_axis, concat_axis=concat_axis, groups=groups)
+    return _collective("all_to_all", x, split_axis=split_axis, concat_axis=concat_axis, groups=groups)
 
 
 def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
@@ -239,10 +220,8 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist
       >>> jaxdist.gather(True, root=0)
       Array([ True], dtype=bool)
-
-    Source: MPI standard 4.1, section 6.5 (MPI_Gather).
     """
-    return collective("gather", x, root=root, groups=groups)
+    return _collective("gather", x, root=root, groups=groups)
 
 
 def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
@@ -266,37 +245,8 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
       >>> import jaxdist, numpy as np
       >>> jaxdist.scatter(np.ones((4, 2)), root=0).shape
       (4, 2)
-
-    Source: MPI standard 4.1, section 6.6 (MPI_Scatter).
     """
-    return collective("scatter", x, root=root, groups=groups)
-
-
-def permute(x: Any, perm: Sequence[tuple[int, int]]) -> Any:
-    """Each source's `x`, for its destination; zeros where nothing comes.
-
-    Args:
-      x: array, Python number, or pytree of them; the same shapes on every rank.
-      perm: (source, destination) pairs; no source and no destination twice.
-
-    Returns:
-      Of the structure of `x`: JAX arrays of its shapes and dtypes.
-
-    Raises:
-      ValueError: a rank out of range or twice, or another rank made another call.
-      TypeError: not an array.
-      ControlError: a rank did not come within the timeout.
-
-    Differentiable (see `allreduce`).
-
-    Example:
-      >>> import jaxdist
-      >>> jaxdist.permute(3, [(0, 0)])
-      Array(3, dtype=int...)
-
-    Source: `jax.lax.ppermute`.
-    """
-    return collective("permute", x, perm=perm)
+    return _collective("scatter", x, root=root, groups=groups)
 
 
 def barrier() -> None:
@@ -309,11 +259,9 @@ def barrier() -> None:
     Example:
       >>> import jaxdist
       >>> jaxdist.barrier()
-
-    Source: MPI standard 4.1, section 6.3 (MPI_Barrier).
     """
     if not on_device():
-        collective("barrier", [])
+        _collective("barrier", [])
 
 
 def send(x: Any, dst: int) -> None:
@@ -325,24 +273,16 @@ def send(x: Any, dst: int) -> None:
 
     Raises:
       ValueError: no such rank.
-      TypeError: not an array, or inside a step (use `permute`).
+      TypeError: not an array, or inside a step (use `jax.lax.ppermute`).
 
     Example:
       >>> import jaxdist, numpy as np
       >>> jaxdist.send(np.int8(3), dst=0)  # one process alone, to itself
       >>> jaxdist.recv(np.int8(0), src=0)
       Array(3, dtype=int8)
-
-    Source: MPI standard 4.1, section 3.2 (MPI_Send).
     """
-    not_in_step("send")
-    ctx = get_context()
-    to = rank_of("send", "dst", dst, ctx)
-    if to == ctx.rank:
-        structure, arrays = flat("send", x)
-        _to_self.append((structure, [own(a) for a in arrays]))  # the caller may change its NumPy arrays
-    else:
-        ctx.only(Eager).send(functools.partial(_to_send, x), to)
+    _refuse_in_a_step("send")
+    get_context().only(Messages).send(x, dst)
 
 
 def recv(like: Any, src: int) -> Any:
@@ -357,7 +297,7 @@ def recv(like: Any, src: int) -> Any:
 
     Raises:
       ValueError: no such rank, or other shapes or dtypes came (which are dropped), or the sender's call failed.
-      TypeError: inside a step (use `permute`).
+      TypeError: inside a step (use `jax.lax.ppermute`).
       ControlError: nothing came within the timeout.
 
     Example:
@@ -365,30 +305,26 @@ def recv(like: Any, src: int) -> Any:
       >>> jaxdist.send([1.5], dst=0)
       >>> jaxdist.recv([0.0], src=0)
       [Array(1.5, dtype=float...)]
-
-    Source: MPI standard 4.1, section 3.2 (MPI_Recv).
     """
-    not_in_step("recv")
-    ctx = get_context()
-    source = rank_of("recv", "src", src, ctx)
-    tree, arrays = flat("recv", like)
-    mine = describe("recv", tree, types_of(arrays))
-    if source == ctx.rank:
-        if not _to_self:
-            raise ValueError(f"rank {source}: recv from itself, and nothing was sent: call send before")
-        sent_tree, sent = _to_self.popleft()
-        check_received(mine, describe("send", sent_tree, types_of(sent)), ctx.rank, source)
-        return jax.tree.unflatten(tree, [own(x) for x in sent])
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-    return jax.tree.unflatten(tree, ctx.only(Eager).recv(mine, structs, source))
+    _refuse_in_a_step("recv")
+    return get_context().only(Messages).recv(like, src)
 
 
-def _to_send(x: Any, wire: Any) -> Prepared:
-    structure, arrays = flat("send", x)
-    mine = describe("send", structure, types_of(arrays))
-    # The caller may change its NumPy arrays before they are received.
-    fixed = [a if isinstance(a, jax.Array) else np.array(a) for a in arrays]
-    return Prepared(None, mine, [wire.load(a) for a in fixed])
+def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
+    if on_device():
+        structure, leaves = flat(kind, tree)
+        options = checked(kind, arguments, in_step.size(), structure, leaves)
+        return jax.tree.unflatten(structure, [getattr(in_step, kind)(x, **options) for x in leaves])
+    if inside_step():
+        raise StepError(
+            f"jaxdist.{kind} inside a step, which is what one device does with the whole batch: sums and means over "
+            "the batch need no collective. Code for each device belongs in jaxdist.per_device"
+        )
+    return outside.collective(kind, tree, arguments)
 
 
-_to_self: deque[tuple[Any, list[Any]]] = deque()
+def _refuse_in_a_step(kind: str) -> None:
+    if inside_step() or on_device():
+        raise TypeError(
+            f"jaxdist.{kind} inside a step: all devices run one program, so none sends alone; use jax.lax.ppermute"
+        )

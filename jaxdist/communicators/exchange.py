@@ -54,7 +54,7 @@ def bits(x: Any) -> tuple[Any, Move]:
         return x.astype(jnp.uint8), lambda y: y.astype(bool)
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
         return x.astype(jnp.int8), lambda y: y.astype(x.dtype)
-    if x.dtype.kind in "iufc" and x.dtype != jnp.float16:
+    if x.dtype.kind in "iuc" or x.dtype in (jnp.float32, jnp.float64):
         return x, lambda y: y
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return lax.bitcast_convert_type(x, unsigned), lambda y: lax.bitcast_convert_type(y, x.dtype)

@@ -41,7 +41,8 @@ class LanesLowering(GlooLowering):
 
     def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes = axes_of(eqn)
-        x = x.sum([one for one in axes if isinstance(one, int)])  # of the operand's own, which vmap put there
+        # Of the operand's own axes, which vmap put there. (A sum of int32 is of int64.)
+        x = x.sum([one for one in axes if isinstance(one, int)]).astype(x.dtype)
         named = tuple(one for one in axes if not isinstance(one, int))
         total = self._total(named, x, None, groups_of(eqn)) if x.size and named else x
         return [total] if eqn.primitive.multiple_results else total

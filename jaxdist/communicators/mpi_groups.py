@@ -53,5 +53,6 @@ def of_group(ranks: tuple[int, ...], groups: Groups | None) -> Any:
     """The communicator of one's own group, which its members make together when they first ask for it."""
     rank = jax.process_index()
     if groups is None:
-        return world(rank) if ranks == tuple(range(len(ranks))) else _group(rank, ranks)
+        every = world(rank)
+        return every if ranks == tuple(range(every.Get_size())) else _group(rank, ranks)
     return _group(rank, next(own for one in groups if rank in (own := tuple(ranks[i] for i in one))))

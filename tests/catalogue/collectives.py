@@ -18,8 +18,7 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 COMPLEX = ["complex64", "complex128"]
 OPS = ["sum", "avg", "prod", "min", "max"]
-KINDS = ["allreduce", "reduce", "reduce_scatter", "allgather", "all_to_all", "broadcast", "gather", "scatter",
-         "permute"]  # fmt: skip
+KINDS = ["allreduce", "reduce", "reduce_scatter", "allgather", "all_to_all", "broadcast", "gather", "scatter"]
 Call = dict[str, Any]
 """``kind``, ``shape``, ``dtype`` and the arguments of the collective."""
 
@@ -33,9 +32,6 @@ def apply(call: Call, x: Any) -> Any:
 def expected(call: Call, xs: Sequence[Any]) -> list[Any]:
     """The result on each device: of JAX's arrays inside a step, differentiable; of NumPy's between processes."""
     kind = call["kind"]
-    if kind == "permute":
-        nothing = _numpy(xs[0]).zeros_like(xs[0])
-        return [next((xs[s] for s, t in call["perm"] if t == d), nothing) for d in range(len(xs))]
     groups = call.get("groups") or [list(range(len(xs)))]
     groups = [*groups, *([d] for d in range(len(xs)) if not any(d in g for g in groups))]
     return [_one(kind, call, [xs[i] for i in g], g.index(d), xs[d]) for d in range(len(xs)) for g in groups if d in g]
@@ -106,17 +102,13 @@ def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
         call["op"] = str(rng.choice(OPS))
     call["dtype"] = str(rng.choice(dtypes(call, eager)))
     order = [int(d) for d in rng.permutation(n)]
-    if kind == "permute":
-        k = int(rng.integers(1, n + 1))
-        call["perm"] = list(zip(order[:k], [int(d) for d in rng.permutation(n)[:k]], strict=True))
-    else:
-        halves = [order[: n // 2], order[n // 2 :]] if n % 2 == 0 else [[d] for d in order]
-        any_size = [[order[:1], order[1:]], [order[: n - 1]]]
-        if not eager and kind not in ("allreduce", "reduce", "broadcast"):
-            any_size = []
-        choices = [None, None, [order], halves, *any_size]
-        if groups := choices[rng.integers(len(choices))]:
-            call["groups"] = groups
+    halves = [order[: n // 2], order[n // 2 :]] if n % 2 == 0 else [[d] for d in order]
+    any_size = [[order[:1], order[1:]], [order[: n - 1]]]
+    if not eager and kind not in ("allreduce", "reduce", "broadcast"):
+        any_size = []
+    choices = [None, None, [order], halves, *any_size]
+    if groups := choices[rng.integers(len(choices))]:
+        call["groups"] = groups
     sizes = [len(group) for group in call.get("groups") or [order]]
     if kind in ("reduce", "broadcast", "gather", "scatter"):
         call["root"] = int(rng.integers(min(sizes)))

@@ -21,7 +21,6 @@ ALONE = {
     "reduce_scatter": lambda x: jaxdist.reduce_scatter(x, "prod", axis=1), "gather": jaxdist.gather,
     "broadcast": lambda x: jaxdist.broadcast(x, groups=[[0]]), "scatter": jaxdist.scatter,
     "reduce": lambda x: jaxdist.reduce(x, op="min", groups=[]), "all_to_all": lambda x: jaxdist.all_to_all(x, 1, 0),
-    "permute": lambda x: jaxdist.permute(x, [(0, 0)]),
 }  # fmt: skip
 
 
@@ -106,7 +105,6 @@ NUMBERS: dict[str, tuple[Any, list[float]]] = {
     "broadcast": (lambda x: jaxdist.broadcast(x, 1), [2] * 4),
     "broadcast in a pair": (lambda x: jaxdist.broadcast(x, 1, groups=[[0, 1]]), [2, 2, 3, 4]),
     "gather": (lambda x: jaxdist.gather(x, 0).sum(), [10, 0, 0, 0]),
-    "permute": (lambda x: jaxdist.permute(x, [(0, 1), (1, 0)]), [2, 1, 0, 0]),
 }  # fmt: skip
 
 
@@ -126,7 +124,6 @@ IN_GROUPS: dict[str, calls.Call] = {
     "broadcast": {"kind": "broadcast", "root": 2},
     "reduce": {"kind": "reduce", "root": 1},
     "scatter": {"kind": "scatter", "root": 3},
-    "permute": {"kind": "permute", "perm": [(0, 1), (1, 3), (2, 2)]},
 }
 
 
@@ -157,7 +154,7 @@ IN_A_STEP: list[tuple[Any, tuple[str, ...]]] = [
     (lambda x: jaxdist.allreduce(x, groups=[[0, 1], [1, 2]]), ("rank 1",)),
     (lambda x: jaxdist.reduce_scatter(x[0]), ("dimension 0",)),
     (lambda x: jaxdist.allgather(x, groups=[[0, 1], [2]]), ("one size",)),
-    (lambda x: jaxdist.send(x, 1), ("permute",)),
+    (lambda x: jaxdist.send(x, 1), ("ppermute",)),
 ]
 
 

@@ -63,8 +63,8 @@ def numbers() -> None:
     same(jaxdist.all_to_all(np.concatenate(blocks, 1), 1, 0), np.concatenate(came, 0))
     same(jaxdist.gather(x, 0), np.concatenate([whole(i) for i in ones]) if R == 0 else mine)
     same(jaxdist.allgather([R, bool(R)]), [np.arange(N), np.arange(N) > 0])
+    same(jaxdist.allgather(R, groups=[list(range(N))[::-1]]), np.arange(N)[::-1])
     same(jaxdist.scatter(np.arange(2 * N) + 10 * R, 1), np.arange(2 * R, 2 * R + 2) + 10)
-    same(jaxdist.permute(x, [(0, 1)]), whole(1 if R == 1 else 0))
     if other < N:  # both send first: a send does not wait
         jaxdist.send({"a": x, "b": 2}, other)
         like = {"a": jax.ShapeDtypeStruct((4, 4), "float32"), "b": 0}
@@ -90,7 +90,7 @@ def random_calls(examples: int) -> None:
 def details() -> None:
     """NaN, narrow types, state of a step, and memory that is used again."""
     x = np.full(3, np.nan, np.float32) if R == 1 else np.arange(3, dtype=np.float32)
-    for large in (x, np.resize(x, 400_000)):
+    for large in (x, np.resize(x, 1_200_000)):
         for op in ("min", "max", "sum"):
             assert np.isnan(np.asarray(jaxdist.allreduce(large, op))).all()
     sixteen = np.asarray(2048.0 if R == 0 else 1.0, np.float16)  # in float16, 2048 + 1 is 2048
@@ -98,6 +98,11 @@ def details() -> None:
     odd = 2**24 + 1  # in a buffer of float32 it would lose its last bit
     same(jaxdist.allreduce([np.int32(odd), np.float32(0.5)]), [np.int32(odd * N), np.float32(0.5 * N)])
     same(jaxdist.allreduce(np.int8(100)), np.asarray(100 * N).astype(np.int8))  # wraps, as NumPy's does
+    for dtype in ("bool", "int4", "float8_e5m2", "float8_e4m3fn"):
+        one = jnp.ones(N, dtype)
+        same(jaxdist.broadcast(one if R == 1 else jnp.zeros_like(one), 1), one)
+        same(jaxdist.all_to_all(one), one)
+    assert np.signbit(jaxdist.broadcast(np.float32(-0.0 if R == 1 else 1.0), 1))
     state = jax.make_array_from_process_local_data(jax.NamedSharding(ctx.mesh, P()), np.arange(3.0))
     same(jaxdist.allreduce(state, "max"), np.arange(3.0))
     kept = [(i, jaxdist.allreduce(np.full(100_000, float(i)))) for i in range(20)]
@@ -120,7 +125,6 @@ def gradients() -> None:
         lambda x: jaxdist.reduce_scatter(x, axis=1),
         lambda x: jaxdist.reduce_scatter(x, "avg", groups=groups),
         lambda x: jaxdist.all_to_all(x, -2, 1, groups=groups),
-        lambda x: jaxdist.permute(x, [(i, (i + 1) % N) for i in range(N - 1)]),
     ]
     for call in differentiable:
 

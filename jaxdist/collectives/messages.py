@@ -1,0 +1,104 @@
+"""`send` and `recv`, through the key-value store of `jax.distributed`: they need nobody else."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, deque
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist import compat
+from jaxdist.agreement.description import Description
+from jaxdist.collectives.arguments import bad, describe, flat, integer
+from jaxdist.control.channel import ControlError
+from jaxdist.errors import in_words
+from jaxdist.runtime import commlog
+from jaxdist.runtime.context import Context
+
+_CHUNK = 1 << 20  # bytes of one value in the store, far below gRPC's limit
+
+
+class Messages:
+    """The messages between the processes of one context."""
+
+    def __init__(self, ctx: Context):
+        self._ctx = ctx
+        self._counts: Counter[tuple[int, int]] = Counter()  # of messages so far, by source and destination
+        self._to_self: deque[bytes] = deque()
+        self._logs = ctx.is_root and commlog.asked()
+
+    def send(self, tree: Any, dst: int) -> None:
+        """Send; does not wait for who receives."""
+        to = self._rank("send", "dst", dst)
+        try:
+            structure, arrays = flat("send", tree)
+        except Exception as error:  # the other rank must not wait for it
+            self._put(to, Description("send", problem=in_words(error)), [])
+            raise
+        self._put(to, describe("send", structure, arrays), [np.asarray(x) for x in arrays])
+
+    @compat.under_no_mesh
+    def recv(self, like: Any, src: int) -> Any:
+        """What the source sends next, which must be of these types."""
+        rank, source = self._ctx.rank, self._rank("recv", "src", src)
+        # An array in place of a type, in memory of no size.
+        typed = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
+        structure, likes = flat("recv", jax.tree.map(typed, like))
+        mine = describe("recv", structure, likes)
+        theirs, arrays = self._get(source, mine.values())
+        if theirs.problem:
+            raise ValueError(f"rank {rank}: recv from rank {source}: its send failed there: {theirs.problem}")
+        # Names may differ: the types count, and their order.
+        if [kind for _, kind in theirs.entries] != [kind for _, kind in mine.entries]:
+            raise ValueError(
+                f"rank {rank}: recv(like, src={source}) expects {mine.values()}, and rank {source} sent "
+                f"{theirs.values()}: pass a `like` of the same shapes and dtypes in the same order"
+            )
+        return jax.tree.unflatten(structure, map(jnp.array, arrays))
+
+    def _put(self, to: int, header: Description, arrays: list[np.ndarray]) -> None:
+        data = pickle.dumps((header, arrays))
+        if self._logs:
+            commlog.say(f"{header} to rank {to}: {sum(x.nbytes for x in arrays)} bytes")
+        if to == self._ctx.rank:
+            self._to_self.append(data)
+            return
+        key, store = self._key(self._ctx.rank, to), compat.key_value_store()
+        starts = range(0, len(data), _CHUNK)
+        for i in starts:
+            store.key_value_set_bytes(f"{key}/{i}", data[i : i + _CHUNK])
+        store.key_value_set_bytes(key, pickle.dumps(starts))
+
+    def _get(self, source: int, what: str) -> tuple[Description, list[np.ndarray]]:
+        ctx = self._ctx
+        if source == ctx.rank:
+            if not self._to_self:
+                raise ValueError(f"rank {source}: recv from itself, and nothing was sent: call send before")
+            return pickle.loads(self._to_self.popleft())
+        key, store, milliseconds = self._key(source, ctx.rank), compat.key_value_store(), int(ctx.timeout * 1e3)
+        try:
+            starts = pickle.loads(store.blocking_key_value_get_bytes(key, milliseconds))
+        except jax.errors.JaxRuntimeError as error:
+            self._counts[source, ctx.rank] -= 1
+            raise ControlError(
+                f"rank {ctx.rank}: recv of {what} from rank {source}: {ctx.control.who(source)} sent nothing within "
+                f"{ctx.timeout:g} s. Each recv needs a send on the other rank ({str(error).splitlines()[0]})"
+            ) from None
+        names = [f"{key}/{i}" for i in starts]
+        data = b"".join(store.blocking_key_value_get_bytes(name, milliseconds) for name in names)
+        for name in (key, *names):
+            store.key_value_delete(name)
+        return pickle.loads(data)
+
+    def _key(self, source: int, to: int) -> str:
+        self._counts[source, to] += 1
+        return f"jaxdist/{source}>{to}/{self._counts[source, to]}"
+
+    def _rank(self, kind: str, name: str, value: Any) -> int:
+        rank, size = integer(kind, name, value), self._ctx.size
+        if not 0 <= rank < size:
+            raise bad(kind, f"{name}={rank} is not a rank; valid: 0..{size - 1}")
+        return rank
