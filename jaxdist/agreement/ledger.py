@@ -80,6 +80,14 @@ class Ledger:
                 self._last, self._run = entry.digest, 1
             self._named.append(entry.text)
             self.count += 1
+            at = self.count - 1
+            left, waiting = dict(self._control.notices.get("bye", {})), dict(self._control.waiting)
+        # What has come since this call was found to be expected.
+        for rank, count in left.items():
+            self._left(rank, count)
+        for rank, (position, what) in waiting.items():
+            if position == at:
+                self._waits(rank, position, what)
 
     def failed(self, error: BaseException) -> None:
         """The call entered last has ended with an error on this rank."""
