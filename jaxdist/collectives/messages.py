@@ -15,7 +15,6 @@ from jaxdist.agreement.description import Description
 from jaxdist.collectives.arguments import bad, describe, flat, integer
 from jaxdist.control.channel import ControlError
 from jaxdist.errors import in_words
-from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context
 
 _CHUNK = 1 << 20  # bytes of one value in the store, far below gRPC's limit
@@ -28,7 +27,6 @@ class Messages:
         self._ctx = ctx
         self._counts: Counter[tuple[int, int]] = Counter()  # of messages so far, by source and destination
         self._to_self: deque[bytes] = deque()
-        self._logs = ctx.is_root and commlog.asked()
 
     def send(self, tree: Any, dst: int) -> None:
         """Send; does not wait for who receives."""
@@ -61,8 +59,6 @@ class Messages:
 
     def _put(self, to: int, header: Description, arrays: list[np.ndarray]) -> None:
         data = pickle.dumps((header, arrays))
-        if self._logs:
-            commlog.say(f"{header} to rank {to}: {sum(x.nbytes for x in arrays)} bytes")
         if to == self._ctx.rank:
             self._to_self.append(data)
             return

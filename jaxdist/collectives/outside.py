@@ -30,7 +30,7 @@ from jaxdist.control.channel import ControlError
 from jaxdist.errors import in_words
 from jaxdist.ir.interpreter import retrace
 from jaxdist.mesh import AXIS
-from jaxdist.runtime import commlog, gloo
+from jaxdist.runtime import gloo
 from jaxdist.runtime.context import Context, get_context
 
 _ADVICE = "Nothing was sent. Every rank must come with the same shapes and dtypes"
@@ -79,7 +79,6 @@ class Outside:
     def __init__(self, ctx: Context):
         self._ctx = ctx
         self._debug = os.environ.get("JAXDIST_DEBUG", "0") not in ("", "0")
-        self._logs = ctx.size > 1 and ctx.is_root and commlog.asked()
         self._number = 0
         self._lock = threading.Lock()  # of threads that call at once, the order is still to be the same on every rank
         self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
@@ -106,9 +105,6 @@ class Outside:
                 self._agree(Description(kind, problem=in_words(error)))
                 raise
             self._agree(plan.description)
-            if self._logs:
-                nbytes = sum(x.nbytes for x in arrays)
-                commlog.eager(self._number, plan.description, kind, nbytes, len(plan.members))
             return jax.tree.unflatten(structure, self._results(plan, arrays) if arrays else [])
 
     def _plan(

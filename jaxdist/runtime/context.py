@@ -22,7 +22,7 @@ from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
-from jaxdist.runtime import commlog, farewell, in_lanes, start, transfer
+from jaxdist.runtime import farewell, in_lanes, start, transfer
 from jaxdist.runtime.control_of import control_of
 
 COMMUNICATORS = ("auto", "xla", "mpi")
@@ -270,7 +270,6 @@ def init(
         timeout = _timeout(timeout)
         streams.open_closed()  # a daemon may have closed them since the import
         failfast.one_line_for_interrupts()
-        commlog.asked()  # an unknown word is an error now
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, control_of(found, timeout), timeout)
         if ctx.size > 1:

@@ -25,7 +25,6 @@ from jaxdist.machine import Machine
 from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
-from jaxdist.runtime import commlog
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import debugging, finite, modules, stages
 from jaxdist.step.calls import Calls
@@ -60,7 +59,6 @@ class DataParallel(Generic[P, R]):
         self._signatures = Signatures()
         self._has_modules = False  # among the arguments of some call
         self._warned = False  # of what is gathered
-        self._log: commlog.StepLog | None = None
         self._is_first = True  # the next call
         self.why = ""
 
@@ -166,8 +164,6 @@ class DataParallel(Generic[P, R]):
             if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
                 for x in self._taken.state:
                     x.delete()
-        if self._log is not None:
-            self._log.called(call, program, [*state, *batch])
         if found is not None:
             assert self._mesh is not None
             on = None if self._settings.check_finite else self._cache.debugging
@@ -273,9 +269,6 @@ class DataParallel(Generic[P, R]):
             if given == AUTO:
                 choice = agreed(self._base, context, lambda: choose(self._over_data(args, kwargs), context))
                 given, self.why, passed = choice.mesh, choice.why, context.mesh
-                words = [word for word in commlog.WORDS if commlog.asked(word)]
-                if words and context.is_root:
-                    commlog.say(f"step {self._base!r}: mesh {self.why}", words[0])
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
@@ -286,10 +279,8 @@ class DataParallel(Generic[P, R]):
             self._reader = Reader(self._base, self._settings, self._placer, self._cache)
             self._calls = Calls(
                 self._base, self._settings, context, self._placer, self._cache, self._reader, self._signatures,
-                self._announce,
+                self._say,
             )  # fmt: skip
-            if context.is_root and commlog.asked("comm"):
-                self._log = commlog.StepLog(self._base, machine)
 
     def _over_data(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forecast:
         """A call on this job's devices in one axis."""
@@ -322,27 +313,18 @@ class DataParallel(Generic[P, R]):
         signature, leaves = self._signature(*self._arguments(args, {}))
         return Forecast(self._settings, self._cache, signature, leaves, mesh, machine)
 
-    def _announce(self, made: Program) -> None:
-        """A program is about to run for the first time."""
-        if self._log is not None:
-            self._log.traced(made.placed.emitted[0], made.placed.axes)
-        self._say(made)
-
     def _say(self, made: Program) -> None:
-        """How a program is placed, if that was asked for; or, once, what of it is slow."""
+        """What of a program is slow; once."""
         assert self._context is not None
         placed = [one.placed for one in made.placed.emitted[1]]
-        if not placed or not self._context.is_root:
+        if not placed or not self._context.is_root or self._warned:
             return
-        if commlog.asked("placements"):
-            commlog.say(f"step {self._base!r}:\n{report.table(report.rows(placed))}", "placements")
-        elif not self._warned:
-            text = report.warning(placed)
-            if self._settings.batch is None:
-                text = text or made.placed.unsplit()
-            if text:
-                self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
-                say_once(f"step {self._base!r}: {text}")
+        text = report.warning(placed)
+        if self._settings.batch is None:
+            text = text or made.placed.unsplit()
+        if text:
+            self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
+            say_once(f"step {self._base!r}: {text}")
 
 
 @contextlib.contextmanager
