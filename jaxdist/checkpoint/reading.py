@@ -38,19 +38,17 @@ _AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what ha
 
 @api_boundary
 @under_no_mesh
-def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, fallback: bool | None = None) -> T:
+def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T:
     """Read a checkpoint; every process calls it.
 
-    What is read is compared with the checksums that were saved with it.
+    What is read is compared with the checksums that were saved with it. Without `step`, a checkpoint that is damaged is
+    passed over: the root says so on stderr, and the next `save` renames it (``15.damaged``).
 
     Args:
       path: as given to `save`.
       like: a state with the structure, shapes and dtypes of the saved one: a new one, one that a step has returned, or
         one of ``jax.eval_shape``. Its values are not used.
-      step: of the checkpoint; default: the one that was saved last.
-      fallback: without `step`: if the last checkpoint is damaged, take the one saved before, and so on. The root says
-        so on stderr, and the next `save` renames the damaged ones (``15.damaged``). Default: True where
-        ``jaxdist run --max-restarts`` has started the job again.
+      step: of the checkpoint; default: the one that was saved last, or the one before where that is damaged.
 
     Returns:
       The state. Leaves whose counterpart in `like` lies on the mesh (a state that a step has returned, `shard`) are
@@ -59,10 +57,11 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
 
     Raises:
       FileNotFoundError: no such checkpoint, or no checkpoint at all, or it was removed while it was being read.
-      CheckpointError: on every rank: it is of another model (names the first leaf that differs), or damaged (names
-        the leaf and the file), or the system can't read it (too many open files, say), which is never passed over.
+      CheckpointError: on every rank: it is of another model (names the first leaf that differs), or the one of `step`,
+        or each, is damaged (names the leaf and the file), or the system can't read it (too many open files, say), which
+        is never passed over.
       TypeError: a leaf of `like` that no checkpoint has.
-      ValueError: both `step` and `fallback`; a path that is empty or a URL; a `like` that contains itself.
+      ValueError: a path that is empty or a URL; a `like` that contains itself.
       ImportError: (on every rank) tensorstore, which orbax brings, is not installed.
 
     Example:
@@ -72,18 +71,14 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
       >>> jaxdist.restore(path, {"w": jnp.zeros(3)})["w"].tolist()
       [0.0, 1.0, 2.0]
     """
-    if fallback and step is not None:
-        raise ValueError("restore(step=..., fallback=True): of which step? Leave one of them out")
     ctx = get_context()
     await_pending()
     root = absolute(path)
-    again = step is None and os.environ.get("JAXDIST_RESTARTS", "0") not in ("", "0")
-    another = again if fallback is None else fallback  # will do, where one is damaged
     passed: list[tuple[Saved, str]] = []  # damaged ones, and how
     moved: list[Path] = []  # removed or replaced, by the job that saves, while they were read
     end = time.monotonic() + _FOR
     while True:
-        choose = functools.partial(_choose, ctx, root, step, like, another, [s for s, _ in passed], moved, end)
+        choose = functools.partial(_choose, ctx, root, step, like, [s for s, _ in passed], moved, end)
         try:
             _, choices = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: _SAME)
         except FileNotFoundError as error:
@@ -91,7 +86,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
                 raise
             all_of_them = "; ".join(f"step {s.step}: {text}" for s, text in passed)
             raise CheckpointError(f"{error} that is complete: {all_of_them}") from None
-        wanted, name, place, another = choices[0]
+        wanted, name, place = choices[0]
         directory = root / name
         read = functools.partial(_read_own, ctx, directory, wanted, like)
         try:
@@ -105,7 +100,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None, *, f
                 continue
             if not isinstance(error, DamagedError):
                 raise
-            if not another:
+            if step is not None:
                 raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
             passed.append((wanted, str(error)))
             continue
@@ -177,10 +172,9 @@ def _give_up(moved: list[Path], end: float) -> None:
 
 
 def _choose(
-    ctx: Context, root: Path, step: int | None, like: Any, another: bool, passed: list[Saved], moved: list[Path],
-    end: float,
+    ctx: Context, root: Path, step: int | None, like: Any, passed: list[Saved], moved: list[Path], end: float,
 ) -> Part[None]:  # fmt: skip
-    """The root tells which checkpoint to read, where it is and how to know it again, and whether another will do."""
+    """The root tells which checkpoint to read, where it is and how to know it again."""
     need("tensorstore", "jaxdist.restore")
     check_kinds(like)
     asked = (("the step", str(step)),)
@@ -197,7 +191,7 @@ def _choose(
             raise FileNotFoundError(f"checkpoint {moved[-1]} was removed while it was being read; {others}")
         raise FileNotFoundError(f"there is no checkpoint of step {step} in {root}; {others}")
     directory = checkpoint_of(root / str(there[-1].step))
-    return Part(None, asked, (there[-1], directory.name, identity(directory), another))
+    return Part(None, asked, (there[-1], directory.name, identity(directory)))
 
 
 def _is_there(ctx: Context, root: Path, wanted: Saved, place: Any) -> Part[None]:
@@ -210,10 +204,7 @@ def _elsewhere(root: Path, damaged: Saved) -> str:
     others = [s.step for s in saved(root) if s != damaged]
     if not others:
         return "There is no other step"
-    return (
-        f"Other steps: {others}; restore one with restore(path, like, step=...), or the newest complete one with "
-        "restore(path, like, fallback=True)"
-    )
+    return f"Other steps: {others}; name one, or none: then the newest that is whole is restored"
 
 
 _OTHER_BITS = "has other bits than were saved"

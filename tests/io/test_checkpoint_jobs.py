@@ -57,7 +57,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in output
     assert "Event loop" not in output
     like = {"w": np.zeros((60, 500), "u4"), "odd": np.zeros((7, 3), "u4"), "step": 0}
-    assert jaxdist.restore(tmp_path / "two_steps", like, fallback=True)["step"] == 10
+    assert jaxdist.restore(tmp_path / "two_steps", like)["step"] == 10
 
 
 @pytest.mark.slow

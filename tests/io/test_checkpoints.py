@@ -126,7 +126,7 @@ def test_of_another_model(tmp_path: Path) -> None:
     jaxdist.save(tmp_path, {"model": MODEL}, 5)
     for change, tokens in OTHER_MODELS.values():
         with raises(CheckpointError, *tokens, str(tmp_path / "5")):
-            jaxdist.restore(tmp_path, {"model": MODEL | change}, fallback=True)
+            jaxdist.restore(tmp_path, {"model": MODEL | change})
 
 
 LEAVES = st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=5) | st.builds(some, st.sampled_from(USUAL))

@@ -54,27 +54,21 @@ def test_each_damage_is_told(path: Path, tmp_path: Path) -> None:
         damage(run / "20")
         assert jaxdist.latest_step(run) == 20, name
         with raises(CheckpointError, *tokens, str(run / "20")):
-            jaxdist.restore(run, filled(0))
+            jaxdist.restore(run, filled(0), 20)
         code, said = command("export", run / "20", tmp_path / "out.npz")
         assert (code, str(run / "20") in said) == (2, True), name
 
 
-def test_the_one_before(path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is asked for, or a job was started again; and the next save puts the damaged ones aside."""
+def test_the_one_before(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Unless one is asked for; and the next save puts the damaged ones aside."""
     jaxdist.save(path, filled(30), 30)
     flip(data_file(path / "30"))
     record(path / "20").unlink()
-    monkeypatch.setenv("JAXDIST_RESTARTS", "0")
-    with raises(CheckpointError, "30"):
-        restored(path)
-    assert restored(path, fallback=True) == 10
+    assert restored(path) == 10
     said = capfd.readouterr().err
     assert [text for text in ("step 30", "step 20", "step 10", "model.w") if text not in said] == []
-    monkeypatch.setenv("JAXDIST_RESTARTS", "1")
-    assert restored(path) == 10
-    for how in ({"step": 30}, {"fallback": False}):
-        with raises(CheckpointError, "30"):
-            restored(path, **how)
+    with raises(CheckpointError, "30"):
+        restored(path, step=30)
     assert restored(path) == 10
     jaxdist.save(path, filled(20), 20)
     assert there(path) == ["10", "20", "20.damaged", "30.damaged"]
@@ -83,8 +77,6 @@ def test_the_one_before(path: Path, capfd: pytest.CaptureFixture[str], monkeypat
         flip(data_file(path / step))
     with raises(CheckpointError, "step 10", "step 20"):
         restored(path)
-    with raises(ValueError, "step", "fallback"):
-        restored(path, step=10, fallback=True)
 
 
 def leaves_of_all_kinds(step: int) -> dict[str, Any]:
@@ -109,13 +101,13 @@ def test_no_damage_is_silent(seed: int, tmp_path: Path) -> None:
     for i in range(60):
         rng, bad = random.Random(f"{seed} {i}"), tmp_path / f"bad{i}"
         shutil.copytree(good, bad)
-        what, fallback = at_random(bad, "30", ["10", "20"], rng), rng.random() < 0.25
+        what, any_step = at_random(bad, "30", ["10", "20"], rng), rng.random() < 0.25
         try:
-            got = leaves(jaxdist.restore(bad, leaves_of_all_kinds(0), fallback=fallback))
+            got = leaves(jaxdist.restore(bad, leaves_of_all_kinds(0), None if any_step else 30))
         except CheckpointError:
             continue
         found = [step for step in steps if got == expected[step]]
-        assert found == [30] or (found and fallback), (what, i)
+        assert found == [30] or (found and any_step), (what, i)
 
 
 # --- kills
@@ -173,7 +165,7 @@ def test_too_many_open_files_are_no_damage(path: Path) -> None:
     for more in range(2, 9):
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + more, hard))
         try:
-            assert restored(path, fallback=True) == 20
+            assert restored(path) == 20
         except (CheckpointError, OSError) as error:
             told.append(str(error))
         finally:
@@ -196,7 +188,7 @@ def test_nor_is_a_disk_that_fails(number: int, path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", read)
         with raises(CheckpointError, str(path / "20"), os.strerror(number)):
-            restored(path, fallback=True)
+            restored(path)
     assert restored(path) == 20
 
 
