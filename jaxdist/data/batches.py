@@ -68,11 +68,10 @@ class Indexed:
         sampling: Sampling,
         transform: Callable[..., Any] | None,
         workers: int,
-        threads: int,
         prefetch: int,
     ):
         self.source, self.sampling, self.transform = source, sampling, transform
-        self.workers, self.threads, self.prefetch = workers, threads, prefetch
+        self.workers, self.prefetch = workers, prefetch
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -94,8 +93,7 @@ class Indexed:
             return _Placed((read(step) for step in itertools.count()), sampling, place)
         import grain  # slow to import
 
-        threads = min(self.threads, self.prefetch)  # grain's log warns of more
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
+        options = grain.ReadOptions(num_threads=min(1, self.prefetch), prefetch_buffer_size=self.prefetch)
         batches = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(options)
         if self.workers:
             from absl import flags

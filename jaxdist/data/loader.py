@@ -34,7 +34,6 @@ def loader(
     tail: Tail = "drop",
     transform: Callable[..., Any] | None = None,
     workers: int = 0,
-    threads: int = 1,
     prefetch: int = 2,
     mesh: Mesh | Sizes | None = None,
 ) -> Loader:
@@ -64,7 +63,6 @@ def loader(
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator``, another one
         for each example and epoch.
       workers: processes that read and transform; 0: this one does. Each gets a copy of source and transform by pickle.
-      threads: batches that a process reads at once; source and transform have to allow it.
       prefetch: batches (a worker) to read ahead in the background; 0: none.
       mesh: that of `jaxdist.parallel`, on which processes that differ on other axes than that of data read the same
         examples (see `Context.parts`: ``256 // ctx.parts(mesh)[1]`` for 256 in all); default: each reads its own.
@@ -89,7 +87,7 @@ def loader(
       [4, 0] [1.0, 0.0]
     """
     ctx = get_context()
-    settings = {"workers": workers, "threads": threads, "prefetch": prefetch}
+    settings = {"workers": workers, "prefetch": prefetch}
     return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, mesh, **settings)
 
 
@@ -116,7 +114,6 @@ class Loader:
         transform: Callable[..., Any] | None,
         mesh: Mesh | Sizes | None = None,
         workers: int = 0,
-        threads: int = 1,
         prefetch: int = 0,
     ):
         self._context = context
@@ -132,10 +129,9 @@ class Loader:
 
         def check() -> dict[str, Any]:
             need("grain", "jaxdist.loader")
-            least = {"batch_size": 1, "threads": 1}
-            given = {"batch_size": batch_size, "seed": seed, "workers": workers, "threads": threads}
-            for name, value in (given | {"prefetch": prefetch}).items():
-                _check_integer(f"{name}={value!r}", value, least.get(name, 0))
+            given = {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch}
+            for name, value in given.items():
+                _check_integer(f"{name}={value!r}", value, int(name == "batch_size"))
             if tail not in ("drop", "pad", "keep"):
                 raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
             own, parts = context.parts(mesh)
@@ -146,12 +142,12 @@ class Loader:
             if streams:
                 from jaxdist.data.streamed import Streamed  # with grain, which is slow to import
 
-                _check_stream(shuffle, workers, threads)
+                _check_stream(shuffle, workers)
                 checked = context.size > 1
                 self._reading = Streamed(data, sampling, int(shuffle), transform, prefetch, checked)
             else:
                 _check_length(sampling, tail, shuffle)
-                self._reading = Indexed(data, sampling, transform, workers, threads, prefetch)
+                self._reading = Indexed(data, sampling, transform, workers, prefetch)
             return {
                 "len(source)": None if streams else length, "batch_size": size, "shuffle": shuffle, "seed": seed_,
                 "tail": tail, "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
@@ -359,16 +355,16 @@ def _check_length(sampling: Sampling, tail: Tail, shuffle: bool | int) -> None:
         )
 
 
-def _check_stream(shuffle: bool | int, workers: int, threads: int) -> None:
+def _check_stream(shuffle: bool | int, workers: int) -> None:
     if shuffle is True:
         raise ValueError(
             "shuffle=True: a stream is shuffled in windows. Give their size, as shuffle=10_000 (examples, which each "
             "process holds in memory), or shuffle=False"
         )
     _check_integer(f"shuffle={shuffle!r}", shuffle if shuffle else 0, 0)
-    if workers or threads > 1:
+    if workers:
         raise ValueError(
-            f"workers={workers}, threads={threads}: a stream is read one example after the other, by one thread. Grain "
+            f"workers={workers}: a stream is read one example after the other, by one thread. Grain "
             "can read it in processes before it comes here: IterDataset.mp_prefetch"
         )
 

@@ -138,7 +138,6 @@ BAD: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (np.arange(3), {"batch_size": True}, ("batch_size=True",)),
     (np.arange(3), {"seed": -1}, ("seed=-1",)),
     (np.arange(3), {"workers": -1}, ("workers=-1",)),
-    (np.arange(3), {"threads": 0}, ("threads=0",)),
     (np.arange(3), {"prefetch": -1}, ("prefetch=-1",)),
     (np.arange(3), {"tail": "some"}, ("tail='some'", "keep")),
     (np.arange(3), {"batch_size": 4}, ("3 examples", "4")),

@@ -84,10 +84,9 @@ LEG = st.tuples(st.sampled_from([8, 3, 6, 1]), st.integers(1, 4), st.integers(0,
 @given(
     kind=st.sampled_from(list(ALL)), tail=st.sampled_from(["keep", "pad", "drop"]), prefetch=st.integers(0, 2),
     window=st.sampled_from([0, 1, 9, 200]), legs=st.lists(LEG, min_size=1, max_size=6), seed=st.integers(0, 3),
-    threads=st.integers(1, 3),
 )  # fmt: skip
 def test_any_restarts_on_any_ranks_skip_and_repeat_nothing(
-    kind: str, tail: str, window: int, legs: list[tuple[int, int, int, bool]], prefetch: int, seed: int, threads: int
+    kind: str, tail: str, window: int, legs: list[tuple[int, int, int, bool]], prefetch: int, seed: int
 ) -> None:
     """By a state through JSON; a killed job is lost; the last one goes on to the end of the epoch."""
     shuffle = window if kind in STREAMS else window > 0
@@ -96,7 +95,6 @@ def test_any_restarts_on_any_ranks_skip_and_repeat_nothing(
     number, state = 0, ""
     for size, batch_size, steps, killed in [*legs, (1, 1, 200, False)]:
         how: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "tail": tail, "prefetch": prefetch}
-        how |= {"threads": threads} if kind in BY_INDEX else {}
         loaders = ranks(ALL[kind], size, batch_size, **how)
         for loader in loaders if state else ():
             loader.set_state(json.loads(state))
