@@ -28,7 +28,7 @@ parent, number, *command = sys.argv[1:]
 prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
 if prctl is not None:
     prctl(1, int(number))
-    if os.getppid() != int(parent):  # it died before the call
+    if int(parent) not in (0, os.getppid()):  # it died before the call
         sys.exit(1)
 for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would the program
     signal.signal(number, signal.SIG_DFL)
@@ -52,12 +52,17 @@ class Command:
     cause: re.Pattern[bytes] | None = None
 
 
+def that_dies_with(parent: int, number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """What a command line begins with whose process gets this signal when its parent dies, which is this process, or
+    (0) whoever starts it."""
+    return [sys.executable, "-I", "-S", "-c", _BECOME, str(parent), str(int(number))]
+
+
 def start(command: Command) -> "subprocess.Popen[bytes]":
     """Its process, the leader of a group and a session."""
     pipe = None if command.line_filter is None else subprocess.PIPE
-    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
     return subprocess.Popen(
-        [*become, *command.argv],
+        [*that_dies_with(os.getpid(), command.death_signal), *command.argv],
         env={**os.environ, **command.environment},
         stdout=pipe,
         stderr=pipe,

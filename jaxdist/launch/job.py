@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from jaxdist.connectors import site
 from jaxdist.control import scratch
-from jaxdist.launch.command import Command
+from jaxdist.launch.command import Command, that_dies_with
 from jaxdist.launch.hosts import Host
 from jaxdist.launch.mpi import AbortNotice, Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.launch.output import LineFilter, say
@@ -116,12 +116,13 @@ def _under_mpirun(
     spread = bool(hosts) or cores() >= 2 * size
     return Command(
         name="mpirun",
-        argv=mpirun.command(size, command, tag=tag, spread=spread, hosts=hosts, export=export),
+        argv=mpirun.command(size, [*that_dies_with(0), *command], tag=tag, spread=spread, hosts=hosts, export=export),
         environment={**mpirun.environment(hosts), **environment},
         line_filter=_lines_of_mpirun(tag, prefix, only_rank),
         last_words=_LAST_WORDS if hosts else None,
-        # Not SIGKILL: mpirun has to end its ranks, on other hosts too.
-        death_signal=signal.SIGTERM,
+        # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a SIGTERM
+        # for each of its threads, at the second of which Open MPI leaves its ranks alone.
+        death_signal=signal.SIGTERM if hosts else signal.SIGKILL,
     )
 
 
