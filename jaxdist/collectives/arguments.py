@@ -135,7 +135,13 @@ def _array(leaf: Any) -> Any:
             "(nor, unless it is linear, jax.grad). Call it from plain Python, or in a function that "
             "jaxdist.data_parallel decorates"
         )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError("is a masked array, whose mask would be lost: pass x.filled(value), or data and mask")
+    if type(leaf) is int and not (info := jnp.iinfo(jax.dtypes.canonicalize_dtype(int))).min <= leaf <= info.max:
+        raise TypeError(f"is {leaf}, which {info.dtype} does not hold: set jax_enable_x64, or pass an array")
     if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise TypeError(f"of shape {leaf.shape} was deleted, or donated to a step: pass what that returned")
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError("is a PRNG key: send jax.random.key_data(key), and wrap it again")
         if len(leaf.devices()) == 1 and leaf.is_fully_addressable:
@@ -151,7 +157,8 @@ def _array(leaf: Any) -> Any:
     x = np.asarray(leaf)
     if x.dtype != bool and not jnp.issubdtype(x.dtype, jnp.number):
         raise TypeError(f"has dtype {x.dtype}, which JAX does not have")
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+    native = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
+    return x.astype(jax.dtypes.canonicalize_dtype(native), copy=False)
 
 
 def _names(structure: Any) -> list[str]:

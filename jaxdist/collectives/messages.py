@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter, deque
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxdist.control.channel import ControlError
 from jaxdist.errors import in_words
 from jaxdist.runtime.context import Context
 
+_LOOK = 0.5  # seconds after which a rank that receives looks whether the other one has left
 _CHUNK = 1 << 20  # bytes of one value in the store, far below gRPC's limit
 
 
@@ -75,14 +77,22 @@ class Messages:
                 raise ValueError(f"rank {source}: recv from itself, and nothing was sent: call send before")
             return pickle.loads(self._to_self.popleft())
         key, store, milliseconds = self._key(source, ctx.rank), compat.key_value_store(), int(ctx.timeout * 1e3)
-        try:
-            starts = pickle.loads(store.blocking_key_value_get_bytes(key, milliseconds))
-        except jax.errors.JaxRuntimeError as error:
+        end = time.monotonic() + ctx.timeout
+        while True:
+            left = source in ctx.control.notices.get("bye", {})  # known before the look that finds nothing
+            wait = min(_LOOK, max(0.001, end - time.monotonic()))
+            try:
+                starts = pickle.loads(store.blocking_key_value_get_bytes(key, int(wait * 1e3) or 1))
+                break
+            except jax.errors.JaxRuntimeError:
+                if not left and time.monotonic() < end:
+                    continue
             self._counts[source, ctx.rank] -= 1
+            why = "has left, and sent nothing" if left else f"sent nothing within {ctx.timeout:g} s"
             raise ControlError(
-                f"rank {ctx.rank}: recv of {what} from rank {source}: {ctx.control.who(source)} sent nothing within "
-                f"{ctx.timeout:g} s. Each recv needs a send on the other rank ({str(error).splitlines()[0]})"
-            ) from None
+                f"rank {ctx.rank}: recv of {what} from rank {source}: {ctx.control.who(source)} {why}. Each recv needs "
+                "a send on the other rank"
+            )
         names = [f"{key}/{i}" for i in starts]
         data = b"".join(store.blocking_key_value_get_bytes(name, milliseconds) for name in names)
         for name in (key, *names):

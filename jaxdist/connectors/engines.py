@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdist.connectors import tcp
-from jaxdist.connectors.base import environment, local_position, need
+from jaxdist.connectors.base import environment, local_position, need, read_int
 from jaxdist.control.process import leave
 
 # What stands for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
@@ -28,7 +28,9 @@ def engine(env: Mapping[str, str] | None = None) -> str | None:
     env = environment(env)
     if "jax" in sys.modules and _initialized()[1] > 1:
         return "jax.distributed"
-    if env.get("JAX_NUM_PROCESSES", "1") != "1" or ("COORDINATOR_ADDRESS" in env and "NUM_PROCESSES" in env):
+    if any(name in env for name in _TRAINER) and env.get("JAX_NUM_PROCESSES") != "1":
+        return "kubeflow"
+    if "COORDINATOR_ADDRESS" in env and env.get("NUM_PROCESSES", "1") != "1":
         return "kubeflow"
     return "ray" if _ray() is not None else None
 
@@ -67,15 +69,12 @@ class Engine:
 def _from_variables(timeout: float, env: Mapping[str, str] | None = None) -> tcp.TcpConnector:
     """Of Kubeflow: jaxdist's ranks meet where JAX's coordinator would have listened."""
     env = dict(environment(env))
-    if "JAX_NUM_PROCESSES" in env:
-        need(env, _TRAINER, "kubeflow", _BY)
-        rank, size, address = (env[name] for name in _TRAINER)
-    else:
-        need(env, _JAXJOB, "kubeflow", _BY)
-        rank, size, host, port = (env[name] for name in _JAXJOB)
-        address = f"{host}:{port}"
-    host, _, port = address.rpartition(":")
-    given = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": port}
+    names = _TRAINER if any(name in env for name in _TRAINER) else _JAXJOB
+    need(env, names, "kubeflow", _BY)
+    size = read_int(env, names[1], 1)
+    rank = read_int(env, names[0], 0, size - 1)
+    host, _, port = ":".join(env[name] for name in names[2:]).rpartition(":")
+    given = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}
     return tcp.from_env(timeout, env={**env, **given})
 
 

@@ -35,12 +35,18 @@ def test_one_process_gets_its_own() -> None:
         x = jnp.ones(2, dtype)
         assert jaxdist.allreduce(x, "avg").dtype == jnp.mean(x).dtype
         assert jaxdist.allreduce(x, "sum").dtype == x.dtype
+    compare(jaxdist.allreduce(X.astype(">f4")), jnp.asarray(X, jnp.float32))
     x = X.copy()
     jaxdist.send({"a": x}, 0)
     x[:] = 0
     compare(jaxdist.recv({"a": x}, 0), {"a": jnp.asarray(X)})
     gradient = jax.grad(lambda x: (jaxdist.allreduce({"x": x, "n": 1}, "avg")["x"] ** 2).sum())(jnp.asarray(X))
     np.testing.assert_allclose(gradient, 2 * X)
+
+
+def deleted() -> jax.Array:
+    (x := jnp.ones(2)).delete()
+    return x
 
 
 REFUSED: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
@@ -58,6 +64,9 @@ REFUSED: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
     (lambda: jaxdist.broadcast("text"), TypeError, ("'text'",)),
     (lambda: jaxdist.broadcast(np.array(["a"])), TypeError, ("<U1",)),
     (lambda: jaxdist.broadcast(jax.random.key(0)), TypeError, ("key_data",)),
+    (lambda: jaxdist.allreduce([1, 2**70]), TypeError, ("rank 0", "x[1]", "int64")),  # 2**40 without jax_enable_x64
+    (lambda: jaxdist.allreduce(np.ma.masked_equal([1, 2], 2)), TypeError, ("masked", "filled")),
+    (lambda: jaxdist.broadcast({"w": deleted()}), TypeError, ("x['w']", "donated")),
     (lambda: jax.jit(jaxdist.allgather)(X), TypeError, ("jax.jit",)),
     (lambda: jaxdist.send(X, 1), ValueError, ("dst=1",)),
     (lambda: jaxdist.recv(X, 0), ValueError, ("nothing was sent",)),

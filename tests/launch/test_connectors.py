@@ -71,6 +71,7 @@ CHOSEN = [
     (TRAINER, "kubeflow"),
     (JAXJOB, "kubeflow"),
     (TRAINER | {"JAX_NUM_PROCESSES": "1"}, "local"),
+    ({"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, "kubeflow"),  # which says that one is missing
 ]
 
 
