@@ -112,7 +112,8 @@ def initialized() -> None:
 
     import jaxdist
 
-    ctx = jaxdist.init(ARGUMENTS[1], rank=rank, size=2) if ARGUMENTS[1:] else jaxdist.init()
+    said = {} if ARGUMENTS[1:] in ([], ["local"]) else {"rank": rank, "size": 2}
+    ctx = jaxdist.init(*ARGUMENTS[1:], **said)
     step = jaxdist.data_parallel(lambda w, x: (w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.mean(x)))
     _, mean = step(jnp.ones(3), np.full((4, 3), 1.0 + rank, np.float32))
     print(f"rank {ctx.rank} of {ctx.size} mean {float(mean)}", flush=True)
