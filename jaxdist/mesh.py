@@ -118,7 +118,7 @@ def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...],
     k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
     rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
     parts = tuple(tuple(sorted({d.process_index for d in row})) for row in rows)
-    of = {rank: [k for k, ranks in enumerate(parts) if rank in ranks] for rank in ranks_of(mesh)}
+    of = by_rank(parts)
     if any(of[rank] != of[ranks[0]] for ranks in parts for rank in ranks) or len(set(map(len, of.values()))) > 1:
         raise ValueError(
             f"mesh {dict(mesh.shape)} on {len(of)} processes: some have only a part of their examples in common. Take "
@@ -126,6 +126,15 @@ def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...],
             "or the other way round"
         )
     return parts if in_lanes or len(set(ranks_of(mesh))) > 1 else parts[:1]
+
+
+def by_rank(parts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """The parts that each process passes, of the processes that pass each part."""
+    of: dict[int, list[int]] = {}
+    for part, ranks in enumerate(parts):
+        for rank in ranks:
+            of.setdefault(rank, []).append(part)
+    return of
 
 
 def data_size(mesh: Mesh) -> int:

@@ -21,7 +21,7 @@ from jaxdist.control import failfast
 from jaxdist.control.channel import Control, ControlError
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, Machine, kind_of
-from jaxdist.mesh import Sizes, mesh_of, parts_of_batch
+from jaxdist.mesh import Sizes, by_rank, mesh_of, parts_of_batch
 from jaxdist.runtime import farewell, in_lanes, start, transfer
 from jaxdist.runtime.control_of import control_of
 
@@ -289,8 +289,8 @@ def init(
 def parts_of_ranks(context: Context, mesh: Mesh | Sizes | None = None) -> list[tuple[int, ...]]:
     """The parts of a batch that each rank passes; see `Context.parts`."""
     made = mesh_of(mesh, context.devices) if mesh else context.mesh
-    parts = parts_of_batch(made, in_lanes=context.communicator == "lanes")
-    return [tuple(k for k, ranks in enumerate(parts) if rank in ranks) for rank in range(context.size)]
+    of = by_rank(parts_of_batch(made, in_lanes=context.communicator == "lanes"))
+    return [tuple(of.get(rank, ())) for rank in range(context.size)]
 
 
 def started() -> Context | None:

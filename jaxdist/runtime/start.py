@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxdist import compat
 from jaxdist.connectors import Connector
+from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.control.watchdog import Watchdog
@@ -212,8 +213,7 @@ def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int
 def _free_address(control: Control) -> str:
     """Where JAX's coordinator is to listen: on the loopback address of one host, else on the network of the job."""
     ip = "127.0.0.1" if _one_host(control) else control.members[0].ip
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
-        probe.bind((ip, 0))
+    with rendezvous.bind(ip, [0]) as probe:
         port = probe.getsockname()[1]
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 

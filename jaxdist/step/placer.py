@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxdist import compat
 from jaxdist.ir import fingerprint
-from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, in_a_row, parts_of_batch
+from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
@@ -33,7 +33,7 @@ class Placer:
         self.processes = len({d.process_index for d in mesh.devices.flat})
         self.shared = parts_of_batch(self.passed)
         self.parts = len(self.shared)
-        self.own = tuple(k for k, ranks in enumerate(self.shared) if jax.process_index() in ranks)
+        self.own = tuple(by_rank(self.shared).get(jax.process_index(), ()))
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
 
     def layout(self, x: Any) -> Any:
