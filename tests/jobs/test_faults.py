@@ -70,6 +70,9 @@ FAULTS = [
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),
     Fault("leaves_early", ("rank 1", "2 calls", "rank 0", "call 3", "step 'step'"), (RUN, MPIRUN), True),
+    Fault("leaves_unseen", ("rank 1", "2 calls", "rank 0", "call 3", "step 'step'"), (RUN,),
+          env={"JAXDIST_TIMEOUT": "5"}),
+    Fault("leaves_a_receiver", ("rank 0", "recv", "rank 1", "has left"), (RUN, MPIRUN)),
     # A rank that does not come.
     Fault("stuck", ("call 3", "rank 0", WHO, line("    time.sleep(100)  # here"), "stuck_in_the_loader"), (MPIRUN,),
           env=SHORT, ranks=3),

@@ -129,6 +129,22 @@ def leaves_early() -> None:
     train(2 if ODD else 5)
 
 
+def leaves_unseen() -> None:
+    """Between the look whether all are here and the call."""
+    from jaxdist.agreement.ledger import Ledger  # private: nothing else makes a rank come so late
+
+    w = train(2)
+    if not ODD:
+        time.sleep(1)  # until the other one has left
+        Ledger.check_all_here = lambda *args: None  # type: ignore[method-assign]
+        train(1, w)
+
+
+def leaves_a_receiver() -> None:
+    if not ODD:
+        jaxdist.recv(np.zeros(2, np.float32), 1)
+
+
 # --- a rank that does not come
 
 
