@@ -1,4 +1,4 @@
-"""Published training steps, decorated and otherwise as they stand, against one device.
+"""Published training steps, unchanged but for the decorator, against one device.
 
     python benchmarks/compatibility.py --sources DIR [NAME ...] [--markdown benchmarks/results/published.md]
 

@@ -1,4 +1,4 @@
-"""docs/performance.md: what was measured, on two screens. All else is in benchmarks/results/tables.md."""
+"""docs/performance.md: the main results on two screens. The rest is in benchmarks/results/tables.md."""
 
 from __future__ import annotations
 
