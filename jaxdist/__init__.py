@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxdist import extras, streams
-from jaxdist.control import orphan
+from jaxdist.control import parent
 
 
 class _Package(ModuleType):
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 streams.open_closed()  # before a socket of a library's gets the number of one
-orphan.watch()  # to import the rest takes seconds
+parent.end_with_mpirun()  # to import the rest takes seconds
 
 _MODULE_OF = {
     alias.name: node.module or ""

@@ -277,14 +277,14 @@ MUTANTS: list[Mutant] = [
     Mutant("Kubeflow's variables are not seen", "jaxdist/connectors/engines.py",
            'if any(name in env for name in _TRAINER) and env.get("JAX_NUM_PROCESSES") != "1":', "if False:",
            "tests/launch/test_connectors.py -k launcher_that_is_there"),
-    Mutant("the proof of the secret is not looked at", "jaxdist/control/handshake.py",
-           'if not hmac.compare_digest(proof, _proof(self.key, b"rank", transcript)):', "if False:",
+    Mutant("the proof of the secret is not looked at", "jaxdist/control/wire.py",
+           'if not hmac.compare_digest(answer[_NONCE:], _proof(key, b"rank", transcript)):', "if False:",
            "tests/control/test_control.py -k another_secret or (stranger and secret)"),
-    Mutant("what a stranger sends is unpickled before its proof", "jaxdist/control/handshake.py",
-           "whole = _CHALLENGE + _ANSWER\n        try:\n            part = sock.recv(whole - len(received))",
-           "whole = _CHALLENGE + _ANSWER\n        try:\n            part = sock.recv(whole - len(received))\n"
-           "            with __import__('contextlib').suppress(Exception):\n"
-           "                __import__('pickle').loads(part[4:])",
+    Mutant("what a stranger sends is unpickled before its proof", "jaxdist/control/wire.py",
+           "answer = await self._reader.readexactly(_NONCE + _PROOF)",
+           "answer = await self._reader.read(1 << 12)\n"
+           "        with __import__('contextlib').suppress(Exception):\n"
+           "            pickle.loads(answer[4:])",
            "tests/control/test_control.py -k goes_on"),
     Mutant("one of several processes is taken for alone", "jaxdist/runtime/start.py",
            "        _check_alone(connector)\n", "        pass\n", "tests/jobs/test_start.py -k initialized"),

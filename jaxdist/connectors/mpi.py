@@ -47,12 +47,6 @@ class MpiConnector:
         """The root's picklable object, on every process."""
         return self.comm.bcast(obj, root)
 
-    def broadcast_buffer(self, buffer: memoryview | bytearray, root: int = 0) -> None:
-        """The root's bytes into the others' buffer of the same length."""
-        view = memoryview(buffer).cast("B")
-        for start in range(0, view.nbytes, 1 << 30):  # MPI counts are 32-bit
-            self.comm.Bcast([view[start : start + (1 << 30)], self._mpi.BYTE], root)
-
     def abort(self, code: int = 1, message: str = "") -> None:
         """MPI_Abort: the launcher ends every process."""
         self._mpi.COMM_WORLD.Abort(code)

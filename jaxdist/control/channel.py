@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import os
-import pickle
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from jaxdist.control import rendezvous
-from jaxdist.control.handshake import Member
-from jaxdist.control.hub import Entry, Hub, lost, receive_cast, send_cast
+from jaxdist.control.hub import Entry, Hub, lost
 from jaxdist.control.keys import job_key
 from jaxdist.control.mailbox import TAG, Mailbox
 from jaxdist.control.process import Process
+from jaxdist.control.rendezvous import Member
+from jaxdist.control.wire import Link
+
+T = TypeVar("T")
+
+_CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
+_ANSWER_SECONDS = 10.0  # for the hub to say who is missing
+_REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
+_HAND_OVER_SECONDS = 1.0  # for the last words of a process to be on their way
 
 
 class ControlError(RuntimeError):
@@ -27,8 +35,8 @@ class ControlError(RuntimeError):
 class Control:
     """A star of TCP connections with rank 0 as hub.
 
-    One daemon thread per process blocks on its connections. What it hears (a failure, a death) it acts on even while
-    the main thread is stuck inside a collective.
+    One daemon thread per process runs an event loop, and alone touches the connections. What it hears (a failure, a
+    death) it acts on even while the main thread is stuck inside a collective.
     """
 
     def __init__(
@@ -48,38 +56,48 @@ class Control:
         self.waiting: dict[int, Entry] = {}
         self.position: Callable[[], int] = lambda: 0
         self.mail = Mailbox(self.post)
+        self.root_host = "127.0.0.1"
+        self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
         self._whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
-        self._casts: queue.SimpleQueue[list[bytearray]] = queue.SimpleQueue()
         self._closed = False
+        self._lost = ""
         self._hub: Hub | None = None
-        self._root: Connection | None = None
-        self._send_lock = threading.Lock()
-        self.root_host = "127.0.0.1"
-        if size == 1:
-            self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
-            return
+        if size > 1:
+            self._join(addresses, server, key, timeout)
+
+    def _join(
+        self, addresses: Sequence[tuple[str, int]], server: socket.socket | None, key: bytes | None, timeout: float
+    ) -> None:
         key = key or job_key(addresses[0][0], f"port {addresses[0][1]}")
-        if rank == 0:
+        if self.rank == 0:
             if server is None:
                 server = rendezvous.bind(addresses[0][0], [port for _, port in addresses])
             host = addresses[0][0] if addresses else "0.0.0.0"
-            joined = rendezvous.gather(server, size, key, timeout, f"tcp://{host}:{server.getsockname()[1]}")
-            self._hub = Hub(self, joined.connections)
-            self.process.wait_gone = self._hub.wait_gone
-            target = self._hub.watch
+            address = f"tcp://{host}:{server.getsockname()[1]}"
+            meeting = rendezvous.gather(server, self.size, key, timeout, address)
         else:
-            joined = rendezvous.join(addresses, rank, size, key, timeout)
-            self._root = joined.connections[0]
-            target = self._watch
-        self.members = joined.members
-        self.root_host = joined.root_host
-        self._connections = list(joined.connections.values())
+            meeting = rendezvous.join(addresses, self.rank, self.size, key, timeout)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jaxdist-control", daemon=True)
+        self._thread.start()
+        try:
+            joined = self._run(meeting)
+        except BaseException:
+            self._run(asyncio.sleep(_REFUSED_SECONDS))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            raise
+        self.members, self.root_host, self._links = joined.members, joined.root_host, joined.links
+        if self.rank == 0:
+            self._hub = Hub(self, joined.links)
+            self.process.wait_gone = self._hub.all_gone.wait
         # A forked data worker that kept the sockets open would hide the death of its parent.
         os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=target, name="jaxdist-control", daemon=True).start()
+        self._loop.call_soon_threadsafe(self._hear_all)
 
     # --- calls of the owner
 
@@ -95,6 +113,8 @@ class Control:
         with self._exchange_lock:
             if self._closed:
                 raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
+            if self._lost:
+                raise ControlError(f"rank {self.rank}: {self._lost}")
             self._send(("enter", tag, value, Entry(self.position(), what or repr(tag))))
             kind, got, payload = self._answer(tag, timeout)
         if kind == "error":
@@ -118,13 +138,13 @@ class Control:
                 self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
         self._send(("timeout", timeout, known and f" {known}."))
         with contextlib.suppress(queue.Empty):
-            return self._answers.get(timeout=10.0)
+            return self._answers.get(timeout=_ANSWER_SECONDS)
         raise ControlError(
             f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and {self.who(0)} does not answer"
         )
 
     def listen(self, tag: str, hook: Callable[[int, Any], None]) -> None:
-        """Call a hook with what another rank posts, on the watcher thread: it must not block."""
+        """Call a hook with what another rank posts, on the channel's thread: it must not block."""
         self._listeners[tag] = hook
 
     def where_is(
@@ -144,58 +164,35 @@ class Control:
         self.exchange("barrier", None, timeout)
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
-        """The root's picklable object on every rank (see `broadcast_buffers` for size)."""
-        if self.size == 1:
-            return obj
-        if self.rank != root:
-            skeleton, *buffers = self.broadcast_buffers(None, root)
-            return pickle.loads(skeleton, buffers=buffers)
-        pickles: list[pickle.PickleBuffer] = []
-        skeleton = pickle.dumps(obj, protocol=5, buffer_callback=pickles.append)
-        self.broadcast_buffers([memoryview(skeleton), *(p.raw() for p in pickles)], root)
-        return obj
+        """The root's small picklable object on every rank."""
+        return self.exchange("broadcast", obj if self.rank == root else None)[root]
 
     def broadcast_buffers(
-        self,
-        buffers: Sequence[memoryview] | None,
-        root: int = 0,
-        carrier: Callable[[memoryview | bytearray, int], None] | None = None,
-        timeout: float | None = None,
-    ) -> list[memoryview] | list[bytearray]:
-        """Send the root's buffers to every rank, in chunks, through rank 0.
-
-        Returns the buffers (on the root: those given).
-        """
-        flat = [b.cast("B") for b in buffers or ()]
-        said = self.exchange("broadcast", (root, [b.nbytes for b in flat]), timeout)
-        roots = [r for r, _ in said]
-        if any(r != root for r in roots):
+        self, buffers: Sequence[memoryview], root: int, timeout: float | None = None
+    ) -> Sequence[memoryview | bytearray]:
+        """The root's buffers on every rank, through rank 0, a part of them at a time."""
+        flat = [buffer.cast("B") for buffer in buffers]
+        said = self.exchange("broadcast", (root, [buffer.nbytes for buffer in flat]), timeout)
+        if {r for r, _ in said} != {root}:
             raise ControlError(
                 f"rank {self.rank}: broadcast with different roots: "
-                + ", ".join(f"rank {i} says root={r}" for i, r in enumerate(roots))
+                + ", ".join(f"rank {i} says root={r}" for i, (r, _) in enumerate(said))
             )
-        if not 0 <= root < self.size:
-            raise ValueError(f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}")
-        if carrier is not None:
-            moved = flat if self.rank == root else [bytearray(n) for n in said[root][1]]
-            for buffer in moved:
-                carrier(buffer, root)
-            return moved
-        if self.rank != root:
-            return self._casts.get()
-        if self._hub:
-            self._hub.cast(flat)
-        else:
-            assert self._root is not None
-            with self._send_lock:
-                send_cast(self._root, flat)
-        return flat
+        moved = flat if self.rank == root else [bytearray(n) for n in said[root][1]]
+        for buffer in moved:
+            for start in range(0, len(buffer), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                mine = bytes(buffer[part]) if self.rank == root else b""
+                sent = self.exchange("part of a broadcast", mine, timeout)[root]
+                if self.rank != root:
+                    buffer[part] = sent
+        return moved
 
     def alarm(self, message: str, *, code: int = 1, stacks: bool = False, brief: bool = False) -> None:
         """Make every other rank print `message` and end at once; the caller goes on."""
         self.process.alarmed = True
         if self.size > 1 and self.process.is_owner():
-            self._send(("alarm", message, code, stacks, brief))
+            self._send(("alarm", message, code, stacks, brief), last=True)
 
     def fail(self, message: str, *, brief: bool = False) -> None:
         """End the job with a non-zero code, whatever its main threads do.
@@ -214,7 +211,7 @@ class Control:
             return
         self._closed = True
         if self.size > 1:
-            self._send(("bye", self.position()))
+            self._send(("bye", self.position()), last=True)
 
     def all_left(self, seconds: float) -> bool:
         """Whether, within this time, every rank has said goodbye, or the job is known to have failed."""
@@ -238,44 +235,59 @@ class Control:
         """A rank with the host and the process behind it, for messages."""
         return f"rank {rank} ({self.members[rank].host}, pid {self.members[rank].pid})"
 
-    # --- the wire
+    # --- between the other threads and the loop's
 
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _send(self, message: tuple[Any, ...], *, last: bool = False) -> None:
+        """Tell the hub, from any thread; wait until it is out if it is the `last` that this process may have to say."""
+
+        async def send() -> None:
+            self._tell_hub(message)
+
+        if threading.current_thread() is self._thread:
+            self._tell_hub(message)
+            return
+        sent = asyncio.run_coroutine_threadsafe(send(), self._loop)
+        if last:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                sent.result(_HAND_OVER_SECONDS)
+
+    # --- the thread of the loop
+
+    def _tell_hub(self, message: tuple[Any, ...]) -> None:
         if self._hub:
             self._hub.handle(0, message)
-            return
-        assert self._root is not None
-        try:
-            with self._send_lock:
-                self._root.send(message)
-        except OSError as error:
-            if message[0] not in ("bye", "alarm", "post"):  # the watcher sees it too
-                raise ControlError(f"rank {self.rank}: lost the connection to {self.who(0)}: {error}") from None
-
-    def _watch(self) -> None:
-        assert self._root is not None
-        while True:
-            try:
-                message = self._root.recv()
-                if message[0] == "cast":
-                    self._casts.put(receive_cast(self._root, message[1]))
-                else:
-                    self.deliver(message)
-            except (EOFError, OSError) as error:
-                reason = error
-                break
-        if self.process.over.is_set():
-            self._answers.put(("error", "", f"{self.who(0)} has already left"))
-            self.deliver(("post", "gone", 0, None))
         else:
-            self.process.end_because_of(lost(self.who(0), reason), 0.0)
+            self._links[0].send(message)
 
-    def take(self, cast: list[bytearray]) -> None:
-        """What another rank broadcasts has come."""
-        self._casts.put(cast)
+    def _hear_all(self) -> None:
+        self._tasks = [
+            self._loop.create_task(self._guarded(self._hub.hear(rank) if self._hub else self._hear(link)))
+            for rank, link in self._links.items()
+        ]
+
+    async def _guarded(self, hearing: Coroutine[Any, Any, None]) -> None:
+        try:
+            await hearing
+        except Exception as error:  # a channel that is silent from now on must not keep the job waiting
+            self.process.end_because_of(f"the control channel failed: {error!r}", 0.0)
+
+    async def _hear(self, link: Link) -> None:
+        try:
+            while True:
+                self.deliver(await link.receive())
+        except (EOFError, OSError) as error:
+            if not self.process.over.is_set():
+                self.process.end_because_of(lost(self.who(0), error), 0.0)
+                return
+        self._lost = f"{self.who(0)} has already left"
+        self._answers.put(("error", "", self._lost))
+        self.deliver(("post", "gone", 0, None))
 
     def deliver(self, message: tuple[Any, ...]) -> None:
-        """Act on what the hub says (watcher thread; on rank 0 also the main thread)."""
+        """Act on what the hub says."""
         kind = message[0]
         if kind == "notice":
             _, tag, rank, value, entry = message
@@ -303,7 +315,7 @@ class Control:
         if hook is not None:
             try:
                 hook(*args)
-            except Exception as error:  # a broken hook must not stop the watcher
+            except Exception as error:  # a broken hook must not stop the channel
                 self.say(f"a hook of the control channel failed: {error!r}")
 
     # --- forks
@@ -316,6 +328,6 @@ class Control:
             )
 
     def _forget(self) -> None:
-        for conn in self._connections:
+        for link in self._links.values():
             with contextlib.suppress(OSError):
-                conn.close()
+                link.sock.close()

@@ -1,19 +1,20 @@
-"""Rank 0's part of the control channel: it takes what each rank says, and tells the others."""
+"""Rank 0's part of the control channel: it takes what each rank says, and tells the others.
+
+All of it runs on the thread of the event loop; to send waits for nobody.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import errno
 import threading
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
 from jaxdist.control import rendezvous
-from jaxdist.control.handshake import Member
+from jaxdist.control.rendezvous import Member
+from jaxdist.control.wire import Link
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
-_CHUNK = 1 << 24  # bytes of a broadcast that travel in one frame
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _GRACE = 0.5  # seconds to learn where the other ranks are before a mismatch is reported
 
@@ -34,121 +35,97 @@ class Root(Protocol):
     def deliver(self, message: tuple[Any, ...]) -> None: ...
     def who(self, rank: int) -> str: ...
     def all_left(self, seconds: float) -> bool: ...
-    def take(self, cast: list[bytearray]) -> None: ...
 
 
 class Hub:
-    """The centre of the star; its methods are called by rank 0's watcher and main thread."""
+    """The centre of the star."""
 
-    def __init__(self, root: Root, connections: dict[int, Connection]):
-        self.root = root
-        self.connections = connections
-        self.lock = threading.RLock()
-        self.send_locks = {rank: threading.Lock() for rank in connections}
+    def __init__(self, root: Root, links: dict[int, Link]):
+        self.root, self.links = root, links
         self.entered: dict[int, tuple[str, Any, Entry]] = {}
         self.failure: str | None = None  # of the running exchange: late ranks are told as well
         self.told: set[int] = set()
         self.left: set[int] = set()
-        self.timer: threading.Timer | None = None
-        self.open = set(connections)
-        self.gone = threading.Condition()
+        self.timer: asyncio.TimerHandle | None = None
+        self.open = set(links)
+        self.all_gone = threading.Event()
 
-    def watch(self) -> None:
-        ranks = {conn: rank for rank, conn in self.connections.items()}
-        while ranks:
-            for conn in wait(list(ranks)):
-                assert isinstance(conn, Connection)
-                rank = ranks[conn]
-                try:
-                    message = conn.recv()
-                    if message[0] == "cast":
-                        self.forward(rank, conn, message[1])
-                    else:
-                        self.handle(rank, message)
-                except (EOFError, OSError) as error:
-                    del ranks[conn]
-                    with self.gone:
-                        self.open.discard(rank)
-                        self.gone.notify_all()
-                    self.root.deliver(("post", "gone", rank, None))
-                    if not self.root.all_left(0):  # it has to wait for that
-                        self.end_all(lost(self.root.who(rank), error), spare=rank)
-
-    def wait_gone(self, seconds: float) -> bool:
-        """Whether, within this time, every other rank has closed its connection."""
-        with self.gone:
-            return self.gone.wait_for(lambda: not self.open, seconds)
+    async def hear(self, rank: int) -> None:
+        """Take what a rank says until its connection ends."""
+        try:
+            while True:
+                self.handle(rank, await self.links[rank].receive())
+        except (EOFError, OSError) as error:
+            self.open.discard(rank)
+            if not self.open:
+                self.all_gone.set()
+            self.root.deliver(("post", "gone", rank, None))
+            if not self.root.all_left(0):  # it has to wait for that
+                self.end_all(lost(self.root.who(rank), error), spare=rank)
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         if rank == 0:
             self.root.deliver(message)
-            return
-        # An OSError says that it died: the watcher sees that too.
-        with contextlib.suppress(OSError), self.send_locks[rank]:
-            self.connections[rank].send(message)
+        elif rank in self.open:
+            self.links[rank].send(message)
 
     def others(self, rank: int) -> list[int]:
         # Rank 0 last: a message may end it, and it has to tell the others first.
-        return [r for r in (*self.connections, 0) if r != rank]
+        return [r for r in (*self.links, 0) if r != rank]
 
     def handle(self, rank: int, message: tuple[Any, ...]) -> None:
         kind = message[0]
-        with self.lock:
-            if kind == "enter":
-                self.enter(rank, *message[1:])
-            elif kind == "timeout":
-                if rank in self.entered and self.failure is None:
-                    _, seconds, known = message
-                    what = self.entered[rank][2].what
-                    self.fail(f"exchange {what} timed out on rank {rank} after {seconds:g} s. {self.where()}{known}")
-            elif kind == "post":
-                _, tag, value, to = message
-                for r in self.others(rank) if to is None else [to]:
-                    self.send(r, ("post", tag, rank, value))
-            elif kind == "bye":
-                self.left.add(rank)
-                for r in self.others(rank):
-                    self.send(r, ("bye", rank, *message[1:]))
-                if self.entered:
-                    self.fail(self.why_gone())
-                if len(self.left) == self.root.size:
-                    for r in self.others(-1):
-                        self.send(r, ("all left",))
-            elif kind == "alarm":
-                _, text, code, stacks, brief = message
-                self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks, brief)
+        if kind == "enter":
+            self.enter(rank, *message[1:])
+        elif kind == "timeout":
+            if rank in self.entered and self.failure is None:
+                _, seconds, known = message
+                what = self.entered[rank][2].what
+                self.fail(f"exchange {what} timed out on rank {rank} after {seconds:g} s. {self.where()}{known}")
+        elif kind == "post":
+            _, tag, value, to = message
+            for r in self.others(rank) if to is None else [to]:
+                self.send(r, ("post", tag, rank, value))
+        elif kind == "bye":
+            self.left.add(rank)
+            for r in self.others(rank):
+                self.send(r, ("bye", rank, *message[1:]))
+            if self.entered:
+                self.fail(self.why_gone())
+            if len(self.left) == self.root.size:
+                for r in self.others(-1):
+                    self.send(r, ("all left",))
+        elif kind == "alarm":
+            _, text, code, stacks, brief = message
+            self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks, brief)
 
     def enter(self, rank: int, tag: str, value: Any, entry: Entry) -> None:
-        if self.failure is None:
-            self.entered[rank] = (tag, value, entry)
-            for r in self.others(rank):
-                self.send(r, ("notice", tag, rank, value, entry))
-            if self.left:
-                self.fail(self.why_gone())
-            elif len({t for t, *_ in self.entered.values()}) > 1:
-                if len(self.entered) == self.root.size:
-                    self.mismatch()
-                elif self.timer is None:
-                    self.timer = threading.Timer(_GRACE, self.mismatch)
-                    self.timer.daemon = True
-                    self.timer.start()
-            elif len(self.entered) == self.root.size:
-                values = [self.entered[r][1] for r in range(self.root.size)]
-                self.reset()
-                for r in self.others(-1):
-                    self.send(r, ("result", tag, values))
-        else:
+        if self.failure is not None:
             self.tell(rank)
+            return
+        self.entered[rank] = (tag, value, entry)
+        for r in self.others(rank):
+            self.send(r, ("notice", tag, rank, value, entry))
+        if self.left:
+            self.fail(self.why_gone())
+        elif len({t for t, *_ in self.entered.values()}) > 1:
+            if len(self.entered) == self.root.size:
+                self.mismatch()
+            elif self.timer is None:
+                self.timer = asyncio.get_running_loop().call_later(_GRACE, self.mismatch)
+        elif len(self.entered) == self.root.size:
+            values = [self.entered[r][1] for r in range(self.root.size)]
+            self.reset()
+            for r in self.others(-1):
+                self.send(r, ("result", tag, values))
 
     def mismatch(self) -> None:
-        with self.lock:
-            tags = {t for t, *_ in self.entered.values()}
-            if self.failure is None and len(tags) > 1:
-                self.fail(
-                    f"the ranks are in different calls. {self.where()} Every rank must make the "
-                    "same jaxdist calls in the same order: look for a call under `if rank == ...`, "
-                    "or loops of different length"
-                )
+        if self.failure is None and len({t for t, *_ in self.entered.values()}) > 1:
+            self.fail(
+                f"the ranks are in different calls. {self.where()} Every rank must make the "
+                "same jaxdist calls in the same order: look for a call under `if rank == ...`, "
+                "or loops of different length"
+            )
 
     def why_gone(self) -> str:
         left = ", ".join(self.root.who(r) for r in sorted(self.left))
@@ -197,31 +174,6 @@ class Hub:
             if brief:
                 hosts.add(host)
 
-    # --- broadcast
-
-    def cast(self, buffers: Sequence[memoryview]) -> None:
-        for rank, conn in self.connections.items():
-            with contextlib.suppress(OSError), self.send_locks[rank]:
-                send_cast(conn, buffers)
-
-    def forward(self, source: int, conn: Connection, sizes: list[int]) -> None:
-        """Pass a broadcast of rank `source` on, chunk by chunk, and keep it for rank 0."""
-        targets = [r for r in self.connections if r != source and r not in self.left]
-        for r in targets:
-            self.send_locks[r].acquire()
-        try:
-            for r in targets:
-                _quietly(self.connections[r].send, ("cast", sizes))
-
-            def pass_on(chunk: memoryview) -> None:
-                for r in targets:
-                    _quietly(self.connections[r].send_bytes, chunk)
-
-            self.root.take(receive_cast(conn, sizes, pass_on))
-        finally:
-            for r in targets:
-                self.send_locks[r].release()
-
 
 def lost(who: str, error: Exception) -> str:
     """The message about a rank whose connection ended so, without a goodbye."""
@@ -235,31 +187,3 @@ def lost(who: str, error: Exception) -> str:
         "or its network is gone (see its own output, and `dmesg` for the OOM killer). Ending this "
         "rank too"
     )
-
-
-def send_cast(conn: Connection, buffers: Sequence[memoryview]) -> None:
-    """Send the buffers of a broadcast, in chunks."""
-    conn.send(("cast", [b.nbytes for b in buffers]))
-    for buffer in buffers:
-        for start in range(0, buffer.nbytes, _CHUNK):
-            conn.send_bytes(buffer[start : start + _CHUNK])
-
-
-def receive_cast(
-    conn: Connection, sizes: list[int], pass_on: Callable[[memoryview], None] | None = None
-) -> list[bytearray]:
-    """The buffers of a broadcast; each chunk is handed to `pass_on` as it comes."""
-    buffers = [bytearray(n) for n in sizes]
-    for buffer in buffers:
-        view = memoryview(buffer)
-        for start in range(0, len(view), _CHUNK):
-            chunk = view[start : start + _CHUNK]
-            conn.recv_bytes_into(chunk)
-            if pass_on is not None:
-                pass_on(chunk)
-    return buffers
-
-
-def _quietly(send: Callable[[Any], None], message: Any) -> None:
-    with contextlib.suppress(OSError):  # that rank died: the watcher sees it too
-        send(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -12,27 +13,31 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from jaxdist import streams
-from jaxdist.control import handshake
-from jaxdist.control.handshake import Hello, Member
 from jaxdist.control.keys import is_loopback
+from jaxdist.control.wire import SECONDS, Link
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
-_SPARE = 64  # connections that may be in the handshake beside those of the ranks
+_SPARE = 64  # connections that may be in the proof beside those of the ranks
 _TURNED_AWAY_SECONDS = 10.0  # after which a rank says that it is
-_WELCOME, _LATE, _REFUSED = b"W", b"T", b"R"  # what rank 0 says in the end
-_WORDS = 4096  # bytes of a reason
+
+
+class Member(NamedTuple):
+    """One process of the job."""
+
+    host: str  # its name
+    pid: int
+    ip: str  # the address it is reached at
 
 
 class Joined(NamedTuple):
     """What a rank holds after the rendezvous."""
 
-    connections: dict[int, Connection]  # the hub: one per other rank; others: {0: hub}
+    links: dict[int, Link]  # the hub: one per other rank; others: {0: hub}
     members: list[Member]
     root_host: str  # the address at which this rank reaches rank 0
 
@@ -92,67 +97,121 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("0.0.0.0", port), backlog=1024)
 
 
-def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
-    """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there.
-
-    Returns one connection per other rank, and the members in rank order.
-    """
-    arrivals = handshake.Arrivals(server, key, size + _SPARE, time.monotonic() + timeout)
-    connections: dict[int, Connection] = {}
-    members: dict[int, Member] = {}
-    root_ip = loopback("localhost")
-
-    def refuse(kind: bytes, reason: str) -> None:
-        for conn in connections.values():
-            with contextlib.suppress(OSError):
-                conn.send_bytes(kind + reason.encode()[:_WORDS])
-                conn.close()
-
+async def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
+    """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there."""
+    door = _Door(server, size, key, timeout)
     with contextlib.closing(server):
-        for arrival in arrivals if size > 1 else ():
-            rank, _, member = arrival.hello
-            problem = _problem(arrival.hello, size, members)
-            ours = _plain(arrival.sock.getsockname()[0])
-            _watch_silence(arrival.sock, timeout)
-            conn = Connection(arrival.sock.detach())
-            if problem:
-                connections[-1] = conn
-                refuse(_REFUSED, problem)
-                raise ValueError(problem)
-            connections[rank], members[rank] = conn, member
-            if not is_loopback(ours):
-                root_ip = ours
-            if len(connections) == size - 1:
-                break
-    if len(connections) < size - 1:
-        missing = [r for r in range(1, size) if r not in connections]
-        others = arrivals.turned_away
-        reason = (
-            f"rank 0 waited {timeout:g} s at {address} and {len(connections) + 1} of "
-            f"{size} ranks came; missing: {ranks_in_words(missing)}. Were they started, did they "
-            "fail before init (see their output), and can they reach this address?"
-        )
-        if others:
-            reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
-        refuse(_LATE, reason)
-        raise TimeoutError(reason)
-    members[0] = Member(socket.gethostname(), os.getpid(), root_ip)
-    everyone = [members[r] for r in range(size)]
-    for conn in connections.values():
-        with contextlib.suppress(OSError):  # it died meanwhile: the watcher sees the lost connection
-            conn.send_bytes(_WELCOME + b"".join(member.pack() for member in everyone))
-    return Joined(connections, everyone, "127.0.0.1")
+        try:
+            async with asyncio.timeout(timeout):
+                await door.open_until_all_came()
+        except TimeoutError:
+            missing = [r for r in range(1, size) if r not in door.links]
+            others = door.turned_away + len(door.waiting)
+            reason = (
+                f"rank 0 waited {timeout:g} s at {address} and {len(door.links) + 1} of "
+                f"{size} ranks came; missing: {ranks_in_words(missing)}. Were they started, did they "
+                "fail before init (see their output), and can they reach this address?"
+            )
+            if others:
+                reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
+            door.refuse(TimeoutError(reason))
+            raise TimeoutError(reason) from None
+        except ValueError as error:
+            door.refuse(error)
+            raise
+        finally:
+            for task in door.waiting:
+                task.cancel()
+    everyone = [door.members[r] for r in range(size)]
+    for link in door.links.values():
+        link.send(everyone)
+    return Joined(door.links, everyone, "127.0.0.1")
 
 
-def _problem(hello: Hello, size: int, members: dict[int, Member]) -> str:
-    rank, their_size, member = hello
+class _Door:
+    """Lets in whoever proves to be of the job; a stranger costs a task, for a few seconds."""
+
+    def __init__(self, server: socket.socket, size: int, key: bytes, timeout: float):
+        self.links: dict[int, Link] = {}
+        self.members = {0: Member(socket.gethostname(), os.getpid(), loopback("localhost"))}
+        self.turned_away = 0
+        self.waiting: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._server, self._size, self._key, self._timeout = server, size, key, timeout
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open_until_all_came(self) -> None:
+        """Raises ValueError where two ranks can't be of one job."""
+        if self._size == 1:
+            return
+        accepting = asyncio.ensure_future(self._accept())
+        try:
+            await self._done
+        finally:
+            accepting.cancel()
+
+    def refuse(self, error: Exception) -> None:
+        """Tell all who came why there will be no job."""
+        for link in self.links.values():
+            link.send(error)
+            link.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server.setblocking(False)
+        while True:
+            full = len(self.waiting) >= self._size + _SPARE
+            try:
+                sock, _ = await loop.sock_accept(self._server)
+            except OSError:  # out of descriptors, say
+                full = True
+                await asyncio.sleep(0.05)
+            else:
+                task = asyncio.ensure_future(self._let_in(sock))
+                self.waiting[task] = None
+                task.add_done_callback(lambda task: self.waiting.pop(task, None))
+            if full and self.waiting:  # who waits longest has had its time
+                next(iter(self.waiting)).cancel()
+
+    async def _let_in(self, sock: socket.socket) -> None:
+        link, ours = None, False
+        try:
+            async with asyncio.timeout(SECONDS):
+                link = await Link.over(sock)
+                ours = await link.prove_root(self._key)
+                if ours:
+                    self._add(link, *await link.receive())
+        except (OSError, EOFError, TimeoutError):
+            pass
+        finally:
+            if not ours:
+                self.turned_away += 1
+                sock.close() if link is None else link.close()
+
+    def _add(self, link: Link, rank: int, size: int, member: Member) -> None:
+        if rank in self.links and self.links[rank].ended:  # it did not hear our answer, and comes again
+            del self.links[rank], self.members[rank]
+        problem = _problem(rank, size, member, self._size, self.members)
+        if problem:
+            self.links[-1] = link
+            if not self._done.done():
+                self._done.set_exception(ValueError(problem))
+            return
+        _watch_silence(link.sock, self._timeout)
+        self.links[rank], self.members[rank] = link, member
+        if not is_loopback(ours := _plain(link.sock.getsockname()[0])):
+            self.members[0] = self.members[0]._replace(ip=ours)
+        if len(self.links) == self._size - 1 and not self._done.done():
+            self._done.set_result(None)
+
+
+def _problem(rank: int, their_size: int, member: Member, size: int, members: dict[int, Member]) -> str:
     if their_size != size:
         return (
             f"rank {rank} ({member.host}, pid {member.pid}) was started with size "
             f"{their_size}, rank 0 with size {size}: give every rank the same WORLD_SIZE"
         )
     if rank in members or not 0 < rank < size:
-        other = members.get(rank, Member(socket.gethostname(), os.getpid(), ""))
+        other = members.get(rank, members[0])
         return (
             f"two processes claim rank {rank}: {other.host}, pid {other.pid} and "
             f"{member.host}, pid {member.pid}. Give each its own RANK in 0..{size - 1}"
@@ -160,16 +219,12 @@ def _problem(hello: Hello, size: int, members: dict[int, Member]) -> str:
     return ""
 
 
-def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:
-    """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`.
-
-    Returns the connection to rank 0, and the members in rank order.
-    """
+async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:
+    """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`."""
     deadline = time.monotonic() + timeout
     say_after = time.monotonic() + _TURNED_AWAY_SECONDS
     names = " or ".join(f"tcp://{h}:{p}" for h, p in addresses[:4])
-    last = "no attempt was made"
-    pause = 0.02
+    last, pause, reached = "no attempt was made", 0.02, False
     while True:
         for name, port in addresses:
             host = loopback(name)
@@ -181,19 +236,26 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes,
                     "close the port?"
                 )
             try:
-                sock = socket.create_connection((host, port), timeout=min(left, handshake.SECONDS))
-                if sock.getsockname() == sock.getpeername():
-                    # TCP self-connect: a free port of the ephemeral range dialled itself
-                    sock.close()
-                    raise ConnectionRefusedError("nobody listens there")
-            except OSError as error:
-                last = str(error)
+                link = await _knock(host, port, key, min(left, SECONDS))
+            except OSError as error:  # TimeoutError is one
+                if reached and isinstance(error, ConnectionRefusedError):
+                    raise ConnectionError(
+                        f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
+                    ) from None
+                last = str(error) or "timed out"
                 continue
-            ip = _plain(sock.getsockname()[0])
-            _watch_silence(sock, timeout)
-            conn = handshake.enter(sock, key, Hello(rank, size, Member(socket.gethostname(), os.getpid(), ip)))
-            if conn is not None:
-                return _answer(conn, rank, size, host, deadline, names)
+            if link is not None:
+                _watch_silence(link.sock, timeout)
+                link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
+                try:
+                    return Joined({0: link}, await _answer(link, rank, deadline, names), host)
+                except (EOFError, ConnectionError) as error:  # on the way, or of rank 0's end
+                    last, reached = str(error), True
+                    link.close()
+                    continue
+                except Exception:
+                    link.close()
+                    raise
             last = (
                 f"something answers at {name}:{port}, but it is not rank 0 of this job (another job, program or user, "
                 "or another secret: set JAXDIST_SECRET to the same random string on every rank)"
@@ -201,26 +263,39 @@ def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes,
             if time.monotonic() > say_after:
                 say_after = math.inf  # once
                 streams.write(f"[jaxdist rank {rank}] {last}; trying on for {left:.0f} s\n")
-        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(0.5, pause * 1.5)
 
 
-def _answer(conn: Connection, rank: int, size: int, host: str, deadline: float, names: str) -> Joined:
+async def _knock(host: str, port: int, key: bytes, seconds: float) -> Link | None:
+    """A link to rank 0; None: somebody else answers."""
+    sock = await asyncio.to_thread(socket.create_connection, (host, port), seconds)
+    if sock.getsockname() == sock.getpeername():
+        # TCP self-connect: a free port of the ephemeral range dialled itself
+        sock.close()
+        raise ConnectionRefusedError("nobody listens there")
+    link = await Link.over(sock)
+    with contextlib.suppress(OSError, EOFError):
+        async with asyncio.timeout(SECONDS):
+            if await link.prove_rank(key):
+                return link
+    link.close()
+    return None
+
+
+async def _answer(link: Link, rank: int, deadline: float, names: str) -> list[Member]:
     """What rank 0 says when all are there, or its time is up."""
     try:
         # Rank 0 names the missing ranks when its own time is up: leave it room to say so.
-        if not conn.poll(max(0.0, deadline - time.monotonic()) + handshake.SECONDS):
-            raise TimeoutError(
-                f"rank {rank} reached {names}, but the job was not complete in time: some other rank did not come"
-            )
-        answer = conn.recv_bytes(1 + max(_WORDS, size * len(Member("", 0, "").pack())))
-    except (EOFError, ConnectionError):
-        raise ConnectionError(f"rank {rank} reached {names}, then rank 0 ended before all ranks were there") from None
-    kind, said = answer[:1], answer[1:]
-    if kind == _WELCOME:
-        return Joined({0: conn}, Member.unpack_all(said), host)
-    error = TimeoutError if kind == _LATE else ValueError
-    raise error(f"rank {rank} was refused by rank 0: {said.decode(errors='replace')}")
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + SECONDS):
+            answer = await link.receive()
+    except TimeoutError:
+        raise TimeoutError(
+            f"rank {rank} reached {names}, but the job was not complete in time: some other rank did not come"
+        ) from None
+    if isinstance(answer, Exception):
+        raise type(answer)(f"rank {rank} was refused by rank 0: {answer}")
+    return answer
 
 
 def _watch_silence(sock: socket.socket, timeout: float) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxdist.control import proc
+from jaxdist.launch import proc
 from jaxdist.launch.output import LineFilter
 
 # What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
-from jaxdist.control import proc
+from jaxdist.launch import proc
 from jaxdist.launch.command import Command, crashed, end_sessions, ended, signal_group, start
 from jaxdist.launch.output import Pump, report_lost, say
 

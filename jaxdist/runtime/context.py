@@ -183,13 +183,11 @@ class Context:
             raise ValueError(f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}")
         if self.size == 1:
             return tree_or_object
-        carrier = getattr(self.connector, "broadcast_buffer", None)
+        packed = transfer.pack(tree_or_object) if self.rank == root else []
+        received = self.control.broadcast_buffers(packed, root, self.timeout)
         if self.rank == root:
-            buffers = transfer.pack(tree_or_object)
-            self.control.broadcast_buffers(buffers, root, carrier, self.timeout)
-            transfer.check_packed(buffers, self.rank)
+            transfer.check_packed(packed, self.rank)
             return tree_or_object
-        received = self.control.broadcast_buffers(None, root, carrier, self.timeout)
         return transfer.unpack(received, tree_or_object, self.rank)
 
     def __reduce__(self) -> Any:

@@ -43,7 +43,7 @@ def messages(rng: random.Random, said: bytes, evil: bytes) -> list[bytes]:
         b"",
         rng.randbytes(rng.randrange(1, 5000)),
         said,
-        said + rng.randbytes(208),
+        rng.randbytes(64) + struct.pack("!Q", len(evil)) + evil,
         framed(evil),
         said + framed(evil),
         framed(rng.randbytes(100))[:-50],
@@ -164,7 +164,7 @@ def test_a_rank_does_not_talk_to_a_stranger_that_listens_in_place_of_the_root() 
         url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         rank = joining(1, url, {"JAXDIST_SECRET": "ours"}, timeout="2")
         taken, _ = server.accept()
-        taken.sendall(b"jaxdist2" + bytes(32) + framed(pickle.dumps("come in")))
+        taken.sendall(b"jaxdist3" + bytes(32) + framed(pickle.dumps("come in")))
         result = rank.end(60)
         taken.close()
     assert result.returncode == 1
