@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from harness import jobs
 
 import jaxdist
@@ -119,6 +120,7 @@ print(sorted(BLOCKED & set(sys.modules)))
     ]
 
 
+@pytest.mark.slow
 def test_what_one_rank_lacks_all_say(tmp_path: Path) -> None:
     """Else the others would wait for it."""
     jaxdist.save(tmp_path, np.ones(3), 1)

@@ -132,7 +132,8 @@ def _end(control: Control, kind: type[BaseException], error: BaseException | Non
         control.process.depart(control.process.code)
     words = kind.__name__ if error is None else in_words(error)
     # The first line of a message says most.
-    text = f"{control.who(control.rank)} failed: {words.splitlines()[0]}"
+    line = users_line(error.__traceback__) if error is not None else ""
+    text = f"{control.who(control.rank)} failed: {words.splitlines()[0]}{line and f' ({line})'}"
     # A rank that did not come (to an exchange) shows where it was.
     code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
     control.alarm(text, code=code, stacks=issubclass(kind, ControlError))

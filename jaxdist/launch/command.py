@@ -28,7 +28,7 @@ parent, number, *command = sys.argv[1:]
 prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
 if prctl is not None:
     prctl(1, int(number))
-    if int(parent) not in (0, os.getppid()):  # it died before the call
+    if int(parent) != os.getppid():  # it died before the call
         sys.exit(1)
 for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would the program
     signal.signal(number, signal.SIG_DFL)
@@ -37,6 +37,45 @@ try:
 except OSError as error:
     sys.exit(f"jaxdist: {command[0]}: {error.strerror}")
 """
+
+# Starts a rank of mpirun and stays above it. Open MPI ends all ranks half a second after a SIGTERM, and as soon as one
+# exits with a code: both take from a rank the time to save. So the launcher sends mpirun a signal that it only passes
+# on, the rank gets a SIGTERM for it, and mpirun sees no code of a rank that ends after that.
+_UNDER_MPIRUN = """
+import ctypes, os, signal, sys
+prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)
+asked = set()
+def pass_on(number, frame):
+    asked.add(number)
+    os.kill(rank, signal.SIGTERM if number == signal.SIGUSR1 else number)
+prctl(1, signal.SIGKILL)
+passed = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+signal.pthread_sigmask(signal.SIG_BLOCK, passed)
+rank = os.fork()
+if rank == 0:
+    prctl(1, signal.SIGKILL)
+    os.setpgid(0, 0)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as error:
+        print(f"jaxdist: {sys.argv[1]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(1)
+for number in passed:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, pass_on)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
+code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+if signal.SIGUSR1 in asked:
+    os._exit(0)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+ASK_TO_END = signal.SIGUSR1  # what mpirun forwards, and `_UNDER_MPIRUN` makes a SIGTERM of
 
 
 @dataclass(frozen=True)
@@ -50,19 +89,22 @@ class Command:
     death_signal: signal.Signals = signal.SIGKILL
     last_words: re.Pattern[bytes] | None = None
     cause: re.Pattern[bytes] | None = None
+    end_signal: signal.Signals = signal.SIGTERM  # that asks it to end, with time to save
 
 
-def that_dies_with(parent: int, number: signal.Signals = signal.SIGKILL) -> list[str]:
-    """What a command line begins with whose process gets this signal when its parent dies, which is this process, or
-    (0) whoever starts it."""
-    return [sys.executable, "-I", "-S", "-c", _BECOME, str(parent), str(int(number))]
+def under_mpirun() -> list[str]:
+    """What the command line of a rank begins with that mpirun starts."""
+    return [sys.executable, "-I", "-S", "-c", _UNDER_MPIRUN]
 
 
 def start(command: Command) -> "subprocess.Popen[bytes]":
     """Its process, the leader of a group and a session."""
     pipe = None if command.line_filter is None else subprocess.PIPE
     return subprocess.Popen(
-        [*that_dies_with(os.getpid(), command.death_signal), *command.argv],
+        [
+            *(sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))),
+            *command.argv,
+        ],
         env={**os.environ, **command.environment},
         stdout=pipe,
         stderr=pipe,
@@ -87,6 +129,15 @@ def crashed(process: "subprocess.Popen[bytes]") -> int:
     crashes = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
     code = ended(process, os.WNOHANG)
     return code if code - 128 in crashes else 0
+
+
+def ask_to_end(command: Command, process: "subprocess.Popen[bytes]") -> None:
+    """Sends a command, and what it has started, the signal by which it may end in its own time."""
+    if command.end_signal is ASK_TO_END:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, ASK_TO_END)  # its group may have no other handler for it
+    else:
+        signal_group(process, command.end_signal)
 
 
 def signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:

@@ -10,12 +10,12 @@ from enum import StrEnum
 
 from jaxdist.connectors import site
 from jaxdist.control import scratch
-from jaxdist.launch.command import Command, that_dies_with
+from jaxdist.launch.command import ASK_TO_END, Command, under_mpirun
 from jaxdist.launch.hosts import Host
 from jaxdist.launch.mpi import AbortNotice, Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.launch.output import LineFilter, say
 from jaxdist.launch.processes import Failed, run_job
-from jaxdist.launch.ranks import cores, free_port, own_processes, thread_environment
+from jaxdist.launch.ranks import CAUSE, cores, free_port, own_processes, thread_environment
 from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh
 
 # What a rank says that hears of another's failure, and what Open MPI says. With the network gone neither Open MPI nor
@@ -116,10 +116,12 @@ def _under_mpirun(
     spread = bool(hosts) or cores() >= 2 * size
     return Command(
         name="mpirun",
-        argv=mpirun.command(size, [*that_dies_with(0), *command], tag=tag, spread=spread, hosts=hosts, export=export),
+        argv=mpirun.command(size, [*under_mpirun(), *command], tag=tag, spread=spread, hosts=hosts, export=export),
         environment={**mpirun.environment(hosts), **environment},
+        end_signal=ASK_TO_END,
         line_filter=_lines_of_mpirun(tag, prefix, only_rank),
         last_words=_LAST_WORDS if hosts else None,
+        cause=CAUSE,
         # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a SIGTERM
         # for each of its threads, at the second of which Open MPI leaves its ranks alone.
         death_signal=signal.SIGTERM if hosts else signal.SIGKILL,

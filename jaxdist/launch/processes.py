@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from jaxdist.launch import proc
-from jaxdist.launch.command import Command, crashed, end_sessions, ended, signal_group, start
+from jaxdist.launch.command import ASK_TO_END, Command, ask_to_end, crashed, end_sessions, ended, signal_group, start
 from jaxdist.launch.output import Pump, report_lost, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
@@ -85,6 +85,7 @@ def run_job(
     pumps: list[Pump] = []
     started: list[subprocess.Popen[bytes]] = []
     leaders: list[proc.Name] = []
+    causes: list[bytes] = []  # of a failure, as ranks have told one another
     verdict = 1
     try:
         for index, command in enumerate(commands):
@@ -93,10 +94,11 @@ def run_job(
             leaders += [seen.name] if (seen := proc.look(process.pid)) else []
             running[index] = process
             said: list[bytes] = []
-            its = _pump_output(process, command, events, said)
+            its = _pump_output(process, command, events, said, causes)
             pumps += its
             threading.Thread(target=_await, args=(process, index, events, its, said), daemon=True).start()
-        threading.Thread(target=_relieve, args=(pumps, leaders, asked, over), daemon=True).start()
+        if any(command.end_signal is ASK_TO_END for command in commands):
+            threading.Thread(target=_relieve, args=(pumps, leaders, asked, over), daemon=True).start()
         verdict = _supervise(commands, running, events, on_failure)
     finally:
         over.set()
@@ -106,6 +108,8 @@ def run_job(
         _drain(pumps, events, patient=verdict == 0)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
+    if causes and verdict in range(1, 128):
+        say(causes[0].decode(errors="replace"))  # once more: what was said meanwhile may be long
     lost = report_lost(pumps)
     return verdict or lost
 
@@ -132,7 +136,11 @@ def _supervise(
         if isinstance(event, _Signal):
             again = kill_at is not None
             verdict = verdict or 128 + event.number
-            _signal_all(running, signal.SIGKILL if again else signal.Signals(event.number))
+            for index, process in running.items():
+                if event.number == signal.SIGINT or again:
+                    signal_group(process, signal.SIGKILL if again else signal.SIGINT)
+                else:
+                    ask_to_end(commands[index], process)
             if event.number == signal.SIGINT and not again:
                 say("interrupted: ending the job. (Ctrl-C again: at once)")
             kill_at = kill_at or time.monotonic() + SIGNAL_GRACE_S
@@ -184,16 +192,23 @@ def _await(
 def _relieve(
     pumps: Sequence[Pump], leaders: Collection[proc.Name], asked: threading.Event, over: threading.Event
 ) -> None:
-    """Frees an mpirun that waits for somebody to read what it writes: it would not see to a signal or a rank's end."""
+    """Frees an mpirun that does not see to a signal or a rank's end: it waits for somebody to read what it writes, or
+    somebody has stopped it."""
     written: list[int] = []
     ranks = set[proc.Name]()  # that ran while nobody read
+    before_last = set[proc.Name]()
     while not over.wait(_LOOK_S):
         before, written = written, [pump.written for pump in pumps]
+        parents = {leader.pid for leader in leaders}
+        running = {seen.name for seen in proc.running() if seen.parent in parents}
+        if before_last and not running:
+            for leader in leaders:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(leader.pid, signal.SIGCONT)
+        before_last = running
         if before != written or not any(pump.writing for pump in pumps):
             ranks.clear()
             continue
-        parents = {leader.pid for leader in leaders}
-        running = {seen.name for seen in proc.running() if seen.parent in parents}
         ranks |= running
         if asked.is_set() or ranks != running or not ranks:
             for pump in pumps:
@@ -226,8 +241,9 @@ def _pump_output(
     command: Command,
     events: "queue.SimpleQueue[_Event]",
     said: list[bytes],
+    causes: list[bytes],
 ) -> list[Pump]:
-    """Passes its output on; `said` gets the name of the command because of which it ends."""
+    """Passes its output on; `said` gets the name of the command because of which it ends, `causes` why that has."""
     line_filter, last_words = command.line_filter, command.last_words
     if line_filter is None:
         return []
@@ -239,7 +255,8 @@ def _pump_output(
 
     def shown_of_errors(line: bytes) -> bytes | None:
         if command.cause is not None and (match := command.cause.match(line)):
-            said.append(match.group(1))
+            causes.append(match.group(1))
+            said.append(match.group(2))
         return shown(line)
 
     assert process.stdout is not None

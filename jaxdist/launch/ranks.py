@@ -10,9 +10,9 @@ from jaxdist.launch.command import Command
 from jaxdist.launch.output import LineFilter
 
 # What a rank says before it ends because of another one (`jaxdist.control`).
-_CAUSE = re.compile(
-    rb"\[jaxdist rank \d+\] (rank \d+) \([^)]*, pid \d+\)"
-    rb"(: | failed: | ended its script | was interrupted| died without | can't be reached )"
+CAUSE = re.compile(
+    rb"\[jaxdist rank \d+\] ((rank \d+) \([^)]*, pid \d+\)"
+    rb"(?:: | failed: | ended its script | was interrupted| died without | can't be reached ).*)"
 )
 
 
@@ -37,7 +37,7 @@ def own_processes(
             argv=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
             line_filter=_lines_of(rank, prefix, only_rank, alone),
-            cause=_CAUSE,
+            cause=CAUSE,
         )
         for local_rank, rank in enumerate(ranks)
     ]

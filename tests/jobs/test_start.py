@@ -40,14 +40,14 @@ class Start(NamedTuple):
 
 FAST, PROXY = "--xla_cpu_enable_fast_math=", "http://127.0.0.1:9"
 STARTS = [
-    Start("initialized PORT", (" of 2 mean 1.5",), quick=True),
+    Start("initialized PORT", (" of 2 mean 1.5",)),
     Start("initialized PORT local", ("rank ", " of 2", "local", "by itself"), True, quick=True),
     Start("initialized PORT tcp://127.0.0.1:MEET", (" of 2 mean 1.5",), quick=True),
     Start("late", ("rank 1", "JAX backend"), True),
     Start(f"joins {FAST}false {FAST}true", ("rank 0 (", "rank 1 (", f"{FAST}false", f"{FAST}true"), True),
     Start("joins lanes=4 lanes=2", ("lanes=4", "rank 0", "lanes=2", "rank 1"), True),
     Start("joins lanes=1 lanes=1", ("2 processes", "lanes=1"), True),
-    Start("shares_some_examples", ("'data': 3", "2 processes"), True, quick=True, env={"JAXDIST_LANES": "6"}),
+    Start("shares_some_examples", ("'data': 3", "2 processes"), True, env={"JAXDIST_LANES": "6"}),
     Start("joins communicator=mpi communicator=mpi", ("mpi", "lanes"), True, env={"JAXDIST_LANES": "4"}),
     Start("joins communicator=mpi communicator=mpi", ("communicator 'mpi'",), True),
     Start("connects", ranks=3, env={"http_proxy": PROXY, "https_proxy": PROXY, "no_proxy": None}),

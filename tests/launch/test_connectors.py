@@ -233,6 +233,7 @@ def test_two_ranks_at_an_address() -> None:
     assert said(done) == [[url, str(r), "2", str(r), "2", "xla"] for r in range(2)], done.output
 
 
+@pytest.mark.slow
 def test_two_slurm_jobs_at_once_on_one_host_do_not_mix() -> None:
     shared = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
     shared |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODELIST": "127.0.0.1"}
@@ -322,7 +323,7 @@ def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end() -
 # --- engines
 
 
-@pytest.mark.parametrize("names", [TRAINER, JAXJOB], ids=["Trainer", "JAXJob"])
+@pytest.mark.parametrize("names", [TRAINER, pytest.param(JAXJOB, marks=pytest.mark.slow)], ids=["Trainer", "JAXJob"])
 def test_pods_of_kubeflow_are_ranks_of_one_job(names: Mapping[str, str]) -> None:
     port, job = str(jobs.free_port()), jobs.Job()
     where = {"COORDINATOR_ADDRESS": "127.0.0.1", "COORDINATOR_PORT": port}

@@ -20,6 +20,7 @@ from harness.errors import missing
 from harness.started import CLI, Jaxdist
 
 RANK = Path(__file__).parent / "scripts" / "rank.py"
+FAULTS = RANK.parents[2] / "jobs" / "scripts" / "faults.py"
 TRAINING = training.__file__
 MPI = pytest.mark.mpi
 WaitGone = Callable[[str, float], list[int]]
@@ -80,8 +81,23 @@ def test_signals_end_the_job_without_orphans(
     assert wait_gone(mark, 5) == []
 
 
-def test_a_rank_sees_the_signal_and_may_finish(tmp_path: Path) -> None:
-    with started("-n", 2, "--launcher", "env", RANK, "saves", cwd=tmp_path) as job:
+def test_the_last_line_of_a_failed_job_says_why(jaxdist: Jaxdist, launcher: str) -> None:
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, FAULTS, "raises", env={"JAXDIST_TIMEOUT": "30"})
+    assert done.returncode == 1, done.stderr
+    assert missing(("rank 1", "ValueError: boom on purpose", "faults.py:"), done.stderr.splitlines()[-1]) == []
+
+
+@MPI
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_mpirun_is_stopped_ends_the_job(jaxdist: Jaxdist) -> None:
+    done = jaxdist("run", "-n", 2, "--launcher", "mpirun", RANK.with_name("stops.py"), timeout=60)
+    assert done.returncode not in (0, None)
+    assert missing(("rank 1", "died"), done.stderr.splitlines()[-1]) == [], done.stderr
+
+
+def test_a_rank_sees_the_signal_and_may_finish(launcher: str, tmp_path: Path) -> None:
+    """Also one that takes longer than another which ends with a code."""
+    with started("-n", 2, "--launcher", launcher, RANK, "saves", cwd=tmp_path) as job:
         assert lines(job, 2) == ["ready\n"] * 2
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=30) == 143

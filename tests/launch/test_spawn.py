@@ -25,6 +25,7 @@ def started(*words: object) -> jobs.Job:
     return job
 
 
+@pytest.mark.slow
 def test_a_function_of_a_script_that_has_used_jax() -> None:
     """As in a notebook: JAX and jaxdist are in use, and what is needed is in `__main__` and a module beside."""
     done = started("trains").finish(120)[0]

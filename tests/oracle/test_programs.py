@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,16 +29,20 @@ def groups(names: Iterable[str], size: int) -> list[tuple[str, ...]]:
     return [tuple(names[k : k + size]) for k in range(0, len(names), size)]
 
 
-def operations_by_way() -> list[tuple[tuple[int, int], tuple[str, ...]]]:
-    """Those that move dimensions or reduce both evenly and unevenly, the others on one or the other."""
+def operations_by_way() -> Iterator[Any]:
+    """Each evenly or unevenly; in slow tests those that move dimensions or reduce on the other one, too."""
     if FULL:
-        return [(way, (name,)) for name, way in itertools.product(operations.OPERATIONS, EVEN + ODD)]
-    found: dict[tuple[int, int], list[str]] = {way: [] for way in EVEN + ODD}
+        yield from ((way, (name,)) for name, way in itertools.product(operations.OPERATIONS, EVEN + ODD))
+        return
+    found: dict[tuple[tuple[int, int], bool], list[str]] = {}
     for i, name in enumerate(operations.OPERATIONS):
         for k, ways in enumerate((EVEN, ODD)):
-            if name.startswith(("shape", "reduce")) or k == bool(i % 3):
-                found[ways[i % len(ways)]].append(name)
-    return [(way, names) for way, all_names in found.items() for names in groups(all_names, 24)]
+            quick = k == bool(i % 3)
+            if quick or name.startswith(("shape", "reduce")):
+                found.setdefault((ways[i % len(ways)], quick), []).append(name)
+    for (way, quick), all_names in found.items():
+        for names in groups(all_names, 24):
+            yield pytest.param(way, names, marks=[] if quick else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("way", "names"), operations_by_way(), ids=str)
