@@ -91,6 +91,34 @@ def test_nothing_is_imported_in_a_circle() -> None:
     assert dict(after) == {}
 
 
+REPLACED = {
+    "compat/compilation.py: compiler.backend_compile_and_load",
+    "compat/ending.py: SystemExit.code",
+    "control/failfast.py: sys.exit",
+}
+"""What is another library's and gets ours in its place; each says why. (Python asks for hooks to be replaced.)"""
+
+
+def _replaced(file: Path) -> Iterator[str]:
+    """Names of other modules that a file assigns to, and attributes that it puts into a class of Python's own."""
+    tree = ast.parse(file.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    foreign = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            written = ast.unparse(target)
+            its_own = "hook" in written or written.startswith(("sys.argv", "sys.modules"))
+            if isinstance(target, ast.Attribute) and written.split(".")[0] in foreign and not its_own:
+                yield written
+            if written == "members['code']":
+                yield "SystemExit.code"
+
+
+def test_little_of_other_libraries_is_replaced() -> None:
+    found = {f"{file.relative_to(ROOT)}: {name}" for file in ROOT.rglob("*.py") for name in _replaced(file)}
+    assert found == REPLACED
+
+
 def _private(text: str, modules: Collection[str]) -> Iterator[int]:
     """Lines of a program that import or name a module of the package that is not public."""
     for node in ast.walk(ast.parse(text)):
