@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxdist.connectors import site
-from jaxdist.launch.advice import crowded, misplaced_options, ranks_and_hosts
+from jaxdist.launch.advice import misplaced_options, ranks_and_hosts
 from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
 from jaxdist.launch.job import LauncherName, choose, launch
 from jaxdist.launch.output import say
@@ -67,10 +67,8 @@ def run(
             raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
         script = ["-m", *script] if is_module else script
         command = program_command(script)
-        hint = misplaced_options(script, ranks_given=ranks is not None or bool(placed))
-        for advice in (hint, "" if placed else crowded(size, command)):
-            if advice:
-                say(advice)
+        if hint := misplaced_options(script, ranks_given=ranks is not None or bool(placed)):
+            say(hint)
         mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
         if mpirun is None and not all(host.local for host in placed):
             raise ValueError(f"ranks on several hosts are started through mpirun: {site.install()}")

@@ -12,7 +12,7 @@ from jaxdist.connectors import site
 from jaxdist.control import scratch
 from jaxdist.launch.command import ASK_TO_END, Command, under_mpirun
 from jaxdist.launch.hosts import Host
-from jaxdist.launch.mpi import AbortNotice, Mpirun, find_mpirun, mpi_library, split_tag
+from jaxdist.launch.mpi import Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.launch.output import LineFilter, say
 from jaxdist.launch.processes import Failed, run_job
 from jaxdist.launch.ranks import CAUSE, cores, free_port, own_processes, thread_environment
@@ -23,6 +23,8 @@ from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_use
 _LAST_WORDS = re.compile(
     rb"\[jaxdist rank \d+\] (rank \d+ \(|.* not every rank has come)|(prterun|mpirun) (has )?detected that one"
 )
+
+_RANKS_A_CORE = 64  # each is a Python with JAX, of 80 MiB before it has done anything
 
 
 class LauncherName(StrEnum):
@@ -47,6 +49,10 @@ def launch(
 ) -> int:
     """Runs a job to its end, on other hosts through mpirun; returns 0, or the exit code of what failed first. Call it
     from the main thread."""
+    if not hosts and size > _RANKS_A_CORE * cores():
+        raise ValueError(
+            f"{size} ranks on {cores()} cores: expected at most {_RANKS_A_CORE} for each; --hosts has more"
+        )
     environment = {
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
@@ -141,12 +147,8 @@ def _alone(size: int) -> dict[str, str]:
 
 
 def _lines_of_mpirun(tagged: bool, prefix: bool, only_rank: int | None) -> LineFilter:
-    notice = AbortNotice()
-
     def line_filter(line: bytes) -> bytes | None:
         rank, text = split_tag(line) if tagged else (None, line)
-        if notice.is_in(text):
-            return None
         if rank is None:  # mpirun's own words, or nobody's in particular
             return text
         if only_rank is not None and rank != only_rank:

@@ -188,29 +188,3 @@ def split_tag(line: bytes) -> tuple[int | None, bytes]:
     if match is None:
         return None, line
     return int(match.group(1) or match.group(2)), line[match.end() :]
-
-
-_CAUSE = re.compile(rb"\[jaxdist rank \d+\] (Traceback|uncaught|interrupted|rank \d+ \()")
-_ABORT = re.compile(
-    rb"(-{74}|MPI_ABORT was invoked on rank .*|  Proc: \[\[.*|  Errorcode: .*|with errorcode .*"
-    rb"|NOTE: invoking MPI_ABORT causes .*|You may or may not see output .*|exactly when Open MPI kills them\."
-    rb"|(prterun|mpirun) has exited due to process rank .* calling"
-    rb"|\"abort\"\. This may have caused .*|terminated by signals sent by (prterun|mpirun) .*"
-    # The first to end may be one that ends because of another's failure.
-    rb"|(prterun|mpirun) (has )?detected that one or more processes exited with non-zero status,.*"
-    rb"|(thus causing )?the job to be terminated\. The first process to do so was:"
-    rb"|\s*Process name: \[.*\]|\s*Exit code: +\d+"
-    rb"|\[[^\]]*\] PMIX ERROR: PMIX_ERR_UNREACH .*|)[\s\0]*"
-)
-
-
-class AbortNotice:
-    """Open MPI's lines about MPI_Abort and exit codes, by which ranks of ours end a job that has failed."""
-
-    def __init__(self) -> None:
-        self._failed = False
-
-    def is_in(self, line: bytes) -> bool:
-        """Whether a line belongs to it, and stands behind the cause, so that it can be left out."""
-        self._failed = self._failed or _CAUSE.match(line) is not None
-        return self._failed and _ABORT.fullmatch(line) is not None

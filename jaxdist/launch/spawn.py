@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import sys
@@ -11,11 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import jax
-
-from jaxdist import compat, connectors
+from jaxdist import connectors
 from jaxdist.control import scratch
-from jaxdist.runtime import devices
 from jaxdist.runtime.context import started
 
 if TYPE_CHECKING:
@@ -84,9 +80,8 @@ def spawn(
     """
     # Here, not above: a rank needs none of it, and cloudpickle takes its time.
     from jaxdist.launch import spawned
-    from jaxdist.launch.advice import crowded
     from jaxdist.launch.job import LauncherName, choose, launch
-    from jaxdist.launch.output import NOT_WRITTEN, say
+    from jaxdist.launch.output import NOT_WRITTEN
     from jaxdist.launch.processes import Failed
 
     _check(n, only_rank)
@@ -95,9 +90,6 @@ def spawn(
     with scratch.folder("jaxdist-spawn-") as folder:
         spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]
-        for advice in (crowded(n, command), _crowded_gpu()):
-            if advice:
-                say(advice)
         environment = {"PYTHONUNBUFFERED": "1", "JAXDIST_RESTARTS": "0", "JAXDIST_COMMUNICATOR": communicator}
         if timeout is not None:
             environment["JAXDIST_TIMEOUT"] = str(timeout)
@@ -128,17 +120,6 @@ def _check(n: int, only_rank: int | None) -> None:
         )
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
-
-
-def _crowded_gpu() -> str:
-    """A word about GPU memory that this process keeps from the ranks; "": none that is known of."""
-    preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")
-    if not (compat.backend_started() and devices.visible_gpus() and preallocates) or jax.default_backend() != "gpu":
-        return ""
-    return (
-        "this process has used JAX on a GPU and keeps most of its memory from the ranks. If they run out of memory: "
-        "restart it (the notebook's kernel) and let ranks alone compute"
-    )
 
 
 def _error(name: str, code: int, failures: list[Failure], n: int) -> BaseException:

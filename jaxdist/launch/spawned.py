@@ -168,31 +168,9 @@ def _write_failure(folder: Path, ctx: Context | None, error: BaseException) -> N
 
 def _pickled(error: BaseException) -> bytes:
     try:
-        data = cloudpickle.dumps(error)
-        pickle.loads(data)
-        return data
-    except Exception:  # most often an `__init__` that takes other arguments than it gives to Exception
-        pass
-    try:
-        return cloudpickle.dumps(_Plain(error))
+        return cloudpickle.dumps(error)
     except Exception:
         return b""
-
-
-class _Plain:
-    """An error that is put together again without its `__init__`."""
-
-    def __init__(self, error: BaseException):
-        self._parts = type(error), error.args, error.__dict__
-
-    def __reduce__(self) -> Any:
-        return _put_together, self._parts
-
-
-def _put_together(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
-    error = cls.__new__(cls, *args)
-    error.__dict__.update(attributes)
-    return error
 
 
 def _as_it_is(array: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ def test_errors_of_ranks() -> None:
     assert done.returncode == 0, done.output
     *errors, last = (text.strip() for text in done.stdout.split("END\n"))
     expected = [
-        ["Mine went wrong", "rank 1 of 2", 'File "cell", line 6, in fail', 'raise Mine("went", "wrong")'],
+        ["Mine", "went wrong", "rank 1 of 2", 'File "cell", line 6, in fail', 'raise Mine("went", "wrong")'],
         ["RuntimeError", "SystemExit: 3"],
         ["RuntimeError", "rank 1 of 2", "SIGKILL"],
         ["TypeError", "_thread.lock"],
