@@ -16,13 +16,10 @@ from jaxdist.collectives.public import (
     scatter,
     send,
 )
-from jaxdist.data.documents import Documents, text_files, tokenize
 from jaxdist.data.evaluate import evaluate
 from jaxdist.data.gathering import gather_for_metrics
 from jaxdist.data.loader import Loader, loader
-from jaxdist.data.packing import packed
-from jaxdist.data.streaming import stream
-from jaxdist.errors import CheckpointError, StepError, SyncError
+from jaxdist.errors import CheckpointError, DataError, StepError, SyncError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.launch.spawn import spawn
 from jaxdist.observe.explain import explain
@@ -43,7 +40,7 @@ from jaxdist.zero import shard, unshard, zero
 __all__ = [
     "CheckpointError",
     "Context",
-    "Documents",
+    "DataError",
     "Loader",
     "StepError",
     "SyncError",
@@ -70,7 +67,6 @@ __all__ = [
     "loader",
     "loss_scale",
     "memory",
-    "packed",
     "parallel",
     "per_device",
     "plan",
@@ -86,9 +82,6 @@ __all__ = [
     "send",
     "shard",
     "spawn",
-    "stream",
-    "text_files",
-    "tokenize",
     "unshard",
     "value_and_grad",
     "zero",

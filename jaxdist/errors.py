@@ -41,6 +41,12 @@ class CheckpointError(RuntimeError):
     __module__ = "jaxdist"
 
 
+class DataError(ValueError):
+    """Data on disk is damaged, or a stream does not go on where a loader's state was taken."""
+
+    __module__ = "jaxdist"
+
+
 class SyncError(RuntimeError):
     """What should be the same on every rank and device is not; from `jaxdist.check_sync` and ``check_every``."""
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.data.batches import Indexed
 from jaxdist.data.loader import Loader
+from jaxdist.data.sampling import Place
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step.tracing import say_once
@@ -70,7 +70,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
     if limit is not None and operator.index(limit) < 1:
         raise ValueError(f"evaluate(limit={limit}): expected a positive number of batches")
     *state, batches = arguments
-    ctx, padded = get_context(), isinstance(batches, Loader) and batches._reading.sampling.pad
+    ctx, padded = get_context(), isinstance(batches, Loader) and batches._reader.sampling.pad
     if isinstance(batches, Loader):
         _start(batches, limit, ctx)
     waiting: deque[Any] = deque()
@@ -97,12 +97,12 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
 
 def _start(batches: Loader, limit: int | None, ctx: Context) -> None:
     """At the begin of an epoch; and say what the result depends on beside the examples."""
-    at, sampling = batches.get_state(), batches._reading.sampling
-    if at["position"]:  # it was restored, or left
-        batches.set_epoch(at["epoch"] + 1)
-    if limit is not None and at["shuffle"]:
-        batches.set_epoch(0)
-    known = isinstance(batches._reading, Indexed)  # how many examples there are
+    at, sampling = batches._at, batches._reader.sampling
+    if limit is not None and sampling.shuffle:
+        batches._go(Place())
+    elif at.position:  # it was restored, or left
+        batches._go(Place(at.epoch + 1))
+    known = not batches._reader.streams  # how many examples there are
     dropped = sampling.length % sampling.whole if known else None
     if sampling.pad or sampling.keep or dropped == 0 or not ctx.is_root:
         return
