@@ -98,7 +98,9 @@ def main() -> None:
 
     def packed(name: str, files: list[Path]):
         texts, encode = jaxdist.data.text_files(files, split=None), lambda document: [*document.encode(), END]
-        return jaxdist.data.packed(jaxdist.data.tokenize(texts, encode, args.run / name), args.context + 1, seed=args.seed)
+        return jaxdist.data.packed(
+            jaxdist.data.tokenize(texts, encode, args.run / name), args.context + 1, seed=args.seed
+        )
 
     each = args.batch_size // ctx.parts(mesh)[1]
     batches = jaxdist.loader(packed("train", files[:-1]), each, seed=args.seed, mesh=mesh)

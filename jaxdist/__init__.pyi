@@ -16,8 +16,7 @@ from jaxdist.collectives.public import (
     scatter,
     send,
 )
-from jaxdist.data.evaluate import evaluate
-from jaxdist.data.gathering import gather_for_metrics
+from jaxdist.data.evaluate import evaluate, gather_for_metrics
 from jaxdist.data.loader import Loader, loader
 from jaxdist.errors import CheckpointError, DataError, StepError, SyncError
 from jaxdist.grad import grad, value_and_grad

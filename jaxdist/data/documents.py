@@ -298,7 +298,7 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
     if not sampled:
         raise ValueError("tokenize: there are no documents")
     tokens = zlib.crc32(b"".join(_coded(i, encode(document), dtype).tobytes() + b";" for i, document in sampled))
-    about: dict[str, Any] = {"dtype": dtype.name, "tokens of samples": tokens} | _identity(documents)
+    about: dict[str, Any] = {"dtype": dtype.name, "checksum of some tokens": tokens} | _identity(documents)
     if path.exists():
         _compare(path, about)
         return
@@ -372,22 +372,20 @@ def _identity(documents: Any) -> dict[str, Any]:
     """Tell documents from others without encoding them."""
     found: dict[str, Any] = {"documents": len(documents)} if hasattr(documents, "__len__") else {}
     if isinstance(documents, Text):
-        found["bytes"] = documents.checksum()
+        found["checksum of the documents"] = documents.checksum()
     elif isinstance(documents, list | tuple):
-        found["bytes"] = functools.reduce(lambda value, one: zlib.crc32(repr(one).encode(), value), documents, 0)
+        found["checksum of the documents"] = functools.reduce(
+            lambda value, one: zlib.crc32(repr(one).encode(), value), documents, 0
+        )
     return found
 
 
 def _compare(path: Path, about: dict[str, Any]) -> None:
     """Refuse a folder that was made of something else."""
     found = _about(path)
-    said = {
-        "dtype": "in {}, and {} is asked for",
-        "documents": "of {} documents, and here are {}",
-        "bytes": "of other documents (their checksum was {}, and is {})",
-        "tokens of samples": "with another encode (the checksum of some tokens was {}, and is {})",
-    }
-    for name, words in said.items():
-        if name in about and found.get(name, about[name]) != about[name]:
-            how = words.format(found[name], about[name])
-            raise ValueError(f"{path} was made {how}. Delete it, or name another folder")
+    for name in about.keys() & found.keys() - {_TOKENS, _ENDS}:
+        if found[name] != about[name]:
+            raise ValueError(
+                f"{path} was made of other documents or with another encode or dtype: {name}: {found[name]} there, "
+                f"{about[name]} here. Delete it, or name another folder"
+            )

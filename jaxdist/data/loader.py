@@ -145,7 +145,7 @@ class Loader:
             if streams:
                 _check_stream(shuffle, workers)
             else:
-                _check_length(sampling, tail, shuffle)
+                _check_length(sampling, shuffle)
             window = int(shuffle) if streams else None
             self._reader = Reader(data, sampling, window, transform, workers, prefetch, context.size > 1)
             return {
@@ -343,17 +343,17 @@ def _check_integer(given: str, value: Any, least: int) -> None:
         raise ValueError(f"{given}: expected an integer of at least {least}")
 
 
-def _check_length(sampling: Sampling, tail: Tail, shuffle: bool | int) -> None:
-    length, whole = sampling.length, sampling.whole
+def _check_length(sampling: Sampling, shuffle: bool | int) -> None:
+    length = sampling.length
     if not isinstance(shuffle, bool):
         raise ValueError(f"shuffle={shuffle!r}: True or False; a window is for streams")
     if not 0 < length <= MOST:
         raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
-    if tail == "drop" and length < whole:
+    if not sampling.steps(0):
         raise ValueError(
-            f"the data set has {length} examples, fewer than one batch of all ranks ({sampling.batch_size} on each of "
-            f"{sampling.parts}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size or "
-            "tail='keep'"
+            f"the data set has {length} examples, fewer than one batch of all ranks ({sampling.parts} x "
+            f"{sampling.batch_size} = {sampling.whole}): with tail='drop' there would be no step. Use a smaller "
+            "batch_size or tail='keep'"
         )
 
 
@@ -363,9 +363,6 @@ def _check_stream(shuffle: bool | int, workers: int) -> None:
             "shuffle=True: a stream is shuffled in windows. Give their size, as shuffle=10_000 (examples, which each "
             "process holds in memory), or shuffle=False"
         )
-    _check_integer(f"shuffle={shuffle!r}", shuffle if shuffle else 0, 0)
+    _check_integer(f"shuffle={shuffle!r}", shuffle or 0, 0)
     if workers:
-        raise ValueError(
-            f"workers={workers}: a stream is read one example after the other, by one thread. Grain "
-            "can read it in processes before it comes here: IterDataset.mp_prefetch"
-        )
+        raise ValueError(f"workers={workers}: a stream is read by one thread. Use IterDataset.mp_prefetch on grain's")

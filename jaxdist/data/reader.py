@@ -8,6 +8,7 @@ import itertools
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -31,24 +32,17 @@ class Read(NamedTuple):
     digest: int = 0  # of all that was read of a stream, to compare between ranks
 
 
+@dataclass(frozen=True)
 class Reader:
     """The batches of a source, from any place on, through all epochs."""
 
-    def __init__(
-        self,
-        source: Any,
-        sampling: Sampling,
-        window: int | None,
-        transform: Callable[..., Any] | None,
-        workers: int,
-        prefetch: int,
-        compare: bool,
-    ):
-        self.source, self.sampling = source, sampling
-        self.window = window  # examples of a stream that are shuffled together; None: the source is read by index
-        self.workers, self.prefetch = workers, prefetch
-        self.compare = compare  # whether other ranks read the stream too
-        self.transform, self.random = transform, transform is not None and takes_rng(transform)
+    source: Any
+    sampling: Sampling
+    window: int | None  # examples of a stream that are shuffled together; None: the source is read by index
+    transform: Callable[..., Any] | None
+    workers: int
+    prefetch: int
+    compare: bool  # whether other ranks read the stream too
 
     @property
     def streams(self) -> bool:
@@ -58,10 +52,8 @@ class Reader:
     @property
     def fixed(self) -> dict[str, Any]:
         """What has to be the same for a state to fit."""
-        sampling = self.sampling
-        if self.streams:
-            return {"seed": sampling.seed, "shuffle": self.window}
-        return {"length": sampling.length, "seed": sampling.seed, "shuffle": sampling.shuffle}
+        length = {} if self.streams else {"length": self.sampling.length}
+        return length | {"seed": self.sampling.seed, "shuffle": self.window if self.streams else self.sampling.shuffle}
 
     def first(self) -> int:
         """A digest that tells a part of the data from all of it."""
@@ -104,7 +96,7 @@ class Reader:
     def _by_index(self, start: Place, step: int) -> Read:
         """The batch that comes `step` batches after a place; called in a worker, too."""
         sampling, source = self.sampling, self.source
-        at, then = (Place(*sampling.seek(start.epoch, start.position, k)) for k in (step, step + 1))
+        at, then = sampling.seek(start, step), sampling.seek(start, step + 1)
         indices, real = sampling.examples(at.epoch, at.position)
         if isinstance(source, Arrays) and self.transform is None:
             batch = jax.tree.map(lambda x: x[indices], source.tree)
@@ -113,7 +105,7 @@ class Reader:
             # By grain's convention an index past the end belongs to a later epoch: it draws different random numbers.
             past = at.epoch * sampling.length if grain and isinstance(source, grain.MapDataset) else 0
             batch = stacked([(i, self._transformed(source[past + i], at.epoch, i)) for i in indices.tolist()])
-        return Read(self._weighted(batch, real), sampling.tail(at.position) or 0, at, then)
+        return Read(self._weighted(batch, real), sampling.tail(at.position), at, then)
 
     def _in_order(self, at: Place) -> Iterator[Read]:
         """The batches of a stream from a place on. Each rank reads all of it, and keeps its own rows."""
@@ -140,7 +132,7 @@ class Reader:
                 places, real = here.examples(0, 0)
                 mine = [(at.position + i, rows[i][0]) for i in places.tolist()]
                 batch = stacked([(i, self._transformed(example, at.epoch, i)) for i, example in mine])
-                yield Read(self._weighted(batch, real), here.tail(0) or 0, at, then, total)
+                yield Read(self._weighted(batch, real), here.tail(0), at, then, total)
                 rows, at = further, then
             at = Place(at.epoch + 1) if at.position else at
 
@@ -186,9 +178,11 @@ class Reader:
             )
 
     def _transformed(self, example: Any, epoch: int, i: int) -> Any:
-        if self.random:
-            return self.transform(example, np.random.default_rng([self.sampling.seed, epoch, i]))  # type: ignore[misc]
-        return example if self.transform is None else self.transform(example)
+        if self.transform is None:
+            return example
+        if takes_rng(self.transform):
+            return self.transform(example, np.random.default_rng([self.sampling.seed, epoch, i]))
+        return self.transform(example)
 
     def _weighted(self, batch: Any, real: np.ndarray) -> Any:
         return (batch, real.astype(np.float32)) if self.sampling.pad else batch
@@ -204,6 +198,7 @@ def resumption(at: Place) -> tuple[int, Any, int | None]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
 def takes_rng(transform: Callable[..., Any]) -> bool:
     """Whether a transform has a second argument."""
     try:

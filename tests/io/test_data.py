@@ -258,6 +258,18 @@ def test_a_stream_that_is_shorter_than_what_was_read() -> None:
         make(Again(range(10)), 4, shuffle=False).set_state(loader.get_state())
 
 
+def test_a_stream_that_comes_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
+    """After a restart it is read again, which is said; the next example has to be the one that came next."""
+    numbers = list(range(40))
+    loader = make(Again(numbers), 4, shuffle=False)
+    epoch([loader], 3)
+    with caplog.at_level("WARNING", "jaxdist"):
+        make(Again(numbers), 4, shuffle=False).set_state(loader.get_state())
+    assert "12 examples" in caplog.text
+    with raises(jaxdist.DataError, "position 12", "epoch 0"):
+        make(Again(numbers[::-1]), 4, shuffle=False).set_state(loader.get_state())
+
+
 def test_the_state_of_a_stream_is_kept_exactly_or_refused() -> None:
     """As JSON: it names the entry that would come back as another."""
     for entry in STATES_KEPT:

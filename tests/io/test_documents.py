@@ -118,6 +118,7 @@ def test_text_files_that_are_written_anew(tmp_path: Path) -> None:
         (iter(["a"]), str.encode, {}, ("list_iterator",)),
         ([], str.encode, {}, ("no documents",)),
         (["a"], lambda x: [70_000], {}, ("document 0", "70000", "uint16", "dtype='uint32'")),
+        (["a"], lambda x: [2**33], {}, ("8589934592", "uint16", "dtype='int64'")),
         (["a"], lambda x: [-1], {}, ("document 0", "-1", "dtype='int32'")),
         (["a"], lambda x: [0.5], {}, ("document 0", "float64")),
     ],
@@ -140,6 +141,24 @@ def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> 
     (tmp_path / "u").mkdir()
     with raises(ValueError, str(tmp_path / "u")):
         jaxdist.data.tokenize(list("abc"), str.encode, tmp_path / "u")
+
+
+def test_what_killed_runs_have_left_is_removed(tmp_path: Path) -> None:
+    """But nothing of one that still writes."""
+    (leftover := tmp_path / ".t.0123abcd").mkdir()
+    (leftover / "tokens.npy").touch()
+
+    def encode(text: str) -> bytes:
+        written.append(len(list(tmp_path.glob(".t.*"))))
+        if text == "b" and len(written) < 9:
+            jaxdist.data.tokenize(["c"], str.encode, tmp_path / "t2")
+            jaxdist.data.tokenize(["a", "c"], str.encode, tmp_path / "t")
+        return text.encode()
+
+    written: list[int] = []
+    with raises(ValueError, "other documents"):
+        jaxdist.data.tokenize(["a", "b"], encode, tmp_path / "t")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "t2"]
 
 
 def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
