@@ -1,5 +1,6 @@
 """jaxdist: train on many devices with a step written for one."""
 
+from jaxdist import data as data
 from jaxdist.agreement.sync import check_sync
 from jaxdist.checkpoint import export, latest_step, restore, save
 from jaxdist.checkpoint.state_digest import digest
@@ -25,11 +26,9 @@ from jaxdist.observe.explain import explain
 from jaxdist.observe.metrics import run_log
 from jaxdist.observe.profile import profile
 from jaxdist.per_device import per_device
-from jaxdist.placements.registry import register
 from jaxdist.planning.fit import fit
 from jaxdist.planning.memory import memory
 from jaxdist.planning.plan import plan
-from jaxdist.planning.topology import Topology
 from jaxdist.precision import loss_scale
 from jaxdist.runtime.context import Context, get_context, init
 from jaxdist.step.data_parallel import data_parallel, parallel
@@ -43,7 +42,6 @@ __all__ = [
     "Loader",
     "StepError",
     "SyncError",
-    "Topology",
     "all_to_all",
     "allgather",
     "allreduce",
@@ -73,7 +71,6 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
-    "register",
     "restore",
     "run_log",
     "save",

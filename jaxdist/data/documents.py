@@ -63,7 +63,7 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     return found
 
 
-class Text:
+class Text(Sequence[str]):
     """Documents of text files, by index; made by `text_files`."""
 
     def __init__(self, paths: Sequence[str], split: str | None):
@@ -119,7 +119,7 @@ def _spans(data: np.ndarray, split: str | None) -> np.ndarray:
     return np.stack([starts, ends], 1)[ends > starts]
 
 
-class Documents:
+class Documents(Sequence[np.ndarray]):
     """Documents of tokens, one after the other in one array, which may lie on disk.
 
     Args:
@@ -166,7 +166,7 @@ class Documents:
         """
         path = Path(folder).absolute()
         about = _about(path)
-        tokens, ends, digests = _loaded(path / _TOKENS), _loaded(path / _ENDS), about.get(_TOKENS)
+        tokens, ends, digests = _loaded(path / _TOKENS), _loaded(path / _ENDS), about.get(_TOKENS, 0)
         sound = {
             _ENDS: _digests(ends) == about.get(_ENDS),
             _TOKENS: str(tokens.dtype) == about.get("dtype") and list(tokens.shape) == ends[-1:].tolist(),
@@ -175,7 +175,7 @@ class Documents:
         for name in (name for name in sound if not sound[name]):
             raise DataError(f"{path / name}: damaged. Delete {path} and tokenize again")
         documents = Documents(tokens, ends)
-        documents._folder, documents._unread = path, dict(enumerate(digests))
+        documents._folder, documents._unread = path, dict(enumerate(digests or []))
         return documents
 
     @property

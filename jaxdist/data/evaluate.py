@@ -101,8 +101,8 @@ def _start(batches: Loader, ctx: Context) -> None:
             "what fills no batch at the end of the stream" if streams else f"{dropped} of {sampling.length} examples"
         )
         say_once(
-            f"evaluate: with tail='drop' the loader leaves out {which}, as {sampling.parts} x {sampling.batch_size} are "
-            "read in a step: the result depends on the number of ranks. Use tail='keep'"
+            f"evaluate: with tail='drop' the loader leaves out {which} ({sampling.parts} x {sampling.batch_size} in a "
+            "step): the result depends on the number of ranks. Use tail='keep'"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
     return Packed(documents, length, *pieces)
 
 
-class Packed:
+class Packed(Sequence[dict[str, np.ndarray]]):
     """Rows of documents, by index; made by `packed`."""
 
     def __init__(self, documents: Documents, length: int, rows: np.ndarray, starts: np.ndarray, sizes: np.ndarray):

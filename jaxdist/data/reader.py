@@ -168,7 +168,7 @@ class Reader:
                         "read, and random changes belong into transform="
                     )
                 expected = None
-                yield example, *mark
+                yield example, mark[0], mark[1]
             if not rows:
                 break
             start, skip = start + len(rows), max(0, skip - len(rows))

@@ -26,10 +26,10 @@ class ByIndex:
 class Again:
     """What can be read from its beginning alone."""
 
-    def __init__(self, numbers: Iterable[int] = range(N)):
+    def __init__(self, numbers: Iterable[Any] = range(N)):
         self.numbers = numbers
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         yield from self.numbers
 
 
