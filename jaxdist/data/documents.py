@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     return found
 
 
-class Text(Sequence[str]):
+class Text:
     """Documents of text files, by index; made by `text_files`."""
 
     def __init__(self, paths: Sequence[str], split: str | None):
@@ -74,6 +74,9 @@ class Text(Sequence[str]):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
 
     def __reduce__(self) -> Any:  # to a loader's workers: the files stay on disk
         return Text, (self._paths, self._split)
@@ -119,7 +122,7 @@ def _spans(data: np.ndarray, split: str | None) -> np.ndarray:
     return np.stack([starts, ends], 1)[ends > starts]
 
 
-class Documents(Sequence[np.ndarray]):
+class Documents:
     """Documents of tokens, one after the other in one array, which may lie on disk.
 
     Args:
@@ -190,6 +193,9 @@ class Documents(Sequence[np.ndarray]):
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         return self.read(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.__getitem__, range(len(self)))
 
     def __reduce__(self) -> Any:  # to a loader's workers: by name if there is one
         return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
     return Packed(documents, length, *pieces)
 
 
-class Packed(Sequence[dict[str, np.ndarray]]):
+class Packed:
     """Rows of documents, by index; made by `packed`."""
 
     def __init__(self, documents: Documents, length: int, rows: np.ndarray, starts: np.ndarray, sizes: np.ndarray):
@@ -67,6 +67,9 @@ class Packed(Sequence[dict[str, np.ndarray]]):
 
     def __len__(self) -> int:
         return len(self._rows) - 1
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not 0 <= index < len(self):

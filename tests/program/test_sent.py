@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import jaxdist
-from jaxdist.placements.registry import register
+from jaxdist.placements.registry import register  # private: not at the top level, and in docs/per-device.md
 
 RNG = np.random.default_rng(0)
 W, X = jnp.asarray(RNG.normal(size=(6, 6))), RNG.normal(size=(16, 6))
