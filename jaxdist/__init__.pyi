@@ -1,6 +1,7 @@
 """jaxdist: train on many devices with a step written for one."""
 
 from jaxdist import data as data
+from jaxdist import placements as placements
 from jaxdist.agreement.sync import check_sync
 from jaxdist.checkpoint import export, latest_step, restore, save
 from jaxdist.checkpoint.state_digest import digest

@@ -28,7 +28,7 @@ def register(primitive: Primitive | str, rule: str | Rule) -> None:
       ValueError: a rule that is no such description.
 
     Example:
-      >>> from jaxdist.placements.registry import register
+      >>> from jaxdist.placements import register
       >>> from jax.extend.core import Primitive
       >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
       >>> register(attention_p, "b..., b..., b... -> b...")
