@@ -32,12 +32,12 @@ _SAMPLES = 64  # documents that are encoded again to see whether a folder is of 
 
 
 def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
-    """The documents of text files, by index. The files stay on disk: what is read is what is asked for.
+    """Open the documents of text files, by index. The files stay on disk until a document is read.
 
     Args:
-      paths: of one file or several, one after the other; UTF-8.
-      split: what stands between two documents, such as ``"\\n"`` or ``"\\n\\n"``; None: each file is one. Empty
-        documents are left out.
+      paths: one file or several, one after the other; UTF-8.
+      split: what stands between two documents, such as ``"\\n"`` or ``"\\n\\n"``; None: each file is one document.
+        Empty documents are left out.
 
     Returns:
       A source for `jaxdist.loader` and `jaxdist.data.tokenize`: ``len(source)`` documents, each a str.
@@ -314,7 +314,8 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
     beside.mkdir()
     try:
         with (beside / _TOKENS).open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # see `_remove_leftovers`
+            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
+                fcntl.flock(file, fcntl.LOCK_EX)  # see `_remove_leftovers`
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
             np.lib.format.write_array_header_1_0(file, header)
             ends, count = [], 0

@@ -55,14 +55,6 @@ class Reader:
         length = {} if self.streams else {"length": self.sampling.length}
         return length | {"seed": self.sampling.seed, "shuffle": self.window if self.streams else self.sampling.shuffle}
 
-    def first(self) -> int:
-        """A digest that tells a part of the data from all of it."""
-        if self.streams:
-            for example in open_epoch(self.source, 0):
-                return digest(example)
-            raise ValueError("the stream has no examples")
-        return self.source.ends() if isinstance(self.source, Arrays) else 0  # other sources may read at random
-
     def start(self, place: Place) -> Any:
         """An iterator over batches (`Read`), with ``close``."""
         if self.streams:

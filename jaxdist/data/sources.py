@@ -43,7 +43,7 @@ class Arrays:
         return jax.tree.map(lambda x: x[index : index + 1].copy()[0], self.tree)
 
     def ends(self) -> int:
-        """A digest of the first and the last example."""
+        """A digest of the first and the last example, which tells a part of the data from all of it."""
         return digest([x[[0, -1]] for x in jax.tree.leaves(self.tree) if len(x) and not x.dtype.hasobject])
 
 

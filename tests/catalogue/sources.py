@@ -169,7 +169,7 @@ BAD: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (Short(), {"shuffle": False, "workers": 1}, ("workers=1",)),
     (Short(), {"shuffle": 5, "batch_size": 2}, ("epoch 0", "1 examples", "2")),
     (lambda epoch: 3, {"shuffle": 5}, ("int",)),
-    (lambda epoch: [], {"shuffle": 5}, ("no examples",)),
+    (lambda epoch: [], {"shuffle": 5}, ("0 examples",)),
     (iter([1]), {}, ("list_iterator",)),
     (3, {}, ("int",)),
     ([np.ones(2), np.ones(3)], {"batch_size": 2, "shuffle": False}, ("(3,)", "example 1", "(2,)", "example 0")),

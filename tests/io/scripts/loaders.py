@@ -102,7 +102,6 @@ def errors() -> dict[str, list[str]]:
         "too few": error_of(read, x[:1]),
         "another seed": error_of(read, x, seed=rank),
         "another state": error_of(batches.set_state, batches.get_state() | {"position": rank}),
-        "another start of a stream": error_of(read, Again(range(rank, 30)), **stream),
         "another stream": error_of(read, Again([0, *range(rank, 30)]), shuffle=3),
         "rows exchanged": error_of(read, Again([*exchanged, *range(3, 30)]), **stream),
         "a longer stream": error_of(read, Again(range(40 - 30 * (rank > 0))), **stream),
