@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import fcntl
 import functools
@@ -32,7 +31,7 @@ _SAMPLES = 64  # documents that are encoded again to see whether a folder is of 
 
 
 def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
-    """Open the documents of text files, by index. The files stay on disk until a document is read.
+    """Open the documents of text files, in order. The files stay on disk until a document is read.
 
     Args:
       paths: one file or several, one after the other; UTF-8.
@@ -40,7 +39,7 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         Empty documents are left out.
 
     Returns:
-      A source for `jaxdist.loader` and `jaxdist.data.tokenize`: ``len(source)`` documents, each a str.
+      An iterable of str, for `jaxdist.data.tokenize`, or as a stream for `jaxdist.loader`.
 
     Raises:
       OSError: a file can't be read.
@@ -58,68 +57,45 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     if split == "":
         raise ValueError("text_files(split=''): expected what stands between two documents, or None for a file each")
     found = Text(files, split)
-    if not len(found):
+    if next(iter(found), None) is None:
         raise ValueError(f"text_files({', '.join(files)}): there are no documents")
     return found
 
 
 class Text:
-    """Documents of text files, by index; made by `text_files`."""
+    """Documents of text files, in order; made by `text_files`."""
 
     def __init__(self, paths: Sequence[str], split: str | None):
         self._paths, self._split = paths, split
-        self._files = [_mapped(path) for path in paths]
-        self._spans = [_spans(data, split) for data in self._files]
-        self._ends = np.cumsum([len(each) for each in self._spans])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+        self._sizes = [Path(path).stat().st_size for path in paths]
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __reduce__(self) -> Any:  # to a loader's workers: the files stay on disk
-        return Text, (self._paths, self._split)
-
-    def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        file = int(np.searchsorted(self._ends, index, "right"))
-        start, end = self._spans[file][index - (self._ends[file - 1] if file else 0)]
-        try:
-            return bytes(self._files[file][start:end]).decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self._paths[file]} is not UTF-8 at byte {start + error.start}, in document {index}: convert the "
-                "file, or leave it out"
-            ) from None
+        for path, size in zip(self._paths, self._sizes, strict=True):
+            data = np.memmap(path, np.uint8, "r") if size else b""
+            breaks = re.finditer(re.escape(self._split.encode()), data) if self._split else ()  # type: ignore[arg-type]
+            start = 0
+            for end, following in itertools.chain((found.span() for found in breaks), [(size, size)]):
+                try:
+                    text = bytes(data[start:end]).decode()
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path} is not UTF-8 at byte {start + error.start}: convert the file, or leave it out"
+                    ) from None
+                text = text if start else text.removeprefix("\ufeff")
+                start = following
+                if text := text.removesuffix("\r") if self._split == "\n" else text:  # of Windows
+                    yield text
 
     def checksum(self) -> int:
         """A checksum of all bytes of the files; of their lengths and samples, if there is more than a GiB."""
-        step = max(1, sum(map(len, self._files)) >> 30)  # one of this many blocks is read
-        value = 0
-        for data in self._files:
-            value = zlib.crc32(len(data).to_bytes(8, "big"), value)
-            for start in range(0, len(data), _CHUNK * step):
-                value = zlib.crc32(data[start : start + _CHUNK].tobytes(), value)
+        step = max(1, sum(self._sizes) >> 30)  # one of this many blocks is read
+        value = zlib.crc32(repr(self._sizes).encode())
+        for path, size in zip(self._paths, self._sizes, strict=True):
+            with Path(path).open("rb") as file:
+                for start in range(0, size, _CHUNK * step):
+                    file.seek(start)
+                    value = zlib.crc32(file.read(_CHUNK), value)
         return value
-
-
-def _mapped(path: str) -> np.ndarray:
-    return np.memmap(path, np.uint8, "r") if Path(path).stat().st_size else np.zeros(0, np.uint8)
-
-
-def _spans(data: np.ndarray, split: str | None) -> np.ndarray:
-    """Where each document starts and ends: int64 (documents, 2), in bytes."""
-    between = b"" if split is None else split.encode()
-    places = (match.start() for match in re.finditer(re.escape(between), data)) if between else ()  # type: ignore[arg-type]
-    found = np.fromiter(places, np.int64)
-    mark = 3 if bytes(data[:3]) == codecs.BOM_UTF8 else 0
-    starts = np.concatenate([np.array([mark], np.int64), found + len(between)])
-    ends = np.concatenate([found, np.array([len(data)], np.int64)])
-    if between == b"\n" and len(data):  # lines of Windows end with two characters
-        ends = np.maximum(starts, ends - (data[np.maximum(ends - 1, 0)] == ord("\r")))
-    return np.stack([starts, ends], 1)[ends > starts]
 
 
 class Documents:
@@ -390,8 +366,8 @@ def _identity(documents: Any) -> dict[str, Any]:
 def _compare(path: Path, about: dict[str, Any]) -> None:
     """Refuse a folder that was made of something else."""
     found = _about(path)
-    for name in about.keys() & found.keys() - {_TOKENS, _ENDS}:
-        if found[name] != about[name]:
+    for name in about:
+        if name not in (_TOKENS, _ENDS) and found.get(name, about[name]) != about[name]:
             raise ValueError(
                 f"{path} was made of other documents or with another encode or dtype: {name}: {found[name]} there, "
                 f"{about[name]} here. Delete it, or name another folder"
