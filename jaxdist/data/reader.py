@@ -131,7 +131,7 @@ class Reader:
     def _enough(self, rows: list[Any]) -> bool:
         return bool(rows) if self.sampling.pad or self.sampling.keep else len(rows) == self.sampling.whole
 
-    def _examples(self, at: Place) -> Iterator[tuple[Any, int, Any]]:
+    def _examples(self, at: Place) -> Iterator[tuple[Any, int, str | None]]:
         """The rest of an epoch; each example with a position from which the stream can be read on, and its state.
 
         Of grain's streams that is the start of a window or batch. Others' state is not taken: Hugging Face's leaves out
@@ -144,10 +144,10 @@ class Reader:
         examples = open_epoch(self.source, at.epoch)
         exact = isinstance(examples, grain.DatasetIterator)
         if exact and state is not None:
-            examples.set_state(state)
+            examples.set_state(of_text(state))
         skip = at.position - start
         while True:
-            mark = (start, examples.get_state()) if exact else (0, None)
+            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # it may change in place
             rows = list(itertools.islice(examples, self.window or self.sampling.whole))
             if self.window:
                 rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])
@@ -172,15 +172,24 @@ class Reader:
     def _transformed(self, example: Any, epoch: int, i: int) -> Any:
         if self.transform is None:
             return example
-        if takes_rng(self.transform):
+        if self._takes_rng:
             return self.transform(example, np.random.default_rng([self.sampling.seed, epoch, i]))
         return self.transform(example)
+
+    @functools.cached_property
+    def _takes_rng(self) -> bool:
+        try:
+            parameters = inspect.signature(self.transform).parameters.values()  # type: ignore[arg-type]
+        except ValueError:  # of C
+            return False
+        wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)]
+        return sum(p.kind is not p.VAR_KEYWORD for p in wanted) > 1
 
     def _weighted(self, batch: Any, real: np.ndarray) -> Any:
         return (batch, real.astype(np.float32)) if self.sampling.pad else batch
 
 
-def resumption(at: Place) -> tuple[int, Any, int | None]:
+def resumption(at: Place) -> tuple[int, str | None, int | None]:
     """For a place in a stream: the position to read on from, the state there (None: reread), a digest of the next."""
     if not at.inner:
         return 0, None, None
@@ -188,13 +197,3 @@ def resumption(at: Place) -> tuple[int, Any, int | None]:
     if not isinstance(found, tuple) or len(found) != 3:
         raise ValueError(f"not the state of a stream: {at.inner[:80]!r}")
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def takes_rng(transform: Callable[..., Any]) -> bool:
-    """Whether a transform has a second argument."""
-    try:
-        parameters = inspect.signature(transform).parameters.values()
-    except ValueError:  # of C
-        return False
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1

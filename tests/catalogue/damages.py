@@ -150,4 +150,4 @@ OF_TOKENS: dict[str, tuple[Damage, str]] = {
     "no digests": (lambda d: (d / "about.json").write_text(json.dumps({"dtype": "uint16"})), ""),
     "nothing about it": (lambda d: (d / "about.json").unlink(), ""),
 }
-"""Of a folder that `jaxdist.tokenize` has written, and the file that the error names."""
+"""Of a folder that `jaxdist.data.tokenize` has written, and the file that the error names."""

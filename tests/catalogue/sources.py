@@ -117,21 +117,21 @@ class WithState(grain.IterDataset):
 class _Iterator(grain.DatasetIterator):
     def __init__(self, entry: Any):
         super().__init__()
-        self._entry, self._at = entry, 0
+        self._entry, self._state = entry, {"at": 0, "entry": {"deep": [entry]}}
 
     def __next__(self) -> int:
-        if self._at == N:
+        if self._state["at"] == N:
             raise StopIteration
-        self._at += 1
-        return self._at - 1
+        self._state["at"] += 1  # in place, though it was handed out
+        return self._state["at"] - 1
 
     def get_state(self) -> dict[str, Any]:
-        return {"at": self._at, "entry": {"deep": [self._entry]}}
+        return self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
         (entry,) = state["entry"]["deep"]
         assert repr(entry) == repr(self._entry), entry
-        self._at = state["at"]
+        self._state = state
 
 
 STATES_KEPT: list[Any] = [(1, 2), [1, (2, [3])], "x", 2**70, 1.5, True, None, {"a": ()}, {0: {(1,): b"\0"}}]
