@@ -272,13 +272,9 @@ def test_a_stream_that_comes_in_another_order(caplog: pytest.LogCaptureFixture) 
 
 def test_the_state_of_a_stream_is_kept_exactly_or_refused() -> None:
     """As JSON: it names the entry that would come back as another."""
-    for entry in STATES_KEPT:
-        loader, again = make(WithState(entry), 4, shuffle=False), make(WithState(entry), 4, shuffle=False)
-        epoch([loader], 2)
-        again.set_state(json.loads(json.dumps(loader.get_state())))
-        assert flat(epoch([again])) == list(range(8, 60)), entry
-    for entry in (np.int64(3), np.bool_(True), np.float64(0.5)):  # of which the value is kept
-        loader, again = make(WithState(entry), 4, shuffle=False), make(WithState(entry.item()), 4, shuffle=False)
+    numbers = (np.int64(3), np.bool_(True), np.float64(0.5))  # of which the value is kept
+    for entry, same in [*((x, x) for x in STATES_KEPT), *((x, x.item()) for x in numbers)]:
+        loader, again = make(WithState(entry), 4, shuffle=False), make(WithState(same), 4, shuffle=False)
         epoch([loader], 2)
         again.set_state(json.loads(json.dumps(loader.get_state())))
         assert flat(epoch([again])) == list(range(8, 60)), entry
