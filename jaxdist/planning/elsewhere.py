@@ -177,8 +177,7 @@ class Elsewhere:
                 between, seconds = c.sent * machine.crossings(c.groups), c.seconds(machine)
                 traffic = Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
                 rows.setdefault((self._axes(c, ahead.axes), c.kind), []).append(traffic)
-        fits = needs.peak <= self.memory
-        shared = ahead.shared
+        fits, shared = needs.peak <= self.memory, ahead.shared
         return Candidate(
             **vars(times(ahead.flops, ahead.state, ahead.away, needs.collectives, machine)), level=level, own=own,
             within=None if not shared else HOST if shared == self.in_host else shared, mesh=mesh, bytes=kept,
