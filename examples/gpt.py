@@ -104,7 +104,8 @@ def main() -> None:
     train_text, held_out_text = read_text(args.text or standard_library())
     sizes = {"batch_size": args.batch_size // parts, "mesh": mesh or None}
     batches = jaxdist.loader(windows(train_text, args.context), seed=args.seed, **sizes)
-    held_out = jaxdist.loader(windows(held_out_text, args.context), shuffle=False, tail="pad", **sizes)
+    some = windows(held_out_text, args.context)[: args.eval_batches * args.batch_size]
+    held_out = jaxdist.loader(some, shuffle=False, tail="pad", **sizes)
 
     dtype = jnp.bfloat16 if args.bf16 else jnp.float32
     model = GPT(args.layers, args.heads, args.width, args.context, dtype, args.dropout)
@@ -118,7 +119,7 @@ def main() -> None:
 
     def held_out_nats() -> float:
         """Nats a byte on the first batches of the held-out text."""
-        sums = jaxdist.evaluate(eval_step, state, held_out, limit=args.eval_batches)
+        sums = jaxdist.evaluate(eval_step, state, held_out)
         return sums["nats"] / sums["windows"]
 
     epochs = itertools.chain.from_iterable(itertools.repeat(batches))

@@ -97,8 +97,10 @@ def main() -> None:
         raise SystemExit("--single: one process; --text: two files or more; --batch-size: a multiple of the ranks")
 
     def packed(name: str, files: list[Path]):
-        texts, encode = jaxdist.text_files(files, split=None), lambda document: [*document.encode(), END]
-        return jaxdist.packed(jaxdist.tokenize(texts, encode, args.run / name), args.context + 1, seed=args.seed)
+        texts, encode = jaxdist.data.text_files(files, split=None), lambda document: [*document.encode(), END]
+        return jaxdist.data.packed(
+            jaxdist.data.tokenize(texts, encode, args.run / name), args.context + 1, seed=args.seed
+        )
 
     each = args.batch_size // ctx.parts(mesh)[1]
     batches = jaxdist.loader(packed("train", files[:-1]), each, seed=args.seed, mesh=mesh)

@@ -1,5 +1,7 @@
 """jaxdist: train on many devices with a step written for one."""
 
+from jaxdist import data as data
+from jaxdist import placements as placements
 from jaxdist.agreement.sync import check_sync
 from jaxdist.checkpoint import export, latest_step, restore, save
 from jaxdist.checkpoint.state_digest import digest
@@ -16,24 +18,18 @@ from jaxdist.collectives.public import (
     scatter,
     send,
 )
-from jaxdist.data.documents import Documents, text_files, tokenize
-from jaxdist.data.evaluate import evaluate
-from jaxdist.data.gathering import gather_for_metrics
+from jaxdist.data.evaluate import evaluate, gather_for_metrics
 from jaxdist.data.loader import Loader, loader
-from jaxdist.data.packing import packed
-from jaxdist.data.streaming import stream
-from jaxdist.errors import CheckpointError, StepError, SyncError
+from jaxdist.errors import CheckpointError, DataError, StepError, SyncError
 from jaxdist.grad import grad, value_and_grad
 from jaxdist.launch.spawn import spawn
 from jaxdist.observe.explain import explain
 from jaxdist.observe.metrics import run_log
 from jaxdist.observe.profile import profile
 from jaxdist.per_device import per_device
-from jaxdist.placements.registry import register
 from jaxdist.planning.fit import fit
 from jaxdist.planning.memory import memory
 from jaxdist.planning.plan import plan
-from jaxdist.planning.topology import Topology
 from jaxdist.precision import loss_scale
 from jaxdist.runtime.context import Context, get_context, init
 from jaxdist.step.data_parallel import data_parallel, parallel
@@ -43,11 +39,10 @@ from jaxdist.zero import shard, unshard, zero
 __all__ = [
     "CheckpointError",
     "Context",
-    "Documents",
+    "DataError",
     "Loader",
     "StepError",
     "SyncError",
-    "Topology",
     "all_to_all",
     "allgather",
     "allreduce",
@@ -70,7 +65,6 @@ __all__ = [
     "loader",
     "loss_scale",
     "memory",
-    "packed",
     "parallel",
     "per_device",
     "plan",
@@ -78,7 +72,6 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
-    "register",
     "restore",
     "run_log",
     "save",
@@ -86,9 +79,6 @@ __all__ = [
     "send",
     "shard",
     "spawn",
-    "stream",
-    "text_files",
-    "tokenize",
     "unshard",
     "value_and_grad",
     "zero",

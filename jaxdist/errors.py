@@ -41,6 +41,21 @@ class CheckpointError(RuntimeError):
     __module__ = "jaxdist"
 
 
+class DataError(ValueError):
+    """Data on disk is damaged, or a stream does not go on where a loader's state was taken.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxdist.data import Documents
+      >>> Documents.open(tempfile.mkdtemp())
+      Traceback (most recent call last):
+        ...
+      jaxdist.DataError: .../about.json is missing or damaged: ...
+    """
+
+    __module__ = "jaxdist"
+
+
 class SyncError(RuntimeError):
     """What should be the same on every rank and device is not; from `jaxdist.check_sync` and ``check_every``."""
 
@@ -52,16 +67,7 @@ class DonatedError(RuntimeError):
 
 
 def message_of(error: object, words: Callable[[object], str] = str) -> str:
-    """The message of an exception, whatever its class makes of `str`; the beginning of a very long one.
-
-    Args:
-      error: a user's, say; or something else that is to be said.
-      words: `repr`, instead of `str`.
-
-    Example:
-      >>> message_of(ValueError("boom"))
-      'boom'
-    """
+    """The message of an exception, whatever its class makes of `str`; the start of a very long one."""
     try:
         text = str.__str__(words(error))  # not of a class of the user's that can be formatted in its own way only
     except BaseException:  # Python's own tracebacks do the same
@@ -70,32 +76,14 @@ def message_of(error: object, words: Callable[[object], str] = str) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """The type and the message of an exception.
-
-    Args:
-      error: as for `message_of`.
-
-    Example:
-      >>> in_words(ValueError("boom"))
-      'ValueError: boom'
-      >>> in_words(ExceptionGroup("two", [KeyError(1), OSError()]))
-      'ExceptionGroup: two (2 sub-exceptions); the first is KeyError: 1'
-    """
+    """The type and the message of an exception; of a group, of the first that it holds, too."""
     text = ": ".join(filter(None, (type(error).__name__, message_of(error))))
     first = next(leaves(error))
     return text if first is error else f"{text}; the first is {in_words(first)}"
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions that a group holds, and that groups in it hold; of another exception itself.
-
-    Args:
-      error: as for `message_of`.
-
-    Example:
-      >>> list(leaves(ExceptionGroup("two", [KeyError(1), ExceptionGroup("one", [OSError()])])))
-      [KeyError(1), OSError()]
-    """
+    """The exceptions that a group holds, and that groups in it hold; of another exception itself."""
     left = [error]
     while left:
         one = left.pop()
@@ -106,12 +94,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def printed(error: BaseException, trace: TracebackType | None) -> str:
-    """An exception with its traceback as Python prints it, as far as its class allows that.
-
-    Args:
-      error: as for `message_of`.
-      trace: where it was raised.
-    """
+    """An exception with its traceback as Python prints it, as far as its class allows that."""
     try:
         return "".join(traceback.format_exception(type(error), error, trace))
     except BaseException:  # attributes that Python asks for, `__cause__` say, raise

@@ -257,19 +257,16 @@ def kind_of(device: Any) -> Kind:
     return dataclasses.replace(KINDS["h100"], name=device.device_kind, model=device.device_kind)
 
 
-# Numbers of a kind that `JAXDIST_MACHINE` may change; times may be 0.
+# Numbers of a kind that `named` may change; times may be 0.
 _RATES, _TIMES = ("link", "network", "flops", "bandwidth"), ("latency", "network_latency", "stall")
 
 
-def asked_for(platform: str) -> Kind | None:
-    """The kind that `JAXDIST_MACHINE` names, for devices of this platform; None: it names none."""
-    asked = os.environ.get("JAXDIST_MACHINE", "")
-    name, *others = asked.split(",")
-    if not name:
-        return None
+def named(text: str, given: str) -> Kind:
+    """The kind that a text names, with numbers that replace those of the table: ``"H100,network=25e9"``."""
+    name, *others = text.split(",")
     if name.lower() not in KINDS:
         names = ", ".join(kind.name for kind in KINDS.values())
-        raise ValueError(f"JAXDIST_MACHINE={asked!r}: there is no such kind of device; valid: {names}")
+        raise ValueError(f"{given}: there is no kind of device {name!r}; valid: {names}")
     numbers: dict[str, Any] = {}
     for field, _, value in (one.partition("=") for one in others):
         try:
@@ -278,9 +275,18 @@ def asked_for(platform: str) -> Kind | None:
             numbers[field] = math.nan
         if not ((field in _RATES and 0 < numbers[field] < math.inf) or (field in _TIMES and 0 <= numbers[field] < 1)):
             raise ValueError(
-                f"JAXDIST_MACHINE={asked!r}: after the kind, expected NAME=NUMBER with a name of "
-                f"{', '.join((*_RATES, *_TIMES))} (the last three in seconds)"
+                f"{given}: after the kind, expected NAME=NUMBER with a name of {', '.join((*_RATES, *_TIMES))} (the "
+                "last three in seconds)"
             )
-    target = "" if platform == "cpu" else KINDS["h100"].target
-    kind = VIRTUAL.kind if name.lower() == "cpu" else KINDS[name.lower()]
-    return dataclasses.replace(kind, target=target, **numbers)
+    return dataclasses.replace(KINDS[name.lower()], **numbers)
+
+
+def asked_for(platform: str) -> Kind | None:
+    """The kind that `JAXDIST_MACHINE` names, for devices of this platform; None: it names none."""
+    asked = os.environ.get("JAXDIST_MACHINE", "")
+    if not asked:
+        return None
+    kind = named(asked, f"JAXDIST_MACHINE={asked!r}")
+    given = {name: getattr(kind, name) for name in (one.partition("=")[0] for one in asked.split(",")[1:])}
+    base = VIRTUAL.kind if kind.is_cpu else kind
+    return dataclasses.replace(base, target="" if platform == "cpu" else KINDS["h100"].target, **given)

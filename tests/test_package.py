@@ -101,7 +101,6 @@ with jaxdist.run_log(folder, total=1) as log:
     log(0, loss=loss)
 print(json.loads(Path(folder, "metrics.jsonl").read_text())["loss"], jaxdist.digest(w) > 0, jaxdist.latest_step(folder))
 for use in (
-    lambda: jaxdist.stream([1]),
     lambda: jaxdist.loader(np.ones(8), 4), lambda: jaxdist.save(folder, w, 1), lambda: jaxdist.restore(folder, w),
 ):
     try:
@@ -112,7 +111,6 @@ print(sorted(BLOCKED & set(sys.modules)))
 """)
     assert out.splitlines() == [
         "3.0 True None",
-        "jaxdist.stream needs grain, which is not installed: pip install 'jaxdist[data]'",
         "jaxdist.loader needs grain, which is not installed: pip install 'jaxdist[data]'",
         "jaxdist.save needs orbax.checkpoint, which is not installed: pip install 'jaxdist[checkpoint]'",
         "jaxdist.restore needs tensorstore, which is not installed: pip install 'jaxdist[checkpoint]'",
@@ -152,7 +150,7 @@ def test_nothing_is_imported_that_is_not_used() -> None:
     """Each takes a second or more, on every rank."""
     out = _run("""
 import sys, jaxdist
-for name in set(jaxdist.__all__) - {'stream'}:
+for name in jaxdist.__all__:
     getattr(jaxdist, name)
 jaxdist.init()
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"flax", "grain", "orbax", "tensorstore"}))

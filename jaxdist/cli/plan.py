@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,12 +46,10 @@ def plan(
     FUNCTION returns `(step, *args)`: what `jaxdist.plan` takes. The arguments may be abstract, as `jax.eval_shape`
     gives them, so that no array of the model is made; the batch is that of all devices together.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA complains about each program that does not fit
     import jax
 
     from jaxdist.planning.fit import fit
     from jaxdist.planning.plan import plan as make_plan
-    from jaxdist.planning.topology import Topology
 
     jax.config.update("jax_platforms", "cpu")  # a GPU that is here is not for this
     try:
@@ -61,7 +58,7 @@ def plan(
         if mesh == "auto" and not fitted:
             raise ValueError("--mesh auto is for --fit, which chooses between meshes")
         how: dict[str, Any] = {
-            "topology": Topology.parse(topology),
+            "topology": topology,
             "levels": [int(level) for level in chosen if level],
         }
         if mesh:

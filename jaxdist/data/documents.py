@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
+import contextlib
+import fcntl
 import functools
-import hashlib
+import glob
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -18,125 +20,82 @@ from typing import Any
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.data.batches import check_iterable
+from jaxdist.data.sources import check_iterable
+from jaxdist.errors import DataError
 from jaxdist.runtime.context import get_context
 
 _TOKENS, _ENDS, _ABOUT = "tokens.npy", "ends.npy", "about.json"
-_CHUNK = 1 << 26  # bytes of a text that are searched at once
-_BLOCK = 1 << 20  # bytes of a text that a checksum takes at once
+_BLOCK = 1 << 15  # tokens that have a digest together
+_CHUNK = 1 << 20  # bytes of a text that a checksum takes at once
 _SAMPLES = 64  # documents that are encoded again to see whether a folder is of them
 
 
 def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
-    """The documents of text files, by index. The files stay on disk: what is read is what is asked for.
+    """Open the documents of text files, in order. The files stay on disk until a document is read.
 
     Args:
-      paths: of one file or several, one after the other; UTF-8.
-      split: what stands between two documents, such as ``"\\n"`` or ``"\\n\\n"``; None: each file is one. Empty
-        documents are left out.
+      paths: one file or several, one after the other; UTF-8.
+      split: what stands between two documents, such as ``"\\n"`` or ``"\\n\\n"``; None: each file is one document.
+        Empty documents are left out.
 
     Returns:
-      A source for `jaxdist.loader` and `jaxdist.tokenize`: ``len(source)`` documents, each a str.
+      An iterable of str, for `jaxdist.data.tokenize`, or as a stream for `jaxdist.loader`.
 
     Raises:
       OSError: a file can't be read.
       ValueError: there are no documents, or `split` is empty; (when it is read) a document is not UTF-8.
 
     Example:
-      >>> import jaxdist, pathlib, tempfile
+      >>> import pathlib, tempfile
+      >>> from jaxdist.data import text_files
       >>> path = pathlib.Path(tempfile.mkdtemp(), "lines.txt")
       >>> _ = path.write_text("one\\n\\ntwo\\n")
-      >>> list(jaxdist.text_files(path))
+      >>> list(text_files(path))
       ['one', 'two']
     """
     files = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if split == "":
         raise ValueError("text_files(split=''): expected what stands between two documents, or None for a file each")
-    spans = [_spans(path, split) for path in files]
-    if not sum(map(len, spans)):
+    found = Text(files, split)
+    if next(iter(found), None) is None:
         raise ValueError(f"text_files({', '.join(files)}): there are no documents")
-    return Text(files, spans)
+    return found
 
 
 class Text:
-    """Documents of text files, by index; made by `text_files`."""
+    """Documents of text files, in order; made by `text_files`."""
 
-    def __init__(self, paths: list[str], spans: list[np.ndarray]):
-        self._paths, self._spans = paths, spans
-        self._ends = np.cumsum([len(each) for each in spans])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+    def __init__(self, paths: Sequence[str], split: str | None):
+        self._paths, self._split = paths, split
+        self._sizes = [Path(path).stat().st_size for path in paths]
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(len(self)))
+        for path, size in zip(self._paths, self._sizes, strict=True):
+            data = np.memmap(path, np.uint8, "r") if size else b""
+            breaks = re.finditer(re.escape(self._split.encode()), data) if self._split else ()  # type: ignore[arg-type]
+            start = 0
+            for end, following in itertools.chain((found.span() for found in breaks), [(size, size)]):
+                try:
+                    text = bytes(data[start:end]).decode()
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path} is not UTF-8 at byte {start + error.start}: convert the file, or leave it out"
+                    ) from None
+                text = text if start else text.removeprefix("\ufeff")
+                start = following
+                if text := text.removesuffix("\r") if self._split == "\n" else text:  # of Windows
+                    yield text
 
     def checksum(self) -> int:
-        """A checksum of all bytes of the files; of their lengths and samples, where there is more than a GiB."""
-        files = [_mapped(path) for path in self._paths]
-        step = max(1, sum(map(len, files)) >> 30)  # of so many blocks one is read
-        value = 0
-        for data in files:
-            value = zlib.crc32(len(data).to_bytes(8, "big"), value)
-            for start in range(0, len(data), _BLOCK * step):
-                value = zlib.crc32(data[start : start + _BLOCK].tobytes(), value)
+        """A checksum of all bytes of the files; of their lengths and samples, if there is more than a GiB."""
+        step = max(1, sum(self._sizes) >> 30)  # one of this many blocks is read
+        value = zlib.crc32(repr(self._sizes).encode())
+        for path, size in zip(self._paths, self._sizes, strict=True):
+            with Path(path).open("rb") as file:
+                for start in range(0, size, _CHUNK * step):
+                    file.seek(start)
+                    value = zlib.crc32(file.read(_CHUNK), value)
         return value
-
-    def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        file = int(np.searchsorted(self._ends, index, "right"))
-        start, end = self._spans[file][index - (self._ends[file - 1] if file else 0)]
-        raw = bytes(_mapped(self._paths[file])[start:end])
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self._paths[file]} is not UTF-8 at byte {start + error.start}, in document {index}: convert the "
-                "file, or leave it out"
-            ) from None
-
-
-def _mapped(path: str) -> np.ndarray:
-    about = Path(path).stat()
-    return _map(path, about.st_ino, about.st_size, about.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _map(path: str, _: int, size: int, __: int) -> np.ndarray:
-    """A file as it is now: one that is written anew is another one."""
-    return np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)  # an empty file can't be mapped
-
-
-def _spans(path: str, split: str | None) -> np.ndarray:
-    """Where each document starts and ends: int64 (documents, 2), in bytes."""
-    data = _mapped(path)
-    between = b"" if split is None else split.encode()
-    found = np.array(list(_places(data, between)), np.int64) if len(between) > 1 else _bytes(data, between)
-    mark = 3 if bytes(data[:3]) == codecs.BOM_UTF8 else 0
-    starts = np.concatenate([np.array([mark], np.int64), found + len(between)])
-    ends = np.concatenate([found, np.array([len(data)], np.int64)])
-    if between == b"\n" and len(data):  # lines of Windows end with two characters
-        ends = np.maximum(starts, ends - (data[np.maximum(ends - 1, 0)] == ord("\r")))
-    return np.stack([starts, ends], 1)[ends > starts]
-
-
-def _bytes(data: np.ndarray, one: bytes) -> np.ndarray:
-    if not one:
-        return np.zeros(0, np.int64)
-    starts = range(0, len(data), _CHUNK)
-    found = [start + np.flatnonzero(data[start : start + _CHUNK] == one[0]) for start in starts]
-    return np.concatenate([np.zeros(0, np.int64), *found])
-
-
-def _places(data: np.ndarray, what: bytes) -> Iterator[int]:
-    if not len(data):
-        return
-    mapped: Any = data._mmap  # type: ignore[attr-defined]
-    place = mapped.find(what)
-    while place >= 0:
-        yield place
-        place = mapped.find(what, place + len(what))
 
 
 class Documents:
@@ -144,22 +103,24 @@ class Documents:
 
     Args:
       tokens: integers ``(tokens,)``; a ``np.memmap`` stays on disk.
-      ends: integers ``(documents,)``: where each document ends, upwards; the last one is ``len(tokens)``.
+      ends: integers ``(documents,)``: where each document ends, ascending; the last one is ``len(tokens)``.
 
     Raises:
-      TypeError: `tokens` or `ends` are no integers, or not of one dimension.
-      ValueError: `ends` go down, or the last one is another.
+      TypeError: `tokens` or `ends` are not integers, or not of one dimension.
+      ValueError: `ends` go down, or the last one is not ``len(tokens)``.
 
     Example:
-      >>> import jaxdist, numpy as np
-      >>> documents = jaxdist.Documents(np.array([5, 6, 7, 8, 9], np.uint16), ends=[2, 5])
+      >>> import numpy as np
+      >>> from jaxdist.data import Documents
+      >>> documents = Documents(np.array([5, 6, 7, 8, 9], np.uint16), ends=[2, 5])
       >>> documents[1].tolist(), documents.lengths.tolist(), len(documents)
       ([7, 8, 9], [2, 3], 2)
     """
 
     def __init__(self, tokens: np.ndarray, ends: Any):
         self.tokens, self.ends = tokens, np.asarray(ends)
-        self._folder: str | None = None
+        self._folder: Path | None = None
+        self._unread: dict[int, int] = {}  # the digests of blocks that have not been read yet
         for name, x in (("tokens", tokens), ("ends", self.ends if self.ends.size else np.zeros(0, int))):
             if x.ndim != 1 or x.dtype.kind not in "iu":
                 raise TypeError(f"{name}: {x.dtype} of shape {x.shape}; expected integers of one dimension")
@@ -174,16 +135,27 @@ class Documents:
 
     @staticmethod
     def open(folder: str | os.PathLike[str]) -> Documents:
-        """The documents that `jaxdist.tokenize` has written to a folder; they stay on disk.
+        """Open the documents that `jaxdist.data.tokenize` has written to a folder; they stay on disk.
 
-        Reads all of it once to check its digest, about a second for each GB.
+        Each block of tokens is compared with its digest when it is first read.
 
         Raises:
-          OSError: they are not there.
-          ValueError: they are damaged, or `jaxdist.tokenize` did not write them.
+          OSError: there is no such folder.
+          DataError: its files are damaged, or `jaxdist.data.tokenize` did not write them.
         """
-        _check_digests(Path(folder), _about(Path(folder)))
-        return _opened(folder)
+        path = Path(folder).absolute()
+        about = _about(path)
+        tokens, ends, digests = _loaded(path / _TOKENS), _loaded(path / _ENDS), about.get(_TOKENS, 0)
+        sound = {
+            _ENDS: _digests(ends) == about.get(_ENDS),
+            _TOKENS: str(tokens.dtype) == about.get("dtype") and list(tokens.shape) == ends[-1:].tolist(),
+            _ABOUT: isinstance(digests, list) and len(digests) == -(-len(tokens) // _BLOCK),
+        }
+        for name in (name for name in sound if not sound[name]):
+            raise DataError(f"{path / name}: damaged. Delete {path} and tokenize again")
+        documents = Documents(tokens, ends)
+        documents._folder, documents._unread = path, dict(enumerate(digests or []))
+        return documents
 
     @property
     def lengths(self) -> np.ndarray:
@@ -193,27 +165,33 @@ class Documents:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return map(self.__getitem__, range(len(self)))
-
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        return np.asarray(self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]])
+        return self.read(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
 
-    def __reduce__(self) -> Any:  # to a loader's workers: by name where there is one
-        return (_opened, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.__getitem__, range(len(self)))
 
+    def __reduce__(self) -> Any:  # to a loader's workers: by name if there is one
+        return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
 
-def _opened(folder: str | os.PathLike[str]) -> Documents:
-    """The documents of a folder whose digests are compared already."""
-    path = Path(folder)
-    try:
-        documents = Documents(np.load(path / _TOKENS, mmap_mode="r"), np.load(path / _ENDS))
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path}: damaged ({error}). Delete it and tokenize again") from error
-    documents._folder = os.fspath(path.absolute())
-    return documents
+    def read(self, start: int, end: int) -> np.ndarray:
+        """The tokens from one place to another, of one document or several.
+
+        Raises:
+          DataError: the file is damaged there.
+        """
+        for block in range(start // _BLOCK, -(-end // _BLOCK)) if self._unread else ():
+            if block not in self._unread:
+                continue
+            if [self._unread[block]] != _digests(self.tokens[block * _BLOCK : (block + 1) * _BLOCK]):
+                raise DataError(
+                    f"{self._folder}/{_TOKENS}: damaged: tokens {block * _BLOCK} to {(block + 1) * _BLOCK} are not "
+                    "what was written. Delete the folder and tokenize again"
+                )
+            del self._unread[block]
+        return np.asarray(self.tokens[start:end])
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -225,19 +203,20 @@ def _about(path: Path) -> dict[str, Any]:
             raise
         about = None
     if not isinstance(about, dict):
-        raise ValueError(f"{path} was not written by jaxdist.tokenize: name another folder")
+        raise DataError(f"{path / _ABOUT} is missing or damaged: delete {path} and tokenize again, or name another one")
     return about
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "blake2b").hexdigest()
+def _loaded(file: Path) -> np.ndarray:
+    try:
+        return np.load(file, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{file}: damaged ({error}). Delete {file.parent} and tokenize again") from error
 
 
-def _check_digests(path: Path, about: dict[str, Any]) -> None:
-    for name in (_TOKENS, _ENDS):
-        if _digest(path / name) != about.get(name):
-            raise ValueError(f"{path / name}: damaged (not what was written). Delete {path} and tokenize again")
+def _digests(array: np.ndarray) -> list[int]:
+    """A digest for each block."""
+    return [zlib.crc32(array[i : i + _BLOCK].tobytes()) for i in range(0, len(array), _BLOCK)]
 
 
 def tokenize(
@@ -246,33 +225,35 @@ def tokenize(
     folder: str | os.PathLike[str],
     dtype: Any = np.uint16,
 ) -> Documents:
-    """Write the tokens of documents to a folder, once; what is there already is opened.
+    """Write the tokens of documents to a folder, once; a folder that exists is opened.
 
     In a job of several processes each calls it with the same arguments. The root writes, the others wait for it. The
     folder must be one that all hosts see.
 
-    A folder that is there is compared: with the bytes of text files (of more than a GiB: with samples) and of a list,
-    the number of other documents, and the tokens of up to 64 documents, the first and the last among them; and with
-    its own digest, for which the root reads it once (about a second for a GB).
+    An existing folder must have been made of the same documents in the same way. Compared are the bytes of text files
+    (samples, if there is more than a GiB) or of a list, the number of other documents, and the tokens of up to 64
+    documents, the first and the last among them. Its tokens are compared with their digests when they are first read.
 
     Args:
-      documents: `jaxdist.text_files`, a list, a Hugging Face data set, or another iterable that can be read again.
-      encode: a document's tokens, with one for its end if the model is to see one: ``str.encode`` for bytes.
-      folder: to write: ``tokens.npy`` and ``ends.npy``, which NumPy reads.
-      dtype: of the tokens on disk: ``uint16`` up to 65,535.
+      documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or another iterable that can be read again.
+      encode: returns a document's tokens, with one for its end if the model is to see one: ``str.encode`` for bytes.
+      folder: where to write: ``tokens.npy`` and ``ends.npy``, which NumPy reads.
+      dtype: type of the tokens on disk: ``uint16`` up to 65,535.
 
     Returns:
       `Documents`, which stay on disk.
 
     Raises:
-      ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or what is there already was
-        made of other documents or in another way, or is damaged.
+      ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or the folder was made of other
+        documents or in another way.
+      DataError: (on every rank) the folder is damaged.
       TypeError: (on every rank) `documents` can be read only once, as a generator.
       OSError: (on every rank) the folder can't be written, or another host does not see it.
 
     Example:
-      >>> import jaxdist, tempfile
-      >>> documents = jaxdist.tokenize(["ab", "c"], str.encode, tempfile.mkdtemp() + "/tokens")
+      >>> import tempfile
+      >>> from jaxdist.data import tokenize
+      >>> documents = tokenize(["ab", "c"], str.encode, tempfile.mkdtemp() + "/tokens")
       >>> documents[0].tolist(), len(documents)
       ([97, 98], 2)
     """
@@ -280,77 +261,90 @@ def tokenize(
 
     def write() -> Part[None]:
         if ctx.is_root:
-            _written(documents, encode, path, np.dtype(dtype))
+            _write(documents, encode, path, np.dtype(dtype))
         return Part(None)
 
     def read() -> Part[Documents]:
-        found = _opened(path)
+        found = Documents.open(path)
         return Part(found, (("documents", str(len(found))), ("tokens", str(len(found.tokens)))))
 
-    errors = ValueError, TypeError, OSError
+    errors = ValueError, TypeError, OSError, DataError
     on_every_rank(ctx, "tokenize", write, raises=errors, patient=True)
     advice = "The folder has to be one that every host sees"
     return on_every_rank(ctx, "tokenize", read, raises=errors, advice=lambda _: advice)[0]
 
 
-def _written(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, dtype: np.dtype[Any]) -> None:
+def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, dtype: np.dtype[Any]) -> None:
     check_iterable(documents)
-
-    def coded(i: int, document: Any) -> np.ndarray:
-        ids = encode(document)
-        ids = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids)
-        ids = ids if ids.size else ids.astype(dtype)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(
-                f"encode gave {ids.dtype} of shape {ids.shape} for document {i}: expected a list of integers"
-            )
-        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-        for token in (ids.min(), ids.max()) if ids.size else ():
-            if not least <= token <= most:
-                wider = "uint32" if token > most else "int32"
-                raise ValueError(f"document {i} has token {token}, which {dtype} does not hold: pass dtype={wider!r}")
-        return ids.astype(dtype)
-
     sampled = _sampled(documents)
     if not sampled:
         raise ValueError("tokenize: there are no documents")
-    tokens = zlib.crc32(b"".join(coded(i, document).tobytes() + b";" for i, document in sampled))
-    about: dict[str, Any] = {"dtype": dtype.name, "tokens of samples": tokens} | _identity(documents)
+    tokens = zlib.crc32(b"".join(_coded(i, encode(document), dtype).tobytes() + b";" for i, document in sampled))
+    about: dict[str, Any] = {"dtype": dtype.name, "checksum of some tokens": tokens} | _identity(documents)
     if path.exists():
         _compare(path, about)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another job may write as well
     beside.mkdir()
     try:
-        ends, count = [], 0
         with (beside / _TOKENS).open("wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
+                fcntl.flock(file, fcntl.LOCK_EX)  # see `_remove_leftovers`
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
             np.lib.format.write_array_header_1_0(file, header)
+            ends, count = [], 0
             for i, document in enumerate(documents):
-                ids = coded(i, document)
+                ids = _coded(i, encode(document), dtype)
                 file.write(ids.tobytes())
                 ends.append(count := count + len(ids))
             file.seek(0)  # NumPy leaves room for a longer shape
             np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-        np.save(beside / _ENDS, np.array(ends, np.int64))
-        digests = {name: _digest(beside / name) for name in (_TOKENS, _ENDS)}
-        (beside / _ABOUT).write_text(json.dumps(about | {"documents": len(ends)} | digests))
-        for name in (_TOKENS, _ENDS, _ABOUT):  # after a power cut a renamed file may be empty
-            with (beside / name).open("rb") as file:
-                os.fsync(file.fileno())
-        try:
-            beside.rename(path)
-        except OSError:
-            if not path.exists():
-                raise
-            _compare(path, about)  # another job was first
+            file.flush()
+            np.save(beside / _ENDS, np.array(ends, np.int64))
+            about["documents"] = len(ends)
+            for name in (_TOKENS, _ENDS):
+                about[name] = _digests(_loaded(beside / name))
+            (beside / _ABOUT).write_text(json.dumps(about))
+            for name in (_TOKENS, _ENDS, _ABOUT):  # after a power cut a renamed file may be empty
+                with (beside / name).open("rb") as written:
+                    os.fsync(written.fileno())
+            try:
+                beside.rename(path)
+            except OSError:
+                if not path.exists():
+                    raise
+                _compare(path, about)  # another job was first
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def _remove_leftovers(path: Path) -> None:
+    """Remove what runs have left that were killed: one that still writes holds a lock on its file."""
+    for beside in path.parent.glob(f".{glob.escape(path.name)}.????????"):
+        with contextlib.suppress(OSError), (beside / _TOKENS).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(beside)
+
+
+def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """The tokens of a document, as they are written."""
+    ids = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids)
+    if not ids.size:
+        return np.zeros(0, dtype)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"encode gave {ids.dtype} of shape {ids.shape} for document {i}: expected a list of integers")
+    for token in (int(ids.min()), int(ids.max())):
+        holds = lambda name, token=token: np.iinfo(name).min <= token <= np.iinfo(name).max
+        if not holds(dtype):
+            wider = next(name for name in ("uint16", "uint32", "int32", "int64", "uint64") if holds(name))
+            raise ValueError(f"document {i} has token {token}, which {dtype} does not hold: pass dtype={wider!r}")
+    return ids.astype(dtype)
+
+
 def _sampled(documents: Any) -> list[tuple[int, Any]]:
-    """Some documents with their places: spread over all, if they are there by index."""
+    """Some documents with their places: spread over all, if they can be read by index."""
     if not (hasattr(documents, "__len__") and hasattr(documents, "__getitem__")):
         return list(enumerate(itertools.islice(documents, _SAMPLES)))
     places = np.unique(np.linspace(0, max(0, len(documents) - 1), _SAMPLES).astype(int)) if len(documents) else []
@@ -358,32 +352,23 @@ def _sampled(documents: Any) -> list[tuple[int, Any]]:
 
 
 def _identity(documents: Any) -> dict[str, Any]:
-    """What tells documents from others, without encoding them."""
+    """Tell documents from others without encoding them."""
     found: dict[str, Any] = {"documents": len(documents)} if hasattr(documents, "__len__") else {}
     if isinstance(documents, Text):
-        found["bytes"] = documents.checksum()
+        found["checksum of the documents"] = documents.checksum()
     elif isinstance(documents, list | tuple):
-        value = 0
-        for document in documents:
-            value = zlib.crc32(repr(document).encode(), value)
-        found["bytes"] = value
+        found["checksum of the documents"] = functools.reduce(
+            lambda value, one: zlib.crc32(repr(one).encode(), value), documents, 0
+        )
     return found
 
 
 def _compare(path: Path, about: dict[str, Any]) -> None:
     """Refuse a folder that was made of something else."""
     found = _about(path)
-    said = {
-        "dtype": "in {} there, and is asked in {}",
-        "documents": "of {} documents, and here are {}",
-        "bytes": "of other documents (their checksum was {}, and is {})",
-        "tokens of samples": "with another encode (the checksum of some tokens was {}, and is {})",
-    }
-    for name, words in said.items():
-        if name in about and found.get(name, about[name]) != about[name]:
-            how = words.format(found[name], about[name])
-            raise ValueError(f"{path} was made {how}. Delete it, or name another folder")
-    _check_digests(path, found)
-
-
-__all__ = ["Documents", "Text", "text_files", "tokenize"]
+    for name in about:
+        if name not in (_TOKENS, _ENDS) and found.get(name, about[name]) != about[name]:
+            raise ValueError(
+                f"{path} was made of other documents or with another encode or dtype: {name}: {found[name]} there, "
+                f"{about[name]} here. Delete it, or name another folder"
+            )

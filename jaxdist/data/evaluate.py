@@ -1,40 +1,38 @@
-"""`evaluate`: sums over all examples of a loader, exact on any number of ranks."""
+"""`evaluate`: sums over all examples of a loader, exact on any number of ranks. `gather_for_metrics`: their values."""
 
 from __future__ import annotations
 
-import logging
-import operator
 import weakref
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.data.batches import Indexed
+from jaxdist.collectives.public import allgather
 from jaxdist.data.loader import Loader
+from jaxdist.data.sampling import Place
+from jaxdist.mesh import Sizes
 from jaxdist.placements.layouts import Padded
-from jaxdist.runtime.context import Context, get_context
+from jaxdist.runtime.context import Context, get_context, parts_of_ranks
 from jaxdist.step.tracing import say_once
+from jaxdist.zero import unshard
 
 _AHEAD = 32  # batches that the host may be ahead of the device
 _APART = 0.05  # of the largest sum: more than rounding
-_EXACT = "Return sums and counts, jnp.sum(losses * weight) and jnp.sum(weight), and divide what evaluate returns"
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
-_log = logging.getLogger("jaxdist")
 
 
-def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None) -> Any:
-    """Add up what a decorated step returns for each batch: ``evaluate(step, *state, batches)``.
+def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
+    """Add up the results of a decorated step over batches: ``evaluate(step, *state, batches)``.
 
     The step returns sums and counts over the examples of a batch; their quotients are then exact means over the data
-    set, whatever the number of ranks and the batch size. Nothing waits for the device before the last batch, but where
-    the host is 32 batches ahead. Sums are added in float64, integers without overflow.
+    set, for any number of ranks and any batch size. Sums are added in float64, integers without overflow. The host
+    runs up to 32 batches ahead of the device.
 
     Every process calls it. With a `jaxdist.loader` it goes over one whole epoch. With ``tail="keep"`` the last batch is
     smaller. With ``tail="pad"`` the step's last argument is ``(batch, weight)``, and the first time the step is called
@@ -42,17 +40,16 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
 
     Args:
       step: ``(*state, batch) -> sums``, decorated with `jaxdist.data_parallel` or `jaxdist.parallel`; `sums` is a
-        pytree of arrays of 32 bits or more, typically a dict. On one process ``jax.jit(step)`` does as well.
-      *arguments: those of the step; in place of the batch, which comes last, a loader or another iterable of batches,
-        of equal number on every rank.
-      limit: at most so many batches: of a loader that shuffles the same ones in each call.
+        pytree of arrays of 32 bits or more, typically a dict. On one process ``jax.jit(step)`` works, too.
+      *arguments: arguments of the step, with a loader or another iterable of batches, of equal number on every rank,
+        instead of the batch, which comes last.
 
     Returns:
-      Of the structure of `sums`, the same on every rank: Python numbers for scalars, else numpy arrays.
+      A pytree with the structure of `sums`, the same on every rank: Python numbers for scalars, else numpy arrays.
 
     Raises:
-      ValueError: (on every rank) there is no batch; the step returns something else than sums: an entry an example, 16
-        bits, means (seen with ``tail="pad"``), or what is not of all ranks.
+      ValueError: (on every rank) there is no batch; or the step does not return sums of all ranks, but one entry per
+        example, 16 bits, or means (noticed with ``tail="pad"``).
       ControlError: (on every rank) a rank has more batches than another.
 
     Example:
@@ -67,24 +64,22 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
     """
     if not arguments:
         raise TypeError("evaluate(step, *state, batches): there are no batches")
-    if limit is not None and operator.index(limit) < 1:
-        raise ValueError(f"evaluate(limit={limit}): expected a positive number of batches")
     *state, batches = arguments
-    ctx, padded = get_context(), isinstance(batches, Loader) and batches._reading.sampling.pad
+    ctx, padded = get_context(), isinstance(batches, Loader) and batches._reader.sampling.pad
     if isinstance(batches, Loader):
-        _start(batches, limit, ctx)
+        _start(batches, ctx)
     waiting: deque[Any] = deque()
     total, count = None, 0
-    for batch in islice(batches, limit):
+    for count, batch in enumerate(batches, 1):
         sums = step(*state, batch)
-        if count == 0:
+        if count == 1:
             _check(sums, ctx)
-            if padded and not _is_checked(step):
+            if padded and step not in _checked:
+                _checked.add(step)
                 _check_weight(step, state, batch, sums)
         for x in jax.tree.leaves(sums):
             getattr(x, "copy_to_host_async", bool)()
         waiting.append(sums)
-        count += 1
         if len(waiting) > _AHEAD:
             total = _add(total, waiting.popleft())
     on_every_rank(ctx, "evaluate", lambda: Part(None, (("the number of batches", str(count)),)))
@@ -95,22 +90,19 @@ def evaluate(step: Callable[..., Any], *arguments: Any, limit: int | None = None
     return jax.tree.map(lambda x: x if np.ndim(x) else x.item(), total)
 
 
-def _start(batches: Loader, limit: int | None, ctx: Context) -> None:
-    """At the begin of an epoch; and say what the result depends on beside the examples."""
-    at, sampling = batches.get_state(), batches._reading.sampling
-    if at["position"]:  # it was restored, or left
-        batches.set_epoch(at["epoch"] + 1)
-    if limit is not None and at["shuffle"]:
-        batches.set_epoch(0)
-    known = isinstance(batches._reading, Indexed)  # how many examples there are
-    dropped = sampling.length % sampling.whole if known else None
-    if sampling.pad or sampling.keep or dropped == 0 or not ctx.is_root:
-        return
-    if limit is None or (known and limit >= len(batches)):
-        which = f"{dropped} of {sampling.length} examples" if known else "what fills no batch at the end of the stream"
+def _start(batches: Loader, ctx: Context) -> None:
+    """Begin an epoch, and warn if the end of it is left out."""
+    at, sampling = batches._at, batches._reader.sampling
+    if at.position:  # it was restored, or left
+        batches._go(Place(at.epoch + 1))
+    streams, dropped = batches._reader.streams, sampling.length % sampling.whole
+    if ctx.is_root and not (sampling.pad or sampling.keep) and (streams or dropped):
+        which = (
+            "what fills no batch at the end of the stream" if streams else f"{dropped} of {sampling.length} examples"
+        )
         say_once(
-            f"evaluate: with tail='drop' the loader leaves out {which}, as {sampling.parts} parts take "
-            f"{sampling.batch_size} each in a step: the result depends on the number of ranks. Make it with tail='keep'"
+            f"evaluate: with tail='drop' the loader leaves out {which} ({sampling.parts} x {sampling.batch_size} in a "
+            "step): the result depends on the number of ranks. Use tail='keep'"
         )
 
 
@@ -126,33 +118,25 @@ def _add(total: Any, sums: Any) -> Any:
 
 
 def _check(sums: Any, ctx: Context) -> None:
-    """What a step returns has to be sums, and of all ranks."""
+    """Refuse results that are not sums of all ranks."""
     leaves = jax.tree_util.tree_leaves_with_path(sums, is_leaf=lambda x: isinstance(x, Padded))
     for path, x in leaves:
         name = f"evaluate: result{jax.tree_util.keystr(path)} of the step"
         sharding, dtype = getattr(x, "sharding", None), np.dtype(jax.dtypes.result_type(x))
         if isinstance(x, Padded) or (isinstance(x, jax.Array) and not x.is_fully_replicated):
             raise ValueError(
-                f"{name} has shape {np.shape(x)} and is split over the devices: an entry an example, it seems. Return "
-                "the sum; jaxdist.gather_for_metrics takes what each example gives"
+                f"{name} has shape {np.shape(x)} and is split over the devices, like one entry per example. Return the "
+                "sum, or use jaxdist.gather_for_metrics for the value of each example"
             )
         if ctx.size > 1 and not isinstance(sharding, NamedSharding):
             raise ValueError(
-                f"{name} is of this rank's examples alone, and there are {ctx.size} ranks: decorate the step with "
+                f"{name} covers this rank's examples only, and there are {ctx.size} ranks: decorate the step with "
                 "jaxdist.data_parallel"
             )
         if dtype.kind not in "fiuc" or dtype.itemsize < 4:
-            raise ValueError(
-                f"{name} is {dtype}, which does not hold sums: sum in 32 bits, jnp.sum(x, dtype=jnp.float32)"
-            )
+            raise ValueError(f"{name} is {dtype}, which can't hold sums: sum in 32 bits, jnp.sum(x, dtype=jnp.float32)")
     if not leaves:
         raise ValueError(f"evaluate: the step returns {sums!r}: expected sums, such as a dict of arrays")
-
-
-def _is_checked(step: Any) -> bool:
-    seen = step in _checked
-    _checked.add(step)
-    return seen
 
 
 def _check_weight(step: Callable[..., Any], state: list[Any], batch: Any, sums: Any) -> None:
@@ -161,18 +145,62 @@ def _check_weight(step: Callable[..., Any], state: list[Any], batch: Any, sums: 
     if isinstance(weight, Padded):
         return
     half = weight * (np.arange(len(weight)) % 2 == 0)  # on the devices, if it is there
-    halves = [step(*state, (examples, part)) for part in (half, weight - half)]
-    for (path, whole), *parts in zip(
-        jax.tree_util.tree_leaves_with_path(sums), *(jax.tree.leaves(x) for x in halves), strict=True
-    ):
-        (a, b), both = map(_fetch, parts), _fetch(whole)
+    halves = [jax.tree.leaves(step(*state, (examples, part))) for part in (half, weight - half)]
+    for (path, whole), *parts in zip(jax.tree_util.tree_leaves_with_path(sums), *halves, strict=True):
+        a, b, both = map(_fetch, (*parts, whole))
         largest = max(np.max(np.abs(x), initial=0.0) for x in (a, b, both))
         if np.isfinite(both).all() and not np.max(np.abs(a + b - both), initial=0.0) <= _APART * largest:
+            told = (f"{x.ravel()[0]:.4g}" + ", …" * bool(x.ndim) for x in (a, b, both))
             raise ValueError(
-                f"evaluate: result{jax.tree_util.keystr(path)} of the step is no sum over the examples with a weight: "
-                f"{_brief(a)} of one half and {_brief(b)} of the other, but {_brief(both)} of both. {_EXACT}"
+                f"evaluate: result{jax.tree_util.keystr(path)} of the step is not a sum over the examples with a "
+                "weight: the two halves of a batch give {} and {}, the whole gives {}. Return sums and counts, "
+                "jnp.sum(losses * weight) and jnp.sum(weight), and divide the results of evaluate".format(*told)
             )
 
 
-def _brief(x: np.ndarray) -> str:
-    return f"{x.item():.4g}" if x.ndim == 0 else f"{x.ravel()[0]:.4g}, …"
+def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None) -> Any:
+    """Gather the values that a step computed for the real examples of all ranks; every process calls it.
+
+    Args:
+      tree: arrays with one entry per example, as a decorated step returns them (global), or this process's own.
+      weight: the weight of a loader with ``tail="pad"``, or as the step returned it.
+      mesh: the mesh of the loader.
+
+    Returns:
+      A pytree with the structure of `tree`, on every process: numpy arrays, without the entries of weight 0. Over an
+      epoch each example of the data set is in them once.
+
+    Raises:
+      ValueError: an array does not have one entry per example.
+
+    Example:
+      >>> import jaxdist, numpy as np
+      >>> from jaxdist import gather_for_metrics
+      >>> gather_for_metrics({"label": np.array([7, 3, 7])}, np.array([1.0, 1.0, 0.0]))["label"].tolist()
+      [7, 3]
+    """
+    ctx = get_context()
+    own, parts = ctx.parts(mesh)
+    passed = parts_of_ranks(ctx, mesh)
+    once = [next((r, of.index(part)) for r, of in enumerate(passed) if part in of) for part in range(parts)]
+
+    def whole(x: Any) -> np.ndarray:
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+            return np.asarray(unshard(x))
+        rows = np.asarray(x)
+        if not rows.ndim or len(own) == parts:
+            return rows
+        rows = rows.reshape(len(own), -1, *rows.shape[1:])
+        everyone = np.asarray(allgather(rows)).reshape(ctx.size, *rows.shape)
+        return np.concatenate([everyone[at] for at in once])
+
+    real = whole(weight) > 0
+
+    def select(path: Any, x: Any) -> np.ndarray:
+        rows = whole(x)
+        if rows.shape[:1] != real.shape:
+            name = jax.tree_util.keystr(path) or "tree"
+            raise ValueError(f"{name} has shape {rows.shape}, and there are {len(real)} examples with a weight")
+        return rows[real]
+
+    return jax.tree_util.tree_map_with_path(select, tree)

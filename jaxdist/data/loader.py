@@ -6,23 +6,26 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.data.batches import Indexed, close, is_stream, known, open_source
+from jaxdist.data.reader import Read, Reader, resumption
 from jaxdist.data.sampling import MOST, Place, Sampling
+from jaxdist.data.sources import Arrays, is_stream
+from jaxdist.errors import DataError
 from jaxdist.extras import need
 from jaxdist.mesh import Sizes
 from jaxdist.runtime.context import Context, get_context
-
-if TYPE_CHECKING:
-    from jaxdist.data.streamed import Streamed
+from jaxdist.step.batch import batch_part
+from jaxdist.step.tracing import say_once
 
 Tail = Literal["drop", "pad", "keep"]
 State = dict[str, Any]
-_ERRORS = ValueError, TypeError, OSError, ImportError
+_ERRORS = ValueError, TypeError, OSError, ImportError, DataError
 
 
 def loader(
@@ -37,34 +40,34 @@ def loader(
     prefetch: int = 2,
     mesh: Mesh | Sizes | None = None,
 ) -> Loader:
-    """This rank's batches of a data set; every process makes the same one.
+    """Read this rank's batches of a data set; every process makes the same loader.
 
     An epoch is one order of all examples, the same for any number of ranks: step g takes the next ``batch_size * size``
     of them, and rank r the r-th part of these (but see `mesh`). Every rank makes the same number of steps. Each ``for``
-    loop is the next epoch, in another order, with or without `Loader.set_epoch`.
+    loop is the next epoch, in a different order.
 
     Args:
-      source: an array, or a dict or tuple (of any depth) of arrays with one entry an example; or a list of examples, a
-        grain source or ``MapDataset``, or anything else with ``__len__`` and ``__getitem__``. An example is a pytree of
-        arrays and numbers. Or a stream: a grain ``IterDataset``, another iterable that can be read again (as a Hugging
-        Face ``IterableDataset``), or a function of the epoch that returns one. All of it on every rank: each reads the
-        whole stream and keeps its own examples.
-      batch_size: examples a process and step: ``256 // ctx.size`` for 256 in all. They are divided over the process's
-        devices. In lanes: examples a lane and step, ``256 // ctx.parts()[1]``.
-      shuffle: in an order given by seed and epoch; False: in the source's. A stream is shuffled in windows of so many
-        examples, which each process holds in memory: ``shuffle=10_000``.
-      seed: of the order, and of a random `transform`.
-      tail: what to do at the end of an epoch that can't fill a batch on every rank. ``"drop"`` it: the loader yields
-        ``batch``. ``"keep"`` it: the last batch is smaller, and a decorated step computes what one device would with
-        these examples alone (on several processes the parts have one length, and know how many examples are real; give
-        them to the step as they are). ``"pad"`` it with examples from the epoch's start: the loader yields
-        ``(batch, weight)``, in each step, where `weight` is a float32 an example: 1, and 0 for what was added. With it
-        means are exact, ``jnp.sum(losses * weight) / jnp.sum(weight)``; see `gather_for_metrics`.
-      transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator``, another one
-        for each example and epoch.
+      source: all of the data, on every rank. Arrays with one entry per example, or a dict or tuple (of any depth) of
+        them; or a list of examples, a grain source or ``MapDataset``, or anything else with ``__len__`` and
+        ``__getitem__``. An example is a pytree of arrays and numbers. Or a stream: a grain ``IterDataset``, another
+        iterable that can be read again (such as a Hugging Face ``IterableDataset``), or a function of the epoch that
+        returns one. Each rank reads the whole stream and keeps its own examples.
+      batch_size: examples per process and step: ``256 // ctx.size`` for 256 in all. They are divided over the process's
+        devices. In lanes: examples per lane and step, ``256 // ctx.parts()[1]``.
+      shuffle: True: an order given by seed and epoch; False: the source's order. A stream is shuffled in windows of
+        this many examples, which each process holds in memory: ``shuffle=10_000``.
+      seed: seed of the order, and of a random `transform`.
+      tail: what to do with the examples at the end of an epoch that do not fill a batch on every rank. ``"drop"`` them.
+        ``"keep"``: the last batch is smaller, and a decorated step computes what one device would with these examples
+        alone. (In several processes the parts have equal length and know how many examples are real: pass them to the
+        step unchanged.) ``"pad"`` with examples from the epoch's start: each step yields ``(batch, weight)``, where
+        `weight` is float32, 1 per example and 0 for those that were added. Means with it are exact, ``jnp.sum(losses *
+        weight) / jnp.sum(weight)``; see `gather_for_metrics`.
+      transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that is
+        different for each example and epoch.
       workers: processes that read and transform; 0: this one does. Each gets a copy of source and transform by pickle.
-      prefetch: batches (a worker) to read ahead in the background; 0: none.
-      mesh: that of `jaxdist.parallel`, on which processes that differ on other axes than that of data read the same
+      prefetch: batches (per worker) to read ahead in the background; 0: none.
+      mesh: the mesh of `jaxdist.parallel`, on which processes that differ only along other axes than data read the same
         examples (see `Context.parts`: ``256 // ctx.parts(mesh)[1]`` for 256 in all); default: each reads its own.
 
     Returns:
@@ -73,9 +76,9 @@ def loader(
     Raises:
       ValueError: (on every rank) a bad setting, an empty source, leaves of different lengths, fewer examples than one
         batch of all ranks with ``tail="drop"``, or ranks whose sources or settings differ.
-      TypeError: a source that is neither, or a stream that can be read only once.
+      TypeError: the source is none of these, or a stream that can be read only once.
       ImportError: (on every rank) grain is not installed.
-      ControlError: a rank did not come within the timeout of `jaxdist.init`.
+      ControlError: a rank did not make the call within the timeout of `jaxdist.init`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -86,15 +89,14 @@ def loader(
       [2, 3] [1.0, 1.0]
       [4, 0] [1.0, 0.0]
     """
-    ctx = get_context()
     settings = {"workers": workers, "prefetch": prefetch}
-    return Loader(ctx, source, batch_size, shuffle, seed, tail, transform, mesh, **settings)
+    return Loader(get_context(), source, batch_size, shuffle, seed, tail, transform, mesh, **settings)
 
 
 class Loader:
     """Iterates over one epoch in each loop; made by `loader`.
 
-    Where it stands is where the next batch begins: what was read ahead does not count.
+    Its state is the place where the next batch begins; batches that were read ahead do not count.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -117,15 +119,15 @@ class Loader:
         prefetch: int = 0,
     ):
         self._context = context
-        self._reading: Indexed | Streamed
-        self._stream: list[Any] = []  # what is being read, if anything; it gives the batch at self._at next
+        self._running: list[Any] = []  # the iterator that is being read, if any; it gives the batch at self._at next
         # At exit: while the interpreter still has what grain's iterators need to clean up.
-        weakref.finalize(self, close, self._stream)
-        self._peeked: list[Any] = []
+        weakref.finalize(self, _close, self._running)
+        self._peeked: list[Read] = []
         self._at = Place()
         self._drawn = 0
         self._begun = False  # a loop is in the midst of this epoch, or was left there
         self._loop: object = None  # the latest one
+        self._reader: Reader
 
         def check() -> dict[str, Any]:
             need("grain", "jaxdist.loader")
@@ -137,30 +139,28 @@ class Loader:
             own, parts = context.parts(mesh)
             size, seed_ = operator.index(batch_size), operator.index(seed)
             streams = is_stream(source)
-            data, length = (source, 1) if streams else open_source(source)
+            data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source
+            length = 1 if streams else len(data)
             sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
             if streams:
-                from jaxdist.data.streamed import Streamed  # with grain, which is slow to import
-
                 _check_stream(shuffle, workers)
-                checked = context.size > 1
-                self._reading = Streamed(data, sampling, int(shuffle), transform, prefetch, checked)
             else:
-                _check_length(sampling, tail, shuffle)
-                self._reading = Indexed(data, sampling, transform, workers, prefetch)
+                _check_length(sampling, shuffle)
+            window = int(shuffle) if streams else None
+            self._reader = Reader(data, sampling, window, transform, workers, prefetch, context.size > 1)
             return {
                 "len(source)": None if streams else length, "batch_size": size, "shuffle": shuffle, "seed": seed_,
                 "tail": tail, "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
-                "the checksum of the first and last example": self._reading.first(),
+                "the checksum of the first and last example": data.ends() if isinstance(data, Arrays) else 0,
             }  # fmt: skip
 
         self._agree("loader", check)
 
     def __len__(self) -> int:
         """Steps of a whole epoch, on every rank. A stream has none."""
-        if not isinstance(self._reading, Indexed):
-            raise TypeError("a loader of a stream has no length: how many examples there are shows when they are read")
-        return self._reading.sampling.steps(0)
+        if self._reader.streams:
+            raise TypeError("the loader of a stream has no length: the number of examples shows when they are read")
+        return self._reader.sampling.steps(0)
 
     @property
     def epoch(self) -> int:
@@ -168,7 +168,7 @@ class Loader:
         return self._at.epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch; after `set_state` the rest of the one in which that was made."""
+        """The next epoch; after `set_state` the rest of the one in which the state was taken."""
         if self._begun:  # the last loop was left before its end: its order is not to come again
             self._go(Place(self._at.epoch + 1))
         self._loop = loop = object()
@@ -179,20 +179,21 @@ class Loader:
         while not last:
             if self._loop is not loop:
                 raise RuntimeError(
-                    "this loop over the loader is over: another one began, or set_epoch or set_state was called. Make "
-                    "a second loader for a loop within a loop"
+                    "this loop over the loader is over: another one began, or set_state was called. Make a second "
+                    "loader for a loop within a loop"
                 )
-            batch, at, self._at, check = self._draw()
+            read = self._draw()
+            self._at = read.then
             self._drawn += 1
-            last = self._at.epoch > at.epoch
+            last = read.then.epoch > read.at.epoch
             self._begun = not last
-            yield batch
-            if check and (last or not self._drawn & self._drawn - 1):  # a power of two
-                said = {"what was read": check, "the end of the epoch": last}
+            yield read.batch
+            if read.digest and (last or not self._drawn & self._drawn - 1):  # a power of two
+                said = {"what was read": read.digest, "the end of the epoch": last}
                 self._agree("loader's stream", lambda said=said: said)
 
     def peek(self) -> Any:
-        """The batch that comes next, without moving: for shapes, say. (``next(iter(loader))`` begins an epoch.)
+        """Return the next batch without moving, for its shapes say. (``next(iter(loader))`` begins an epoch.)
 
         Example:
           >>> import jaxdist, numpy as np
@@ -202,36 +203,16 @@ class Loader:
         """
         if not self._peeked:
             self._peeked = [self._draw()]
-        return self._peeked[0][0]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next loop that of an epoch; all ranks the same. Not needed to get another order in each.
-
-        Keeps the place within the epoch that `set_state` has restored, if it is in this one.
-
-        Args:
-          epoch: from 0.
-
-        Example:
-          >>> import jaxdist, numpy as np
-          >>> batches = jaxdist.loader(np.arange(10), 4)
-          >>> batches.set_epoch(7)
-          >>> batches.epoch
-          7
-        """
-        _check_integer(f"set_epoch({epoch!r})", epoch, 0)
-        if self._begun or epoch != self._at.epoch:
-            self._go(Place(operator.index(epoch)))
-        self._loop = None
+        return self._peeked[0].batch
 
     def get_state(self) -> State:
-        """Where the loader stands, for a checkpoint: a small dict for JSON, the same on every rank.
+        """Return the place of the next batch, for a checkpoint: a small dict for JSON, the same on every rank.
 
-        It counts examples of the whole job, so that any number of ranks can go on from it. For a stream ``"stream"`` is
-        what was read of it, or what grain's transformations say of themselves, as text.
+        It counts examples of the whole job, so that any number of ranks can continue from it. For a stream ``"stream"``
+        has the state of grain's iterators as text, and a digest of the next example.
 
         Returns:
-          Epoch, examples of it that are done, and what must be the same when it is restored.
+          Epoch, examples of it that are done, and the settings that must be the same when it is restored.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -240,20 +221,21 @@ class Loader:
           >>> batches.get_state()
           {'epoch': 0, 'position': 4, 'length': 10, 'seed': 0, 'shuffle': True}
         """
-        at, reading = self._at, self._reading
-        inner: State = {} if isinstance(reading, Indexed) else {"stream": at.inner}
-        return {"epoch": at.epoch, "position": at.position} | reading.fixed | inner
+        at, reader = self._at, self._reader
+        inner: State = {"stream": at.inner} if reader.streams else {}
+        return {"epoch": at.epoch, "position": at.position} | reader.fixed | inner
 
     def set_state(self, state: State) -> None:
-        """Go on where `get_state` was called: the next loop is the rest of that epoch. Every rank calls it.
+        """Continue where `get_state` was called: the next loop is the rest of that epoch. Every rank calls it.
 
-        Number of ranks, `batch_size`, `tail`, `workers` and `prefetch` may be others than they were.
+        The number of ranks, `batch_size`, `tail`, `workers` and `prefetch` may have changed.
 
         Args:
-          state: of a loader of the same data set, seed and shuffle.
+          state: the state of a loader of the same data set, seed and shuffle.
 
         Raises:
           ValueError: (on every rank) it is of another data set, seed or shuffle, or not the same on all ranks.
+          DataError: the stream does not go on with the example that came next when the state was taken.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -268,25 +250,25 @@ class Loader:
         def check() -> State:
             mine = self.get_state()
             if not isinstance(state, dict) or set(state) != set(mine):
-                raise ValueError(f"not the state of a loader{'' if 'length' in mine else ' of a stream'}: {state!r}")
+                raise ValueError(f"not the state of a loader{' of a stream' * self._reader.streams}: {state!r}")
             given: State = {k: type(mine[k])(v) for k, v in state.items()}
-            for name in self._reading.fixed:
+            for name in self._reader.fixed:
                 if given[name] != mine[name]:
                     what = "a data set of length" if name == "length" else name
                     raise ValueError(
                         f"the state is of {what} {given[name]}, and this loader's is {mine[name]}: the order of its "
-                        "examples would be another. Make the loader as it was, or start over with set_epoch"
+                        "examples would be another. Make the loader as it was, or start over without the state"
                     )
             if given["epoch"] < 0 or not 0 <= given["position"] <= given.get("length", given["position"]):
                 raise ValueError(f"not the state of a loader: {state!r}")
+            resumption(_place(given))
             return given
 
-        agreed = self._agree("loader state", check)
-        self._go(Place(agreed["epoch"], agreed["position"], agreed.get("stream", "")))
+        self._go(_place(self._agree("loader state", check)))
         self._loop = None
 
     def close(self) -> None:
-        """End worker processes and what is read ahead; the next loop starts them again.
+        """Stop worker processes and reading ahead; the next loop starts them again.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -295,35 +277,45 @@ class Loader:
           >>> batches.close()
         """
         self._peeked = []
-        close(self._stream)
+        _close(self._running)
 
     def _go(self, at: Place) -> None:
         was, self._begun = self._at, False
-        if isinstance(self._reading, Indexed) and not self._reading.sampling.steps(at.position):
+        if not self._reader.streams and not self._reader.sampling.steps(at.position):
             at = Place(at.epoch + 1)  # the end of an epoch is the start of the next: a place always has a batch
         self._at = at
         if was != at:
             self.close()
-        if at.inner and not self._peeked:
+        if not at.inner:
+            return
+        if resumption(at)[1] is None and self._context.is_root:
+            say_once(
+                f"loader: reading the stream from the start of epoch {at.epoch} again, and skipping the {at.position} "
+                "examples that were done, which takes as long as reading them did. (Only the state of a "
+                "grain.IterDataset is known to be exact)"
+            )
+        if not self._peeked:
             # What is left of the stream may be too little for a batch of so many ranks: it is the next epoch then.
             self._peeked = [self._draw()]
-            self._at = self._peeked[0][1]
+            self._at = self._peeked[0].at
 
-    def _draw(self) -> tuple[Any, Place, Place, int]:
+    def _draw(self) -> Read:
         if self._peeked:
             return self._peeked.pop()
         try:
-            if not self._stream:
-                self._stream.append(self._reading.start(self._at))
-            batch, *where = next(self._stream[0])
-            reading = self._reading
-            return known(reading.sampling, batch), *where
+            if not self._running:
+                self._running.append(self._reader.start(self._at))
+            read: Read = next(self._running[0])
         except BaseException:
             # Grain's iterator may have moved on. It waits up to 25 s for workers that are still starting, but not here:
             # perhaps one was killed, and the job has to end.
-            streams, self._stream[:] = list(self._stream), []
-            threading.Thread(target=close, args=(streams,), name="jaxdist-loader", daemon=True).start()
+            running, self._running[:] = list(self._running), []
+            threading.Thread(target=_close, args=(running,), name="jaxdist-loader", daemon=True).start()
             raise
+        sampling = self._reader.sampling
+        if not read.left or sampling.alone:
+            return read
+        return read._replace(batch=jax.tree.map(lambda x: batch_part(x, read.left), read.batch))
 
     def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `check` returns, if it does so on every rank and returns the same; else an error on every rank."""
@@ -336,22 +328,32 @@ class Loader:
         return on_every_rank(self._context, what, part, raises=_ERRORS, advice=lambda _: advice)[0]
 
 
+def _place(state: State) -> Place:
+    return Place(state["epoch"], state["position"], state.get("stream", ""))
+
+
+def _close(running: list[Any]) -> None:
+    """Stop what `Reader.start` has started, and forget it."""
+    while running:
+        running.pop().close()
+
+
 def _check_integer(given: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
         raise ValueError(f"{given}: expected an integer of at least {least}")
 
 
-def _check_length(sampling: Sampling, tail: Tail, shuffle: bool | int) -> None:
-    length, whole = sampling.length, sampling.whole
+def _check_length(sampling: Sampling, shuffle: bool | int) -> None:
+    length = sampling.length
     if not isinstance(shuffle, bool):
         raise ValueError(f"shuffle={shuffle!r}: True or False; a window is for streams")
     if not 0 < length <= MOST:
         raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
-    if tail == "drop" and length < whole:
+    if not sampling.steps(0):
         raise ValueError(
-            f"the data set has {length} examples, fewer than one batch of all ranks ({sampling.batch_size} on each of "
-            f"{sampling.parts}, {whole} in all): with tail='drop' there would be no step. Use a smaller batch_size or "
-            "tail='keep'"
+            f"the data set has {length} examples, fewer than one batch of all ranks ({sampling.parts} x "
+            f"{sampling.batch_size} = {sampling.whole}): with tail='drop' there would be no step. Use a smaller "
+            "batch_size or tail='keep'"
         )
 
 
@@ -361,12 +363,6 @@ def _check_stream(shuffle: bool | int, workers: int) -> None:
             "shuffle=True: a stream is shuffled in windows. Give their size, as shuffle=10_000 (examples, which each "
             "process holds in memory), or shuffle=False"
         )
-    _check_integer(f"shuffle={shuffle!r}", shuffle if shuffle else 0, 0)
+    _check_integer(f"shuffle={shuffle!r}", shuffle or 0, 0)
     if workers:
-        raise ValueError(
-            f"workers={workers}: a stream is read one example after the other, by one thread. Grain "
-            "can read it in processes before it comes here: IterDataset.mp_prefetch"
-        )
-
-
-__all__ = ["Loader", "State", "loader"]
+        raise ValueError(f"workers={workers}: a stream is read by one thread. Use IterDataset.mp_prefetch on grain's")

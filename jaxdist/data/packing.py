@@ -34,9 +34,10 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
       ValueError: `length` is not positive, there are no tokens, or one does not fit int32.
 
     Example:
-      >>> import jaxdist, numpy as np
-      >>> documents = jaxdist.Documents(np.arange(1, 8), ends=[3, 5, 7])
-      >>> for row in jaxdist.packed(documents, 4):
+      >>> import numpy as np
+      >>> from jaxdist.data import Documents, packed
+      >>> documents = Documents(np.arange(1, 8), ends=[3, 5, 7])
+      >>> for row in packed(documents, 4):
       ...     print(row["tokens"], row["tokens_segment_ids"], row["tokens_positions"])
       [1 2 3 4] [1 1 1 2] [0 1 2 0]
       [5 6 7 0] [1 2 2 0] [0 0 1 0]
@@ -77,11 +78,11 @@ class Packed:
         starts, sizes = self._starts[pieces], self._sizes[pieces]
         row = {name: np.zeros(self._length, np.int32) for name in _NAMES}
         tokens, segments, positions = row.values()
-        whole = self._documents.tokens
         at = 0
         for i, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True), 1):
             end = at + size
-            tokens[at:end], segments[at:end], positions[at:end] = whole[start : start + size], i, np.arange(size)
+            tokens[at:end] = self._documents.read(start, start + size)
+            segments[at:end], positions[at:end] = i, np.arange(size)
             at = end
         return row
 
@@ -134,6 +135,3 @@ def _fitted(documents: Documents, order: np.ndarray, length: int) -> tuple[np.nd
 def _counted(counts: np.ndarray) -> np.ndarray:
     """``0, 1, …`` up to each of the counts, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-__all__ = ["Packed", "packed"]

@@ -16,71 +16,67 @@ MOST = 1 << 32  # examples that the hash can order
 class Place:
     """Where a batch begins."""
 
-    epoch: int = 0  # from 0
-    position: int = 0  # examples of the epoch that are before it, of the whole job
-    inner: str = ""  # the state of a stream there, as text; empty: it begins
+    epoch: int = 0
+    position: int = 0  # examples of the epoch before it, of the whole job
+    inner: str = ""  # of a stream, as text: see `jaxdist.data.reader.resumption`; "" at the start of an epoch
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The numbers from which it follows which examples are whose."""
+    """The numbers that determine which examples each rank reads."""
 
-    length: int  # of the data set
-    batch_size: int  # of a part
+    length: int  # examples of the data set
+    batch_size: int  # examples of a part
     own: tuple[int, ...]  # the parts of each batch that this rank reads, one after the other
-    parts: int  # of a batch
+    parts: int  # parts of a batch
     shuffle: bool  # whether each epoch has an order of its own
     seed: int  # of that order
     pad: bool  # whether the tail is filled up, with a weight for each example
-    keep: bool = False  # whether the tail comes as it is, divided over the ranks
+    keep: bool  # whether the tail comes as it is, divided over the ranks
 
     @property
     def whole(self) -> int:
         """Examples of a step in all parts."""
         return self.batch_size * self.parts
 
-    def steps(self, position: int) -> int:
-        """Steps from a position to the end of the epoch."""
-        left = self.length - position
-        return -(-left // self.whole) if self.pad or self.keep else left // self.whole
-
-    def seek(self, epoch: int, position: int, step: int) -> tuple[int, int]:
-        """Epoch and position of the batch that comes `step` batches after the one at a position."""
-        first = self.steps(position)
-        if step < first:
-            return epoch, position + step * self.whole
-        further, step = divmod(step - first, self.steps(0))
-        return epoch + 1 + further, step * self.whole
-
-    def of(self, length: int) -> Sampling:
-        """The same for so many examples in their order."""
-        return dataclasses.replace(self, length=length, shuffle=False)
-
-    def tail(self, position: int) -> int | None:
-        """Examples of the batch at a position, if there are fewer than in others and the rest is not filled up."""
-        left = self.length - position
-        return left if self.keep and left < self.whole else None
-
     @property
     def alone(self) -> bool:
         """Whether this rank reads all of a batch."""
         return len(self.own) == self.parts
 
+    def steps(self, position: int) -> int:
+        """Steps from a position to the end of the epoch."""
+        left = self.length - position
+        return -(-left // self.whole) if self.pad or self.keep else left // self.whole
+
+    def seek(self, at: Place, step: int) -> Place:
+        """The place of the batch that comes `step` batches after the one at a place."""
+        first = self.steps(at.position)
+        if step < first:
+            return Place(at.epoch, at.position + step * self.whole)
+        further, step = divmod(step - first, self.steps(0))
+        return Place(at.epoch + 1 + further, step * self.whole)
+
+    def of(self, length: int) -> Sampling:
+        """The same for this many examples in their order."""
+        return dataclasses.replace(self, length=length, shuffle=False)
+
+    def tail(self, position: int) -> int:
+        """Examples of the batch at a position, if it is a last one that stays smaller than the others; else 0."""
+        left = self.length - position
+        return left if self.keep and left < self.whole else 0
+
     def examples(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
         """This rank's examples of a batch, and whether each is real (the others fill up the tail)."""
-        if (left := self.tail(position)) is not None:
-            rows = self._rows(-(-left // self.parts))
+        left = self.tail(position)
+        each = -(-left // self.parts) or self.batch_size
+        rows = np.concatenate([part * each + np.arange(each) for part in self.own])
+        if left:
             rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last one
-            return self.order(epoch, position + rows), np.ones(len(rows), bool)
-        places = position + self._rows(self.batch_size)
-        return self.order(epoch, places % self.length), places < self.length
+        places = position + rows
+        return self._order(epoch, places % self.length), places < self.length
 
-    def _rows(self, each: int) -> np.ndarray:
-        """The places within a batch of the examples that this rank reads, with so many in a part."""
-        return np.concatenate([part * each + np.arange(each) for part in self.own])
-
-    def order(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """The examples at these places of an epoch."""
+    def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
         if not self.shuffle:
             return places
         if self.length <= EXACT:

@@ -31,3 +31,6 @@ from jaxdist.placements import (  # noqa: F401  (they enter their rules)
     random_bits,
     shapes,
 )
+from jaxdist.placements.registry import register
+
+__all__ = ["register"]

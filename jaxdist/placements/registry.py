@@ -28,10 +28,10 @@ def register(primitive: Primitive | str, rule: str | Rule) -> None:
       ValueError: a rule that is no such description.
 
     Example:
-      >>> import jaxdist
+      >>> from jaxdist.placements import register
       >>> from jax.extend.core import Primitive
       >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
-      >>> jaxdist.register(attention_p, "b..., b..., b... -> b...")
+      >>> register(attention_p, "b..., b..., b... -> b...")
 
     References:
       The sharding rules of Shardy (``OpShardingRule``).

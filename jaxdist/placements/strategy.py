@@ -14,8 +14,8 @@ from jaxdist.placements.block import Block, Node
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Split
 
 UNKNOWN = (
-    "jaxdist does not know this operation. If it is your own, jaxdist.register describes it; if it is JAX's, please "
-    "report it: https://github.com/jaxdist/jaxdist/issues"
+    "jaxdist does not know this operation. If it is your own, jaxdist.placements.register describes it; "
+    "if it is JAX's, please report it: https://github.com/jaxdist/jaxdist/issues"
 )
 """Why an operation has to be computed whole of which there is no description."""
 

@@ -115,9 +115,14 @@ def _row(kind: str, leaves: list[Any]) -> Row:
     return Row(kind, len(leaves), whole, device, replicated, padding, host)
 
 
-def readable(size: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024  # type: ignore[assignment]
-    return f"{size:.2f} GiB"
+def readable(size: float) -> str:
+    """Bytes with three digits."""
+    power = next((k for k in range(3) if size < 999.5 * 1024**k), 3)
+    return f"{digits(size / 1024**power, 3)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def digits(x: float, count: int = 2) -> str:
+    """A number with this many significant digits."""
+    if x:
+        x = round(x, count - 1 - math.floor(math.log10(abs(x))))
+    return f"{x:,.0f}" if abs(x) >= 10 ** (count - 1) and x < 1e9 else f"{x:g}".replace("e+", "e")

@@ -1,21 +1,19 @@
-"""What `jaxdist.plan` has found, as numbers, as text and as JSON."""
+"""The result of `jaxdist.plan` and `jaxdist.fit`, as numbers, as text and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from rich.table import Table
 
-from jaxdist.machine import FRACTION, fraction
-from jaxdist.mesh import Axis, along
+from jaxdist.machine import FRACTION, REACHED, fraction
 from jaxdist.placements.groups import Within
-from jaxdist.planning import schedule
-from jaxdist.planning.memory import readable
+from jaxdist.planning.memory import digits, readable
 from jaxdist.planning.topology import Topology
+from jaxdist.step.choice import Times
 from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")
@@ -23,8 +21,26 @@ STATE = ("parameters", "optimizer state", "other state")
 _MOST = 0.95
 """The part of a device's memory for the step; the rest is for the driver, NCCL and the kernels themselves."""
 
+_WIDTH = 160  # of a table that needs it
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind in one step."""
+
+    kind: str  # all-reduce, reduce-scatter, all-gather, …
+    count: int  # how many a device takes part in
+    bytes: int  # of the whole arrays, all of them together
+    sent: int  # bytes that a device sends, if the library uses rings
+    seconds: float  # that they take one after another, at the full speed of the links: a lower bound
+    # the share of the bytes sent during which the schedule has something to compute; None: not known
+    overlapped: float | None
+    between: int = 0  # bytes that a host sends to others, all its devices together
+    axis: str = ""  # of the mesh, along which it runs; several with plus signs between them
+
 
 def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:
+    """The sum of several."""
     sent = sum(row.sent for row in rows)
     known = all(row.overlapped is not None for row in rows)
     share = sum(row.sent * (row.overlapped or 0) for row in rows) / sent if sent and known else None
@@ -35,45 +51,20 @@ def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """The collectives of one kind in one step."""
-
-    kind: str  # all-reduce, reduce-scatter, all-gather, …
-    count: int  # how many a device takes part in
-    bytes: int  # of the whole arrays, all of them together
-    sent: int  # bytes that a device sends, if the library takes rings
-    seconds: float  # that they take one after another, at the full speed of the links: a lower bound
-    # the share of the bytes sent during which the schedule has something to compute; None: not known
-    overlapped: float | None
-    between: int = 0  # bytes that a host sends to others, all its devices together
-    axis: str = ""  # of the mesh, along which it runs; several with plus signs between them
-
-
-@dataclass(frozen=True)
-class LevelPlan:
-    """A step at one ZeRO level."""
+class Candidate(Times):
+    """A step at one ZeRO level, for one kind of groups, on one mesh; and its times."""
 
     level: int | None  # 0 to 3; None: as the step is written
     own: bool  # whether it is the one the step is written with
+    within: Within  # the devices that share what is kept in shards: None: all; ``"host"``, or so many in a row
+    mesh: str  # its axes and their sizes, if several meshes are considered
     bytes: dict[str, int]  # on one device, by kind; together they are the peak
     peak: int  # bytes on one device, by XLA's own account
-    fits: bool  # in what JAX takes of the device's memory
+    fits: bool | None  # in the part of the device's memory that JAX takes; None: not known, as it was not compiled
     traffic: tuple[Traffic, ...]  # one row for each kind of collective
-    collectives: tuple[schedule.Collective, ...]  # each one, as compiled
-    compile_seconds: float  # that it took to trace and compile
-    # which devices share what is kept in shards: None: all; ``"host"``, or a number: so many in a row
-    within: Within = None
-    flops: int = 0  # of a device in a step
-    host: int = 0  # bytes of its state in the host's memory, which are not in `bytes`
-
-    def figures(self) -> dict[str, Any]:
-        """Bytes, seconds, shares between 0 and 1."""
-        return {
-            "level": self.level, "within": self.within, "own": self.own, "bytes": self.bytes, "peak": self.peak,
-            "fits": self.fits, "flops": self.flops, "host": self.host,
-            "traffic": [dataclasses.asdict(row) for row in (*self.traffic, self.total)],
-            "compile_seconds": self.compile_seconds,
-        }  # fmt: skip
+    flops: int  # of a device in a step
+    host: int  # bytes of its state in the host's memory, which are not in `bytes`
+    compile_seconds: float  # that it took to trace and compile; 0: peak and times are lower bounds, without a compiler
 
     @property
     def total(self) -> Traffic:
@@ -83,112 +74,139 @@ class LevelPlan:
     @property
     def name(self) -> str:
         """For a person."""
-        within = "" if self.within is None else f" within {self.within}"
-        return ("as written" if self.level is None else f"level {self.level}") + within
+        within = f" within {self.within}" * (self.within is not None)
+        level = "as written" if self.level is None else f"level {self.level}"
+        return f"{level}{within}" + f", {self.mesh}" * bool(self.mesh)
+
+    @property
+    def code(self) -> str:
+        """What chooses it; "": the step as it is written."""
+        lines = []
+        if self.level is not None:
+            within = "" if self.within is None else f", within={json.dumps(self.within)}"
+            offload = ", offload=True" if self.host else ""
+            lines.append(f"tx = jaxdist.zero(tx, level={self.level}{within}{offload})")
+        if self.mesh:
+            sizes = {name: int(size) for name, size in (axis.split("=") for axis in self.mesh.split(", "))}
+            lines.append(f"step = jaxdist.parallel(step, mesh={json.dumps(sizes)})")
+        return "; ".join(lines)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes; prints as tables."""
+    """A step on devices that are not here; prints as tables."""
 
     step: str  # its name
-    topology: Topology  # for which it was compiled
+    topology: Topology
     compiled_for: str  # ``"cuda"``: by the compiler for these GPUs; ``"cpu"``: for as many virtual CPU devices
     memory: int  # bytes of a device that JAX takes
-    levels: tuple[LevelPlan, ...]  # the step at each ZeRO level asked for
-    notes: tuple[str, ...]  # what is not as it could be
-    # the sizes of its axes; neighbouring devices differ in the last one
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    parameters: int  # numbers in the parameters
+    batch: tuple[int, str]  # examples or tokens in a step of all devices, and which of the two
+    mesh: Mapping[str, int]  # the sizes of its axes; neighboring devices differ in the last one
+    candidates: tuple[Candidate, ...]  # in the order of their meshes and levels
+    notes: tuple[str, ...]
+    chosen: Candidate | None = None  # by `fit`, the one that fits and takes the least time; None: nothing fits
+    why: str = ""  # a sentence, by `fit`
+    shown: Sequence[Candidate] = field(default=(), repr=False)  # in the table, if not all
 
     @property
-    def own(self) -> LevelPlan:
+    def own(self) -> Candidate:
         """The step as it is written."""
-        return next(one for one in self.levels if one.own)
+        return next(one for one in self.candidates if one.own)
 
-    def figures(self) -> dict[str, Any]:
-        """Bytes, seconds, shares between 0 and 1."""
-        kind = dataclasses.asdict(self.topology.kind)
-        del kind["target"]
-        topology = {"hosts": self.topology.hosts, "per_host": self.topology.per_host, "kind": kind}
-        return {
-            "step": self.step, "topology": topology, "compiled_for": self.compiled_for, "memory": self.memory,
-            "levels": [one.figures() for one in self.levels], "notes": self.notes, "mesh": dict(self.mesh),
-        }  # fmt: skip
+    def missing(self, one: Candidate) -> int:
+        """Bytes that a candidate needs beyond the memory."""
+        return max(0, one.peak - self.memory)
 
     def to_json(self) -> str:
-        """All figures as a JSON object."""
-        return json.dumps(self.figures(), indent=2)
+        """All figures (bytes, seconds, FLOPs, shares between 0 and 1) as a JSON object.
+
+        ``"chosen"`` is an index into ``"candidates"``. If ``"compile_seconds"`` is 0, peak and seconds are lower bounds
+        and ``"fits"`` may be null.
+        """
+        kind = dataclasses.asdict(self.topology.kind)
+        del kind["target"]
+        candidates = [
+            dataclasses.asdict(one)
+            | {"seconds": one.seconds, "missing": self.missing(one), "code": one.code, "mesh": one.mesh or None}
+            | {"traffic": [dataclasses.asdict(row) for row in (*one.traffic, one.total)]}
+            for one in self.candidates
+        ]
+        figures = {
+            "step": self.step, "compiled_for": self.compiled_for, "memory": self.memory, "reached": REACHED,
+            "topology": {"hosts": self.topology.hosts, "per_host": self.topology.per_host, "kind": kind},
+            "parameters": self.parameters, self.batch[1]: self.batch[0], "mesh": dict(self.mesh),
+            "candidates": candidates, "chosen": self.chosen and self.candidates.index(self.chosen),
+            "code": self.chosen and self.chosen.code, "why": self.why, "notes": self.notes,
+        }  # fmt: skip
+        return json.dumps(figures, indent=2)
 
     def __str__(self) -> str:
-        return text_of(self.headline, self._bytes(), self._traffic(), *self.assumed, width=120)
+        topology, kind, (number, unit) = self.topology, self.topology.kind, self.batch
+        batch = f", {number:,} {unit} per step" * bool(number)
+        head = [f"step {self.step!r} on {topology} ({topology.devices} x {kind.model})"]
+        head += [f"{digits(self.parameters, 3)} parameters{batch}"]
+        share = "" if kind.is_cpu else f" of {readable(kind.memory)} ({FRACTION}={fraction():g})"
+        network = f", {digits(kind.network / 1e9)} GB/s per device between hosts" * (topology.hosts > 1)
+        speeds = (
+            f"times assume {digits(kind.flops * REACHED / 1e12)} TFLOP/s, state read and written once at "
+            f"{digits(kind.bandwidth / 1e9)} GB/s, links of {digits(kind.link / 1e9)} GB/s within a host{network}, and "
+            "no other traffic"
+        )
+        mesh = [f"mesh: {', '.join(f'{name}={size}' for name, size in self.mesh.items())}"] * (len(self.mesh) > 1)
+        about = [f"memory: JAX takes {readable(self.memory)}{share}", *mesh, speeds]
+        about += [f"note: {note}" for note in self.notes]
+        lines = [*head, text_of(self._times(), width=_WIDTH)]
+        if not self.why:
+            lines.append(text_of(self._traffic(), width=_WIDTH))
+        if self.chosen:  # code is to be copied: in one line
+            lines.append(f"chosen: {self.chosen.code or 'the step as it is written'}")
+        return "\n".join([*lines, text_of(*[f"why: {self.why}"] * bool(self.why), *about, width=100)])
 
-    @property
-    def headline(self) -> str:
-        """The first line: which step on which devices."""
-        return f"step {self.step!r} on {self.topology}: {self.topology.devices} devices ({self.topology.kind.model})"
-
-    @property
-    def assumed(self) -> list[str]:
-        """Memory, links and notes, for a person."""
-        kind = self.topology.kind
-        share = "" if kind.name == "cpu" else f" of {readable(kind.memory)} ({FRACTION}={fraction():g})"
-        return [
-            f"memory: JAX takes {readable(self.memory)}{share}",
-            *self._axes(),
-            f"links: {self.topology.links}; times are for these speeds and nothing else on the way",
-            *(f"note: {note}" for note in self.notes),
-        ]
-
-    def _axes(self) -> list[str]:
-        """Where the axes of a mesh of several lie."""
-        axes, every = [Axis(name, size) for name, size in self.mesh.items()], (range(self.topology.devices),)
-        where = lambda axis: self.topology.machine.crossings(along(axes, [axis.name]) or every)
-        lie = [f"{one.name}={one.size} ({'between hosts' if where(one) else 'within a host'})" for one in axes]
-        return [f"mesh: {', '.join(lie)}"] if len(axes) > 1 else []
-
-    def _bytes(self) -> Table:
-        table = Table(title="bytes on one device")
-        table.add_column("")
-        for one in self.levels:
-            table.add_column(one.name + " (this step)" * (one.own and one.level is not None), justify="right")
-        for kind in dict.fromkeys(kind for one in self.levels for kind in one.bytes):
-            sizes = (one.bytes.get(kind) for one in self.levels)
-            table.add_row(kind, *("" if size is None else readable(size) for size in sizes))
-        table.add_section()
-        table.add_row("peak", *(readable(one.peak) for one in self.levels))
-        table.add_row("fits", *(self.fits(one) for one in self.levels))
-        if any(one.host for one in self.levels):
-            table.add_section()
-            table.add_row("in the host's memory", *(readable(one.host) for one in self.levels))
+    def _times(self) -> Table:
+        """What each candidate holds, and how long it takes."""
+        table = Table(box=None, pad_edge=False)
+        hidden = ["hidden"] * (self.compiled_for == "cuda")
+        names = ("one device", "parameters", "optimizer", "peak", "fits", "compute", "messages", *hidden, "step, ms")
+        for name in (*names, f"{self.batch[1]}/s", ""):
+            table.add_column(name, justify="left" if name in ("one device", "") else "right", no_wrap=True)
+        for one in self.shown or self.candidates:
+            least, most = ("", "") if one.compile_seconds else ("> ", "< ")
+            seconds = (one.compute + one.state, one.in_host + one.between, *[one.hidden] * len(hidden))
+            rate = most + digits(self.batch[0] / one.seconds) if self.batch[0] else ""
+            said = ["chosen"] * (one is self.chosen) + ["this step"] * (one.own and not one.mesh)
+            table.add_row(
+                one.name, *(readable(one.bytes.get(kind, 0)) for kind in STATE[:2]), least + readable(one.peak),
+                self.fit(one), *(digits(1e3 * x) for x in seconds), least + digits(1e3 * one.seconds), rate,
+                ", ".join(said),
+            )  # fmt: skip
         return table
 
-    def fits(self, one: LevelPlan) -> str:
-        """Whether a level fits, for a person."""
-        if one.fits or self.topology.kind.is_cpu:
-            return "yes" if one.fits else "no"
+    def fit(self, one: Candidate) -> str:
+        """Whether a candidate fits, for a person."""
+        if one.fits or one.fits is None:
+            return "yes" if one.fits else ""
         needed = one.peak / self.topology.kind.memory
-        return f"with {needed:.2f} of the memory" if needed <= _MOST else "no"
+        if needed <= _MOST and not self.topology.kind.is_cpu:
+            return f"with {needed:.2f} of it"
+        return f"lacks {readable(self.missing(one))}"
 
     def _traffic(self) -> Table:
-        table = Table(title="collectives in one step, of one device")
-        table.add_column("")
-        several = len(self.mesh) > 1
-        for name in ("axis", "collective") if several else ("collective",):
+        table = Table(box=None, pad_edge=False)
+        hosts, axes = self.topology.hosts > 1, len(self.mesh) > 1
+        for name in ("collectives", *["axis"] * axes, ""):
             table.add_column(name)
-        between = ["between hosts"] if self.topology.hosts > 1 else []
-        for name in ("count", "whole arrays", "sent", *between, "time", "overlapped"):
+        for name in ("count", "sent", *["between hosts"] * hosts, "time", "overlapped"):
             table.add_column(name, justify="right")
-        for one in self.levels:
-            table.add_section()
-            rows = (*one.traffic, one.total) if len(one.traffic) > 1 else one.traffic or (one.total,)
-            for i, row in enumerate(rows):
+        for one in self.candidates:
+            for i, row in enumerate((*one.traffic, one.total) if len(one.traffic) > 1 else one.traffic):
                 share = "" if row.overlapped is None else f"{row.overlapped:.0%}"
-                sizes = map(readable, (row.bytes, row.sent, *([row.between] if between else [])))
+                sizes = map(readable, (row.sent, *[row.between] * hosts))
                 cells = (str(row.count), *sizes, duration(row.seconds), share)
-                table.add_row(one.name if i == 0 else "", *[row.axis] * several, row.kind, *cells)
+                table.add_row(one.name if i == 0 else "", *[row.axis] * axes, row.kind, *cells)
         return table
 
 
 def duration(seconds: float) -> str:
     """For a person."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    return f"{digits(seconds)} s" if seconds >= 1 else f"{digits(seconds * 1e3)} ms"

@@ -91,7 +91,7 @@ class Forecast:
     ):
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
         self.mesh, self._machine = mesh, machine
-        self._jaxprs: dict[tuple[float, Mesh | None], StepJaxpr] = {}  # with no mesh: for all that `on` makes
+        self._jaxprs: dict[Mesh | None, StepJaxpr] = {}  # with no mesh: for all that `on` makes
         self.cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
 
     def on(self, mesh: Mesh) -> Forecast:
@@ -111,9 +111,9 @@ class Forecast:
         return self.model > 1 and not self.cut
 
     @property
-    def examples(self) -> int:
-        """The number of examples in the batch of all devices."""
-        return self._leaves[self._signature.batch[0]].shape[0]
+    def leaves(self) -> list[Any]:
+        """The leaves of all arguments, as in `Ahead.arguments`."""
+        return list(self._leaves)
 
     @property
     def state(self) -> list[tuple[str, Any]]:
@@ -125,12 +125,12 @@ class Forecast:
         """The leaves of the batch, with the examples of all devices."""
         return [self._leaves[i] for i in self._signature.batch]
 
-    def ahead(self, level: int | None = None, shared: int | None = None, scale: float = 1) -> Ahead:
+    def ahead(self, level: int | None = None, shared: int | None = None) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for."""
         signature, mesh = self._signature, self.mesh
-        avals = self._types(scale)
+        avals = self._types()
         trace = traced(
-            self._jaxpr(scale, avals), signature, avals, mesh, self._machine, level, shared,
+            self._jaxpr(avals), signature, avals, mesh, self._machine, level, shared,
             self._settings.layouts, self.cut,
         )  # fmt: skip
         layouts = list(trace.layouts)
@@ -164,23 +164,20 @@ class Forecast:
             max(0, results), shared, work(placed[-1]), lambda: program.ahead("lower", *given),
         )  # fmt: skip
 
-    def _types(self, scale: float) -> list[Any]:
+    def _types(self) -> list[Any]:
         signature = self._signature
         avals = [abstract(x) for x in self._leaves]
-        for i in signature.batch if scale != 1 else ():
-            shape = avals[i].shape
-            avals[i] = jax.ShapeDtypeStruct((round(shape[0] * scale), *shape[1:]), avals[i].dtype)
         names = [signature.names[i] for i in signature.batch]
         if problem := batch.problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
             raise ValueError(problem)
         return avals
 
-    def _jaxpr(self, scale: float, avals: Sequence[Any]) -> StepJaxpr:
-        if found := self._jaxprs.get((scale, None)) or self._jaxprs.get((scale, self.mesh)):
+    def _jaxpr(self, avals: Sequence[Any]) -> StepJaxpr:
+        if found := self._jaxprs.get(None) or self._jaxprs.get(self.mesh):
             return found
         of = self._settings
         made = jaxpr_of(of.step, self._signature, avals, self.mesh, of.check_finite)
-        self._jaxprs[scale, self.mesh if made.knows_mesh else None] = made
+        self._jaxprs[self.mesh if made.knows_mesh else None] = made
         return made
 
     def _held(self, program: Program, avals: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:

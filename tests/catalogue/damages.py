@@ -129,17 +129,25 @@ def _moved_end(folder: Path) -> None:
     np.save(folder / "ends.npy", ends)
 
 
+def _signed(folder: Path) -> None:
+    np.save(folder / "tokens.npy", np.load(folder / "tokens.npy").view("int16"))
+
+
 OF_TOKENS: dict[str, tuple[Damage, str]] = {
     "a bit of the tokens": (lambda d: flip(d / "tokens.npy"), "tokens.npy"),
     "zeros among the tokens": (_zeros, "tokens.npy"),
     "tokens cut short": (lambda d: (d / "tokens.npy").write_bytes(b"\x93NUMPY"), "tokens.npy"),
     "a bit of the ends": (lambda d: flip(d / "ends.npy"), "ends.npy"),
     "an end moved": (_moved_end, "ends.npy"),
+    "tokens of another type": (
+        lambda d: np.save(d / "tokens.npy", np.load(d / "tokens.npy").view("int16")),
+        "tokens.npy",
+    ),
     "another list": (lambda d: (d / "about.json").write_text("[]"), ""),
     "a number": (lambda d: (d / "about.json").write_text("3"), ""),
     "null": (lambda d: (d / "about.json").write_text("null"), ""),
     "deeply nested": (lambda d: (d / "about.json").write_text("[" * 100_000), ""),
-    "no digests": (lambda d: (d / "about.json").write_text(json.dumps({"dtype": "uint16"})), "tokens.npy"),
+    "no digests": (lambda d: (d / "about.json").write_text(json.dumps({"dtype": "uint16"})), ""),
     "nothing about it": (lambda d: (d / "about.json").unlink(), ""),
 }
-"""Of a folder that `jaxdist.tokenize` has written, and the file that the error names."""
+"""Of a folder that `jaxdist.data.tokenize` has written, and the file that the error names."""

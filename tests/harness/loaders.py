@@ -14,7 +14,7 @@ from jaxdist.data.loader import Loader  # private: hypothesis runs hundreds of j
 def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings: Any) -> Loader:
     """The loader of one rank of several, that finds the others agree."""
     context: Any = SimpleNamespace(
-        rank=rank, size=size, timeout=1.0, parts=lambda mesh: ((rank,), size),
+        rank=rank, size=size, is_root=rank == 0, timeout=1.0, parts=lambda mesh: ((rank,), size),
         control=SimpleNamespace(exchange=lambda name, mine, timeout: [mine] * size),
     )  # fmt: skip
     settings = {"shuffle": True, "seed": 0, "tail": "drop", "transform": None} | settings

@@ -33,22 +33,19 @@ def test_text_files(split: str | None, want: list[str], tmp_path: Path) -> None:
     paths = [tmp_path / f"{i}.txt" for i in range(4)]
     for path, text in zip(paths, [TEXT, "", "a\nb\n", "\ufeffone\r\n\r\ntwo\r\n"], strict=True):
         path.write_bytes(text.encode())
-    text = jaxdist.text_files(paths, split)
-    assert list(text) == [text[i] for i in range(len(text))] == want
+    text = jaxdist.data.text_files(paths, split)
+    assert list(text) == list(text) == want
     assert list(pickle.loads(pickle.dumps(text))) == want
 
 
 def test_text_files_that_are_wrong(tmp_path: Path) -> None:
     (empty := tmp_path / "empty.txt").touch()
     (latin := tmp_path / "latin.txt").write_bytes(b"ok\nf\xfcr\n")
-    text = jaxdist.text_files(latin)
-    assert text[0] == "ok"
     calls: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
-        (lambda: jaxdist.text_files(tmp_path / "none.txt"), FileNotFoundError, ("none.txt",)),
-        (lambda: jaxdist.text_files(empty), ValueError, ("empty.txt", "no documents")),
-        (lambda: jaxdist.text_files(latin, ""), ValueError, ("split",)),
-        (lambda: text[1], ValueError, ("latin.txt", "UTF-8", "byte 4", "document 1")),
-        (lambda: text[2], IndexError, ("2",)),
+        (lambda: jaxdist.data.text_files(tmp_path / "none.txt"), FileNotFoundError, ("none.txt",)),
+        (lambda: jaxdist.data.text_files(empty), ValueError, ("empty.txt", "no documents")),
+        (lambda: jaxdist.data.text_files(latin, ""), ValueError, ("split",)),
+        (lambda: list(jaxdist.data.text_files(latin)), ValueError, ("latin.txt", "UTF-8", "byte 4")),
     ]
     for call, error, tokens in calls:
         with raises(error, *tokens):
@@ -66,15 +63,15 @@ def test_tokenize_writes_once(tmp_path: Path) -> None:
         return [len(document), 7]
 
     texts, folder = ["", "a", "bbb", *"c" * 97], tmp_path / "t"
-    documents = jaxdist.tokenize(texts, encode, folder)
+    documents = jaxdist.data.tokenize(texts, encode, folder)
     want = [[len(text), 7] for text in texts]
     assert [x.tolist() for x in documents] == want
     assert documents.lengths.tolist() == [2] * 100
     assert len(calls) >= 100
     calls.clear()
-    again = jaxdist.tokenize(texts, encode, folder)
+    again = jaxdist.data.tokenize(texts, encode, folder)
     assert 0 < len(calls) < 100  # some, to see whether they give the same
-    for each in (again, jaxdist.Documents.open(folder), pickle.loads(pickle.dumps(again))):
+    for each in (again, jaxdist.data.Documents.open(folder), pickle.loads(pickle.dumps(again))):
         assert [x.tolist() for x in each] == want
         assert isinstance(each.tokens, np.memmap)
     assert np.load(folder / "tokens.npy").dtype == np.uint16  # without jaxdist
@@ -90,11 +87,11 @@ def test_tokens_of_an_iterable_that_another_job_writes_too(tmp_path: Path) -> No
     def encode(text: str, others: list[Any] = []) -> bytes:  # noqa: B006
         if text == "99" and not others:
             others.append(None)
-            jaxdist.tokenize(Texts(), str.encode, tmp_path / "t")
+            jaxdist.data.tokenize(Texts(), str.encode, tmp_path / "t")
         return text.encode()
 
     for _ in range(2):
-        assert [bytes(x.tolist()) for x in jaxdist.tokenize(Texts(), encode, tmp_path / "t")] == list(
+        assert [bytes(x.tolist()) for x in jaxdist.data.tokenize(Texts(), encode, tmp_path / "t")] == list(
             map(str.encode, Texts())
         )
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
@@ -102,10 +99,10 @@ def test_tokens_of_an_iterable_that_another_job_writes_too(tmp_path: Path) -> No
 
 def test_text_files_that_are_written_anew(tmp_path: Path) -> None:
     (path := tmp_path / "x.txt").write_text("a longer line\n" * 100)
-    assert len(jaxdist.tokenize(jaxdist.text_files(path), str.encode, tmp_path / "t")) == 100
+    assert len(jaxdist.data.tokenize(jaxdist.data.text_files(path), str.encode, tmp_path / "t")) == 100
     path.write_text("a longer line\n" * 50 + "a larger line\n" + "a longer line\n" * 49)
     with raises(ValueError, str(tmp_path / "t")):
-        jaxdist.tokenize(jaxdist.text_files(path), lambda text: b"a longer line", tmp_path / "t")
+        jaxdist.data.tokenize(jaxdist.data.text_files(path), lambda text: b"a longer line", tmp_path / "t")
 
 
 @pytest.mark.parametrize(
@@ -118,14 +115,15 @@ def test_text_files_that_are_written_anew(tmp_path: Path) -> None:
         (iter(["a"]), str.encode, {}, ("list_iterator",)),
         ([], str.encode, {}, ("no documents",)),
         (["a"], lambda x: [70_000], {}, ("document 0", "70000", "uint16", "dtype='uint32'")),
+        (["a"], lambda x: [2**33], {}, ("8589934592", "uint16", "dtype='int64'")),
         (["a"], lambda x: [-1], {}, ("document 0", "-1", "dtype='int32'")),
         (["a"], lambda x: [0.5], {}, ("document 0", "float64")),
     ],
 )
 def test_what_tokenize_refuses(documents: Any, encode: Any, how: Any, tokens: Any, tmp_path: Path) -> None:
-    jaxdist.tokenize(["a"], str.encode, tmp_path / "t")
+    jaxdist.data.tokenize(["a"], str.encode, tmp_path / "t")
     with raises((ValueError, TypeError), *tokens):
-        jaxdist.tokenize(documents, encode, tmp_path / "t", **how)
+        jaxdist.data.tokenize(documents, encode, tmp_path / "t", **how)
 
 
 def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -135,27 +133,45 @@ def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> 
         return document.encode()
 
     with raises(OSError, "the disk is gone"):
-        jaxdist.tokenize(["a"] * 50 + ["c"] + ["a"] * 50, encode, tmp_path / "t")
+        jaxdist.data.tokenize(["a"] * 50 + ["c"] + ["a"] * 50, encode, tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "u").mkdir()
     with raises(ValueError, str(tmp_path / "u")):
-        jaxdist.tokenize(list("abc"), str.encode, tmp_path / "u")
+        jaxdist.data.tokenize(list("abc"), str.encode, tmp_path / "u")
+
+
+def test_what_killed_runs_have_left_is_removed(tmp_path: Path) -> None:
+    """But nothing of one that still writes."""
+    (leftover := tmp_path / ".t.0123abcd").mkdir()
+    (leftover / "tokens.npy").touch()
+
+    def encode(text: str) -> bytes:
+        written.append(text)
+        if len(written) == 4:  # after the samples
+            jaxdist.data.tokenize(["c"], str.encode, tmp_path / "t2")
+            jaxdist.data.tokenize(["a", "c"], str.encode, tmp_path / "t")
+        return text.encode()
+
+    written: list[str] = []
+    with raises(ValueError, "other documents"):
+        jaxdist.data.tokenize(["a", "b"], encode, tmp_path / "t")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "t2"]
 
 
 def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
     """By the name of the file or the folder."""
     texts = ["".join(chr(97 + i * j % 26) for j in range(50)) for i in range(100)]
     for i, (name, (damage, file)) in enumerate(OF_TOKENS.items()):
-        jaxdist.tokenize(texts, str.encode, folder := tmp_path / str(i))
+        jaxdist.data.tokenize(texts, str.encode, folder := tmp_path / str(i))
         damage(folder)
         for call in (
-            lambda folder=folder: jaxdist.tokenize(texts, str.encode, folder),
-            lambda folder=folder: jaxdist.Documents.open(folder),
+            lambda folder=folder: jaxdist.data.tokenize(texts, str.encode, folder),
+            lambda folder=folder: jaxdist.data.Documents.open(folder),
         ):
-            with raises(ValueError, str(folder / file)):
-                print(name, call())
+            with raises(jaxdist.DataError, str(folder / file)):
+                print(name, list(call()))
     with raises(FileNotFoundError, "nowhere"):
-        jaxdist.Documents.open(tmp_path / "nowhere")
+        jaxdist.data.Documents.open(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +184,7 @@ def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_documents_that_cannot_be(tokens: np.ndarray, ends: list[int], said: tuple[str, ...]) -> None:
     with raises((ValueError, TypeError), *said):
-        jaxdist.Documents(tokens, ends)
+        jaxdist.data.Documents(tokens, ends)
 
 
 # --- rows
@@ -181,8 +197,8 @@ def test_documents_that_cannot_be(tokens: np.ndarray, ends: list[int], said: tup
 )  # fmt: skip
 def test_rows(lengths: list[int], length: int, split: bool, seed: int | None) -> None:
     """Each token is in them once, each document in order; its segment and the places in it are named."""
-    documents = jaxdist.Documents(np.arange(1, sum(lengths) + 1), np.cumsum(lengths))
-    rows = list(jaxdist.packed(documents, length, split=split, seed=seed))
+    documents = jaxdist.data.Documents(np.arange(1, sum(lengths) + 1), np.cumsum(lengths))
+    rows = list(jaxdist.data.packed(documents, length, split=split, seed=seed))
     tokens = np.concatenate([row["tokens"] for row in rows])
     real = tokens[tokens > 0]
     assert sorted(real.tolist()) == documents.tokens.tolist()
@@ -204,20 +220,20 @@ def test_rows(lengths: list[int], length: int, split: bool, seed: int | None) ->
 
 def test_whole_documents_fill_rows_well_and_a_seed_orders_them() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 2000)
-    documents = jaxdist.Documents(np.arange(lengths.sum()), np.cumsum(lengths))
-    assert len(jaxdist.packed(documents, 128, split=False)) <= 1.01 * lengths.sum() / 128
-    first = [next(iter(jaxdist.packed(documents, 128, seed=seed)))["tokens"].tolist() for seed in (None, 0, 0, 1)]
+    documents = jaxdist.data.Documents(np.arange(lengths.sum()), np.cumsum(lengths))
+    assert len(jaxdist.data.packed(documents, 128, split=False)) <= 1.01 * lengths.sum() / 128
+    first = [next(iter(jaxdist.data.packed(documents, 128, seed=seed)))["tokens"].tolist() for seed in (None, 0, 0, 1)]
     assert first[1] == first[2]
     assert len(set(map(tuple, first))) == 3
 
 
 def test_packing_that_cannot_be() -> None:
-    documents = jaxdist.Documents(np.arange(3), [3])
+    documents = jaxdist.data.Documents(np.arange(3), [3])
     for wrong, length, tokens in [
-        (documents, 0, ("length=0",)), (jaxdist.Documents(np.zeros(0, int), [0, 0]), 4, ("no tokens",)),
-        (jaxdist.Documents(np.array([1, 2**31]), [2]), 2, (str(2**31), "int32")),
+        (documents, 0, ("length=0",)), (jaxdist.data.Documents(np.zeros(0, int), [0, 0]), 4, ("no tokens",)),
+        (jaxdist.data.Documents(np.array([1, 2**31]), [2]), 2, (str(2**31), "int32")),
     ]:  # fmt: skip
         with raises(ValueError, *tokens):
-            jaxdist.packed(wrong, length)
+            jaxdist.data.packed(wrong, length)
     with raises(IndexError, "1"):
-        jaxdist.packed(documents, 4)[1]
+        jaxdist.data.packed(documents, 4)[1]

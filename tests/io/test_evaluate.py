@@ -93,19 +93,11 @@ def test_many_batches() -> None:
     assert jaxdist.evaluate(jax.jit(lambda x: x), (np.int32(i) for i in range(100))) == sum(range(100))
 
 
-def test_a_limit_takes_the_same_examples_each_time() -> None:
-    step, batches = jaxdist.data_parallel(sums_of), jaxdist.loader(DATA, 16, tail="keep")
-    first, again = (jaxdist.evaluate(step, W, batches, limit=2) for _ in range(2))
-    assert first["count"] == 32
-    assert all(np.array_equal(first[name], again[name]) for name in first)
-
-
 def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     step = jaxdist.data_parallel(sums_of)
     with caplog.at_level(logging.WARNING, "jaxdist"):
         for loader in (jaxdist.loader(DATA, 16), jaxdist.loader(DATA, 16), jaxdist.loader(Stream(), 16, shuffle=False)):
             assert jaxdist.evaluate(step, W, loader)["count"] == 48
-        jaxdist.evaluate(step, W, jaxdist.loader(DATA, 16), limit=3 - 1)
     by_index, stream = (text for text in caplog.messages if text.startswith("evaluate"))
     assert [token for token in ("5 of 53", "tail='keep'") if token not in by_index] == []
     assert [token for token in ("stream", "tail='keep'") if token not in stream] == []
@@ -143,7 +135,6 @@ def test_what_is_refused() -> None:
         (step(lambda w, b: jnp.all(each(w, b)[1])), (W, batches), {}, ("bool",)),
         (jax.jit(sums_of), (W, iter(())), {}, ("no batch",)),
         (jax.jit(lambda x: {}), ([1],), {}, ("sums",)),
-        (jax.jit(lambda x: x), ([1],), {"limit": 0}, ("limit=0",)),
         (jax.jit(lambda x: x), (), {}, ("batches",)),
     ]:
         with raises((ValueError, TypeError), *tokens):

@@ -36,15 +36,15 @@ def installed(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def check(source: Any, window: int = 0) -> None:
+def check(source: Any, window: int = 0, **how: Any) -> None:
     """What ranks read that come and go, a state of which is kept as JSON, is what one process reads."""
-    alone = [make(source, 1, tail="keep", shuffle=window)]
+    alone = [make(source, 1, tail="keep", shuffle=window, **how)]
     want = [flat(epoch(alone)) for _ in range(2)]
     assert sorted(want[0]) == sorted(want[1]) == list(range(N))
     got: list[list[int]] = [[], []]
     state: Any = None
     for size, batch_size, steps in [(2, 3, 2), (3, 1, 4), (1, 2, 5), (3, 5, 9), (2, 4, 3)]:
-        loaders = ranks(lambda: source, size, batch_size, tail="keep", shuffle=window)
+        loaders = ranks(lambda: source, size, batch_size, tail="keep", shuffle=window, **how)
         for loader in loaders if state else ():
             loader.set_state(json.loads(state))
         got[loaders[0].epoch] += flat(epoch(loaders, steps))
@@ -60,9 +60,16 @@ def test_hugging_face(shards: int) -> None:
     by_index = installed("datasets").Dataset.from_dict({"x": list(range(N))})
     rows = by_index.to_iterable_dataset(num_shards=shards)
     buffered = rows.shuffle(seed=0, buffer_size=8)
+    taken = rows.skip(0).take(N)
     few = rows.map(lambda row: {"x": row["x"], "even": row["x"] % 2 == 0}).filter(lambda row: row["x"] < N)
-    for stream, window in [(few, 0), (rows, 8), (buffered, 0), (buffered.map(dict, batched=True, batch_size=3), 0)]:
-        check(lambda epoch, stream=stream: jaxdist.stream(stream, epoch).map(lambda row: row["x"]), window)
+    for stream, window in [
+        (few, 0),
+        (rows, 8),
+        (taken, 0),
+        (buffered, 0),
+        (buffered.map(dict, batched=True, batch_size=3), 0),
+    ]:
+        check(stream, window, transform=lambda row: row["x"])
     batches = make(by_index.with_format("numpy"), 4, tail="keep")
     assert sorted(np.concatenate([batch["x"] for batch in batches]).tolist()) == list(range(N))
 

@@ -31,7 +31,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_bytes_of_the_example() -> None:
-    (found,) = plan(f"{GPT}:planned", "layers=1", "width=32", "bf16=true", "--topology=2xcpu", "--levels=")["levels"]
+    (found,) = plan(f"{GPT}:planned", "layers=1", "width=32", "bf16=true", "--topology=2xcpu", "--levels=")[
+        "candidates"
+    ]
     assert (found["level"], found["own"]) == (1, True)
     weights = 12 * 32**2 + 3 * 32 + (256 + 128) * 32  # of the layer, of norms, of bytes and places
     assert found["bytes"]["parameters"] == 2 * weights
@@ -42,7 +44,7 @@ def test_a_script_that_reads_its_own_arguments(jaxdist: Jaxdist) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["topology"]["hosts"] == 2
-    assert [one["level"] for one in found["levels"]] == [None]
+    assert [one["level"] for one in found["candidates"]] == [None]
 
 
 def test_a_module(script: Path) -> None:

@@ -440,6 +440,6 @@ def test_an_operation_of_your_own(known: bool, caplog: pytest.LogCaptureFixture)
     step = decorated(lambda w, x: w + own.bind(x * w).mean(0), 8)
     np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
     with raises(ValueError, "b, d"):
-        jaxdist.register(own, "b, d")
+        jaxdist.placements.register(own, "b, d")
     said = [m for m in caplog.messages if f"own_{known}" in m and "test_sent.py:" in m]
     assert len(said) == (not known)

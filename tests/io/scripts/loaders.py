@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from catalogue.sources import Again
 from harness.told import error_of, say
 
 import jaxdist
@@ -54,10 +55,10 @@ def tokens() -> None:
         return text.encode()
 
     texts = ["a" * n for n in range(1, 40)]
-    documents = jaxdist.tokenize(texts, encode, FOLDER / f"tokens{ctx.size}")
+    documents = jaxdist.data.tokenize(texts, encode, FOLDER / f"tokens{ctx.size}")
     assert bool(called) == ctx.is_root
-    rows = jaxdist.packed(documents, 16, seed=0)
-    sources: list[tuple[Any, bool | int]] = [(rows, True), (jaxdist.stream(rows), 8)]
+    rows = jaxdist.data.packed(documents, 16, seed=0)
+    sources: list[tuple[Any, bool | int]] = [(rows, True), (Again(rows), 8)]
     for source, shuffle in sources:
         found = []
         for batch, weight in jaxdist.loader(source, 3, tail="pad", shuffle=shuffle):
@@ -101,11 +102,10 @@ def errors() -> dict[str, list[str]]:
         "too few": error_of(read, x[:1]),
         "another seed": error_of(read, x, seed=rank),
         "another state": error_of(batches.set_state, batches.get_state() | {"position": rank}),
-        "another start of a stream": error_of(read, jaxdist.stream(range(rank, 30)), **stream),
-        "another stream": error_of(read, jaxdist.stream([0, *range(rank, 30)]), shuffle=3),
-        "rows exchanged": error_of(read, jaxdist.stream([*exchanged, *range(3, 30)]), **stream),
-        "a longer stream": error_of(read, jaxdist.stream(range(40 - 30 * (rank > 0))), **stream),
-        "no tokenizer": error_of(jaxdist.tokenize, ["a"], refused, FOLDER / "never"),
+        "another stream": error_of(read, Again([0, *range(rank, 30)]), shuffle=3),
+        "rows exchanged": error_of(read, Again([*exchanged, *range(3, 30)]), **stream),
+        "a longer stream": error_of(read, Again(range(40 - 30 * (rank > 0))), **stream),
+        "no tokenizer": error_of(jaxdist.data.tokenize, ["a"], refused, FOLDER / "never"),
     }
 
 

@@ -27,7 +27,7 @@ state = {"whole": np.ones(3), "wide": jaxdist.shard(np.random.default_rng(0).nor
 for slow in (0, 1):
     jaxdist.save(sys.argv[1], state, slow, wait=slow == 0).wait()
     print("LATEST", jaxdist.latest_step(sys.argv[1]), flush=True)
-jaxdist.tokenize(["a"], lambda text: (time.sleep(3.5), text.encode())[1], f"{sys.argv[1]}-tokens")
+jaxdist.data.tokenize(["a"], lambda text: (time.sleep(3.5), text.encode())[1], f"{sys.argv[1]}-tokens")
 slow = 2
 if ctx.rank == 1:  # for this one the disk is full
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.RLIM_INFINITY))

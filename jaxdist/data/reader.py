@@ -1,0 +1,199 @@
+"""How a loader's batches are read, from any place on: by index, or one example after the other."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdist import compat
+from jaxdist.data.sampling import Place, Sampling
+from jaxdist.data.sources import Arrays, as_text, digest, of_text, open_epoch, stacked
+from jaxdist.errors import DataError
+
+_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, and of a rank's batch, that need not be read ahead
+
+
+class Read(NamedTuple):
+    """A batch."""
+
+    batch: Any  # this rank's part
+    left: int  # examples of all ranks in the last batch, if it is smaller than the others; else 0
+    at: Place  # where it begins
+    then: Place  # where the next one does
+    digest: int = 0  # of all that was read of a stream, to compare between ranks
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The batches of a source, from any place on, through all epochs."""
+
+    source: Any
+    sampling: Sampling
+    window: int | None  # examples of a stream that are shuffled together; None: the source is read by index
+    transform: Callable[..., Any] | None
+    workers: int
+    prefetch: int
+    compare: bool  # whether other ranks read the stream too
+
+    @property
+    def streams(self) -> bool:
+        """Whether the source can only be read in order."""
+        return self.window is not None
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What has to be the same for a state to fit."""
+        length = {} if self.streams else {"length": self.sampling.length}
+        return length | {"seed": self.sampling.seed, "shuffle": self.window if self.streams else self.sampling.shuffle}
+
+    def start(self, place: Place) -> Any:
+        """An iterator over batches (`Read`), with ``close``."""
+        if self.streams:
+            batches = self._in_order(place)
+            read: Callable[[int], Read] = lambda _: next(batches)
+        else:
+            read = functools.partial(self._by_index, place)
+        if not self.workers and (not self.prefetch or self._is_at_hand()):
+            return (read(step) for step in itertools.count())
+        import grain  # slow to import
+
+        unread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        steps = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(unread)
+        if not self.workers:  # in a thread that does not keep the process from ending
+            return grain.experimental.ThreadPrefetchDatasetIterator(iter(steps), self.prefetch)
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
+            flags.FLAGS.mark_as_parsed()
+        compat.start_quiet_tracker()
+        steps = steps.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch)))
+        return iter(steps.map(lambda read: jax.tree.map(compat.forget_name, read)))
+
+    def _is_at_hand(self) -> bool:
+        """Whether a batch is copied from memory sooner than grain is imported, or a thread hands it over."""
+        if not isinstance(self.source, Arrays) or self.transform is not None:
+            return False
+        part = self.sampling.batch_size * len(self.sampling.own) / len(self.source)
+        return self.source.nbytes <= _AT_HAND and self.source.nbytes * part <= _SMALL
+
+    def _by_index(self, start: Place, step: int) -> Read:
+        """The batch that comes `step` batches after a place; called in a worker, too."""
+        sampling, source = self.sampling, self.source
+        at, then = sampling.seek(start, step), sampling.seek(start, step + 1)
+        indices, real = sampling.examples(at.epoch, at.position)
+        if isinstance(source, Arrays) and self.transform is None:
+            batch = jax.tree.map(lambda x: x[indices], source.tree)
+        else:
+            grain = sys.modules.get("grain")
+            # By grain's convention an index past the end belongs to a later epoch: it draws different random numbers.
+            past = at.epoch * sampling.length if grain and isinstance(source, grain.MapDataset) else 0
+            batch = stacked([(i, self._transformed(source[past + i], at.epoch, i)) for i in indices.tolist()])
+        return Read(self._weighted(batch, real), sampling.tail(at.position), at, then)
+
+    def _in_order(self, at: Place) -> Iterator[Read]:
+        """The batches of a stream from a place on. Each rank reads all of it, and keeps its own rows."""
+        whole, total = self.sampling.whole, 0
+        resumed = at.position > 0
+        while True:
+            examples = self._examples(at)
+            rows = list(itertools.islice(examples, whole))
+            if not self._enough(rows) and not resumed:  # of a resumed one too little may be left for so many ranks
+                raise ValueError(
+                    f"epoch {at.epoch} of the stream has {len(rows)} examples, fewer than one batch of all ranks "
+                    f"({whole}): there would be no step. Use a smaller batch_size or tail='keep'"
+                )
+            resumed = False
+            while self._enough(rows):
+                further = list(itertools.islice(examples, whole))
+                then = Place(at.epoch + 1)
+                if self._enough(further):
+                    example, start, state = further[0]
+                    then = Place(at.epoch, at.position + whole, as_text((start, state, digest(example))))
+                for example, *_ in rows if self.compare else ():
+                    total = zlib.crc32(digest(example).to_bytes(4, "big"), total)
+                here = self.sampling.of(len(rows))
+                places, real = here.examples(0, 0)
+                mine = [(at.position + i, rows[i][0]) for i in places.tolist()]
+                batch = stacked([(i, self._transformed(example, at.epoch, i)) for i, example in mine])
+                yield Read(self._weighted(batch, real), here.tail(0), at, then, total)
+                rows, at = further, then
+            at = Place(at.epoch + 1) if at.position else at
+
+    def _enough(self, rows: list[Any]) -> bool:
+        return bool(rows) if self.sampling.pad or self.sampling.keep else len(rows) == self.sampling.whole
+
+    def _examples(self, at: Place) -> Iterator[tuple[Any, int, str | None]]:
+        """The rest of an epoch; each example with a position from which the stream can be read on, and its state.
+
+        Of grain's streams that is the start of a window or batch. Others' state is not taken: Hugging Face's leaves out
+        the buffer of a shuffle, or stands at the next chunk
+        (https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration).
+        """
+        import grain
+
+        start, state, expected = resumption(at)
+        examples = open_epoch(self.source, at.epoch)
+        exact = isinstance(examples, grain.DatasetIterator)
+        if exact and state is not None:
+            examples.set_state(of_text(state))
+        skip = at.position - start
+        while True:
+            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # it may change in place
+            rows = list(itertools.islice(examples, self.window or self.sampling.whole))
+            if self.window:
+                rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])
+                rows = [rows[i] for i in rng.permutation(len(rows))]
+            for example in rows[skip:]:
+                if expected is not None and digest(example) != expected:
+                    raise DataError(
+                        f"the stream is not the one that the state is of: the example at position {at.position} of "
+                        f"epoch {at.epoch} is not the one that came next. Its order has to be the same each time it is "
+                        "read, and random changes belong into transform="
+                    )
+                expected = None
+                yield example, mark[0], mark[1]
+            if not rows:
+                break
+            start, skip = start + len(rows), max(0, skip - len(rows))
+        if expected is not None:
+            raise DataError(
+                f"the stream has fewer than the {at.position} examples of epoch {at.epoch} that the state is after"
+            )
+
+    def _transformed(self, example: Any, epoch: int, i: int) -> Any:
+        if self.transform is None:
+            return example
+        if self._takes_rng:
+            return self.transform(example, np.random.default_rng([self.sampling.seed, epoch, i]))
+        return self.transform(example)
+
+    @functools.cached_property
+    def _takes_rng(self) -> bool:
+        try:
+            parameters = inspect.signature(self.transform).parameters.values()  # type: ignore[arg-type]
+        except ValueError:  # of C
+            return False
+        wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)]
+        return sum(p.kind is not p.VAR_KEYWORD for p in wanted) > 1
+
+    def _weighted(self, batch: Any, real: np.ndarray) -> Any:
+        return (batch, real.astype(np.float32)) if self.sampling.pad else batch
+
+
+def resumption(at: Place) -> tuple[int, str | None, int | None]:
+    """For a place in a stream: the position to read on from, the state there (None: reread), a digest of the next."""
+    if not at.inner:
+        return 0, None, None
+    found = of_text(at.inner)
+    if not isinstance(found, tuple) or len(found) != 3:
+        raise ValueError(f"not the state of a stream: {at.inner[:80]!r}")
+    return found

@@ -1,0 +1,157 @@
+"""The sources of a loader: arrays, whatever has its examples by index, and streams."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+_KEPT = "kept are dicts, lists, tuples, strings, bytes, finite numbers and None"
+
+
+class Arrays:
+    """A pytree of arrays with one entry per example, as a source."""
+
+    def __init__(self, tree: Any):
+        lengths: dict[int, str] = {}
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            name = "source" + jax.tree_util.keystr(path)
+            if not isinstance(x, np.ndarray | jax.Array) or not x.ndim:
+                kind = "a scalar" if isinstance(x, np.ndarray | jax.Array) else f"a {type(x).__name__}"
+                raise TypeError(
+                    f"{name} is {kind}: expected an array with one entry per example. (A list is taken for a list of "
+                    "examples, a dict or tuple for its parts)"
+                )
+            lengths.setdefault(len(x), name)
+        if len(lengths) != 1:
+            found = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
+            raise ValueError(f"the arrays of the data set have different numbers of examples: {found}")
+        self.tree, (self.length,) = jax.tree.map(np.asarray, tree), lengths
+        self.nbytes = sum(x.nbytes for x in jax.tree.leaves(self.tree))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        # A copy: a transform may write into it.
+        return jax.tree.map(lambda x: x[index : index + 1].copy()[0], self.tree)
+
+    def ends(self) -> int:
+        """A digest of the first and the last example, which tells a part of the data from all of it."""
+        return digest([x[[0, -1]] for x in jax.tree.leaves(self.tree) if len(x) and not x.dtype.hasobject])
+
+
+def is_stream(source: Any) -> bool:
+    """Whether a source gives its examples in order only, or is a function of the epoch that returns such a source."""
+    if isinstance(source, np.ndarray | jax.Array | dict | tuple):
+        return False
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return False
+    if not callable(source) or hasattr(source, "__iter__"):
+        check_iterable(source)
+    return True
+
+
+def check_iterable(source: Any) -> None:
+    """Refuse objects that are not iterable, or that can be read only once."""
+    kind = type(source).__name__
+    if isinstance(source, str | bytes) or not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+        raise TypeError(
+            f"expected a source with __len__ and __getitem__, an iterable of examples, or a function of the epoch that "
+            f"returns one, not a {kind}"
+        )
+    if iter(source) is source:
+        raise TypeError(
+            f"a {kind} can be read only once, and a source is read again in each epoch and after a restart: pass a "
+            "function of the epoch that returns it, or a class with __iter__"
+        )
+
+
+def open_epoch(source: Any, epoch: int) -> Iterator[Any]:
+    """The examples of one epoch of a stream: a `grain.DatasetIterator` if the source is grain's."""
+    import grain  # slow to import
+
+    if callable(source) and not hasattr(source, "__iter__"):
+        source = source(epoch)
+        if hasattr(source, "__next__"):
+            return source
+    if isinstance(source, grain.MapDataset):
+        source = source.to_iter_dataset()
+    if isinstance(source, grain.IterDataset):
+        return iter(source)
+    check_iterable(source)
+    source = copy.copy(source)  # its position belongs to this iterator alone
+    return _shuffled(source, epoch) if hasattr(source, "set_epoch") else iter(source)
+
+
+def _shuffled(source: Any, epoch: int) -> Iterator[Any]:
+    source.set_epoch(epoch)
+    try:
+        yield from source
+    except Exception as error:
+        # Hugging Face's datasets 5 cannot shuffle the shards after .take or .skip, and raises before the first example.
+        if type(error).__name__ != "DataSourcesShufflingDisallowed":
+            raise
+        source.set_epoch(0)
+        yield from source
+
+
+def as_text(state: Any) -> str:
+    """The state of a stream as a Python literal, which gives back exactly what it was."""
+
+    def kept(x: Any, at: str) -> Any:
+        if isinstance(x, dict):
+            return {kept(name, f"{at}, key"): kept(one, f"{at}[{name!r}]") for name, one in x.items()}
+        if type(x) in (list, tuple):
+            return type(x)(kept(one, f"{at}[{i}]") for i, one in enumerate(x))
+        if isinstance(x, np.generic):
+            x = x.item()
+        if x is None or type(x) in (bool, int, str, bytes) or (type(x) is float and math.isfinite(x)):
+            return x
+        what = repr(x) if isinstance(x, float) else f"a {type(x).__name__}"
+        raise TypeError(f"the state of the stream has {what} in the entry {at or '(top)'}: {_KEPT}")
+
+    return repr(kept(state, ""))
+
+
+def of_text(text: str) -> Any:
+    """The state that `as_text` was given."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError(f"not the state of a stream: {text[:80]!r}") from None
+
+
+def digest(example: Any) -> int:
+    """Tell an example from others."""
+    leaves = (np.asarray(leaf) for leaf in jax.tree.leaves(example))
+    return zlib.crc32(b"".join(repr(x.tolist()).encode() if x.dtype.hasobject else x.tobytes() for x in leaves))
+
+
+def stacked(examples: list[tuple[int, Any]]) -> Any:
+    """A batch of examples, each with its index for messages."""
+    (first, like), *_ = examples
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    columns: list[list[np.ndarray]] = [[] for _ in paths]
+    for i, example in examples:
+        if example is None:
+            raise ValueError(
+                f"example {i} of the data set is None (filtered out?): filter a stream, as after .to_iter_dataset()"
+            )
+        leaves, theirs = jax.tree.flatten(example)
+        if theirs != structure:
+            raise ValueError(f"example {i} of the data set has structure {theirs}, and example {first} {structure}")
+        for column, leaf, (path, _) in zip(columns, leaves, paths, strict=True):
+            column.append(np.asarray(leaf))
+            if column[-1].shape != column[0].shape:
+                raise ValueError(
+                    f"example{jax.tree_util.keystr(path)} has shape {column[-1].shape} in example {i} of the data set "
+                    f"and {column[0].shape} in example {first}: pad or crop them in transform="
+                )
+    return jax.tree.unflatten(structure, [np.stack(column) for column in columns])
