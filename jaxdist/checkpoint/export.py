@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.checkpoint.leaves import is_key, named
+from jaxdist.checkpoint.manifest import named, on_host, stored_form
 from jaxdist.runtime.context import get_context
 from jaxdist.zero import unshard
 
@@ -45,20 +44,13 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
 
     def part() -> Part[None]:
         if ctx.is_root:
-            keys, values = named(whole)
-            leaves: dict[str, np.ndarray | str] = {}
-            for key, x in zip(keys, values, strict=True):
-                if (name := ".".join(key)) in leaves:
-                    raise ValueError(f"two arrays have the name {name!r}: a key of the tree has a dot in it")
-                leaves[name] = x if isinstance(x, str) else _on_host(x)
+            leaves = {
+                ".".join(name): x if isinstance(x, str) else on_host(stored_form(x)) for name, x in named(whole).items()
+            }
             write(Path(path), leaves, rename)
         return Part(None)
 
     on_every_rank(ctx, "export", part, raises=(OSError, ValueError), patient=True)
-
-
-def _on_host(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
