@@ -66,7 +66,8 @@ def _handler(rank: int) -> Any:
 
 def _spec(item: Path, name: Name) -> dict[str, Any]:
     base = {"driver": "file", "path": f"{item}/"}
-    return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{'.'.join(name)}/"}}
+    path = ".".join(name).removesuffix("/") + "/"  # orbax adds no second slash
+    return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
 
 
 class Target(NamedTuple):

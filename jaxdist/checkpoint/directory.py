@@ -106,8 +106,8 @@ def tidy(final: Path, keep: int | None) -> None:
     others = [s for s in steps(path) if s != step and (path / str(s)).resolve() not in passed_over]
     if others and others[-1] > step:
         warn_once(
-            f"step {others[-1]} in {path} is higher than step {step}, which was saved just now: restore takes the "
-            "highest. To go on from here, remove the higher ones, or save into a different directory"
+            f"step {others[-1]} in {path} is higher than the step that was saved just now, and restore takes the "
+            "highest: to go on from here, remove the higher ones, or save into a different directory"
         )
     for old in others[: max(0, len(others) + 1 - keep)] if keep else []:
         discard(path / str(old))

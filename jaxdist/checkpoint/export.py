@@ -19,17 +19,18 @@ from jaxdist.zero import unshard
 def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | None = None) -> None:
     """Write the arrays of a tree into one ``.safetensors`` or ``.npz`` file; every process calls it, the root writes.
 
-    An array's name is its path: ``params.dense.kernel``. Text goes into the header of safetensors.
+    The name of an array is its path: ``params.dense.kernel``. Text goes into the header of safetensors.
 
     Args:
       path: the file.
-      tree: parameters, typically; in shards or not, of JAX or numpy, or the ``nnx.state`` of a model.
-      rename: regular expressions, and what to put in place of what they find in a name, as `re.sub` does, one after the
-        other: ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
+      tree: arrays of JAX or NumPy, in shards or not: parameters, or the ``nnx.state`` of a model.
+      rename: regular expressions and their replacements, as for `re.sub`, applied one after the other:
+        ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
 
     Raises:
-      ValueError: (on every rank) another ending; two arrays of one name; safetensors is not installed.
-      OSError: (on every rank) the root can't write there.
+      ValueError: (on every rank) the file has a different ending, two arrays have one name, safetensors is not
+        installed, or the format does not have an array's dtype (``.npz``: bfloat16, float8, int4).
+      OSError: (on every rank) the root cannot write there.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, numpy as np, tempfile
@@ -59,7 +60,7 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
     Returns how many arrays there are.
     """
     if file.suffix not in (".safetensors", ".npz"):
-        raise ValueError(f"{file}: the file's name has to end in .safetensors or .npz")
+        raise ValueError(f"{file}: the name must end in .safetensors or .npz")
     renamed: dict[str, tuple[str, np.ndarray | str]] = {}
     for name, x in leaves.items():
         new = name
@@ -77,13 +78,30 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         raise ValueError("there is no array to write")
     if reserved := {"__metadata__", "file", "allow_pickle"} & renamed.keys():
         raise ValueError(f"an array can't have the name {min(reserved)!r} in such a file: rename it")
+    for name, x in arrays.items():
+        if not _has(file.suffix, x.dtype):
+            raise ValueError(f"{name} is {x.dtype}, which {file.suffix} does not have: convert it (x.astype) before")
     if file.suffix == ".npz":
         with file.open("wb") as out:
             np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})
     else:
-        try:
-            from safetensors.numpy import save_file
-        except ImportError:
-            raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
+        from safetensors.numpy import save_file
+
         save_file({name: np.array(x, order="C") for name, x in arrays.items()}, file, metadata=texts)
     return len(arrays)
+
+
+def _has(suffix: str, dtype: np.dtype) -> bool:
+    """Check whether a format has a dtype; `np.load` reads those that are not NumPy's own as bytes without meaning."""
+    if suffix == ".npz":
+        return dtype.isbuiltin == 1
+    try:
+        from safetensors import SafetensorError
+        from safetensors.numpy import save
+    except ImportError:
+        raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
+    try:
+        save({"": np.zeros(1, dtype)})
+    except (SafetensorError, KeyError, TypeError):
+        return False
+    return True

@@ -125,7 +125,7 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     directory = path if found is None else place(path / str(found[0]))
     if not (directory / manifest.FILE).exists():
         raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
-    leaves, _ = manifest.read(directory, None)
+    leaves, _ = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
     stored = {name: leaf for name, leaf in leaves.items() if leaf.dtype}
     values: dict[Name, Any] = {name: leaf.value for name, leaf in leaves.items()}
     values |= {

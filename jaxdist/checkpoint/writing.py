@@ -158,9 +158,13 @@ def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
     """Check that leaves have the same type and shape on every rank, and the same value unless each rank has a part."""
     seen: dict[str, Any] = {}
     for name, x in leaves.items():
-        split = isinstance(x, (jax.Array, Padded)) and not (x.is_fully_addressable or physical(x).is_fully_replicated)
-        whole = x.addressable_data(0) if isinstance(x, jax.Array) else x if type(x) in PYTHON or split else on_host(x)
-        seen[".".join(name)] = kind_of(x) if split else whole
+        label = ".".join(name)
+        if isinstance(x, (jax.Array, Padded)) and not (x.is_fully_addressable or physical(x).is_fully_replicated):
+            seen[label] = kind_of(x)
+        elif type(x) in PYTHON:
+            seen[label] = x
+        else:
+            seen[label] = x.addressable_data(0) if is_key(x) else on_host(x)
     try:
         sync.compare(ctx, seen, "save", "the ranks would save different states: leaf ")
     except SyncError as error:

@@ -17,8 +17,8 @@ Damage = Callable[[Path], Any]
 
 
 def record(step: Path) -> Path:
-    """The file with the checksums."""
-    return next(step.glob("saved-*"))
+    """The file with the digests."""
+    return step / "manifest.json"
 
 
 def _as_pipe(file: Path) -> None:
@@ -42,23 +42,21 @@ def _renamed(step: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
-    "a bit of an array": (lambda d: flip(data_file(d)), ("model.w", "10", "/d/")),
-    "a file cut short": (lambda d: data_file(d).write_bytes(data_file(d).read_bytes()[:-100]), ("/d/", "bytes")),
-    "a file of zeros": (lambda d: data_file(d).write_bytes(bytes(data_file(d).stat().st_size)), ("model.w",)),
-    "a file gone": (lambda d: data_file(d).unlink(), ("/d/", "No such file")),
-    "all files gone": (lambda d: shutil.rmtree(d / "default"), ("default",)),
-    "a bit of the structure": (lambda d: flip(d / "default" / "_METADATA"), ("_METADATA",)),
-    "an empty manifest": (lambda d: (d / "default" / "manifest.ocdbt").write_bytes(b""), ("manifest.ocdbt",)),
-    "no record": (lambda d: record(d).unlink(), ("saved-",)),
-    "half a record": (lambda d: record(d).write_text("{"), ("saved-",)),
-    "a record of another shape": (lambda d: record(d).write_text("[]"), ("saved-",)),
-    "a nested record": (lambda d: record(d).write_text("[" * 100_000), ("saved-",)),
-    "a bit of the record": (lambda d: flip(record(d)), ("saved-",)),
-    "a pipe for a record": (lambda d: _as_pipe(record(d)), ("saved-",)),
-    "the record of another": (_swapped, ("20", "10")),
-    "the arrays of another": (_of_another_step, ("20",)),
+    "a bit of an array": (lambda d: flip(data_file(d)), ("leaf model.w",)),
+    "a file cut short": (lambda d: data_file(d).write_bytes(data_file(d).read_bytes()[:999]), ("leaf model.",)),
+    "a file of zeros": (lambda d: data_file(d).write_bytes(bytes(data_file(d).stat().st_size)), ("leaf model.",)),
+    "a file gone": (lambda d: data_file(d).unlink(), ("leaf model.",)),
+    "all files gone": (lambda d: shutil.rmtree(d / "default"), ("leaf model.",)),
+    "an empty database": (lambda d: (d / "default" / "manifest.ocdbt").write_bytes(b""), ("leaf model.",)),
+    "no manifest": (lambda d: record(d).unlink(), ("manifest.json",)),
+    **{f"a manifest that is {text[:3]}": (lambda d, text=text: record(d).write_text(text), ("manifest.json",))
+       for text in ("", "{", "[]", "3", "null", "[" * 10_000, "{}", '{"digest": "", "content": 3}')},
+    "a bit of the manifest": (lambda d: flip(record(d)), ("manifest.json",)),
+    "a pipe for a manifest": (lambda d: _as_pipe(record(d)), ("manifest.json",)),
+    "the manifest of another": (_swapped, ("20", "10")),
+    "the arrays of another": (_of_another_step, ("leaf model.",)),
     "another, renamed": (_renamed, ("20", "10")),
-}
+}  # fmt: skip
 """Of the step 20, beside a step 10."""
 
 

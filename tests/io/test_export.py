@@ -100,10 +100,26 @@ def test_bad_calls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (code, missing(tokens, said)) == (2, []), said
     one = np.ones(2)
     calls: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("out.pt", {"a": one}, ("out.pt", ".npz")), ("out.npz", {"a.b": one, "a": {"b": one}}, ("'a.b'",)),
+        ("out.pt", {"a": one}, ("out.pt", ".npz")), ("out.npz", {"a.b": one, "a": {"b": one}}, ("a.b",)),
         ("out.npz", {}, ("no array",)), ("out.safetensors", {"__metadata__": one}, ("__metadata__",)),
         ("no/out.npz", {"a": one}, ("No such file",)),
     ]  # fmt: skip
     for name, tree, tokens in calls:
         with raises((ValueError, OSError), *tokens):
             jaxdist.export(name, tree)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float8_e4m3fn", "int4", "float8_e3m4", "uint2", "complex128", "float16"]
+)
+def test_a_dtype_comes_back_or_is_an_error(dtype: str, tmp_path: Path) -> None:
+    """Which names the array."""
+    x = np.array([1, -2, 3]).astype(dtype)
+    for ending, load in ((".npz", np.load), (".safetensors", load_file)):
+        try:
+            jaxdist.export(tmp_path / f"out{ending}", {"layer": {"w": x}})
+        except ValueError as error:
+            assert missing(["layer.w", dtype, ending], str(error)) == []
+            assert dtype != "float16"
+        else:
+            check(dict(load(tmp_path / f"out{ending}")), {"layer.w": x})
