@@ -109,14 +109,13 @@ def named(state: Any) -> dict[Name, Any]:
         if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
             raise
         raise ValueError("the state contains itself, or is nested more deeply than JAX can follow") from None
-    leaves: dict[Name, Any] = {}
-    on_disk = set[str]()
+    leaves, labels = dict[Name, Any](), set[str]()
     for path, x in found:
         keys = [next((getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)), k) for k in path]
         name = tuple(map(str, keys)) or ("state",)
-        if ".".join(name) in on_disk:
-            raise ValueError(f"two leaves would both be named {'.'.join(name)}: keep dots out of one of the keys")
-        on_disk.add(".".join(name))
+        if (label := ".".join(name).removesuffix("/")) in labels:  # see `arrays`
+            raise ValueError(f"two leaves would both be named {label}: keep dots out of one of the keys")
+        labels.add(label)
         leaves[name] = x
     return leaves
 
