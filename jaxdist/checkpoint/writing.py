@@ -164,7 +164,7 @@ def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
         elif type(x) in PYTHON:
             seen[label] = x
         else:
-            seen[label] = x.addressable_data(0) if is_key(x) else on_host(x)
+            seen[label] = x.addressable_data(0) if isinstance(x, jax.Array) and is_key(x) else on_host(x)
     try:
         sync.compare(ctx, seen, "save", "the ranks would save different states: leaf ")
     except SyncError as error:
