@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.checkpoint.manifest import named, on_host, stored_form
+from jaxdist.checkpoint.manifest import IN_SAFETENSORS, named, on_host, stored_form
 from jaxdist.runtime.context import get_context
 from jaxdist.zero import unshard
 
@@ -79,29 +79,16 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
     if reserved := {"__metadata__", "file", "allow_pickle"} & renamed.keys():
         raise ValueError(f"an array can't have the name {min(reserved)!r} in such a file: rename it")
     for name, x in arrays.items():
-        if not _has(file.suffix, x.dtype):
+        # What is not NumPy's own would come back from `np.load` as bytes without meaning.
+        if not (x.dtype.isbuiltin == 1 if file.suffix == ".npz" else x.dtype.name in IN_SAFETENSORS):
             raise ValueError(f"{name} is {x.dtype}, which {file.suffix} does not have: convert it (x.astype) before")
     if file.suffix == ".npz":
         with file.open("wb") as out:
             np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})
     else:
-        from safetensors.numpy import save_file
-
+        try:
+            from safetensors.numpy import save_file
+        except ImportError:
+            raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
         save_file({name: np.array(x, order="C") for name, x in arrays.items()}, file, metadata=texts)
     return len(arrays)
-
-
-def _has(suffix: str, dtype: np.dtype) -> bool:
-    """Check whether a format has a dtype; `np.load` reads those that are not NumPy's own as bytes without meaning."""
-    if suffix == ".npz":
-        return dtype.isbuiltin == 1
-    try:
-        from safetensors import SafetensorError
-        from safetensors.numpy import save
-    except ImportError:
-        raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
-    try:
-        save({"": np.zeros(1, dtype)})
-    except (SafetensorError, KeyError, TypeError):
-        return False
-    return True

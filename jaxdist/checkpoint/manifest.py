@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -21,6 +20,11 @@ from jaxdist.placements.layouts import Padded
 from jaxdist.zero import unshard
 
 FILE = "manifest.json"
+IN_SAFETENSORS = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "bfloat16", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+}  # fmt: skip
+STORABLE = {*IN_SAFETENSORS, "complex128", "int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"}
 PYTHON = (bool, int, float, complex, str, np.str_)  # in the manifest itself, not on disk as arrays
 Name = tuple[str, ...]  # the keys that lead to a leaf
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in what tensorstore raises
@@ -133,21 +137,9 @@ def refusal(x: Any) -> str:
             f"{kind.__name__} is not an array of JAX or NumPy, a number or a string, and would not come back as it "
             "was: save int(x), str(x) or np.asarray(x); of a masked array save data and mask"
         )
-    if not is_key(x) and not _is_storable(x.dtype):
+    if not is_key(x) and x.dtype.name not in STORABLE:
         return f"the format on disk has no arrays of {x.dtype}: save a different dtype, or the bits (x.view)"
     return ""
-
-
-@functools.cache
-def _is_storable(dtype: np.dtype) -> bool:
-    """Check whether the format has a dtype by asking the library that writes it: newer versions have more."""
-    import tensorstore as ts
-
-    try:
-        array = ts.open({"driver": "zarr3", "kvstore": "memory://"}, dtype=dtype.name, shape=[1], create=True).result()
-    except (ValueError, TypeError):
-        return False
-    return array.dtype.numpy_dtype == dtype.newbyteorder("=")
 
 
 def kind_of(x: Any) -> str:

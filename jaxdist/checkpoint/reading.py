@@ -146,9 +146,7 @@ def _find(root: Path, step: int | None, failed: dict[Found, Exception]) -> Found
         except DamagedError as error:
             found = number, ""
             failed[found] = error
-        if step is not None and found[1]:
-            return found
-        if not isinstance(failed.get(found), DamagedError):
+        if (found[1] and step is not None) or not isinstance(failed.get(found), DamagedError):
             return found
         damaged[number] = failed[found]
     if damaged:
