@@ -49,7 +49,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             rank["not_shared"], {"save": ("CheckpointError", "run/1"), "restore": ("FileNotFoundError", "rank 1")}
         )
         expected = {n: ("CheckpointError", n, "rank 0", "rank 1") for n in rank["other_leaves"]}
-        assert len(expected) == 24
+        assert len(expected) == 9
         told.check(rank["other_leaves"], expected)
         assert max(len(message) for _, message in rank["other_leaves"].values()) < 720
     assert output.count("step 20 is passed over") == 1
@@ -114,31 +114,6 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         saved = [int(n) for n in re.findall(r"SAVED (\d+)$", job.text(), re.MULTILINE)]
         certain = saved[-1] if saved[-1] % 2 == 0 else saved[-2]  # in the background: when the next one has returned
         job.clean()
-
-
-@pytest.mark.slow
-def test_read_beside_a_job_that_keeps_one(tmp_path: Path) -> None:
-    path, newest, job = tmp_path / "run", 0, jobs.Job()
-    like = {"wide": {"even": np.zeros((64, 4096), "f"), "padded": np.zeros((33, 4097), "f")},
-            "whole": np.zeros((256, 256)), "count": 0}  # fmt: skip
-    job.start([sys.executable, str(SCRIPTS / "saver.py"), str(path), "one"], {"JAX_ENABLE_X64": "1"})
-    try:
-        job.wait_for(lambda text: "SAVED" in text)
-        end = time.monotonic() + 120
-        while newest < 70 and time.monotonic() < end:
-            step = jaxdist.latest_step(path)
-            assert step is not None
-            got = jaxdist.restore(path, like)
-            assert {float(got["whole"].min()), float(got["wide"]["padded"].max())} == {float(got["count"])}
-            assert got["count"] >= newest
-            newest = got["count"]
-            try:
-                jaxdist.restore(path, like, step=step)
-            except FileNotFoundError as error:
-                assert str(step) in str(error)  # noqa: PT017
-    finally:
-        job.kill()
-    assert newest > 60, job.everything()
 
 
 @pytest.mark.slow
