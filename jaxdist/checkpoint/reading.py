@@ -16,7 +16,7 @@ from jaxdist.checkpoint import arrays, manifest
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS
 from jaxdist.checkpoint.directory import absolute, passed_over, place, steps
-from jaxdist.checkpoint.manifest import DamagedError, Leaves, Name, is_key, kind_of, named
+from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_key, kind_of, named
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
@@ -182,10 +182,11 @@ def _read_own(root: Path, found: Found, like: Any) -> Part[tuple[Any, Leaves]]:
     _check_leaves(directory, wanted, leaves)
     targets = {name: arrays.target_of(x) for name, x in wanted.items() if leaves[name].dtype}
     blocks, shares = arrays.read(directory, {name: leaves[name] for name in targets}, targets)
-    state = [
-        arrays.placed(blocks[name], x, leaves[name]) if name in blocks else type(x)(leaves[name].value)
-        for name, x in wanted.items()
-    ]
+    state = []
+    for name, x in wanted.items():
+        value = blocks[name][()].item() if () in blocks.get(name, ()) else leaves[name].value
+        own = blocks.get(name) or {(): np.asarray(value)}
+        state.append(type(x)(value) if type(x) in PYTHON else arrays.placed(own, x, leaves[name]))
     return Part((jax.tree.unflatten(jax.tree.structure(like), state), leaves), told=shares)
 
 
@@ -194,7 +195,7 @@ def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
     for name in dict.fromkeys([*like, *leaves]):
         saved = leaves[name].kind if name in leaves else "missing"
         wanted = kind_of(like[name]) if name in like else "missing"
-        if saved != wanted:
+        if saved != wanted and not (name in leaves and name in like and _is_number(leaves[name], like[name])):
             raise CheckpointError(
                 f"leaf {'.'.join(name)} of checkpoint {where} is {saved}, in `like` {wanted}: restore the state as it "
                 "was saved, and convert it afterwards"
@@ -203,3 +204,10 @@ def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
         ours = isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and not is_key(x)
         if ours and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
             raise CheckpointError(f"leaf {'.'.join(name)} is {x.dtype}: set jax_enable_x64, or use NumPy in `like`")
+
+
+def _is_number(leaf: Leaf, x: Any) -> bool:
+    """Check whether one of both is a number, and the other an array without dimensions that a step has made of it."""
+    if type(x) in PYTHON and leaf.kind == f"{leaf.dtype}[]":
+        return np.dtype(leaf.dtype).kind == np.asarray(x).dtype.kind
+    return leaf.dtype == "" and type(x) not in PYTHON and kind_of(x) == kind_of(np.asarray(leaf.value))

@@ -118,6 +118,17 @@ def test_leaves_without_a_value(tmp_path: Path) -> None:
         jaxdist.restore(tmp_path, wide)
 
 
+def test_a_number_that_a_step_has_made_an_array(tmp_path: Path) -> None:
+    for i, (saved, target) in enumerate(
+        [(jnp.asarray(3), 0), (3, np.int64(0)), (np.float32(3), 0.5), (3, jnp.array(0))]
+    ):
+        jaxdist.save(tmp_path, {"n": saved}, i)
+        got = jaxdist.restore(tmp_path, {"n": target})["n"]
+        assert (got, type(got)) == (3, type(target))
+    with raises(CheckpointError, "leaf n", "int", "float"):
+        jaxdist.restore(tmp_path, {"n": 0.5})
+
+
 def test_of_another_model(tmp_path: Path) -> None:
     """Which is no damage."""
     jaxdist.save(tmp_path, {"model": MODEL}, 5)
