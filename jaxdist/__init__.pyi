@@ -4,7 +4,7 @@ from jaxdist import data as data
 from jaxdist import placements as placements
 from jaxdist.agreement.sync import check_sync
 from jaxdist.checkpoint import export, latest_step, restore, save
-from jaxdist.checkpoint.state_digest import digest
+from jaxdist.checkpoint.checksum import digest
 from jaxdist.collectives.public import (
     all_to_all,
     allgather,
