@@ -12,8 +12,9 @@ process that has failed.)
 """
 
 from jaxdist.checkpoint.background import Saving
-from jaxdist.checkpoint.export import export, write
+from jaxdist.checkpoint.checksum import digest
+from jaxdist.checkpoint.formats import export, write
 from jaxdist.checkpoint.reading import latest_step, read_all, restore
 from jaxdist.checkpoint.writing import save
 
-__all__ = ["Saving", "export", "latest_step", "read_all", "restore", "save", "write"]
+__all__ = ["Saving", "digest", "export", "latest_step", "read_all", "restore", "save", "write"]

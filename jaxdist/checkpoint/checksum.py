@@ -43,9 +43,10 @@ def digest(tree: Any) -> int:
       ControlError: a rank is in a different call, has left, or did not come within the timeout of `init`.
 
     Example:
-      >>> import jaxdist, numpy as np
+      >>> import numpy as np
+      >>> from jaxdist.checkpoint import digest
       >>> w = {"w": np.arange(3.0)}
-      >>> jaxdist.digest(w) == jaxdist.digest(w), jaxdist.digest(w) == jaxdist.digest({"w": np.arange(1.0, 4.0)})
+      >>> digest(w) == digest(w), digest(w) == digest({"w": np.arange(1.0, 4.0)})
       (True, False)
     """
     ctx = get_context()

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jaxdist.errors import CheckpointError, message_of
 from jaxdist.placements.layouts import Padded
-from jaxdist.zero import unshard
+from jaxdist.sharding import unshard
 
 FILE = "manifest.json"
 IN_SAFETENSORS = {

@@ -111,4 +111,4 @@ def train_step(
 
 def held(x: Any) -> int:
     """Entries of an array on one device."""
-    return jaxdist.memory([x]).total.device // x.dtype.itemsize
+    return jaxdist.planning.memory([x]).total.device // x.dtype.itemsize

@@ -13,7 +13,7 @@ import numpy as np
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint.manifest import IN_SAFETENSORS, named, on_host, stored_form
 from jaxdist.runtime.context import get_context
-from jaxdist.zero import unshard
+from jaxdist.sharding import unshard
 
 
 def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | None = None) -> None:
