@@ -252,6 +252,8 @@ MUTANTS: list[Mutant] = [
     Mutant("recv waits for who has left", "jaxdist/collectives/messages.py",
            'left = source in ctx.control.notices.get("bye", {})', "left = False",
            "tests/jobs/test_faults.py -k leaves_a_receiver", slow=True),
+    Mutant("workers outlive a rank that is killed", "jaxdist/data/reader.py", "            compat.end_with_parent()",
+           "            pass", "tests/io/test_data.py -k killed and hand"),
     Mutant("ranks outlive an mpirun that is killed", "jaxdist/launch/job.py",
            "[*under_mpirun(), *command]", "command", "tests/launch/test_ends.py -k signals_end"),
     Mutant("ranks under mpirun have no time to save", "jaxdist/launch/job.py", "end_signal=ASK_TO_END,",
