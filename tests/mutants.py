@@ -23,23 +23,14 @@ COPIED = "jaxdist", "tests", "examples", "benchmarks", "docs", "pyproject.toml",
 
 
 class Mutant(NamedTuple):
-    """A bug that someone could write.
+    """A bug that someone could write."""
 
-    Attributes:
-      name: what goes wrong.
-      file: where.
-      line: as it stands; occurs once in the file.
-      broken: in its place.
-      tests: that must fail, as arguments of pytest.
-      slow: no quick test can.
-    """
-
-    name: str
-    file: str
-    line: str
-    broken: str
-    tests: str
-    slow: bool = False
+    name: str  # what goes wrong
+    file: str  # where
+    line: str  # as it stands; occurs once in the file
+    broken: str  # in its place
+    tests: str  # that must fail, as arguments of pytest
+    slow: bool = False  # no quick test can
 
 
 MUTANTS: list[Mutant] = [
@@ -504,13 +495,7 @@ MUTANTS += [
 
 
 def survives(mutant: Mutant, suite: str | None = None, root: Path = ROOT) -> str:
-    """Why a mutant lives: ``""`` if a test has failed because of it.
-
-    Args:
-      mutant: of the table.
-      suite: arguments of pytest in place of those that it names.
-      root: of a checkout.
-    """
+    """Why a mutant lives: ``""`` if a test has failed because of it."""
     with tempfile.TemporaryDirectory(prefix="jaxdist-mutant-") as folder:
         for name in COPIED:
             if (root / name).is_dir():
