@@ -284,7 +284,7 @@ MUTANTS: list[Mutant] = [
            "            pickle.loads(answer[4:])",
            "tests/control/test_control.py -k goes_on"),
     Mutant("one of several processes is taken for alone", "jaxdist/runtime/start.py",
-           "        _check_alone(connector)\n", "        pass\n", "tests/jobs/test_start.py -k initialized"),
+           "    _check_alone(connector)\n", "    pass\n", "tests/jobs/test_start.py -k initialized"),
 ]  # fmt: skip
 # Checkpoints, data, logs.
 MUTANTS += [
