@@ -45,7 +45,7 @@ def operations_by_way() -> Iterator[Any]:
             yield pytest.param(way, names, marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("way", "names"), operations_by_way(), ids=str)
+@pytest.mark.parametrize(("way", "names"), list(operations_by_way()), ids=str)
 def test_operations(way: tuple[int, int], names: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     devices, rows = way
     run = lambda w, b: {name: operations.OPERATIONS[name](w, b) for name in names}
