@@ -27,7 +27,7 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.by_hosts import ByHosts
 from jaxdist.communicators.mpi_groups import library, of_group
-from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
+from jaxdist.ir.control_flow import CHECKPOINT, bodies
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
 from jaxdist.mesh import Axis, Groups, along
@@ -281,29 +281,29 @@ class MpiLowering(Interpreter):
         return outs
 
     def _scan(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
-        scan = Scan.of(eqn.params)
+        (scan,) = bodies(eqn)
         consts, carry, xs = scan.split(args)
 
         def body(carry: Any, xs: Any) -> Any:
-            order, outs = self._inner(carry[0], scan.body, *consts, *carry[1:], *xs)
-            return (order, *outs[: scan.carries]), tuple(outs[scan.carries :])
+            order, outs = self._inner(carry[0], scan.closed, *consts, *carry[1:], *xs)
+            return (order, *outs[: len(scan.carry)]), tuple(outs[len(scan.carry) :])
 
         settings = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
         (order, *carry), ys = lax.scan(body, (order, *carry), tuple(xs), **settings)
         return order, [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
-        loop = While.of(eqn.params)
-        cond_consts, body_consts, init = loop.split(args)
+        test, loop = bodies(eqn)
+        cond_consts, body_consts, init = test.split(args)[0], *loop.split(args)[:2]
 
         # The condition may hold a collective as well, so it is evaluated in the body.
         def again(order: Any, carry: Sequence[Any]) -> tuple[Any, Any]:
-            order, (more,) = self._inner(order, loop.cond, *cond_consts, *carry)
+            order, (more,) = self._inner(order, test.closed, *cond_consts, *carry)
             return order, more
 
         def body(state: Any) -> Any:
             order, _, *carry = state
-            order, carry = self._inner(order, loop.body, *body_consts, *carry)
+            order, carry = self._inner(order, loop.closed, *body_consts, *carry)
             return (*again(order, carry), *carry)
 
         order, _, *carry = lax.while_loop(lambda s: s[1], body, (*again(order, init), *init))
@@ -319,7 +319,7 @@ class MpiLowering(Interpreter):
 
             return run
 
-        every = [branch(closed) for closed in branches(eqn.params)]
+        every = [branch(closed) for closed in eqn.params["branches"]]
         order, *outs = lax.switch(which.astype(jnp.int32), every, order, *operands)
         return order, outs
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 
-from jaxdist.ir.control_flow import Scan
+from jaxdist.ir.control_flow import bodies
 from jaxdist.ir.interpreter import contains, has_effect, subjaxprs, with_bodies
 from jaxdist.ir.operations import ADDITION
 from jaxdist.mesh import Axis, bound
@@ -78,7 +78,7 @@ def _sums(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> dict[int, list[_Sum]]:
     for n, eqn in enumerate(eqns):
         if eqn.primitive.name != "scan" or has_effect(eqn):
             continue
-        for k in range(Scan.of(eqn.params).carries, len(eqn.outvars)):
+        for k in range(len(bodies(eqn)[0].carry), len(eqn.outvars)):
             stack: Any = eqn.outvars[k]
             aval = stack.aval
             if uses[stack] != 1 or stack not in reader:
@@ -98,7 +98,7 @@ def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], axes: Sequence[Axis]) -> Jaxpr
     None: its body has arrays of its own, for which there is no place here.
     """
     params: dict[str, Any] = eqn.params
-    scan, body = Scan.of(params), jaxpr_as_fun(params["jaxpr"])
+    scan, body = bodies(eqn)[0], jaxpr_as_fun(params["jaxpr"])
     stacks = [one.stack for one in sums]
 
     def added(total: Any, i: Any, x: Any) -> Any:
@@ -110,8 +110,8 @@ def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], axes: Sequence[Axis]) -> Jaxpr
         def turn(carries: Any, slices: Any) -> Any:
             (carry, sums), (i, xs) = carries, slices
             outs = body(*consts, *carry, *xs)
-            rest = [y for k, y in enumerate(outs) if k >= scan.carries and k not in stacks]
-            return (outs[: scan.carries], [added(s, i, outs[k]) for s, k in zip(sums, stacks, strict=True)]), rest
+            rest = [y for k, y in enumerate(outs) if k in scan.ys and k not in stacks]
+            return (outs[: len(carry)], [added(s, i, outs[k]) for s, k in zip(sums, stacks, strict=True)]), rest
 
         start = list(carry), list(operands[len(eqn.invars) :])
         turns = jnp.arange(params["length"], dtype=jnp.int32)

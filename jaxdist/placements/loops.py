@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While
+from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
@@ -121,14 +121,13 @@ class _Carries:
 @special("scan")
 def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer, params = walk.infer, node.eqn.params
-    scan = Scan.of(params)
-    first, count, rest = scan.consts, scan.carries, scan.consts + scan.carries
-    block = infer.block(scan.body, node.backward)
+    (body,) = bodies(node.eqn)
+    first, rest = body.carry.start, body.carry.stop
+    block = infer.block(body.closed, node.backward)
     over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
     if over_batch and (strategy := _own_turns(walk, node, ins, block, first, rest)):
         return strategy
-    stacked = range(count, len(node.outs))
-    later = walk.added_up(node).intersection(stacked)
+    later = walk.added_up(node).intersection(body.ys)
     consts: Sequence[Placement] = [throughout(p) for p in ins[:first]]
     xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
@@ -157,7 +156,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     wants: list[Form | None] = [form(p) for p in carries.at]
     gives: list[Placement] = carries.given
     marked = infer.marked(walk.block)
-    for k in stacked:
+    for k in body.ys:
         p, o = placed.returned(k), node.outs[k]
         if isinstance(p, Partial) and k not in later and not _is_little(infer, nbytes(walk.block.avals[o])):
             dim, shape = marked.get(o), walk.block.avals[o].shape
@@ -240,19 +239,18 @@ def _own_turns(
 @special("while")
 def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer, params = walk.infer, node.eqn.params
-    loop = While.of(params)
-    cond, body = infer.block(loop.cond, node.backward), infer.block(loop.body, node.backward)
-    *given, initial = loop.split(ins)
-    cond_consts, consts = ([throughout(p) for p in ps] for ps in given)
+    test, loop = bodies(node.eqn)
+    cond, body = (infer.block(one.closed, node.backward) for one in (test, loop))
+    cond_consts, consts = ([throughout(p) for p in one.split(ins)[0]] for one in (test, loop))
     if cond.avals[cond.outputs[0]].shape:
         return _batched_while(walk, node, ins, cond_consts, consts, cond, body)
-    carries = _Carries(infer, body, initial, loop.body_consts)
+    carries = _Carries(infer, body, loop.split(ins)[1], loop.carry.start)
 
     def again(carry: Sequence[Placement]) -> Placed:
         return infer.place(cond, [*cond_consts, *carry], [REPLICATED])
 
     def needed(carry: Sequence[Placement]) -> frozenset[int]:
-        return frozenset(i - loop.cond_consts for i in again(carry).summed)
+        return frozenset(i - test.carry.start for i in again(carry).summed)
 
     placed = carries.settle(lambda carry, loose: infer.place(body, [*consts, *carry], None, loose), needed)
     place = lambda cut: [infer.place(body, [*cut, *carries.at], None, carries.loose)]

@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxdist.placements.block import TO_A_SUM, Block, Node
 from jaxdist.placements.cost import cost, moves, moves_of, seconds, sent_by
-from jaxdist.placements.marked import used_in_slices
+from jaxdist.placements.marks import used_in_slices
 from jaxdist.placements.strategy import Placed, Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split
 from jaxdist.placements.walk import Choice, Walk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.ir.control_flow import Scan
+from jaxdist.ir.control_flow import bodies
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
@@ -283,8 +284,9 @@ def _work(
     for node, strategy in zip(block.nodes, placed.strategies, strict=True):
         for o, dims in zip(node.outs, _follow(block, node, at), strict=True):
             at[o] = dims
-        for body in strategy.bodies:
-            yield from _work(body, times * turns(node), _inside(node, body, at), every)
+        inside = [] if node.name == "while" else _inside(node, at)
+        for body, own in itertools.zip_longest(strategy.bodies, inside[: len(strategy.bodies)]):
+            yield from _work(body, times * turns(node), own, every)
         if strategy.bodies or strategy.make is not None:
             continue
         over = every or any(at[i] for i in (*node.ins, *node.outs))
@@ -314,14 +316,15 @@ def _follow(block: Block, node: Node, at: Sequence[Rows]) -> Sequence[Rows]:
     return [frozenset(d for d, size in sizes if d < len(shape) and shape[d] == size) for shape in outs]
 
 
-def _inside(node: Node, body: Placed, at: Sequence[Rows]) -> list[Rows] | None:
-    """Of the inputs of a body of control flow."""
-    n = len(body.block.inputs)
-    outer = [at[i] for i in node.ins]
-    if node.name == "scan":
-        consts, carry, xs = Scan.of(node.eqn.params).split(outer)
-        return [*consts, *carry, *(frozenset(d - 1 for d in r if d) for r in xs)]
-    return outer[len(outer) - n :] if n <= len(outer) and node.name != "while" else None
+def _inside(node: Node, at: Sequence[Rows]) -> list[list[Rows]]:
+    """Of the inputs of each body of control flow."""
+    return [
+        [
+            frozenset(d - 1 for d in at[node.ins[i]] if d) if k in body.xs else at[node.ins[i]]
+            for k, i in enumerate(body.ins)
+        ]
+        for body in bodies(node.eqn)
+    ]
 
 
 def in_words(count: int) -> str:

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
-from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpointed
+from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import cost, sent_by
@@ -70,8 +69,9 @@ class _Classes:
         self._numbers: dict[int, int] = {}
         self.operations = 0
         self._walk(block)
-        next_values = [(o, block.inputs[k]) for o, k in zip(block.outputs, sources, strict=True) if k is not None]
-        self._same(block, [o for o, _ in next_values], block, [i for _, i in next_values])
+        for o, k in zip(block.outputs, sources, strict=True):
+            if k is not None:
+                self._same(block, o, block, block.inputs[k])
         members: dict[Dimension, list[Member]] = {}
         for k in state:
             aval = block.avals[block.inputs[k]]
@@ -125,40 +125,24 @@ class _Classes:
 
     def _bodies(self, block: Block, node: Node) -> None:
         """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""
-        params, ins, outs = node.eqn.params, node.ins, node.outs
-        if node.name == "scan":
-            scan = Scan.of(params)
-            body, own, k = self._body(scan.body, node), scan.consts + scan.carries, scan.carries
-            self._same(block, (*ins[:own], *outs[:k]), body, (*body.inputs[:own], *body.outputs[:k]))
-            self._same(body, body.outputs[:k], body, body.inputs[scan.consts : own])
-            turns = (*ins[own:], *outs[k:])
-            self._same(block, turns, body, (*body.inputs[own:], *body.outputs[k:]), 1)
-            for value in turns[1:]:
-                self._tie(self._at(block, value, 0), self._at(block, turns[0], 0))
-        elif node.name == "while":
-            loop = While.of(params)
-            cond, consts, carry = loop.split(ins)
-            body, test = self._body(loop.body, node), self._body(loop.cond, node)
-            self._same(block, (*consts, *carry, *outs), body, (*body.inputs, *body.outputs))
-            self._same(block, (*cond, *carry), test, test.inputs)
-            self._same(body, body.outputs, body, body.inputs[loop.body_consts :])
-        else:
-            taken = ins[1:] if node.name == "cond" else ins
-            for closed in branches(params) if node.name == "cond" else [checkpointed(params)]:
-                body = self._body(closed, node)
-                self._same(block, (*taken, *outs), body, (*body.inputs, *body.outputs))
+        for body in bodies(node.eqn):
+            inner = self._infer.block(body.closed, node.backward)
+            if id(inner) not in self._numbers:  # it may be that of several loops
+                self._walk(inner)
+            ends = [(node.ins[k], inner.inputs[n], n in body.xs) for n, k in enumerate(body.ins)]
+            ends += [(node.outs[k], inner.outputs[n], n in body.ys) for n, k in enumerate(body.outs)]
+            for outer, own, is_slice in ends:
+                self._same(block, outer, inner, own, int(is_slice))
+            turns = [self._at(block, outer, 0) for outer, _, is_slice in ends if is_slice]
+            for one in turns[1:]:
+                self._tie(one, turns[0])
+            for k, o in zip(body.carry, inner.outputs[: len(body.outs)], strict=False):
+                self._same(inner, o, inner, inner.inputs[k])
 
-    def _body(self, closed: ClosedJaxpr, node: Node) -> Block:
-        body = self._infer.block(closed, node.backward)
-        if id(body) not in self._numbers:  # it may be that of several loops
-            self._walk(body)
-        return body
-
-    def _same(self, block: Block, values: Sequence[int], other: Block, same: Sequence[int], first: int = 0) -> None:
-        """Tie values of a block to values of another one, which lack the `first` dimensions."""
-        for a, b in zip(values, same, strict=True):
-            for d in range(len(other.avals[b].shape)):
-                self._tie(self._at(block, a, d + first), self._at(other, b, d))
+    def _same(self, block: Block, value: int, other: Block, same: int, first: int = 0) -> None:
+        """Tie a value of a block to one of another block, which lacks the `first` dimensions."""
+        for d in range(len(other.avals[same].shape)):
+            self._tie(self._at(block, value, d + first), self._at(other, same, d))
 
 
 class _Tried(NamedTuple):

@@ -15,16 +15,7 @@ from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy
-from jaxdist.placements.values import (
-    DEFERRED,
-    REPLICATED,
-    Deferred,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    reshaped,
-)
+from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form, reshaped
 from jaxdist.placements.walk import Walk, special
 
 
