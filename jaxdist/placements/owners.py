@@ -71,7 +71,7 @@ def check_split(split: Any) -> None:
 
 def way(closed: ClosedJaxpr) -> Way:
     """What the marks of a step ask for."""
-    found = asked(closed.jaxpr, "split") - {None}
+    found = asked(closed, "split") - {None}
     if len(found) > 1:
         raise ValueError(
             "the step has an update with split='slices' and one with split='owners': give each jaxdist.zero in it the "
