@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -86,6 +86,25 @@ def _is_in_a_loop(block: Block, node: Node) -> bool:
         return False
     users = [block.nodes[k] for k in block.users.get(node.outs[0], ())]
     return any(is_elementwise(user.eqn.primitive) or user.name.startswith("reduce_") for user in users)
+
+
+T = TypeVar("T")
+
+
+def descend(
+    on: frozenset[T],
+    groups: Sequence[frozenset[T]],
+    near: Callable[[frozenset[T], frozenset[T]], Sequence[frozenset[T]]],
+    value: Callable[[frozenset[T]], float],
+) -> frozenset[T]:
+    """What costs least that can be reached by going on to what is near, for one group after the other, as long as that
+    helps."""
+    while True:
+        before = on
+        for group in groups:
+            on = min(on, *near(on, group), key=value)
+        if on == before:
+            return on
 
 
 def moves(placed: Placed) -> int:

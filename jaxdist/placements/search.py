@@ -24,7 +24,7 @@ from jaxdist.errors import StepError
 from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.cost import cost, sent_by
+from jaxdist.placements.cost import cost, descend, sent_by
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
@@ -198,8 +198,9 @@ class _Descent:
         self._value(nothing)
         alone = [self._value(group) for group in groups[: self._turns // 2]] + [math.inf] * len(groups)
         groups = [groups[k] for k in sorted(range(len(groups)), key=lambda k: (alone[k], k))]
-        ends = [self._descend(start, groups) for start in (nothing, *groups)]
-        on = self._descend(min(ends, key=self._value), [frozenset([one]) for one in self._classes])
+        ends = [descend(start, groups, _near, self._value) for start in (nothing, *groups)]
+        single = [frozenset([one]) for one in self._classes]
+        on = descend(min(ends, key=self._value), single, _near, self._value)
         return self._layout(on), self._weighed(on, groups)
 
     def _weighed(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> list[Weighed]:
@@ -213,15 +214,6 @@ class _Descent:
                 more, sent = other.seconds - own.seconds, other.sent - own.sent
                 found.append(Weighed(leaves, "cut by 'model'", group <= on, more, sent))
         return found
-
-    def _descend(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> frozenset[Class]:
-        """Switch a group after the other, or change others for it, as long as that helps."""
-        while True:
-            before = on
-            for group in groups:
-                on = min(on, *_near(on, group), key=self._value)
-            if on == before:
-                return on
 
     def _layout(self, on: frozenset[Class]) -> dict[int, int]:
         return _cuts([one for one in reversed(self._classes) if one in on])
