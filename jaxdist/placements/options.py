@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxdist.placements.block import TO_A_SUM, Block, Node
-from jaxdist.placements.cost import cost, descend, moves, moves_of, seconds, sent_by
+from jaxdist.placements.cost import cost, descend, seconds, sent_by
 from jaxdist.placements.marks import used_in_slices
 from jaxdist.placements.strategy import Placed, Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split
@@ -56,7 +56,9 @@ def or_whole(
     link, machine = infer.link, infer.machine
     size = sum(nbytes(block.avals[block.inputs[k]]) for k in examples)
     gathered, computed = link.seconds("all-gather", size), seconds(placed, machine)
-    if max(gathered, computed) > moves(placed) * link.latency:  # whichever of these travel together
+    if (
+        max(gathered, computed) > sum(times for _, times in placed.moves) * link.latency
+    ):  # whichever of these travel together
         return placed
     whole = infer.place(block, ins, placed.outs, whole=frozenset(examples))
     more = gathered + seconds(whole, machine) - computed
@@ -143,7 +145,7 @@ class _Descent:
 def _messages(placed: Placed) -> Counter[tuple[str, int]]:
     """The kind and bytes of what travels, and how often."""
     found = Counter[tuple[str, int]]()
-    for move, times in moves_of(placed):
+    for move, times in placed.moves:
         if not move.again:
             found[move.kind, move.bytes] += times
     return found
