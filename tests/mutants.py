@@ -102,7 +102,7 @@ MUTANTS: list[Mutant] = [
     Mutant("what is filled in for a missing row counts on each device", "jaxdist/placements/lookups.py",
            "own |= ~exists & (emitter.index == 0)", "own |= ~exists", "tests/oracle/test_meshes.py -k vocabulary"),
     Mutant("slices that come by hosts are in another order", "jaxdist/communicators/by_hosts.py",
-           "parts.swapaxes(0, 1).reshape(devices, *x.shape)", "parts.reshape(devices, *x.shape)",
+           "parts.swapaxes(0, 1).reshape(self.devices, *x.shape)", "parts.reshape(self.devices, *x.shape)",
            "tests/jobs/test_results.py -k 4 and hand and not quick and not lanes", slow=True),
     Mutant("16 bits between groups over MPI are 32", "jaxdist/communicators/mpi.py",
            "lambda x, wire, groups: self._sum(x, wire, ours)", "lambda x, wire, groups: self._sum(x, None, ours)",

@@ -25,11 +25,11 @@ from jax.interpreters import mlir
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.communicators.by_hosts import ByHosts
+from jaxdist.communicators.by_hosts import ByHosts, rules
 from jaxdist.communicators.mpi_groups import library, of_group
-from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches
+from jaxdist.ir.control_flow import CHECKPOINT, bodies
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
-from jaxdist.ir.primitives import FETCHED, all_reduce_p, gather_shards_p, group_reduce_p, reduce_shard_p, slices
+from jaxdist.ir.primitives import FETCHED, group_reduce_p, slices
 from jaxdist.mesh import Axis, Groups, along
 
 MOST = 2**31 - 1
@@ -94,9 +94,7 @@ class MpiLowering(Interpreter):
     ):
         super().__init__(
             {
-                all_reduce_p: self._gradient,
-                reduce_shard_p: self._reduce_shard,
-                gather_shards_p: self._gather_shards,
+                **rules(self._among),
                 group_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
                 p.psum_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
                 p.pmax_p: lambda _, eqn, x: self._reduced(eqn, x, "max"),
@@ -114,23 +112,14 @@ class MpiLowering(Interpreter):
 
     # --- the calls
 
-    def _gradient(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._by_hosts(eqn).all_reduce(x, eqn.params["wire"], self._comm(eqn).Get_size())
-
-    def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        dim, wire, devices = (eqn.params[k] for k in ("dim", "wire", "devices"))
-        return self._by_hosts(eqn).reduce_scatter(x, dim, wire, devices)
-
-    def _gather_shards(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        dim, size, devices = (eqn.params[k] for k in ("dim", "size", "devices"))
-        return self._by_hosts(eqn).gather(x, dim, size, devices)
-
-    def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
+    def _among(self, eqn: JaxprEqn) -> ByHosts:
         """The collectives among the devices that an equation's collective is between."""
-        if (ours := self._groups(eqn)) is None:
-            return ByHosts(self._to_all, self._from_all, self._sum, *self.hosts)
+        ours = self._groups(eqn)
+        size = self._of(ours).Get_size()
+        if ours is None:
+            return ByHosts(size, self._to_all, self._from_all, self._sum, *self.hosts)
         to_all, from_all = (lambda x, groups, move=move: move(x, ours) for move in (self._to_all, self._from_all))
-        return ByHosts(to_all, from_all, lambda x, wire, groups: self._sum(x, wire, ours), 0, 0)
+        return ByHosts(size, to_all, from_all, lambda x, wire, groups: self._sum(x, wire, ours), 0, 0)
 
     def _to_all(self, parts: Any, groups: Groups | None) -> Any:
         return self._exchange("alltoall", self._of(groups), parts, parts.shape)
@@ -141,7 +130,7 @@ class MpiLowering(Interpreter):
 
     def _sum(self, x: Any, wire: str | None, groups: Groups | None) -> Any:
         comm = self._of(groups)
-        if not x.size or wire is None:
+        if wire is None:
             return self._all_reduce(comm, x, "sum")
         to_all, from_all = (functools.partial(move, groups=groups) for move in (self._to_all, self._from_all))
         return exchange.all_reduce(x, wire, comm.Get_size(), to_all, from_all)
@@ -281,29 +270,29 @@ class MpiLowering(Interpreter):
         return outs
 
     def _scan(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
-        scan = Scan.of(eqn.params)
+        (scan,) = bodies(eqn)
         consts, carry, xs = scan.split(args)
 
         def body(carry: Any, xs: Any) -> Any:
-            order, outs = self._inner(carry[0], scan.body, *consts, *carry[1:], *xs)
-            return (order, *outs[: scan.carries]), tuple(outs[scan.carries :])
+            order, outs = self._inner(carry[0], scan.closed, *consts, *carry[1:], *xs)
+            return (order, *outs[: len(scan.carry)]), tuple(outs[len(scan.carry) :])
 
         settings = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
         (order, *carry), ys = lax.scan(body, (order, *carry), tuple(xs), **settings)
         return order, [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
-        loop = While.of(eqn.params)
-        cond_consts, body_consts, init = loop.split(args)
+        test, loop = bodies(eqn)
+        cond_consts, body_consts, init = test.split(args)[0], *loop.split(args)[:2]
 
         # The condition may hold a collective as well, so it is evaluated in the body.
         def again(order: Any, carry: Sequence[Any]) -> tuple[Any, Any]:
-            order, (more,) = self._inner(order, loop.cond, *cond_consts, *carry)
+            order, (more,) = self._inner(order, test.closed, *cond_consts, *carry)
             return order, more
 
         def body(state: Any) -> Any:
             order, _, *carry = state
-            order, carry = self._inner(order, loop.body, *body_consts, *carry)
+            order, carry = self._inner(order, loop.closed, *body_consts, *carry)
             return (*again(order, carry), *carry)
 
         order, _, *carry = lax.while_loop(lambda s: s[1], body, (*again(order, init), *init))
@@ -319,7 +308,7 @@ class MpiLowering(Interpreter):
 
             return run
 
-        every = [branch(closed) for closed in branches(eqn.params)]
+        every = [branch(closed) for closed in eqn.params["branches"]]
         order, *outs = lax.switch(which.astype(jnp.int32), every, order, *operands)
         return order, outs
 

@@ -15,7 +15,7 @@ from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.communicators.by_hosts import ByHosts
+from jaxdist.communicators.by_hosts import ByHosts, rules
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import (
     FETCHED,
@@ -98,10 +98,8 @@ class GlooLowering(XlaLowering):
         self.rules = {
             **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
             **self.rules,
-            all_reduce_p: self._all_reduce,
             compat.reduce_scatter_p: self._reduce_scatter,
-            reduce_shard_p: self._reduce_shard,
-            gather_shards_p: self._gather,
+            **rules(self._among),
         }
         self._numbers = itertools.count(1)
 
@@ -111,21 +109,11 @@ class GlooLowering(XlaLowering):
         with jax.named_scope(f"collective_{next(self._numbers)}"):
             return super().eval_eqn(eqn, *args)
 
-    def _all_reduce(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        if not x.size:
-            return reduced(x, **eqn.params)
-        return self._by_hosts(eqn).all_reduce(x, eqn.params["wire"], lax.axis_size(eqn.params["axes"]))
-
-    def _reduce_shard(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._by_hosts(eqn).reduce_scatter(x, *(eqn.params[k] for k in ("dim", "wire", "devices")))
-
-    def _gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        return self._by_hosts(eqn).gather(x, *(eqn.params[k] for k in ("dim", "size", "devices")))
-
-    def _by_hosts(self, eqn: JaxprEqn) -> ByHosts:
+    def _among(self, eqn: JaxprEqn) -> ByHosts:
         axes = eqn.params["axes"]
         to_all, from_all, total = (functools.partial(move, axes) for move in (all_to_all, all_gather, self._total))
-        return ByHosts(to_all, from_all, total, *(self._hosts if len(axes) == self._axes else (0, 0)))
+        hosts = self._hosts if len(axes) == self._axes else (0, 0)
+        return ByHosts(lax.axis_size(axes), to_all, from_all, total, *hosts)
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]

@@ -1,14 +1,14 @@
-"""Views of JAX's control flow: how the operands of an equation are divided, and the programs that it runs.
+"""A view of JAX's control flow: the programs that an equation runs, and what they take of its operands.
 
 Reference: https://docs.jax.dev/en/latest/jaxpr.html#control-flow
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxdist import compat
 
@@ -19,48 +19,38 @@ CHECKPOINT = ("checkpoint", "remat", "remat2")
 CONTROL_FLOW = frozenset({"scan", "while", "cond", *CHECKPOINT})
 
 
-class Scan(NamedTuple):
-    """A `lax.scan`."""
+class Body(NamedTuple):
+    """A program that control flow runs, and how its values and those of the equation correspond."""
 
-    consts: int  # number of operands that each turn takes as they are
-    carries: int  # number of those that each turn hands on to the next
-    body: ClosedJaxpr  # ``(*consts, *carry, *slices of xs) -> (*carry, *slices of ys)``
+    closed: ClosedJaxpr
+    ins: Sequence[int]  # of each input: the operand
+    outs: Sequence[int] = ()  # of each output: the result; of a loop's condition: none
+    carry: range = range(0)  # inputs that a loop carries: the first outputs of its body are these in the next turn
+    # inputs that are slices of their operands, and outputs that are slices of their results, along the first dimension
+    xs: range = range(0)
+    ys: range = range(0)
 
-    @classmethod
-    def of(cls, params: Mapping[str, Any]) -> Scan:
-        """That of an equation with these parameters."""
-        return cls(*compat.scan_split(params), params["jaxpr"])
-
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-        """Constants, carry and xs."""
-        xs = self.consts + self.carries
-        return operands[: self.consts], operands[self.consts : xs], operands[xs:]
-
-
-class While(NamedTuple):
-    """A `lax.while_loop`."""
-
-    cond_consts: int  # number of operands that only the condition takes
-    body_consts: int  # number of those that only the body takes
-    cond: ClosedJaxpr  # ``(*cond_consts, *carry) -> whether to go on``
-    body: ClosedJaxpr  # ``(*body_consts, *carry) -> carry``
-
-    @classmethod
-    def of(cls, params: Mapping[str, Any]) -> While:
-        """That of an equation with these parameters."""
-        return cls(params["cond_nconsts"], params["body_nconsts"], params["cond_jaxpr"], params["body_jaxpr"])
-
-    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-        """Constants of the condition, constants of the body, and carry."""
-        carry = self.cond_consts + self.body_consts
-        return operands[: self.cond_consts], operands[self.cond_consts : carry], operands[carry:]
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """The operands that it takes as they are, those that it carries, and the rest."""
+        taken, start, stop = [operands[k] for k in self.ins], self.carry.start, self.carry.stop
+        return taken[:start], taken[start:stop], taken[stop:]
 
 
-def branches(params: Mapping[str, Any]) -> tuple[ClosedJaxpr, ...]:
-    """Of a `lax.cond` or `lax.switch`; the first operand chooses one, which takes the others."""
-    return params["branches"]
-
-
-def checkpointed(params: Mapping[str, Any]) -> ClosedJaxpr:
-    """The body of a `jax.checkpoint`."""
-    return compat.closed(params["jaxpr"])
+def bodies(eqn: JaxprEqn) -> list[Body]:
+    """Of control flow: the condition of a `while` before its body. None of anything else."""
+    params, ins, outs = eqn.params, range(len(eqn.invars)), range(len(eqn.outvars))
+    match eqn.primitive.name:
+        case "scan":
+            consts, carries = compat.scan_split(params)
+            carry = range(consts, consts + carries)
+            return [Body(params["jaxpr"], ins, outs, carry, ins[carry.stop :], outs[carries:])]
+        case "while":
+            first, second = params["cond_nconsts"], params["body_nconsts"]
+            tested, taken = [*ins[:first], *ins[first + second :]], ins[first:]
+            condition = Body(params["cond_jaxpr"], tested, carry=range(first, len(tested)))
+            return [condition, Body(params["body_jaxpr"], taken, outs, range(second, len(taken)))]
+        case "cond":  # the first operand chooses
+            return [Body(branch, ins[1:], outs) for branch in params["branches"]]
+        case "checkpoint" | "remat" | "remat2":
+            return [Body(compat.closed(params["jaxpr"]), ins, outs)]
+    return []

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxdist import compat
 from jaxdist.ir.fingerprint import aval_text, checksum, moves, parameters, place
-from jaxdist.ir.interpreter import live
+from jaxdist.ir.interpreter import live, subjaxprs, walk
 from jaxdist.ir.primitives import MICROBATCHES, marked_by, shard_p
 
 _SHOWN = 160  # characters of an operation
@@ -46,35 +45,23 @@ def dataflow(closed: ClosedJaxpr) -> str:
 
 def operations(closed: ClosedJaxpr) -> list[Operation]:
     """The operations of a program in order, those in its control flow before the one that they are in."""
-    return list(_walk(_Digests(), closed, "", ""))
-
-
-def _walk(digests: _Digests, closed: ClosedJaxpr, where: str, called_at: str) -> Iterator[Operation]:
-    held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    for eqn, made in digests.of(closed).made:
-        line = compat.user_line(eqn) or called_at
-        for i, body in enumerate(_bodies(eqn)):
-            yield from _walk(digests, body, where + place(eqn, i), line)
-        operands = ", ".join(_operand(v, held) for v in eqn.invars)
-        text = f"{where}{eqn.primitive.name.removeprefix('jaxdist_')} {operands}{parameters(eqn)}"
-        yield Operation(made, text, line, moves(eqn))
+    digests, found = _Digests(), list[Operation]()
+    for one in walk(closed):
+        operands = ", ".join(_operand(v, one.program) for v in one.eqn.invars)
+        name = one.eqn.primitive.name.removeprefix("jaxdist_")
+        text = f"{place(one.within)}{name} {operands}{parameters(one.eqn)}"
+        found.append(Operation(digests.of(one.program).made[id(one.eqn)], text, one.line, moves(one.eqn)))
+    return found
 
 
 def options(closed: ClosedJaxpr) -> list[Operation]:
     """The options of jaxdist's own functions that a step calls, each once, with the line of the first such call."""
     found: dict[str, str] = {}
-
-    def walk(closed: ClosedJaxpr, called_at: str) -> None:
-        for eqn in live(closed.jaxpr):
-            line = compat.user_line(eqn) or called_at
-            if eqn.primitive is shard_p:
-                found.setdefault(marked_by(eqn.params), line)
-            for scope in re.findall(rf"{MICROBATCHES}(\d+)", compat.name_stack(eqn)):
-                found.setdefault(f"jaxdist.value_and_grad(microbatches={scope})", line)
-            for body in _bodies(eqn):
-                walk(body, line)
-
-    walk(closed, "")
+    for one in sorted(walk(closed), key=lambda one: len(one.within)):
+        if one.eqn.primitive is shard_p:
+            found.setdefault(marked_by(one.eqn.params), one.line)
+        for scope in re.findall(rf"{MICROBATCHES}(\d+)", compat.name_stack(one.eqn)):
+            found.setdefault(f"jaxdist.value_and_grad(microbatches={scope})", one.line)
     return [Operation(text.encode(), text, found[text]) for text in sorted(found)]
 
 
@@ -82,7 +69,7 @@ class _Digest(NamedTuple):
     """The digests of a jaxpr, in all and of each operation; and whether something in it is sent."""
 
     total: bytes
-    made: list[tuple[JaxprEqn, bytes]]
+    made: dict[int, bytes]  # by the id of an operation
     sends: bool
 
 
@@ -107,17 +94,17 @@ class _Digests:
         def read(atom: Any) -> bytes:
             return self._value(atom.val) if isinstance(atom, Literal) else env[atom]
 
-        made: list[tuple[JaxprEqn, bytes]] = []
+        made: dict[int, bytes] = {}
         sent: list[bytes] = []
         for eqn in live(jaxpr):
             name = eqn.primitive.name
             operands = [read(v) for v in eqn.invars]
             if name in _COMMUTATIVE:
                 operands.sort()
-            bodies = [self.of(body) for body in _bodies(eqn)]
+            bodies = [self.of(body) for body in subjaxprs(eqn)]
             digest = _digest(name + parameters(eqn), *operands, *(body.total for body in bodies))
             env.update((v, _digest(f"{i} {aval_text(v)}", digest)) for i, v in enumerate(eqn.outvars))
-            made.append((eqn, digest))
+            made[id(eqn)] = digest
             if moves(eqn) or any(body.sends for body in bodies):
                 sent.append(digest)
         total = _digest("outputs", *(read(v) for v in jaxpr.outvars), _digest("sent", *sent))
@@ -143,21 +130,16 @@ def held(value: Any) -> int:
     return checksum(np.asarray(raw))
 
 
-def _operand(v: Any, constants: dict[Any, Any]) -> str:
-    if not isinstance(v, Literal) and v not in constants:
+def _operand(v: Any, program: ClosedJaxpr) -> str:
+    if isinstance(v, Literal):
+        value = v.val
+    elif v in program.jaxpr.constvars:
+        value = program.consts[program.jaxpr.constvars.index(v)]
+    else:
         return aval_text(v)
-    value = v.val if isinstance(v, Literal) else constants[v]
     if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
         return f"{np.asarray(value)}"
     return f"{aval_text(v)} with the checksum {held(value):08x}"
-
-
-def _bodies(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
-    """The jaxprs among an equation's parameters, with what they hold."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (ClosedJaxpr, Jaxpr)):
-                yield compat.closed(item)
 
 
 def _digest(text: str, *parts: bytes) -> bytes:

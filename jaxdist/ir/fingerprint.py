@@ -51,13 +51,7 @@ def _plain(value: Any) -> str:
     return str(value) if isinstance(value, known) else ""
 
 
-def place(eqn: JaxprEqn, i: int) -> str:
-    """How the collectives in the i-th jaxpr of an equation are called."""
-    match eqn.primitive.name:
-        case "scan":
-            return f"in a scan of {eqn.params['length']}: "
-        case "while":
-            return "in a while loop: "
-        case "cond":
-            return f"in branch {i} of a cond: "
-    return ""
+def place(within: Sequence[tuple[JaxprEqn, int]]) -> str:
+    """Where an equation is that is inside these, each time in the i-th jaxpr."""
+    words = {"scan": "in a scan of {length}: ", "while": "in a while loop: ", "cond": "in branch {i} of a cond: "}
+    return "".join(words.get(e.primitive.name, "").format(i=i, length=e.params.get("length")) for e, i in within)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from jaxdist import compat
+from jaxdist.mesh import Axis, bound
 
 _WORTH_A_CALL, _LONGEST_CALL = 4, 256
 """Equations."""
@@ -31,14 +33,39 @@ INLINED = {
 }
 
 
-def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs among an equation's parameters."""
+def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
+    """The jaxprs among an equation's parameters, with what they hold."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
+            if isinstance(item, (ClosedJaxpr, Jaxpr)):
+                yield compat.closed(item)
+
+
+class Found(NamedTuple):
+    """An equation of a program, or of one inside it."""
+
+    eqn: JaxprEqn
+    program: ClosedJaxpr  # that it stands in
+    within: tuple[tuple[JaxprEqn, int], ...] = ()  # the equations that it is inside, outermost first: in which jaxpr
+
+    @property
+    def line(self) -> str:
+        """``file:line`` of the user's code; in a function of a library (`jax.numpy.roll`) that of the call."""
+        outwards = [self.eqn, *(eqn for eqn, _ in reversed(self.within))]
+        return next(filter(None, map(compat.user_line, outwards)), "")
+
+    @property
+    def times(self) -> int:
+        """How often it runs; a while loop counts as one turn, and each branch of a cond as taken."""
+        return math.prod(eqn.params["length"] for eqn, _ in self.within if eqn.primitive.name == "scan")
+
+
+def walk(program: ClosedJaxpr, within: tuple[tuple[JaxprEqn, int], ...] = ()) -> Iterator[Found]:
+    """The live equations of a program in order, those inside one before it."""
+    for eqn in live(program.jaxpr):
+        for i, body in enumerate(subjaxprs(eqn)):
+            yield from walk(body, (*within, (eqn, i)))
+        yield Found(eqn, program, within)
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
@@ -68,11 +95,17 @@ def groups_of(eqn: JaxprEqn) -> Sequence[Sequence[int]] | None:
     return eqn.params.get("groups", eqn.params.get("axis_index_groups"))
 
 
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All of a jaxpr and of those inside it, whether something follows from them or not."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in subjaxprs(eqn):
+            yield from equations(sub.jaxpr)
+
+
 def contains(jaxpr: Jaxpr, primitives: Collection[Primitive]) -> bool:
     """Whether an equation of `jaxpr`, or of a jaxpr inside it, binds one of `primitives`."""
-    return any(
-        eqn.primitive in primitives or any(contains(sub, primitives) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns
-    )
+    return any(eqn.primitive in primitives for eqn in equations(jaxpr))
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -84,6 +117,23 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def retrace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
     """Trace `fun` at `avals`, in the shard_map that is being traced."""
     return jax.make_jaxpr(lambda *args: list(fun(*args)))(*avals)
+
+
+def renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
+    """Variables under other names; those that have none, and literals, as they are."""
+    return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
+
+
+def inlined(
+    fun: Callable[..., Sequence[Any]], operands: Sequence[Any], axes: Sequence[Axis], results: Sequence[Any] = ()
+) -> tuple[list[JaxprEqn], list[Any], dict[Any, Any]]:
+    """The equations of a function of some variables, on one device; its results, under these names if they are given;
+    and the constants that it holds."""
+    traced = jax.make_jaxpr(fun, axis_env=bound(axes))(*(v.aval for v in operands))
+    jaxpr, names = traced.jaxpr, dict(zip(traced.jaxpr.invars, operands, strict=True))
+    names.update(zip(jaxpr.outvars, results, strict=False))
+    eqns = [eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names)) for eqn in jaxpr.eqns]
+    return eqns, renamed(jaxpr.outvars, names), dict(zip(jaxpr.constvars, traced.consts, strict=True))
 
 
 class Interpreter:
@@ -174,7 +224,7 @@ class Interpreter:
                 self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self.rules))
             return self._contains[id(jaxpr)][1]
 
-        return any(map(cached, subjaxprs(eqn)))
+        return any(cached(sub.jaxpr) for sub in subjaxprs(eqn))
 
 
 def live(jaxpr: Jaxpr) -> list[JaxprEqn]:

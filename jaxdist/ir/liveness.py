@@ -29,7 +29,7 @@ def held_at_once(jaxpr: Jaxpr) -> int:
             if v in last:
                 sizes[v] = 0 if eqn.primitive.name in _FUSED else _bytes(v.aval)
                 now += sizes[v]
-        most = max(most, now + max(map(held_at_once, subjaxprs(eqn)), default=0))
+        most = max(most, now + max((held_at_once(sub.jaxpr) for sub in subjaxprs(eqn)), default=0))
         for v in {v for v in eqn.invars if not isinstance(v, Literal)}:
             if last[v] == k:
                 now -= sizes.get(v, 0)

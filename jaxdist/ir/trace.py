@@ -132,7 +132,7 @@ def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
 def _names(eqn: JaxprEqn, names: set[str]) -> bool:
     if eqn.primitive in _COLLECTIVES:
         return not names.isdisjoint(axes_of(eqn))
-    return eqn.primitive.name != "shard_map" and any(_named(sub, names) for sub in subjaxprs(eqn))
+    return eqn.primitive.name != "shard_map" and any(_named(sub.jaxpr, names) for sub in subjaxprs(eqn))
 
 
 def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
@@ -155,7 +155,7 @@ def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
                 if isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val:
                     yield float(abs(v.val if name == "div" else 1 / v.val)), compat.user_line(eqn)
         for sub in subjaxprs(eqn):
-            yield from _divided(sub, names)
+            yield from _divided(sub.jaxpr, names)
 
 
 class Alone(Interpreter):

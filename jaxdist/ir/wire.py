@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 
 from jaxdist import compat
 from jaxdist.ir.fingerprint import moves, place
-from jaxdist.ir.interpreter import axes_of, groups_of, live, subjaxprs
+from jaxdist.ir.interpreter import Found, axes_of, groups_of, walk
 from jaxdist.machine import VIRTUAL, Machine, ring_factor
 from jaxdist.mesh import MODEL, SEQUENCE, Axis, Groups, along
 
@@ -56,7 +56,8 @@ class Transfer:
 
 def transfers(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine = VIRTUAL) -> Counter[Transfer]:
     """The collectives of a program, and how many there are of each; in the order in which it names them."""
-    return Counter(_walk(program.jaxpr, axes, machine.kind.is_cpu, "", 1))
+    sent = (found for found in walk(program) if moves(found.eqn))
+    return Counter(one for found in sent for one in _transfers(found, axes, machine.kind.is_cpu))
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,8 @@ def merged(found: Mapping[Transfer, int], devices: int, machine: Machine) -> Ite
         yield Collective(kind, dtype, size, groups or (tuple(range(devices)),), times, hidden, where)
 
 
-def _walk(jaxpr: Jaxpr, axes: Sequence[Axis], on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
-    for eqn in live(jaxpr):
-        if moves(eqn):
-            yield from _transfers(eqn, axes, on_cpu, where, times)
-        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for i, sub in enumerate(subjaxprs(eqn)):
-            yield from _walk(sub, axes, on_cpu, where + place(eqn, i), times * turns)
-
-
-def _transfers(eqn: JaxprEqn, axes: Sequence[Axis], on_cpu: bool, where: str, times: int) -> Iterator[Transfer]:
+def _transfers(found: Found, axes: Sequence[Axis], on_cpu: bool) -> Iterator[Transfer]:
+    eqn = found.eqn
     kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
     names = axes_of(eqn, [axis.name for axis in axes])
     groups = groups_of(eqn) or along(axes, names)
@@ -137,6 +130,6 @@ def _transfers(eqn: JaxprEqn, axes: Sequence[Axis], on_cpu: bool, where: str, ti
         if on_cpu and wire is None and kind == "all-reduce" and floating:
             dtype = jnp.promote_types(dtype, jnp.float32)
         yield Transfer(
-            kind, str(dtype), elements, int(bucket[-1]) if bucket else 1, n, where.removesuffix(": "), times,
-            tuple(map(tuple, groups)) if groups else None, said,
+            kind, str(dtype), elements, int(bucket[-1]) if bucket else 1, n, place(found.within).removesuffix(": "),
+            found.times, tuple(map(tuple, groups)) if groups else None, said,
         )  # fmt: skip

@@ -10,10 +10,9 @@
 | `loops`, `control_flow` | and of those with bodies |
 | `options` | which options of the operations are taken: what costs least together |
 | `products`, `heads` | options: few examples in place of large weights, heads in place of keys and values |
-| `marks`, `marked`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
+| `marks`, `groups` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
 | `matrices`, `owners`, `owned` | work on whole matrices: found, given to devices, and run by them |
 | `emit`, `run` | the program of one device, once |
-| `small` | steps that are computed whole, in place of messages |
 | `wires` | which summands may travel compressed |
 | `buckets`, `bucket_order` | which collectives travel together, and when |
 | `cost` | the FLOPs, seconds and messages of a placed step |

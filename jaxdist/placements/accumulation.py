@@ -8,18 +8,17 @@ loop, whose turns each add to one slice of it, in place: the same additions, in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 
-from jaxdist.ir.control_flow import Scan
-from jaxdist.ir.interpreter import contains, has_effect, subjaxprs, with_bodies
+from jaxdist.ir.control_flow import bodies
+from jaxdist.ir.interpreter import contains, has_effect, inlined, renamed, subjaxprs, with_bodies
 from jaxdist.ir.operations import ADDITION
-from jaxdist.mesh import Axis, bound
+from jaxdist.mesh import Axis
 
 
 class _Sum(NamedTuple):
@@ -45,23 +44,23 @@ def _in_loops(closed: ClosedJaxpr, axes: Sequence[Axis], looped: bool) -> Closed
     out: list[JaxprEqn] = []
     gone = set[int]()
     for n, eqn in enumerate(eqns):
-        made = _summing(eqn, found[n], axes) if n in found else None
-        if made is not None:
-            given = dict(zip(made.invars, _named([*eqn.invars, *(one.to for one in found[n])], names), strict=True))
-            out += [one.replace(invars=_named(one.invars, given), source_info=eqn.source_info) for one in made.eqns]
-            stacks = {one.stack for one in found[n]}
+        sums = found.get(n, [])
+        operands = renamed([*eqn.invars, *(one.to for one in sums)], names)
+        made, results, held = inlined(_summing(eqn, sums), operands, axes) if sums else ([], [], {})
+        if sums and not held:  # the arrays of a body of its own would have no place here
+            out += [one.replace(source_info=eqn.source_info) for one in made]
+            stacks = {one.stack for one in sums}
             left = [v for k, v in enumerate(eqn.outvars) if k not in stacks]
-            sums = [eqns[one.addition].outvars[0] for one in found[n]]
-            names.update(zip([*left, *sums], made.outvars, strict=True))
-            gone.update(one.addition for one in found[n])
+            names.update(zip([*left, *(eqns[one.addition].outvars[0] for one in sums)], results, strict=True))
+            gone.update(one.addition for one in sums)
         elif n not in gone:
-            out.append(eqn.replace(invars=_named(eqn.invars, names)))
-    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names)), closed.consts)
+            out.append(eqn.replace(invars=renamed(eqn.invars, names)))
+    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=renamed(jaxpr.outvars, names)), closed.consts)
 
 
 def _with_bodies(eqn: JaxprEqn, axes: Sequence[Axis], looped: bool) -> JaxprEqn:
     bodies = list(subjaxprs(eqn))
-    if not any(contains(body, {primitives.scan_p}) for body in bodies):
+    if not any(contains(body.jaxpr, {primitives.scan_p}) for body in bodies):
         return eqn
     looped = looped or eqn.primitive.name in ("scan", "while")
     changed = eqn.replace(params=with_bodies(eqn, lambda body: _in_loops(body, axes, looped)))
@@ -78,7 +77,7 @@ def _sums(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> dict[int, list[_Sum]]:
     for n, eqn in enumerate(eqns):
         if eqn.primitive.name != "scan" or has_effect(eqn):
             continue
-        for k in range(Scan.of(eqn.params).carries, len(eqn.outvars)):
+        for k in range(len(bodies(eqn)[0].carry), len(eqn.outvars)):
             stack: Any = eqn.outvars[k]
             aval = stack.aval
             if uses[stack] != 1 or stack not in reader:
@@ -92,13 +91,10 @@ def _sums(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> dict[int, list[_Sum]]:
     return found
 
 
-def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], axes: Sequence[Axis]) -> Jaxpr | None:
-    """The loop, given its operands and the sums: its results but for the stacks, and the new sums.
-
-    None: its body has arrays of its own, for which there is no place here.
-    """
+def _summing(eqn: JaxprEqn, sums: Sequence[_Sum]) -> Callable[..., list[Any]]:
+    """The loop, given its operands and the sums: its results but for the stacks, and the new sums."""
     params: dict[str, Any] = eqn.params
-    scan, body = Scan.of(params), jaxpr_as_fun(params["jaxpr"])
+    scan, body = bodies(eqn)[0], jaxpr_as_fun(params["jaxpr"])
     stacks = [one.stack for one in sums]
 
     def added(total: Any, i: Any, x: Any) -> Any:
@@ -110,8 +106,8 @@ def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], axes: Sequence[Axis]) -> Jaxpr
         def turn(carries: Any, slices: Any) -> Any:
             (carry, sums), (i, xs) = carries, slices
             outs = body(*consts, *carry, *xs)
-            rest = [y for k, y in enumerate(outs) if k >= scan.carries and k not in stacks]
-            return (outs[: scan.carries], [added(s, i, outs[k]) for s, k in zip(sums, stacks, strict=True)]), rest
+            rest = [y for k, y in enumerate(outs) if k in scan.ys and k not in stacks]
+            return (outs[: len(carry)], [added(s, i, outs[k]) for s, k in zip(sums, stacks, strict=True)]), rest
 
         start = list(carry), list(operands[len(eqn.invars) :])
         turns = jnp.arange(params["length"], dtype=jnp.int32)
@@ -119,10 +115,4 @@ def _summing(eqn: JaxprEqn, sums: Sequence[_Sum], axes: Sequence[Axis]) -> Jaxpr
         (carry, after), ys = lax.scan(turn, start, (turns, list(xs)), **settings)
         return [*carry, *ys, *after]
 
-    avals = [v.aval for v in (*eqn.invars, *(one.to for one in sums))]
-    traced = jax.make_jaxpr(run, axis_env=bound(axes))(*avals)
-    return None if traced.consts else traced.jaxpr
-
-
-def _named(atoms: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
-    return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
+    return run

@@ -39,6 +39,11 @@ class Node:
     def name(self) -> str:
         return self.eqn.primitive.name
 
+    @property
+    def turns(self) -> int:
+        """How often its bodies run; those of a `while` are taken to run once."""
+        return self.eqn.params["length"] if self.name == "scan" else 1
+
 
 _SAME = SHAPE_ONLY | {"convert_element_type"}
 TO_A_SUM = ADDITION | _SAME

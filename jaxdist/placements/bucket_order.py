@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,88 +73,86 @@ class Bucket:
 
 
 def schedule(eqns: Sequence[JaxprEqn], bucket_bytes: int, ahead: int) -> list[JaxprEqn | Bucket]:
-    """The equations in an order to evaluate them in, with the collectives in buckets."""
-    producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    needs = [{producer[v] for v in e.invars if not isinstance(v, Literal) and v in producer} for e in eqns]
-    needed = [len(eqns)] * len(eqns)
-    for i in reversed(range(len(eqns))):
-        for j in needs[i]:
-            needed[j] = min(needed[j], i)
-    last: int | None = None
-    for i, eqn in enumerate(eqns):  # effects keep their order
-        if has_effect(eqn):
-            needs[i] |= set() if last is None else {last}
-            last = i
-    collectives: list[_Collective] = []
-    follows, ready = [0] * len(eqns), [0] * len(eqns)  # a bit for each collective
-    for i, eqn in enumerate(eqns):
-        for j in needs[i]:
-            follows[i] |= follows[j]
-        made = max((ready[j] for j in needs[i]), default=-1)
-        if eqn.primitive in FUSED:
-            before = [c for k, c in enumerate(collectives) if follows[i] >> k & 1]
-            follows[i] = 1 << len(collectives)
-            collectives.append(_Collective(i, made, needed[i], before, eqn))
-        ready[i] = made if eqn.primitive.name in CHEAP else i
-    _set_levels(collectives)
+    """The equations in an order to evaluate them in, with the collectives in buckets.
+
+    Each bucket of reductions as soon as the backward pass has made its last member; everything else when it is needed,
+    a bucket of gathers with the first of its members.
+    """
+    needs = _needs(eqns)
+    collectives = _collectives(eqns, needs)
 
     def limit(c: _Collective) -> int:
         if not c.gathers:
             return bucket_bytes
         return min(bucket_bytes, ahead if c.needed < len(eqns) else 4 * ahead)
 
-    # Each bucket of reductions as soon as the backward pass has made its last member; everything else when it is
-    # needed, a bucket of gathers with the first of its members.
     buckets = _buckets(collectives, limit)
-    gathers = {c.at: bucket for bucket in buckets for c in bucket if c.gathers}
+    together = {c.at: bucket for bucket in buckets for c in bucket}
     done: set[int] = set()
     out: list[JaxprEqn | Bucket] = []
 
+    def members(i: int) -> list[int]:
+        return [c.at for c in together[i]] if i in together else [i]
+
     def place(i: int) -> float:
-        if i in gathers:
-            return gathers[i][0].needed - 0.5
-        return i
+        return together[i][0].needed - 0.5 if i in together and together[i][0].gathers else i
 
-    def append(bucket: Sequence[_Collective]) -> None:
-        first = min(c.needed for c in bucket)
-        use = eqns[first] if bucket[0].gathers and first < len(eqns) else None
-        out.append(Bucket([c.eqn for c in bucket], sum(c.bytes for c in bucket), use))
-        done.update(c.at for c in bucket)
-
-    def emit(targets: Sequence[int]) -> None:
-        """Append what the targets need, in order, but not the targets."""
-        missing, todo = set(), [j for t in targets for j in needs[t]]
+    def emit(i: int) -> None:
+        """Append an equation, with its bucket, after what that needs."""
+        missing, todo = set[int](), [j for k in members(i) for j in needs[k]]
         while todo:
             j = todo.pop()
-            if j in done or j in missing:
-                continue
-            together = [c.at for c in gathers.get(j, ())] or [j]
-            missing.update(together)
-            todo.extend(k for i in together for k in needs[i])
+            if j not in done and j not in missing:
+                missing.update(members(j))
+                todo.extend(k for one in members(j) for k in needs[one])
         for j in sorted(missing, key=place):
-            if j in done:
-                continue
-            if j in gathers:
-                emit([c.at for c in gathers[j]])  # a cheap operation on a shard may stand later than the first use
-                append(gathers[j])
-            else:
-                out.append(eqns[j])
-                done.add(j)
+            if j not in done:  # a cheap operation on a shard may stand later than the first use of what is gathered
+                emit(j)
+        done.update(members(i))
+        out.append(_bucket(together[i], eqns) if i in together else eqns[i])
 
-    for bucket in buckets:
-        if not bucket[0].gathers:
-            emit([c.at for c in bucket])
-            append(bucket)
-    for i in range(len(eqns)):
-        if i not in done and i not in gathers:
-            emit([i])
-            out.append(eqns[i])
-            done.add(i)
-    for i, bucket in gathers.items():
+    reductions = [bucket[0].at for bucket in buckets if not bucket[0].gathers]
+    others = [i for i in range(len(eqns)) if i not in together]
+    for i in (*reductions, *others, *together):  # last, gathers of which nothing follows
         if i not in done:
-            emit([c.at for c in bucket])
-            append(bucket)
+            emit(i)
     return out
+
+
+def _needs(eqns: Sequence[JaxprEqn]) -> list[set[int]]:
+    """Of each equation, the positions of those that must be evaluated before it; effects keep their order."""
+    producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    needs = [{producer[v] for v in e.invars if not isinstance(v, Literal) and v in producer} for e in eqns]
+    effects = [i for i, eqn in enumerate(eqns) if has_effect(eqn)]
+    for before, i in itertools.pairwise(effects):
+        needs[i].add(before)
+    return needs
+
+
+def _collectives(eqns: Sequence[JaxprEqn], needs: Sequence[set[int]]) -> list[_Collective]:
+    needed = [len(eqns)] * len(eqns)
+    for i in reversed(range(len(eqns))):
+        for j in needs[i]:
+            needed[j] = min(needed[j], i)
+    found: list[_Collective] = []
+    follows, ready = [0] * len(eqns), [0] * len(eqns)  # a bit for each collective
+    for i, eqn in enumerate(eqns):
+        for j in needs[i]:
+            follows[i] |= follows[j]
+        made = max((ready[j] for j in needs[i]), default=-1)
+        if eqn.primitive in FUSED:
+            before = [c for k, c in enumerate(found) if follows[i] >> k & 1]
+            follows[i] = 1 << len(found)
+            found.append(_Collective(i, made, needed[i], before, eqn))
+        ready[i] = made if eqn.primitive.name in CHEAP else i
+    _set_levels(found)
+    return found
+
+
+def _bucket(members: Sequence[_Collective], eqns: Sequence[JaxprEqn]) -> Bucket:
+    first = min(c.needed for c in members)
+    use = eqns[first] if members[0].gathers and first < len(eqns) else None
+    return Bucket([c.eqn for c in members], sum(c.bytes for c in members), use)
 
 
 def _set_levels(collectives: Sequence[_Collective]) -> None:

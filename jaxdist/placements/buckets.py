@@ -23,10 +23,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jaxdist.ir.interpreter import contains, live, subjaxprs, with_bodies
+from jaxdist.ir.interpreter import contains, inlined, live, subjaxprs, with_bodies
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
-from jaxdist.mesh import Axis, bound
+from jaxdist.mesh import Axis
 from jaxdist.placements.bucket_order import FUSED, Bucket, given, schedule
 
 _MANY = 8
@@ -68,7 +68,7 @@ class Fuse:
 
     def _within(self, eqn: JaxprEqn) -> JaxprEqn:
         """An equation with the collectives of its bodies in buckets."""
-        if not any(contains(sub, FUSED) for sub in subjaxprs(eqn)):
+        if not any(contains(sub.jaxpr, FUSED) for sub in subjaxprs(eqn)):
             return eqn
         return eqn.replace(params=with_bodies(eqn, functools.partial(self, nested=True)))
 
@@ -85,15 +85,9 @@ class Fuse:
                 return _TOGETHER[eqns[0].primitive](parts, eqns, _pieces if self.barriers else _pieces_of_one_kernel)
 
         operands = [eqn.invars[0] for eqn in eqns] + ([] if cause is None else [cause])
-        traced = jax.make_jaxpr(run, axis_env=bound(self.axes))(*(v.aval for v in operands))
-        constants.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        names = dict(zip(traced.jaxpr.invars, operands, strict=True))
-        names.update(zip(traced.jaxpr.outvars, (eqn.outvars[0] for eqn in eqns), strict=True))
-
-        def named(atoms: Sequence[Any]) -> list[Any]:
-            return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
-
-        return [eqn.replace(invars=named(eqn.invars), outvars=named(eqn.outvars)) for eqn in traced.eqns]
+        made, _, held = inlined(run, operands, self.axes, [eqn.outvars[0] for eqn in eqns])
+        constants.update(held)
+        return made
 
     def _after(self, cause: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """The operands of a gather, but not before `cause` is known."""

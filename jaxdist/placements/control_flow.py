@@ -18,21 +18,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
-from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, branches
+from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, bodies
 from jaxdist.ir.interpreter import INLINED, Interpreter, axes_of, retrace
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.loops import inside, join, throughout
 from jaxdist.placements.strategy import Strategy, sliced
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import (
-    REPLICATED,
-    Partial,
-    Placement,
-    Replicated,
-    Split,
-    form,
-)
+from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form
 from jaxdist.placements.walk import Walk, refuse, settled, special
 
 
@@ -40,7 +33,7 @@ from jaxdist.placements.walk import Walk, refuse, settled, special
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
     given = [p if isinstance(p, Partial) else throughout(p) for p in ins[1:]]
-    blocks = [infer.block(b, node.backward) for b in branches(node.eqn.params)]
+    blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
     loose = walk.added_up(node)
     placed = [infer.place(b, given, loose=loose) for b in blocks]
     summed = {i for one in placed for i in one.summed}
@@ -69,7 +62,7 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 @special(*CHECKPOINT)
 def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = walk.infer
-    block = infer.block(compat.closed(node.eqn.params["jaxpr"]), node.backward)
+    block = infer.block(bodies(node.eqn)[0].closed, node.backward)
     given = [p if isinstance(p, Partial) else throughout(p) for p in ins]
     loose = walk.added_up(node)
     place = lambda given: [infer.place(block, given, loose=loose)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,29 +12,15 @@ import numpy as np
 from jaxdist.ir.operations import CONTRACTION, FACTORISATION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import Move, Placed, Strategy, nbytes
+from jaxdist.placements.strategy import Placed, Strategy, nbytes
 from jaxdist.placements.values import REPLICATED, Split, local_shape
-
-
-def turns(node: Node) -> int:
-    """How often the bodies of an operation run."""
-    return node.eqn.params["length"] if node.name == "scan" else 1
-
-
-def moves_of(placed: Placed, times: int = 1) -> Iterator[tuple[Move, int]]:
-    """What changes its form, in loops and branches too, and how often."""
-    for move in placed.own:
-        yield move, times
-    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        for body in strategy.bodies:
-            yield from moves_of(body, times * turns(node))
 
 
 def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
     """How long a device takes for a placed step: seconds of what it computes, of the bytes that it sends, and of what
     each message that it waits for holds up."""
     link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
-    for move, times in moves_of(placed):
+    for move, times in placed.moves:
         if not move.again:
             taken += times * link.seconds(move.kind, move.bytes) / (1 if move.stored else examples)
             taken += times * (link.stall if move.waited_for else link.latency)
@@ -45,24 +31,23 @@ def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> 
 
 def sent_by(placed: Placed, infer: Any) -> float:
     """The bytes that a device sends in a placed step."""
-    moved = sum(times * infer.link.sent(move.kind, move.bytes) for move, times in moves_of(placed) if not move.again)
+    moved = sum(times * infer.link.sent(move.kind, move.bytes) for move, times in placed.moves if not move.again)
     return moved + sum(times * infer.link.sent("all-reduce", size) for size, times in _exchanged(placed))
 
 
-def _exchanged(placed: Placed, times: int = 1) -> Iterator[tuple[int, int]]:
+def _exchanged(placed: Placed) -> Iterator[tuple[int, int]]:
     """The bytes of what operations exchange by themselves, which counts as a sum of their results, and how often."""
-    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        if strategy.exchanges:
-            yield sum(nbytes(placed.block.avals[o]) for o in node.outs), times
-        for body in strategy.bodies:
-            yield from _exchanged(body, times * turns(node))
+    for one, times in placed.blocks():
+        for node, strategy in zip(one.block.nodes, one.strategies, strict=True):
+            if strategy.exchanges:
+                yield sum(nbytes(one.block.avals[o]) for o in node.outs), times
 
 
 def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
     """How long a device computes in all of it; what it sends is not counted. `memory`: as of `cost`."""
     own = 0.0
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        own += turns(node) * sum(seconds(body, machine, memory) for body in strategy.bodies)
+        own += node.turns * sum(seconds(body, machine, memory) for body in strategy.bodies)
         if not strategy.bodies and strategy.make is None:
             own += seconds_of(placed.block, node, strategy, machine, memory)
     return own
@@ -88,9 +73,23 @@ def _is_in_a_loop(block: Block, node: Node) -> bool:
     return any(is_elementwise(user.eqn.primitive) or user.name.startswith("reduce_") for user in users)
 
 
-def moves(placed: Placed) -> int:
-    """How often a value changes its form."""
-    return sum(times for _, times in moves_of(placed))
+T = TypeVar("T")
+
+
+def descend(
+    on: frozenset[T],
+    groups: Sequence[frozenset[T]],
+    near: Callable[[frozenset[T], frozenset[T]], Sequence[frozenset[T]]],
+    value: Callable[[frozenset[T]], float],
+) -> frozenset[T]:
+    """What costs least that can be reached by going on to what is near, for one group after the other, as long as that
+    helps."""
+    while True:
+        before = on
+        for group in groups:
+            on = min(on, *near(on, group), key=value)
+        if on == before:
+            return on
 
 
 def flops(block: Block, node: Node, strategy: Strategy) -> int:

@@ -24,16 +24,7 @@ from jaxdist.mesh import NAMES, bound
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Placed
-from jaxdist.placements.values import (
-    REPLICATED,
-    Form,
-    Partial,
-    Replicated,
-    Split,
-    form,
-    local_shape,
-    wide,
-)
+from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Split, form, local_shape, wide
 
 
 class Emitter:

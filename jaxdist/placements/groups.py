@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from jaxdist.ir.interpreter import subjaxprs
+from jaxdist.ir.interpreter import equations
+from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import on_each_host
 
 Within = int | str | None
@@ -27,7 +28,7 @@ def check_within(within: Any) -> None:
 
 def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
     """How many devices in a row share what a step keeps in shards; 0: all."""
-    sizes = {_size(within, hosts) for within in asked(closed.jaxpr, "within")}
+    sizes = {_size(within, hosts) for within in asked(closed, "within")}
     if len(sizes) > 1:
         raise ValueError(
             f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(sizes)))} devices: "
@@ -55,12 +56,7 @@ def _size(within: Within, hosts: Sequence[Any]) -> int:
     return within
 
 
-def asked(jaxpr: Jaxpr, what: str) -> set[Any]:
+def asked(closed: ClosedJaxpr, what: str) -> set[Any]:
     """What the marks of a step say of one of their parameters."""
-    found: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "jaxdist_shard" and eqn.params["level"]:
-            found.add(eqn.params[what])
-        for sub in subjaxprs(eqn):
-            found |= asked(sub, what)
-    return found
+    marks = (eqn.params for eqn in equations(closed.jaxpr) if eqn.primitive is shard_p)
+    return {params[what] for params in marks if params["level"]}

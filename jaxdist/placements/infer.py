@@ -19,18 +19,11 @@ from jax.extend.core import ClosedJaxpr
 from jaxdist.machine import VIRTUAL, Machine
 from jaxdist.mesh import MODEL, Axis
 from jaxdist.placements.block import Block, Node, flatten
-from jaxdist.placements.marked import marked
+from jaxdist.placements.marks import marked
 from jaxdist.placements.options import best
 from jaxdist.placements.owners import with_owners
 from jaxdist.placements.strategy import Placed, nbytes
-from jaxdist.placements.values import (
-    Form,
-    Partial,
-    Placement,
-    Split,
-    form,
-    tile,
-)
+from jaxdist.placements.values import Form, Partial, Placement, Split, form, tile
 
 
 class Infer:

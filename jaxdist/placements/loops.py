@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While
+from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
@@ -65,114 +65,102 @@ def join(a: Placement, b: Placement) -> Placement:
     return REPLICATED
 
 
-class _Carries:
-    """What a loop carries, on its way to a fixpoint."""
+def _carried(
+    block: Block,
+    init: Sequence[Placement],
+    first: int,
+    place: Callable[[Sequence[Placement]], Placed],
+    watch: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
+) -> tuple[Sequence[Placement], Placed]:
+    """What a loop carries, once what goes into its body comes out of it, and the body, placed so; `watch`: those that
+    are needed outside of it."""
+    consumers = {i: node.name for node in block.nodes for i in node.ins}
+    at: list[Placement] = []
+    for p, i in zip(init, block.inputs[first:], strict=False):
+        adds = block.uses[i] == 1 and consumers.get(i) in _ADDS and is_wide(block.avals[i].dtype)
+        # A sum that starts from something else than zero is no gradient: parameters, say.
+        start = Partial(is_zero(p) or (isinstance(p, Partial) and p.gradient), made=False)
+        at.append(start if adds and not isinstance(p, Split) else inside(p))
+    for _ in range(_MOST_ROUNDS):
+        placed = place(at)
+        needed = {*watch(at), *(k - first for k in placed.summed)}
+        new = [_after(a, b, k in needed) for k, (a, b) in enumerate(zip(at, placed.given, strict=False))]
+        if new == at:
+            return at, placed
+        at = new
+    at = [p if isinstance(p, Split) else REPLICATED for p in at]
+    return at, place(at)
 
-    def __init__(self, infer: Infer, block: Block, init: Sequence[Placement], first: int):
-        self.infer, self.block, self.first = infer, block, first
-        inner = block.inputs[first : first + len(init)]
-        consumers = {i: node.name for node in block.nodes for i in node.ins}
-        self.fixed: set[int] = set()
-        self.at: list[Placement] = []
-        for p, i in zip(init, inner, strict=True):
-            added = block.uses[i] == 1 and consumers.get(i) in _ADDS and is_wide(block.avals[i].dtype)
-            # A sum that starts from something else than zero is no gradient: parameters, say.
-            start = Partial(is_zero(p) or (isinstance(p, Partial) and p.gradient), made=False)
-            self.at.append(start if added and not isinstance(p, Split) else inside(p))
 
-    @property
-    def loose(self) -> frozenset[int]:
-        return frozenset(k for k, p in enumerate(self.at) if isinstance(p, Partial))
+def _after(a: Placement, b: Placement, needed: bool) -> Placement:
+    """As what came into a turn as `a`, and went out as `b`, comes into the next one."""
+    if not isinstance(a, Partial):
+        return join(a, inside(b))
+    if needed or not isinstance(b, Partial) or not b.made or b.owed:
+        return inside(b) if isinstance(b, Split) else REPLICATED
+    return Partial(b.gradient, made=False)
 
-    def update(self, placed: Placed, skip: frozenset[int] = frozenset()) -> bool:
-        """Take what a turn makes of them into account; whether something changed."""
-        new = []
-        for k, a in enumerate(self.at):
-            b = placed.given[k]
-            if isinstance(a, Partial):
-                bad = self.first + k in placed.summed or k in skip
-                if bad or not isinstance(b, Partial) or not b.made or b.owed:
-                    self.fixed.add(k)
-                    new.append(inside(b) if isinstance(b, Split) else REPLICATED)
-                else:
-                    new.append(Partial(b.gradient, made=False))
-            else:
-                new.append(join(a, inside(b)))
-        changed = new != self.at
-        self.at = new
-        return changed
 
-    def settle(self, place: Callable[[Sequence[Placement], frozenset[int]], Placed],
-               watch: Callable[[Sequence[Placement]], frozenset[int]] = lambda _: frozenset()) -> Placed:  # fmt: skip
-        """Place the body until what goes in comes out."""
-        for _ in range(_MOST_ROUNDS):
-            placed = place(self.at, self.loose)
-            if not self.update(placed, watch(self.at)):
-                return placed
-        self.at = [p if isinstance(p, Split) else REPLICATED for p in self.at]
-        return place(self.at, frozenset())
+def _loose(carry: Sequence[Placement]) -> frozenset[int]:
+    return frozenset(k for k, p in enumerate(carry) if isinstance(p, Partial))
 
-    @property
-    def given(self) -> list[Placement]:
-        """What comes out of the loop."""
-        return [replace(p, made=True) if isinstance(p, Partial) else p for p in self.at]
+
+def _out(carry: Sequence[Placement]) -> list[Placement]:
+    """What comes out of a loop."""
+    return [replace(p, made=True) if isinstance(p, Partial) else p for p in carry]
 
 
 @special("scan")
 def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer, params = walk.infer, node.eqn.params
-    scan = Scan.of(params)
-    first, count, rest = scan.consts, scan.carries, scan.consts + scan.carries
-    block = infer.block(scan.body, node.backward)
+    (body,) = bodies(node.eqn)
+    first, rest = body.carry.start, body.carry.stop
+    block = infer.block(body.closed, node.backward)
     over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
     if over_batch and (strategy := _own_turns(walk, node, ins, block, first, rest)):
         return strategy
-    stacked = range(count, len(node.outs))
-    later = walk.added_up(node).intersection(stacked)
+    later = walk.added_up(node).intersection(body.ys)
     consts: Sequence[Placement] = [throughout(p) for p in ins[:first]]
     xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
-    def place(
-        consts: Sequence[Placement],
-        xs: Sequence[Placement],
-        carries: Sequence[Placement],
-        loose: frozenset[int],
-        wants: Any = None,
-    ) -> Placed:
+    def place(consts: Any, carry: Any, xs: Any, wants: Any = None) -> Placed:
         inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
-        return infer.place(block, [*consts, *carries, *inner], wants, loose | later)
+        return infer.place(block, [*consts, *carry, *inner], wants, _loose(carry) | later)
 
-    def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], _Carries, Placed]:
-        carries = _Carries(infer, block, ins[first:rest], first)
-        return xs, carries, carries.settle(functools.partial(place, consts, xs))
+    def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], Placed]:
+        return _carried(block, ins[first:rest], first, lambda carry: place(consts, carry, xs))
 
-    xs, carries, placed = settle(xs)
+    carry, placed = settle(xs)
     examples = sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:])
     if over_batch and placed.communicates and _is_little(infer, examples):
         # Little work, a turn after the other: to gather the batch once may be less than a message in each turn.
-        whole = settle([p if isinstance(p, Split) and p.stored else REPLICATED for p in xs])
-        if not whole[-1].communicates and seconds(whole[-1], infer.machine) <= infer.link.latency:
-            xs, carries, placed = whole
-    consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, xs, carries.at, carries.loose)])
-    wants: list[Form | None] = [form(p) for p in carries.at]
-    gives: list[Placement] = carries.given
-    marked = infer.marked(walk.block)
-    for k in stacked:
-        p, o = placed.returned(k), node.outs[k]
-        if isinstance(p, Partial) and k not in later and not _is_little(infer, nbytes(walk.block.avals[o])):
-            dim, shape = marked.get(o), walk.block.avals[o].shape
-            p = infer.shard(dim - 1, shape[dim]) if dim else REPLICATED
-        p = settled(p)
+        gathered = [p if isinstance(p, Split) and p.stored else REPLICATED for p in xs]
+        other, whole = settle(gathered)
+        if not whole.communicates and seconds(whole, infer.machine) <= infer.link.latency:
+            carry, xs, placed = other, gathered, whole
+    consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
+    wants, gives = [form(p) for p in carry], _out(carry)
+    for k in body.ys:
+        p = settled(_stacked(walk, node.outs[k], placed.returned(k), k in later))
         wants.append(form(p))
         outer = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
         gives.append(Replicated() if isinstance(outer, Replicated) else outer)
-    placed = place(consts, xs, carries.at, carries.loose, wants)
+    placed = place(consts, carry, xs, wants)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, args, {**params, "jaxpr": emitter.body(placed)})
 
-    takes = [form(p) for p in (*consts, *carries.at, *xs)]
-    return Strategy(takes, gives, run, bodies=[placed])
+    return Strategy([form(p) for p in (*consts, *carry, *xs)], gives, run, bodies=[placed])
+
+
+def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
+    """A turn's part of what a loop stacks up: large summands are reduced in each turn, into slices if these are wanted,
+    unless they are added up after it."""
+    aval = walk.block.avals[o]
+    if not isinstance(p, Partial) or later or _is_little(walk.infer, nbytes(aval)):
+        return p
+    dim = walk.infer.marked(walk.block).get(o)
+    return walk.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
 
 
 def _is_little(infer: Infer, size: int) -> bool:
@@ -239,34 +227,34 @@ def _own_turns(
 
 @special("while")
 def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    infer, params = walk.infer, node.eqn.params
-    loop = While.of(params)
-    cond, body = infer.block(loop.cond, node.backward), infer.block(loop.body, node.backward)
-    *given, initial = loop.split(ins)
-    cond_consts, consts = ([throughout(p) for p in ps] for ps in given)
+    infer = walk.infer
+    test, loop = bodies(node.eqn)
+    cond, body = (infer.block(one.closed, node.backward) for one in (test, loop))
+    cond_consts, consts = ([throughout(p) for p in one.split(ins)[0]] for one in (test, loop))
     if cond.avals[cond.outputs[0]].shape:
         return _batched_while(walk, node, ins, cond_consts, consts, cond, body)
-    carries = _Carries(infer, body, initial, loop.body_consts)
 
     def again(carry: Sequence[Placement]) -> Placed:
         return infer.place(cond, [*cond_consts, *carry], [REPLICATED])
 
-    def needed(carry: Sequence[Placement]) -> frozenset[int]:
-        return frozenset(i - loop.cond_consts for i in again(carry).summed)
+    def turn(consts: Sequence[Placement], carry: Sequence[Placement], wants: Any = None) -> Placed:
+        return infer.place(body, [*consts, *carry], wants, _loose(carry))
 
-    placed = carries.settle(lambda carry, loose: infer.place(body, [*consts, *carry], None, loose), needed)
-    place = lambda cut: [infer.place(body, [*cut, *carries.at], None, carries.loose)]
-    consts, _ = sliced(consts, [placed], place)
-    wants = [form(p) for p in carries.at]
-    placed = infer.place(body, [*consts, *carries.at], wants, carries.loose)
-    more = again(carries.at)
+    def needed(carry: Sequence[Placement]) -> list[int]:
+        return [i - test.carry.start for i in again(carry).summed]
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        new = {"cond_jaxpr": emitter.body(more), "body_jaxpr": emitter.body(placed)}
-        return emitter.bind(node, args, {**params, **new})
+    start = loop.split(ins)[1]
+    carry, placed = _carried(body, start, loop.carry.start, lambda carry: turn(consts, carry), needed)
+    consts, _ = sliced(consts, [placed], lambda cut: [turn(cut, carry)])
+    found = again(carry), turn(consts, carry, [form(p) for p in carry])
+    takes = [form(p) for p in (*cond_consts, *consts, *carry)]
+    return Strategy(takes, _out(carry), functools.partial(_run_while, found), bodies=found)
 
-    takes = [form(p) for p in (*cond_consts, *consts, *carries.at)]
-    return Strategy(takes, carries.given, run, bodies=[more, placed])
+
+def _run_while(placed: tuple[Placed, Placed], emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
+    """With the condition and the body placed so."""
+    cond, body = map(emitter.body, placed)
+    return emitter.bind(node, args, {**node.eqn.params, "cond_jaxpr": cond, "body_jaxpr": body})
 
 
 def _batched_while(
@@ -282,29 +270,23 @@ def _batched_while(
 
     If nothing is exchanged in its turns each device stops with the last of its own examples.
     """
-    infer, params = walk.infer, node.eqn.params
-    rank, avals = len(cond.avals[cond.outputs[0]].shape), [walk.block.avals[o] for o in node.outs]
-    splits = [p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank]
-    carried: list[Placement] = [REPLICATED] * len(avals)
-    strategies: list[tuple[Placed, Placed]] = []
-    for split in splits[:1]:
-        to = form(split)
-        if all(a.shape[split.dim] == split.outer * split.size for a in avals):
-            more = infer.place(cond, [*cond_consts, *[to] * len(avals)], [to])
-            placed = infer.place(body, [*consts, *[to] * len(avals)], [to] * len(avals))
-            if _is_local(infer, more) and _is_local(infer, placed):
-                strategies, carried = [(more, placed)], [replace(split, whole=False)] * len(avals)
-    if not strategies:
-        cond_consts, consts = [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts)
-        more = infer.place(cond, [*cond_consts, *carried], [REPLICATED])
-        strategies = [(more, infer.place(body, [*consts, *carried], [REPLICATED] * len(avals)))]
-    more, placed = strategies[0]
+    infer, avals = walk.infer, [walk.block.avals[o] for o in node.outs]
+    rank = len(cond.avals[cond.outputs[0]].shape)
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        new = {"cond_jaxpr": emitter.body(more), "body_jaxpr": emitter.body(placed)}
-        return emitter.bind(node, args, {**params, **new})
+    def place(to: Form) -> tuple[Placed, Placed]:
+        carry = [to] * len(avals)
+        return infer.place(cond, [*cond_consts, *carry], [to]), infer.place(body, [*consts, *carry], carry)
 
-    return Strategy([form(p) for p in (*cond_consts, *consts, *carried)], carried, run)
+    split = next((p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank), None)
+    if split is not None and all(a.shape[split.dim] == split.outer * split.size for a in avals):
+        placed, carried = place(form(split)), replace(split, whole=False)
+        if all(_is_local(infer, one) for one in placed):
+            takes = [form(p) for p in (*cond_consts, *consts, *[carried] * len(avals))]
+            return Strategy(takes, [carried] * len(avals), functools.partial(_run_while, placed), bodies=placed)
+    cond_consts, consts = [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts)
+    placed = place(REPLICATED)
+    whole = [REPLICATED] * len(avals)
+    return Strategy([REPLICATED] * len(ins), whole, functools.partial(_run_while, placed), bodies=placed)
 
 
 def _is_local(infer: Infer, placed: Placed) -> bool:

@@ -1,4 +1,5 @@
-"""What the marks of `jaxdist.zero` say of the inputs of a step: which leaves of the state are to be kept in shards.
+"""What the marks of `jaxdist.zero` say: which leaves of the state are kept in shards, and what is reduced straight into
+slices, because it leads to a mark or is used in slices alone.
 
 `jaxdist.zero` marks what its update is given. A mark on a value that is an input of the step, as it came, says how that
 input is to be kept between steps: the optimizer's state in shards from level 1, parameters at level 3. Where the update
@@ -7,15 +8,16 @@ is not given the parameters, they are the inputs that its results are added to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxdist.ir.control_flow import CHECKPOINT, Scan, While, branches, checkpointed
+from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.ir.operations import SAME, is_elementwise
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Cut, choose
+from jaxdist.placements.run import run_as_is
+from jaxdist.placements.values import REPLICATED, Form, Partial, Split, reshaped
 
 _KEPT = {"state": 1, "parameter": 3, "requested": 0}
 
@@ -57,7 +59,7 @@ class Marks:
         ]
 
 
-def marks(infer: Infer, block: Block, level: int | None) -> Marks:
+def marks(infer: Any, block: Block, level: int | None) -> Marks:
     """The marks of a step."""
     found = Marks()
     _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
@@ -70,36 +72,48 @@ def marks(infer: Infer, block: Block, level: int | None) -> Marks:
 
 
 def _follow(
-    infer: Infer, block: Block, inputs: Sequence[_From | _Update | None], found: Marks, level: int | None
+    infer: Any, block: Block, inputs: Sequence[_From | _Update | None], found: Marks, level: int | None
 ) -> list[_From | _Update | None]:
     at: list[Any] = [None] * len(block.avals)
     for i, source in zip(block.inputs, inputs, strict=True):
         at[i] = source
     for node in block.traced:
-        for o, source in zip(node.outs, _node(infer, node, [at[i] for i in node.ins], found, level), strict=True):
+        args = [at[i] for i in node.ins]
+        if node.name in CONTROL_FLOW:
+            outs = _in_bodies(infer, node, args, found, level)
+        else:
+            outs = _node(node, args, found, level)
+        for o, source in zip(node.outs, outs, strict=True):
             at[o] = source
     return [at[i] for i in block.outputs]
 
 
+def _in_bodies(
+    infer: Any, node: Node, args: Sequence[_From | _Update | None], found: Marks, level: int | None
+) -> Sequence[_From | _Update | None]:
+    """What all branches agree on, and no turn of a loop changes."""
+    every = []
+    for body in bodies(node.eqn):
+        if not body.outs:
+            continue
+        found.sliced |= {a.index for k in body.xs if isinstance(a := args[body.ins[k]], _From)}
+        given = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
+        outs = _follow(infer, infer.block(body.closed, node.backward), given, found, level)
+        for o, k in enumerate(body.carry):
+            outs[o] = outs[o] if outs[o] == given[k] else None
+        every.append([None if o in body.ys else source for o, source in enumerate(outs)])
+    return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
+
+
 def _node(
-    infer: Infer, node: Node, args: list[_From | _Update | None], found: Marks, level: int | None
+    node: Node, args: Sequence[_From | _Update | None], found: Marks, level: int | None
 ) -> Sequence[_From | _Update | None]:
     name, params, nothing = node.name, node.eqn.params, [None] * len(node.outs)
     if name == "jaxdist_shard":
-        role, own = params["role"], params["level"]
-        if role != "requested":
-            found.levels.add(own)
-            own = own if level is None else level
-        if role == "update":
-            found.updates |= own == 3
+        own = params["level"] if level is None or params["role"] == "requested" else level
+        _mark(params, args[0], own, found)
+        if params["role"] == "update":
             return [_Update(own)]
-        if isinstance(args[0], _From):
-            if role in ("state", "parameter"):
-                found.roles.setdefault(args[0].index, role)
-            if args[0].exact and role in _KEPT and own >= _KEPT[role] and (own or role == "requested"):
-                found.sharded.add(args[0].index)
-                if params["offload"] and role == "state":
-                    found.offloaded.add(args[0].index)
     if name == "gather" and isinstance(args[0], _From) and 0 in params["dimension_numbers"].collapsed_slice_dims:
         found.sliced.add(args[0].index)
     if name in SAME:
@@ -114,25 +128,77 @@ def _node(
                 return nothing
         return [update] * len(node.outs)
     if name == "convert_element_type":
-        return [_From(args[0].index, exact=False) if isinstance(args[0], _From) else args[0]]
-    if name == "optimization_barrier":
-        return args
-    if name == "scan":
-        scan = Scan.of(params)
-        consts, carry, xs = scan.split(args)
-        found.sliced |= {a.index for a in xs if isinstance(a, _From)}
-        body = infer.block(scan.body, node.backward)
-        outs = _follow(infer, body, [*consts, *carry, *[None] * len(xs)], found, level)
-        return [o if o == a else None for o, a in zip(outs, carry, strict=False)] + nothing[scan.carries :]
-    if name == "while":
-        loop = While.of(params)
-        _, consts, carry = loop.split(args)
-        outs = _follow(infer, infer.block(loop.body, node.backward), [*consts, *carry], found, level)
-        return [o if o == a else None for o, a in zip(outs, carry, strict=True)]
-    if name == "cond":
-        bodies = [infer.block(b, node.backward) for b in branches(params)]
-        every = [_follow(infer, b, args[1:], found, level) for b in bodies]
-        return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
-    if name in CHECKPOINT:
-        return _follow(infer, infer.block(checkpointed(params), node.backward), args, found, level)
-    return nothing
+        return [replace(args[0], exact=False) if isinstance(args[0], _From) else args[0]]
+    return args if name == "optimization_barrier" else nothing
+
+
+def _mark(params: Mapping[str, Any], source: _From | _Update | None, own: int, found: Marks) -> None:
+    """Write down what a mark at level `own` says of the input that it is on."""
+    role = params["role"]
+    if role != "requested":
+        found.levels.add(params["level"])
+    if role == "update":
+        found.updates |= own == 3
+    elif isinstance(source, _From):
+        if role in ("state", "parameter"):
+            found.roles.setdefault(source.index, role)
+        if source.exact and role in _KEPT and own >= _KEPT[role] and (own or role == "requested"):
+            found.sharded.add(source.index)
+            if params["offload"] and role == "state":
+                found.offloaded.add(source.index)
+
+
+def marked(infer: Any, block: Block) -> dict[int, int]:
+    """Of each such value the dimension along which the mark will have it split."""
+    found: dict[int, int] = {}
+    for node in reversed(block.nodes):
+        if node.name == "jaxdist_shard":
+            dim = infer.choose(block.avals[node.ins[0]].shape)
+            if dim is not None and node.eqn.params["role"] != "requested" and infer.level(node) > 0:
+                found.setdefault(node.ins[0], dim)
+            continue
+        dims = [found[o] for o in node.outs if o in found]
+        if not dims:
+            continue
+        dim = dims[0]
+        if node.name == "transpose":
+            found.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
+        elif node.name in ("reshape", "squeeze"):
+            old, new = (block.avals[i].shape for i in (node.ins[0], node.outs[0]))
+            before = reshaped(infer.shard(dim, new[dim]), new, old)
+            if before is not None and before.is_tile(infer.devices):
+                found.setdefault(node.ins[0], before.dim)
+        elif is_elementwise(node.eqn.primitive) or node.name == "jaxdist_all_reduce":
+            shape = block.avals[node.outs[0]].shape
+            for i in node.ins:
+                if block.avals[i].shape == shape:
+                    found.setdefault(i, dim)
+    return found
+
+
+def used_in_slices(walk: Any) -> dict[int, Split]:
+    """Summands that were added up on every device though one slice each is used, as of the gradient of what was
+    gathered; and that slice. What every device computes on the way to it can be cut as well."""
+    block, at = walk.block, walk.at
+    taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
+    found: dict[int, Split] = {}
+    for node, strategy in zip(reversed(block.nodes), reversed(walk.placed.strategies), strict=True):
+        takes = [to or REPLICATED for to in strategy.takes]
+        for i, given in zip(node.outs, strategy.gives, strict=True):
+            if isinstance(given, Partial) and (to := _slice(taken.get(i))) and to.is_tile(walk.n):
+                found[i] = to
+        whole = strategy.run is run_as_is and not any(isinstance(at[i], Split) for i in node.ins)
+        to = _slice(taken.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
+        described = walk.factors(node) if to else None
+        factor = described.results[0][to.dim] if described and to else None
+        if described and to and factor is not None:
+            takes = [to.at(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
+        for i, form_ in zip(node.ins, takes, strict=True):
+            taken.setdefault(i, set()).add(form_)
+    return found
+
+
+def _slice(forms: set[Form] | None) -> Split | None:
+    """The only form, if that is a slice."""
+    only = next(iter(forms)) if forms and len(forms) == 1 else None
+    return only if isinstance(only, Split) else None

@@ -95,8 +95,8 @@ def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Componen
     return found
 
 
-_Nodes = dict[int, Node]
-"""Operations, by id."""
+_Places = dict[int, None]
+"""Operations, by their places in the block; in an order."""
 _Key = tuple[int, int]
 """A stage, and a component in it."""
 
@@ -109,8 +109,11 @@ class _Finder:
     """
 
     def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int, apart: bool):
-        self._most, self._apart = most, apart
+        self._most, self._apart, self._whole = most, apart, whole
         self.infer, self.placed, self.block = infer, placed, placed.block
+        self._moved = [moved[id(node)] for node in self.block.nodes]
+        self._maker = {o: k for k, node in enumerate(self.block.nodes) for o in node.outs}
+        self._results = set(self.block.outputs)
         self._parents: list[int] = []  # of components that were joined
         count = len(self.block.avals)
         self._stage, self._component = [0] * count, [-1] * count
@@ -122,13 +125,6 @@ class _Finder:
         self._alone: list[bool] = []  # whether one device may do it
         for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
             self._enter(node, strategy, is_whole)
-        self._whole, self._moved, self._maker = whole, moved, self.block.makers
-        self._position = {id(node): k for k, node in enumerate(self.block.nodes)}
-        self._results = set(self.block.outputs)
-        self._takers: dict[int, set[int]] = {}  # of each value, ids of operations
-        for node in self.block.nodes:
-            for i in node.ins:
-                self._takers.setdefault(i, set()).add(id(node))
 
     def _root(self, component: int) -> int:
         while self._parents[component] != component:
@@ -143,7 +139,8 @@ class _Finder:
         stage = max((self._stage[i] for i in node.ins), default=0)
         joined = {i: self._root(self._component[i]) for i in node.ins
                   if self._component[i] >= 0 and self._stage[i] == stage}  # fmt: skip
-        inside = not of_batch and self._may_be_inside(node, strategy)
+        keys = any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
+        inside = not of_batch and not keys and _is_pure(node, strategy, self._most)
         if inside and not is_whole and len(set(joined.values())) > 1:
             # Matrices meet in numbers that are few, as in the norm of all of them: not to be one for that.
             inside = not any(self._small[i] for i in joined)
@@ -154,11 +151,10 @@ class _Finder:
         if not inside:
             stage += bool(joined)
         elif is_whole or joined:
-            roots = sorted(set(joined.values()))
-            component = roots[0] if roots else len(self._parents)
-            if not roots:
+            component = min(joined.values(), default=len(self._parents))
+            if not joined:
                 self._parents.append(component)
-            for other in roots[1:]:
+            for other in joined.values():
                 self._parents[other] = component
         self._at.append((stage, component))
         self._alone.append(inside)
@@ -166,94 +162,84 @@ class _Finder:
             self._stage[o], self._component[o] = stage, component
             self._small[o] |= all(self._small[i] for i in node.ins)
 
-    def _may_be_inside(self, node: Node, strategy: Strategy) -> bool:
-        """Whether one device alone may do it."""
-        values = (*node.ins, *node.outs)
-        if any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in values):
-            return False
-        return _is_pure(node, strategy, self._most)
-
-    def _takes_all(self, node: Node) -> bool:
+    def _takes_all(self, k: int) -> bool:
         """Whether it would gather what comes back in slices, as the entry that is picked from a sorted array."""
-        at, avals = self.placed.at, self.block.avals
+        at, avals, node = self.placed.at, self.block.avals, self.block.nodes[k]
         there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
                     if self.infer.choose(avals[i].shape) is not None)  # fmt: skip
         gathers = node.name in CONTRACTION or all(isinstance(at[o], Replicated) for o in node.outs)
-        return self._moved[id(node)] > 0 or (there and gathers)
+        return self._moved[k] > 0 or (there and gathers)
 
     def found(self) -> list[Component]:
         """The components, without what only follows from them, unless fewer bytes travel with it."""
-        members: dict[_Key, list[Node]] = {}
-        followers: dict[_Key, list[Node]] = {}
+        members: dict[_Key, list[int]] = {}
+        followers: dict[_Key, list[int]] = {}
         needed: dict[int, set[_Key]] = {}  # values, and the components that take them
-        for node in reversed(self.block.nodes):
-            stage, component = self._at[self._position[id(node)]]
+        for k, node in reversed([*enumerate(self.block.nodes)]):
+            stage, component = self._at[k]
             if component < 0:
                 continue
             key = stage, self._root(component)
-            whole = self._whole[self._position[id(node)]]
-            if whole or self._takes_all(node) or any(key in needed.get(o, ()) for o in node.outs):
-                members.setdefault(key, []).append(node)
+            if self._whole[k] or self._takes_all(k) or any(key in needed.get(o, ()) for o in node.outs):
+                members.setdefault(key, []).append(k)
                 for i in node.ins:
                     needed.setdefault(i, set()).add(key)
             else:
-                followers.setdefault(key, []).append(node)
+                followers.setdefault(key, []).append(k)
         found = []
-        for key, nodes in sorted(members.items()):
-            own = {id(node): node for node in nodes}
+        for key in sorted(members):
+            own = dict.fromkeys(members[key])
             self._take_followers(own, followers.get(key, [])[::-1])
             self._take_makers(own)
             found.append(self._of(own, key[0]))
         return found
 
-    def _of(self, own: _Nodes, stage: int) -> Component:
-        nodes = sorted(own.values(), key=lambda node: self._position[id(node)])
+    def _of(self, own: _Places, stage: int) -> Component:
+        nodes = [self.block.nodes[k] for k in sorted(own)]
         made = dict.fromkeys(o for node in nodes for o in node.outs)
         taken = dict.fromkeys(i for node in nodes for i in node.ins)
         ins = tuple(i for i in taken if i not in made and i not in self.block.known)
         return Component(nodes, ins, tuple(o for o in made if not self._is_for(o, own)), stage)
 
-    def _is_for(self, i: int, own: _Nodes) -> bool:
+    def _is_for(self, i: int, own: _Places) -> bool:
         """Whether a value is taken by nothing but these operations."""
-        return i not in self._results and all(taker in own for taker in self._takers.get(i, ()))
+        return i not in self._results and all(k in own for k in self.block.users.get(i, ()))
 
-    def _take_followers(self, own: _Nodes, followers: Sequence[Node]) -> None:
+    def _take_followers(self, own: _Places, followers: Sequence[int]) -> None:
         """Those of which less comes back, as a sum of squares."""
-        before: dict[int, _Nodes] = {}  # by id of a follower: it and those that it follows from
-        for node in followers:
-            made = [before.get(id(self._maker[i]), {}) for i in node.ins if i in self._maker]
-            before[id(node)] = {k: n for nodes in made for k, n in nodes.items()} | {id(node): node}
-            self._take(own, before[id(node)])
+        before: dict[int, _Places] = {}  # it and the followers that it follows from
+        for k in followers:
+            made = [before.get(self._maker[i], {}) for i in self.block.nodes[k].ins if i in self._maker]
+            before[k] = dict.fromkeys([*(j for places in made for j in places), k])
+            self._take(own, before[k])
 
-    def _take_makers(self, own: _Nodes) -> None:
+    def _take_makers(self, own: _Places) -> None:
         """What makes more of its operands, as where a matrix is also needed transposed."""
         count = 0
         while count != len(own):
             count = len(own)
-            makers = {i: self._maker[i] for node in own.values() for i in node.ins if i in self._maker}
-            for node in makers.values():
-                _, component = self._at[self._position[id(node)]]
-                for_it = component < 0 and all(self._is_for(o, own) for o in node.outs)
-                if for_it and self._alone[self._position[id(node)]]:
-                    self._take(own, {id(node): node})
+            for i in dict.fromkeys(i for k in own for i in self.block.nodes[k].ins if i in self._maker):
+                k = self._maker[i]
+                alone = self._at[k][1] < 0 and self._alone[k]
+                if alone and all(self._is_for(o, own) for o in self.block.nodes[k].outs):
+                    self._take(own, {k: None})
 
-    def _take(self, own: _Nodes, more: _Nodes) -> None:
+    def _take(self, own: _Places, more: _Places) -> None:
         """Add operations to those of a component, if fewer bytes travel then."""
-        more = {k: node for k, node in more.items() if k not in own}
-        values = {i for node in more.values() for i in (*node.ins, *node.outs)}
+        more = {k: None for k in more if k not in own}
+        nodes = [self.block.nodes[k] for k in more]
+        values = {i for node in nodes for i in (*node.ins, *node.outs)}
         without = self._sent(values, own) + sum(self._moved[k] for k in more)
-        own.update(more)
-        if self._sent(values, own) >= without:
-            for k in more:
-                del own[k]
+        if self._sent(values, {**own, **more}) < without:
+            own.update(more)
 
-    def _sent(self, values: Collection[int], own: _Nodes) -> int:
+    def _sent(self, values: Collection[int], own: _Places) -> int:
         """Bytes of some values that travel to these operations and back."""
 
         def travels(i: int) -> bool:
-            if i in self._maker and id(self._maker[i]) in own:
+            if self._maker.get(i) in own:
                 return not self._is_for(i, own)
-            return isinstance(self.placed.at[i], Split) and any(taker in own for taker in self._takers.get(i, ()))
+            return isinstance(self.placed.at[i], Split) and any(k in own for k in self.block.users.get(i, ()))
 
         return sum(nbytes(self.block.avals[i]) for i in values if travels(i))
 

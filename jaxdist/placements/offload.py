@@ -14,13 +14,12 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist.errors import StepError
-from jaxdist.ir.interpreter import Interpreter, called, live, retrace
+from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed, retrace
 from jaxdist.ir.primitives import fetch_p, shard_p
-from jaxdist.mesh import Axis, bound
+from jaxdist.mesh import Axis
 
 _STAGES = 16
 """About so many, if there are leaves enough. Two or three of them are on the device at a time."""
@@ -66,11 +65,11 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
     for stage, part in zip(stages, parts[1:], strict=True):
         after = [*updated, *([stage.gradient] if stage.gradient in done else [])]
         out += _fetching([jaxpr.invars[i] for i in stage.arguments], after, names, axes)
-        out += [eqn.replace(invars=_named(eqn.invars, names)) for eqn in part]
+        out += [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in part]
         done.update(v for eqn in part for v in eqn.outvars)
         results = [jaxpr.outvars[k] for i in stage.arguments if (k := offloaded[i]) is not None]
         updated = [v for v in _variables(results) if v in done]
-    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=_named(jaxpr.outvars, names)), closed.consts)
+    return ClosedJaxpr(jaxpr.replace(eqns=out, outvars=renamed(jaxpr.outvars, names)), closed.consts)
 
 
 class _Flat(Interpreter):
@@ -133,15 +132,9 @@ def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], a
     def fetch(*operands: Any) -> list[Any]:
         return fetch_p.bind(*operands, count=len(own))
 
-    operands = [*own, *after]
-    traced = jax.make_jaxpr(fetch, axis_env=bound(axes))(*(v.aval for v in operands)).jaxpr
-    given = dict(zip(traced.invars, _named(operands, names), strict=True))
-    names.update(zip(own, traced.outvars, strict=True))
-    return [eqn.replace(invars=_named(eqn.invars, given)) for eqn in traced.eqns]
-
-
-def _named(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
-    return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
+    eqns, fetched, _ = inlined(fetch, renamed([*own, *after], names), axes)
+    names.update(zip(own, fetched, strict=True))
+    return eqns
 
 
 def _variables(atoms: Sequence[Any]) -> Iterator[Any]:

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxdist.placements.block import TO_A_SUM, Block, Node
-from jaxdist.placements.cost import cost, moves, moves_of, seconds, sent_by
-from jaxdist.placements.marked import used_in_slices
+from jaxdist.placements.cost import cost, descend, seconds, sent_by
+from jaxdist.placements.marks import used_in_slices
 from jaxdist.placements.strategy import Placed, Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split
 from jaxdist.placements.walk import Choice, Walk
@@ -56,7 +56,9 @@ def or_whole(
     link, machine = infer.link, infer.machine
     size = sum(nbytes(block.avals[block.inputs[k]]) for k in examples)
     gathered, computed = link.seconds("all-gather", size), seconds(placed, machine)
-    if max(gathered, computed) > moves(placed) * link.latency:  # whichever of these travel together
+    if (
+        max(gathered, computed) > sum(times for _, times in placed.moves) * link.latency
+    ):  # whichever of these travel together
         return placed
     whole = infer.place(block, ins, placed.outs, whole=frozenset(examples))
     more = gathered + seconds(whole, machine) - computed
@@ -89,15 +91,10 @@ class _Descent:
         self._known: dict[On, tuple[float, float, Placed]] = {On(): (cost, cost, walk.placed)}
 
     def best(self) -> Placed:
-        """The end of a descent from all or none of them, whichever costs less: a group after the other is switched, as
-        long as that helps."""
-        count = len(self._groups)
-        on = min(On(), On(range(count)), key=self._value)
-        k = since = 0  # groups tried since one was switched
-        while since < count:
-            better = min(on, on ^ {k}, key=self._value)
-            since = since + 1 if better == on else 0
-            on, k = better, (k + 1) % count
+        """The end of a descent from all or none of them, whichever costs less."""
+        groups = [On({k}) for k in range(len(self._groups))]
+        start = min(On(), On().union(*groups), key=self._value)
+        on = descend(start, groups, lambda on, group: [on ^ group], self._value)
         return replace(self._known[on][2], weighed=self._weighed(on))
 
     def _weighed(self, on: On) -> list[Weighed]:
@@ -148,7 +145,7 @@ class _Descent:
 def _messages(placed: Placed) -> Counter[tuple[str, int]]:
     """The kind and bytes of what travels, and how often."""
     found = Counter[tuple[str, int]]()
-    for move, times in moves_of(placed):
+    for move, times in placed.moves:
         if not move.again:
             found[move.kind, move.bytes] += times
     return found

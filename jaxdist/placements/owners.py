@@ -71,7 +71,7 @@ def check_split(split: Any) -> None:
 
 def way(closed: ClosedJaxpr) -> Way:
     """What the marks of a step ask for."""
-    found = asked(closed.jaxpr, "split") - {None}
+    found = asked(closed, "split") - {None}
     if len(found) > 1:
         raise ValueError(
             "the step has an update with split='slices' and one with split='owners': give each jaxdist.zero in it the "
@@ -165,7 +165,6 @@ def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
     costs: dict[int, float] = {}
     always = set()
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        times = node.eqn.params["length"] if node.name == "scan" else 1
         inner = [_costs(infer, body, bytes_moved(body)) for body in strategy.bodies]
         alone = strategy.bodies or strategy.make
         own = 0 if alone else seconds_of(placed.block, node, strategy, machine)
@@ -173,7 +172,7 @@ def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
         travel = max(moved[id(node)], reduced)
         own += travel / link.bandwidth + (link.latency if travel else 0)
-        costs[id(node)] = own + times * sum(sum(c.values()) for c, _ in inner)
+        costs[id(node)] = own + node.turns * sum(sum(c.values()) for c, _ in inner)
         alone = not strategy.bodies and node.name not in CONTRACTION and is_whole_work(node, strategy, placed.at, moved)
         if alone or any(found for _, found in inner):
             always.add(id(node))

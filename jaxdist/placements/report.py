@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxdist.ir.control_flow import Scan
+from jaxdist.ir.control_flow import bodies
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.cost import flops, moves_of, turns
+from jaxdist.placements.cost import flops
 from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Move, Placed
 from jaxdist.placements.values import Replicated, Split, reshaped
 from jaxdist.text import text_of
@@ -47,53 +48,50 @@ def rows(over: Sequence[Placed]) -> list[Row]:
     """What moves, most bytes first, then what is repeated."""
     if not over:
         return []
-    moved: dict[tuple[str, str, str, str, str], int] = {}
-    leaves: dict[tuple[str, str, str, str, str], dict[str, None]] = {}
-    for placed, move, times in ((one, *move) for one in over for move in moves_of(one)):
-        if move.again or move.node.name == "jaxdist_all_reduce":  # over several axes: that over the first is here
-            continue
-        key = (placed.axis, _kind(move), move.node.name, move.node.line, move.why)
-        leaves.setdefault(key, {}).update(dict.fromkeys(_leaf(placed, move)))
-        moved[key] = moved.get(key, 0) + move.bytes * times
-    table = []
-    for (axis, what, name, line, why), size in sorted(moved.items(), key=lambda item: -item[1]):
-        if not size:  # of values without entries
-            continue
-        moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
-        of_batch = _of_batch(what) and why != IN_PLACE
-        reason = (why if moves or why == IN_PLACE else "") or (_REASONS.get(name, "") if of_batch else "")
-        instead, named = _INSTEAD.get(name, "") if of_batch else "", tuple(leaves[axis, what, name, line, why])
-        table.append(Row(axis, what, name, line, size, leaves=named, why=reason, instead=instead))
+    found = _moved(over)
     placed = next((one for one in over if one.axis in (GROUP, AXIS)), over[0])
     if placed.whole:
         why = "the step is small: to compute all of it takes less time than messages would"
-        return [*table, Row(placed.axis, "repeated", "all of it", "", flops=work(placed), share=1.0, why=why)]
+        return [*found, Row(placed.axis, "repeated", "all of it", "", flops=work(placed), share=1.0, why=why)]
     if again := unsplit(placed):
-        why, instead = "no argument is taken for the batch", "batch_argnums= says which one is"
-        table.append(
-            Row(
-                placed.axis,
-                "repeated",
-                "all of it",
-                "",
-                flops=again,
-                share=again / work(placed),
-                why=why,
-                instead=instead,
-            )
+        share, why, instead = (
+            again / work(placed),
+            "no argument is taken for the batch",
+            "batch_argnums= says which one is",
         )
-        return table
+        row = Row(placed.axis, "repeated", "all of it", "", flops=again, share=share, why=why, instead=instead)
+        return [*found, row]
     for one in over:
-        total = 0
-        repeated: dict[tuple[str, str], int] = {}
+        total, repeated = 0, Counter[tuple[str, str]]()
         for node, cost, again in _work(one, 1):
             total += cost
             if again:
-                repeated[node.name, node.line] = repeated.get((node.name, node.line), 0) + cost
-        for (name, line), cost in sorted(repeated.items(), key=lambda item: -item[1]):
-            why = "every device has all of its operands"
-            table.append(Row(one.axis, "repeated", name, line, flops=cost, share=cost / max(total, 1), why=why))
-    return table
+                repeated[node.name, node.line] += cost
+        why = "every device has all of its operands"
+        for (name, line), cost in repeated.most_common():
+            found.append(Row(one.axis, "repeated", name, line, flops=cost, share=cost / max(total, 1), why=why))
+    return found
+
+
+def _moved(over: Sequence[Placed]) -> list[Row]:
+    """What moves, but for values without entries."""
+    bytes_of = Counter[tuple[Row, str]]()
+    leaves: dict[tuple[Row, str], dict[str, None]] = {}
+    for placed, (move, times) in ((one, moved) for one in over for moved in one.moves):
+        name = move.node.name
+        if move.again or name == "jaxdist_all_reduce":  # over several axes: that over the first is here
+            continue
+        what = (
+            f"{move.kind} of {'shards' if move.stored else 'activations'}" if move.kind in _ACTIVATIONS else move.kind
+        )
+        of_batch = _of_batch(what) and move.why != IN_PLACE
+        moves = what not in ("all-reduce", "reduce-scatter")  # which is what data parallelism is
+        why = (move.why if moves or move.why == IN_PLACE else "") or (_REASONS.get(name, "") if of_batch else "")
+        instead = _INSTEAD.get(name, "") if of_batch else ""
+        key = Row(placed.axis, what, name, move.node.line, why=why, instead=instead), move.why
+        bytes_of[key] += move.bytes * times
+        leaves.setdefault(key, {}).update(dict.fromkeys(_leaf(placed, move)))
+    return [replace(key[0], bytes=size, leaves=tuple(leaves[key])) for key, size in bytes_of.most_common() if size]
 
 
 def choices(over: Sequence[Placed]) -> list[str]:
@@ -102,16 +100,13 @@ def choices(over: Sequence[Placed]) -> list[str]:
     return [text for _, text in found[:_MOST_CHOICES]]
 
 
-def _weighed(placed: Placed, times: int = 1) -> Iterator[tuple[float, str]]:
-    for one in placed.weighed:
+def _weighed(placed: Placed) -> Iterator[tuple[float, str]]:
+    for one, times in ((one, times) for block, times in placed.blocks() for one in block.weighed):
         what = _some([*dict.fromkeys(map(_told, one.of))]) or "all of it"
         sign, seconds = "-" if one.bytes < 0 else "+", times * one.seconds
         more = f"+{1e3 * seconds:.3g} ms, {sign}{in_words(round(abs(times * one.bytes)))}"
         way = f"{one.name}; otherwise: {more}" if one.taken else f"as usual; if {one.name}: {more}"
         yield seconds, f"{what}: {way}"
-    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        for body in strategy.bodies:
-            yield from _weighed(body, times * turns(node))
 
 
 def _told(one: Node | str) -> str:
@@ -210,12 +205,6 @@ def _of_batch(what: str) -> bool:
     return what.endswith("of activations")
 
 
-def _kind(move: Move) -> str:
-    if move.kind not in _ACTIVATIONS:
-        return move.kind
-    return f"{move.kind} of {'shards' if move.stored else 'activations'}"
-
-
 def _leaf(placed: Placed, move: Move) -> list[str]:
     """The name of the leaf of the arguments that is gathered, or of the first whose next value the moved value makes.
 
@@ -283,8 +272,9 @@ def _work(
     for node, strategy in zip(block.nodes, placed.strategies, strict=True):
         for o, dims in zip(node.outs, _follow(block, node, at), strict=True):
             at[o] = dims
-        for body in strategy.bodies:
-            yield from _work(body, times * turns(node), _inside(node, body, at), every)
+        inside = [] if node.name == "while" else _inside(node, at)
+        for body, own in itertools.zip_longest(strategy.bodies, inside[: len(strategy.bodies)]):
+            yield from _work(body, times * node.turns, own, every)
         if strategy.bodies or strategy.make is not None:
             continue
         over = every or any(at[i] for i in (*node.ins, *node.outs))
@@ -314,14 +304,15 @@ def _follow(block: Block, node: Node, at: Sequence[Rows]) -> Sequence[Rows]:
     return [frozenset(d for d, size in sizes if d < len(shape) and shape[d] == size) for shape in outs]
 
 
-def _inside(node: Node, body: Placed, at: Sequence[Rows]) -> list[Rows] | None:
-    """Of the inputs of a body of control flow."""
-    n = len(body.block.inputs)
-    outer = [at[i] for i in node.ins]
-    if node.name == "scan":
-        consts, carry, xs = Scan.of(node.eqn.params).split(outer)
-        return [*consts, *carry, *(frozenset(d - 1 for d in r if d) for r in xs)]
-    return outer[len(outer) - n :] if n <= len(outer) and node.name != "while" else None
+def _inside(node: Node, at: Sequence[Rows]) -> list[list[Rows]]:
+    """Of the inputs of each body of control flow."""
+    return [
+        [
+            frozenset(d - 1 for d in at[node.ins[i]] if d) if k in body.xs else at[node.ins[i]]
+            for k, i in enumerate(body.ins)
+        ]
+        for body in bodies(node.eqn)
+    ]
 
 
 def in_words(count: int) -> str:

@@ -8,7 +8,7 @@ is computed whole: `WHOLE` says why, and a user is told of the rest.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,27 +60,23 @@ def _sized(name: str) -> Callable[[Mapping[str, Any], int, Split], Mapping[str, 
     }  # fmt: skip
 
 
-def _slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    strides = params["strides"] or (1,) * len(ins[0])
-    kept = tuple(
-        d if n == m and s == 1 else None for d, (n, m, s) in enumerate(zip(ins[0], outs[0], strides, strict=True))
-    )
-    return Factors((kept,), (kept,), params=_sized("limit_indices"))
+Whether = Callable[[Mapping[str, Any], Shapes, Shapes], Iterable[bool]]
 
 
-def _pad(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    kept = tuple(d if tuple(c) == (0, 0, 0) else None for d, c in enumerate(params["padding_config"]))
-    return Factors((kept, ()), (kept,))
+def _keeps(whether: Whether, sized: str | None = None) -> Rule:
+    """An operation that leaves these dimensions as they are, of operands and results of its rank, and needs the others
+    whole; `sized`: the parameter that holds the size of each."""
+
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+        kept = tuple(d if keep else None for d, keep in enumerate(whether(params, ins, outs)))
+        operands = tuple(kept if len(shape) == len(kept) else (None,) * len(shape) for shape in ins)
+        return Factors(operands, (kept,) * len(outs), params=_sized(sized) if sized else None)
+
+    return rule
 
 
-def _dynamic_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    kept = tuple(d if n == m else None for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)))
-    return Factors((kept, *((),) * (len(ins) - 1)), (kept,), params=_sized("slice_sizes"))
-
-
-def _dynamic_update_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    kept = tuple(d if n == m else None for d, (n, m) in enumerate(zip(ins[0], ins[1], strict=True)))
-    return Factors((kept, kept, *((),) * (len(ins) - 2)), (kept,))
+def _equal(a: Sequence[int], b: Sequence[int], strides: Sequence[int] | None = None) -> Iterator[bool]:
+    return (n == m and s == 1 for n, m, s in zip(a, b, strides or (1,) * len(a), strict=True))
 
 
 def _along(*names: str) -> Rule:
@@ -101,11 +97,6 @@ def _stack(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
 def _unstack(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     axis, result = params["axis"], tuple(range(len(outs[0])))
     return Factors(((*result[:axis], None, *result[axis:]),), (result,) * len(outs))
-
-
-def _tile(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    kept = tuple(d if n == 1 else None for d, n in enumerate(params["reps"]))
-    return Factors((kept,), (kept,))
 
 
 # --- reductions
@@ -174,24 +165,12 @@ def _convolution(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factor
     return Factors((tuple(a), tuple(b)), (tuple(c),), reduced=reduced)
 
 
-def _windows(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    """Windows over some dimensions; those of size 1 are left alone."""
-    rank = max(map(len, ins))
-    ones = ((1,) * rank,)
-
-    def given(*names: str) -> Sequence[Any]:
-        return next((params[n] for n in names if params.get(n) is not None), *ones)
-
-    pads = params["padding"]
-    alone = [
-        w == 1 and s == 1 and tuple(pads[d]) == (0, 0) and e == 1 and f == 1
-        for d, (w, s, e, f) in enumerate(
-            zip(given("window_dimensions"), given("window_strides"), given("base_dilation"), given("window_dilation"),
-                strict=True)
-        )
-    ]  # fmt: skip
-    dims = tuple(d if a else None for d, a in enumerate(alone))
-    return Factors(tuple(dims if len(s) == rank else (None,) * len(s) for s in ins), (dims,) * len(outs))
+def _windows(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Iterator[bool]:
+    """Windows over some dimensions; those of size 1 leave the others alone."""
+    ones = (1,) * max(map(len, ins))
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    sizes = zip(*(ones if params.get(name) is None else params[name] for name in names), strict=True)
+    return (set(own) == {1} and tuple(pad) == (0, 0) for own, pad in zip(sizes, params["padding"], strict=True))
 
 
 # --- indexing
@@ -259,44 +238,21 @@ def _scatter(kind: str | None) -> Rule:
     return rule
 
 
-# --- linear algebra
+# --- linear algebra, random bits
 
 
-def _batched(inner: int) -> Rule:
-    """Over the dimensions before the last `inner` ones, which the first operand has, and all results."""
+def _leading(count: Callable[[Mapping[str, Any], Shapes, Shapes], int]) -> Rule:
+    """Over so many of the first dimensions, where a value has as many."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        batch = len(ins[0]) - inner
+        first = count(params, ins, outs)
 
         def dims(shape: tuple[int, ...]) -> Dims:
-            return tuple(d if d < batch and len(shape) >= batch else None for d in range(len(shape)))
+            return tuple(d if d < first <= len(shape) else None for d in range(len(shape)))
 
         return Factors(tuple(map(dims, ins)), tuple(map(dims, outs)))
 
     return rule
-
-
-def _fft(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
-    return _batched(len(params["fft_lengths"]))(params, ins, outs)
-
-
-# --- random bits
-
-
-def _random_bits(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    keys = tuple(range(len(ins[0])))
-    return Factors((keys,), (keys + (None,) * (len(outs[0]) - len(keys)),))
-
-
-def _random_wrap(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    keys = tuple(range(len(outs[0])))
-    return Factors((keys + (None,) * (len(ins[0]) - len(keys)),), (keys,))
-
-
-def _random_gamma(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    keys = tuple(range(len(ins[0])))  # a key of its own for each of the rest is made from these
-    rest = keys + (None,) * (len(ins[1]) - len(keys))
-    return Factors((keys, rest), (rest,))
 
 
 def einsum(equation: str) -> Rule:
@@ -318,8 +274,12 @@ def einsum(equation: str) -> Rule:
 
 
 FACTORS: dict[str, Rule] = {
-    "transpose": _transpose, "squeeze": _squeeze, "slice": _slice, "pad": _pad, "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice, "stack": _stack, "unstack": _unstack, "tile": _tile,
+    "transpose": _transpose, "squeeze": _squeeze, "stack": _stack, "unstack": _unstack,
+    "slice": _keeps(lambda params, ins, outs: _equal(ins[0], outs[0], params["strides"]), "limit_indices"),
+    "dynamic_slice": _keeps(lambda params, ins, outs: _equal(ins[0], outs[0]), "slice_sizes"),
+    "dynamic_update_slice": _keeps(lambda params, ins, outs: _equal(ins[0], ins[1])),
+    "pad": _keeps(lambda params, ins, outs: (tuple(pad) == (0, 0, 0) for pad in params["padding_config"])),
+    "tile": _keeps(lambda params, ins, outs: (n == 1 for n in params["reps"])),
     "rev": _along("dimensions"), **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
     **dict.fromkeys(("split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
     "reduce_sum": _reduce("sum"), "reduce_max": _reduce("max"), "reduce_min": _reduce("min"),
@@ -328,22 +288,26 @@ FACTORS: dict[str, Rule] = {
     "dot_general": _dot_general, "conv_general_dilated": _convolution,
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
-         "select_and_gather_add"), _windows
+         "select_and_gather_add"), _keeps(_windows)
     ),
     "gather": _gather, "scatter-add": _scatter("sum"), "scatter_add": _scatter("sum"), "scatter-sub": _scatter(None),
     **dict.fromkeys(("scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max",
                      "scatter_max", "scatter_sub"), _scatter(None)),
     **dict.fromkeys(("cholesky", "cholesky_update", "lu", "qr", "geqrf", "geqp3", "ormqr", "householder_product",
                      "svd", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "triangular_solve",
-                     "symmetric_product"), _batched(2)),
-    "fft": _fft, "approx_top_k": _along("reduction_dimension"),
+                     "symmetric_product"), _leading(lambda params, ins, outs: len(ins[0]) - 2)),
+    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"),
+                    _leading(lambda params, ins, outs: len(ins[0]) - 1)),
+    "fft": _leading(lambda params, ins, outs: len(ins[0]) - len(params["fft_lengths"])),
+    "approx_top_k": _along("reduction_dimension"),
     **dict.fromkeys(("jaxdist_all_reduce", "pmax", "pmin", "ppermute"), _along()),
     "jaxdist_reduce_scatter": _along("dim"), "jaxdist_all_gather": _along("dim"),
     "all_to_all": _along("split_axis", "concat_axis"),
-    "random_bits": _random_bits, "random_split": _random_bits, "random_unwrap": _random_bits,
-    "random_wrap": _random_wrap, "random_seed": _random_wrap, "random_gamma": _random_gamma,
+    # a key draws for itself, from keys of its own where it draws more than one number
+    **dict.fromkeys(("random_bits", "random_split", "random_unwrap", "random_gamma"),
+                    _leading(lambda params, ins, outs: len(ins[0]))),
+    **dict.fromkeys(("random_wrap", "random_seed"), _leading(lambda params, ins, outs: len(outs[0]))),
 }  # fmt: skip
-FACTORS |= {"lu_pivots_to_permutation": _batched(1), "tridiagonal_solve": _batched(1)}
 
 _KERNEL = "a kernel of which nothing is known"
 WHOLE = {

@@ -19,13 +19,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jaxdist.errors import StepError
-from jaxdist.ir.control_flow import CONTROL_FLOW, Scan, While, branches, checkpointed
+from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.cost import cost, sent_by
+from jaxdist.placements.cost import cost, descend, sent_by
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Weighed, nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
@@ -70,8 +69,9 @@ class _Classes:
         self._numbers: dict[int, int] = {}
         self.operations = 0
         self._walk(block)
-        next_values = [(o, block.inputs[k]) for o, k in zip(block.outputs, sources, strict=True) if k is not None]
-        self._same(block, [o for o, _ in next_values], block, [i for _, i in next_values])
+        for o, k in zip(block.outputs, sources, strict=True):
+            if k is not None:
+                self._same(block, o, block, block.inputs[k])
         members: dict[Dimension, list[Member]] = {}
         for k in state:
             aval = block.avals[block.inputs[k]]
@@ -125,40 +125,24 @@ class _Classes:
 
     def _bodies(self, block: Block, node: Node) -> None:
         """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""
-        params, ins, outs = node.eqn.params, node.ins, node.outs
-        if node.name == "scan":
-            scan = Scan.of(params)
-            body, own, k = self._body(scan.body, node), scan.consts + scan.carries, scan.carries
-            self._same(block, (*ins[:own], *outs[:k]), body, (*body.inputs[:own], *body.outputs[:k]))
-            self._same(body, body.outputs[:k], body, body.inputs[scan.consts : own])
-            turns = (*ins[own:], *outs[k:])
-            self._same(block, turns, body, (*body.inputs[own:], *body.outputs[k:]), 1)
-            for value in turns[1:]:
-                self._tie(self._at(block, value, 0), self._at(block, turns[0], 0))
-        elif node.name == "while":
-            loop = While.of(params)
-            cond, consts, carry = loop.split(ins)
-            body, test = self._body(loop.body, node), self._body(loop.cond, node)
-            self._same(block, (*consts, *carry, *outs), body, (*body.inputs, *body.outputs))
-            self._same(block, (*cond, *carry), test, test.inputs)
-            self._same(body, body.outputs, body, body.inputs[loop.body_consts :])
-        else:
-            taken = ins[1:] if node.name == "cond" else ins
-            for closed in branches(params) if node.name == "cond" else [checkpointed(params)]:
-                body = self._body(closed, node)
-                self._same(block, (*taken, *outs), body, (*body.inputs, *body.outputs))
+        for body in bodies(node.eqn):
+            inner = self._infer.block(body.closed, node.backward)
+            if id(inner) not in self._numbers:  # it may be that of several loops
+                self._walk(inner)
+            ends = [(node.ins[k], inner.inputs[n], n in body.xs) for n, k in enumerate(body.ins)]
+            ends += [(node.outs[k], inner.outputs[n], n in body.ys) for n, k in enumerate(body.outs)]
+            for outer, own, is_slice in ends:
+                self._same(block, outer, inner, own, int(is_slice))
+            turns = [self._at(block, outer, 0) for outer, _, is_slice in ends if is_slice]
+            for one in turns[1:]:
+                self._tie(one, turns[0])
+            for k, o in zip(body.carry, inner.outputs[: len(body.outs)], strict=False):
+                self._same(inner, o, inner, inner.inputs[k])
 
-    def _body(self, closed: ClosedJaxpr, node: Node) -> Block:
-        body = self._infer.block(closed, node.backward)
-        if id(body) not in self._numbers:  # it may be that of several loops
-            self._walk(body)
-        return body
-
-    def _same(self, block: Block, values: Sequence[int], other: Block, same: Sequence[int], first: int = 0) -> None:
-        """Tie values of a block to values of another one, which lack the `first` dimensions."""
-        for a, b in zip(values, same, strict=True):
-            for d in range(len(other.avals[b].shape)):
-                self._tie(self._at(block, a, d + first), self._at(other, b, d))
+    def _same(self, block: Block, value: int, other: Block, same: int, first: int = 0) -> None:
+        """Tie a value of a block to one of another block, which lacks the `first` dimensions."""
+        for d in range(len(other.avals[same].shape)):
+            self._tie(self._at(block, value, d + first), self._at(other, same, d))
 
 
 class _Tried(NamedTuple):
@@ -214,8 +198,9 @@ class _Descent:
         self._value(nothing)
         alone = [self._value(group) for group in groups[: self._turns // 2]] + [math.inf] * len(groups)
         groups = [groups[k] for k in sorted(range(len(groups)), key=lambda k: (alone[k], k))]
-        ends = [self._descend(start, groups) for start in (nothing, *groups)]
-        on = self._descend(min(ends, key=self._value), [frozenset([one]) for one in self._classes])
+        ends = [descend(start, groups, _near, self._value) for start in (nothing, *groups)]
+        single = [frozenset([one]) for one in self._classes]
+        on = descend(min(ends, key=self._value), single, _near, self._value)
         return self._layout(on), self._weighed(on, groups)
 
     def _weighed(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> list[Weighed]:
@@ -229,15 +214,6 @@ class _Descent:
                 more, sent = other.seconds - own.seconds, other.sent - own.sent
                 found.append(Weighed(leaves, "cut by 'model'", group <= on, more, sent))
         return found
-
-    def _descend(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> frozenset[Class]:
-        """Switch a group after the other, or change others for it, as long as that helps."""
-        while True:
-            before = on
-            for group in groups:
-                on = min(on, *_near(on, group), key=self._value)
-            if on == before:
-                return on
 
     def _layout(self, on: frozenset[Class]) -> dict[int, int]:
         return _cuts([one for one in reversed(self._classes) if one in on])

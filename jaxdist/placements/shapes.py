@@ -15,16 +15,7 @@ from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy
-from jaxdist.placements.values import (
-    DEFERRED,
-    REPLICATED,
-    Deferred,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    reshaped,
-)
+from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form, reshaped
 from jaxdist.placements.walk import Walk, special
 
 
@@ -59,26 +50,16 @@ def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
     return lax.reshape(emitter.take(i, REPLICATED), new)
 
 
-@special("transpose")
-def _transpose(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    if not isinstance(ins[0], Deferred):
+@special("transpose", "squeeze")
+def _moved(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Of what is deferred: made of the same slices of the operand."""
+    described = walk.factors(node)
+    if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0] or described is None:
         return None
+    (operand,), (result,) = described.operands, described.results
 
     def make(emitter: Any, node: Node, to: Any) -> Any:
-        before = form(to.at(node.eqn.params["permutation"][to.dim])) if isinstance(to, Split) else to
-        return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
-
-    return Strategy([None], [Deferred(ins[0].const)], make=make)
-
-
-@special("squeeze")
-def _squeeze(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0]:
-        return None
-    kept = [d for d in range(len(walk.shapes(node.ins)[0])) if d not in node.eqn.params["dimensions"]]
-
-    def make(emitter: Any, node: Node, to: Any) -> Any:
-        before = form(to.at(kept[to.dim])) if isinstance(to, Split) else to
+        before = form(to.at(operand.index(result[to.dim]))) if isinstance(to, Split) else to
         return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
 
     return Strategy([None], [Deferred(ins[0].const)], make=make)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,17 +139,22 @@ class Placed:
         """Whether another placing of the block returns the same, and moves as much."""
         return (self.given, self.summed, len(self.moves)) == (other.given, other.summed, len(other.moves))
 
+    def blocks(self, times: int = 1) -> Iterator[tuple[Placed, int]]:
+        """The block and those in its loops and branches, and how often each runs."""
+        yield self, times
+        for node, strategy in zip(self.block.nodes, self.strategies, strict=True):
+            for body in strategy.bodies:
+                yield from body.blocks(times * node.turns)
+
     @property
-    def moves(self) -> list[Move]:
-        """What changes its form, in loops and branches too."""
-        return [*self.own, *(move for strategy in self.strategies for body in strategy.bodies for move in body.moves)]
+    def moves(self) -> list[tuple[Move, int]]:
+        """What changes its form, in loops and branches too, and how often."""
+        return [(move, times) for one, times in self.blocks() for move in one.own]
 
     @property
     def communicates(self) -> bool:
         """Whether a device waits for others in it."""
-        return bool(self.moves) or any(
-            strategy.exchanges or any(body.communicates for body in strategy.bodies) for strategy in self.strategies
-        )
+        return any(one.own or any(strategy.exchanges for strategy in one.strategies) for one, _ in self.blocks())
 
 
 def cuts(bodies: Sequence[Placed]) -> dict[int, Split]:
