@@ -35,7 +35,7 @@ print(jaxdist.plan.Plan.__name__, jaxdist.memory.Memory.__name__, jaxdist.__vers
 
 
 def test_an_import_changes_nothing() -> None:
-    """In JAX, in the environment, in Python's hooks: docs/sharp-bits.md says what `init` does."""
+    """In JAX, in the environment, in Python's hooks: docs/rules.md says what `init` does."""
     out = _run("""
 import os, signal, sys, threading, jax
 hooks = lambda: [sys.excepthook, sys.unraisablehook, sys.exit, threading.excepthook, signal.getsignal(signal.SIGINT)]
