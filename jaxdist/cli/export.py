@@ -7,7 +7,7 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint such as run/checkpoints/100, or the directory of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint like run/checkpoints/100, or a run's directory.")],
     out: Annotated[Path, typer.Argument(help="The file to write: .safetensors or .npz.")],
     only: Annotated[
         str,
@@ -15,7 +15,7 @@ def export(
     ] = "",
     rename: Annotated[
         list[str] | None,
-        typer.Option(help=r"OLD=NEW: replace a regular expression in names, such as 'blocks\.=layers.'. May be repeated."),
+        typer.Option(help=r"OLD=NEW: replace a regular expression in names, like 'blocks\.=layers.'. Repeatable."),
     ] = None,
 ) -> None:  # fmt: skip
     """Write the arrays of a checkpoint to one file, with names like params.layer.kernel."""

@@ -15,9 +15,7 @@ from jaxdist.errors import message_of
 def plan(
     what: Annotated[
         str,
-        typer.Argument(
-            metavar="MODULE:FUNCTION", help="Or FILE.py:FUNCTION. The function returns (decorated step, *arguments)."
-        ),
+        typer.Argument(metavar="MODULE:FUNCTION", help="Or FILE.py:FUNCTION; returns (decorated step, *arguments)."),
     ],
     options: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Arguments for the function.")
@@ -30,8 +28,8 @@ def plan(
         str,
         typer.Option(
             metavar="AXIS=SIZE,...",
-            help="Mesh such as data=8,model=8, with the axes within a host last; one size may be -1 (default: the step's "
-            "own mesh). With --fit, auto finds the fastest mesh.",
+            help="Mesh such as data=8,model=8, with the axes within a host last; one size may be -1. Default: the "
+            "step's own mesh. With --fit, auto finds the fastest mesh.",
         ),
     ] = "",
     fitted: Annotated[

@@ -24,9 +24,7 @@ _ENOUGH = 6  # such failures in a row
 def run(
     script: Annotated[
         list[str],
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="A .py file, a module (-m), or an executable, with its arguments."
-        ),
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="A .py file, a module (-m), or an executable, with arguments."),
     ],
     is_module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like `python -m`.")] = False,
     ranks: Annotated[
@@ -41,9 +39,7 @@ def run(
     hosts: Annotated[str | None, typer.Option(help="Hosts and the number of ranks on each: node1:4,node2:4.")] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="File with one host per line: `node1 slots=2`, `node1:2`, or `node1`."
-        ),
+        typer.Option(exists=True, dir_okay=False, help="A file with one host per line, like `node1 slots=2`."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Restart the job at most this many times if a rank fails.")
@@ -52,14 +48,14 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="Number of virtual CPU devices; results are bitwise identical on any number of ranks that divides it.",
+            help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits.",
         ),
     ] = None,
     elastic: Annotated[
         bool,
         typer.Option(
             "--elastic",
-            help="On a restart, skip hosts that do not respond; if all do, use one rank fewer. Later restarts try all again.",
+            help="On a restart, skip hosts that do not respond; if all do, use one rank fewer.",
         ),
     ] = False,
 ) -> None:
