@@ -54,8 +54,8 @@ class Setting(NamedTuple):
       limit: seconds after which a job hangs.
       late: seconds that ranks are late which may be.
       level: of `jaxdist.zero`.
-      gone: seconds within which all that ran has to be gone once the job has ended. A rank whose mpirun has ended waits
-        for 3 (`jaxdist.control.orphan`), what a rank has left behind has up to 6 (`jaxdist.control.guard`).
+      gone: seconds within which all that ran has to be gone once the job has ended. What a rank has left
+        behind has up to 2 (`jaxdist.launch.command`).
       turns: of the loop; None: so many that ranks which are left alone can notice.
     """
 

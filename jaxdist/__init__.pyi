@@ -1,11 +1,12 @@
 """jaxdist: train on many devices with a step written for one."""
 
-from jaxdist import data as data
-from jaxdist import placements as placements
-from jaxdist.agreement.sync import check_sync
-from jaxdist.checkpoint import export, latest_step, restore, save
-from jaxdist.checkpoint.state_digest import digest
-from jaxdist.collectives.public import (
+from . import checkpoint as checkpoint
+from . import data as data
+from . import placements as placements
+from . import planning as planning
+from .agreement.sync import check_sync
+from .checkpoint import export, latest_step, restore, save
+from .collectives.public import (
     all_to_all,
     allgather,
     allreduce,
@@ -18,29 +19,28 @@ from jaxdist.collectives.public import (
     scatter,
     send,
 )
-from jaxdist.data.evaluate import evaluate, gather_for_metrics
-from jaxdist.data.loader import Loader, loader
-from jaxdist.errors import CheckpointError, DataError, StepError, SyncError
-from jaxdist.grad import grad, value_and_grad
-from jaxdist.launch.spawn import spawn
-from jaxdist.observe.explain import explain
-from jaxdist.observe.metrics import run_log
-from jaxdist.observe.profile import profile
-from jaxdist.per_device import per_device
-from jaxdist.planning.fit import fit
-from jaxdist.planning.memory import memory
-from jaxdist.planning.plan import plan
-from jaxdist.precision import loss_scale
-from jaxdist.runtime.context import Context, get_context, init
-from jaxdist.step.data_parallel import data_parallel, parallel
-from jaxdist.step.finite import check_finite
-from jaxdist.zero import shard, unshard, zero
+from .data.evaluate import evaluate
+from .data.loader import loader
+from .errors import CheckpointError, ControlError, DataError, JaxdistError, StepError, SyncError
+from .gradients import grad, value_and_grad
+from .launch.spawn import spawn
+from .manual import per_device
+from .observe.explain import explain
+from .observe.metrics import run_log
+from .observe.profile import profile
+from .planning.planned import plan
+from .precision import loss_scale
+from .runtime.context import Context, get_context, init
+from .sharding import shard, unshard, zero
+from .step.data_parallel import data_parallel, parallel
+from .step.finite import check_finite
 
 __all__ = [
     "CheckpointError",
     "Context",
+    "ControlError",
     "DataError",
-    "Loader",
+    "JaxdistError",
     "StepError",
     "SyncError",
     "all_to_all",
@@ -51,20 +51,16 @@ __all__ = [
     "check_finite",
     "check_sync",
     "data_parallel",
-    "digest",
     "evaluate",
     "explain",
     "export",
-    "fit",
     "gather",
-    "gather_for_metrics",
     "get_context",
     "grad",
     "init",
     "latest_step",
     "loader",
     "loss_scale",
-    "memory",
     "parallel",
     "per_device",
     "plan",

@@ -10,7 +10,19 @@ from typing import cast
 _LONGEST = 10_000  # characters of an exception's message that go to other ranks
 
 
-class StepError(TypeError):
+class JaxdistError(Exception):
+    """The base of this library's own errors; each of them is the error of Python's that a caller would expect, too.
+
+    Example:
+      >>> import jaxdist
+      >>> jaxdist.CheckpointError.__mro__[1:3]
+      (<class 'jaxdist.JaxdistError'>, <class 'RuntimeError'>)
+    """
+
+    __module__ = "jaxdist"
+
+
+class StepError(JaxdistError, TypeError):
     """A step can't run on several devices as it stands.
 
     Example:
@@ -25,7 +37,7 @@ class StepError(TypeError):
     __module__ = "jaxdist"  # where users find it: tracebacks name it so
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(JaxdistError, RuntimeError):
     """A checkpoint could not be written or read.
 
     Example:
@@ -41,7 +53,7 @@ class CheckpointError(RuntimeError):
     __module__ = "jaxdist"
 
 
-class DataError(ValueError):
+class DataError(JaxdistError, ValueError):
     """Data on disk is damaged, or a stream does not go on where a loader's state was taken.
 
     Example:
@@ -56,13 +68,19 @@ class DataError(ValueError):
     __module__ = "jaxdist"
 
 
-class SyncError(RuntimeError):
+class SyncError(JaxdistError, RuntimeError):
     """What should be the same on every rank and device is not; from `jaxdist.check_sync` and ``check_every``."""
 
     __module__ = "jaxdist"
 
 
-class DonatedError(RuntimeError):
+class ControlError(JaxdistError, RuntimeError):
+    """The ranks are not in the same call, one of them is missing, or one of them left."""
+
+    __module__ = "jaxdist"
+
+
+class DonatedError(JaxdistError, RuntimeError):
     """An array is passed whose memory an earlier call has taken, as `donate=` lets it."""
 
 

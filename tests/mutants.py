@@ -23,23 +23,14 @@ COPIED = "jaxdist", "tests", "examples", "benchmarks", "docs", "pyproject.toml",
 
 
 class Mutant(NamedTuple):
-    """A bug that someone could write.
+    """A bug that someone could write."""
 
-    Attributes:
-      name: what goes wrong.
-      file: where.
-      line: as it stands; occurs once in the file.
-      broken: in its place.
-      tests: that must fail, as arguments of pytest.
-      slow: no quick test can.
-    """
-
-    name: str
-    file: str
-    line: str
-    broken: str
-    tests: str
-    slow: bool = False
+    name: str  # what goes wrong
+    file: str  # where
+    line: str  # as it stands; occurs once in the file
+    broken: str  # in its place
+    tests: str  # that must fail, as arguments of pytest
+    slow: bool = False  # no quick test can
 
 
 MUTANTS: list[Mutant] = [
@@ -89,9 +80,9 @@ MUTANTS: list[Mutant] = [
            "return 0 if found == len(hosts) else found", "return 0", "tests/oracle/test_zero.py -k group"),
     Mutant("level 3 keeps parameters whole", "jaxdist/placements/marks.py", "if source.exact and update.level == 3:",
            "if source.exact and update.level == 4:", "tests/oracle/test_zero.py -k keep_in_shards"),
-    Mutant("a microbatch's loss is not divided", "jaxdist/grad.py", "(total / k if jnp.issubdtype",
+    Mutant("a microbatch's loss is not divided", "jaxdist/gradients.py", "(total / k if jnp.issubdtype",
            "(total if jnp.issubdtype", "tests/oracle/test_steps.py -k microbatches"),
-    Mutant("microbatches hold consecutive examples", "jaxdist/grad.py",
+    Mutant("microbatches hold consecutive examples", "jaxdist/gradients.py",
            "jnp.moveaxis(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 1, 0)",
            "x.reshape(k, x.shape[0] // k, *x.shape[1:])", "tests/oracle/test_steps.py -k microbatches"),
     Mutant("the loss scale is not halved", "jaxdist/precision.py", "jnp.maximum(scale.scale / 2, _LEAST)",
@@ -106,7 +97,7 @@ MUTANTS: list[Mutant] = [
     Mutant("what is asked for is not donated", "jaxdist/step/program_cache.py",
            "may = lambda i, name: name in of.donated or (of.donate and i in trace.may_take)",
            "may = lambda i, name: False", "tests/oracle/test_calling.py -k donated"),
-    Mutant("fit takes the slowest", "jaxdist/planning/fit.py", "chosen = min(fitting, key=",
+    Mutant("fit takes the slowest", "jaxdist/planning/fitting.py", "chosen = min(fitting, key=",
            "chosen = max(fitting, key=", "tests/program/test_plan.py -k fit_takes"),
     Mutant("what is filled in for a missing row counts on each device", "jaxdist/placements/lookups.py",
            "own |= ~exists & (emitter.index == 0)", "own |= ~exists", "tests/oracle/test_meshes.py -k vocabulary"),
@@ -252,8 +243,14 @@ MUTANTS: list[Mutant] = [
     Mutant("recv waits for who has left", "jaxdist/collectives/messages.py",
            'left = source in ctx.control.notices.get("bye", {})', "left = False",
            "tests/jobs/test_faults.py -k leaves_a_receiver", slow=True),
+    Mutant("workers outlive a rank that is killed", "jaxdist/data/reader.py", "            compat.end_with_parent()",
+           "            pass", "tests/io/test_data.py -k killed and hand"),
     Mutant("ranks outlive an mpirun that is killed", "jaxdist/launch/job.py",
-           "[*that_dies_with(0), *command]", "command", "tests/launch/test_ends.py -k signals_end"),
+           "[*under_mpirun(), *command]", "command", "tests/launch/test_ends.py -k signals_end"),
+    Mutant("ranks under mpirun have no time to save", "jaxdist/launch/job.py", "end_signal=ASK_TO_END,",
+           "end_signal=signal.SIGTERM,", "tests/launch/test_ends.py -k sees_the_signal"),
+    Mutant("the last line of a failed job says nothing", "jaxdist/launch/processes.py", "if causes and verdict in",
+           "if not causes and verdict in", "tests/launch/test_ends.py -k last_line"),
     Mutant("calls in another order pass", "jaxdist/agreement/ledger.py", "if self.count <= position:", "if True:",
            "tests/jobs/test_faults.py -k order and hand"),
     Mutant("a call nobody expects waits for nobody", "jaxdist/agreement/ledger.py",
@@ -287,85 +284,89 @@ MUTANTS: list[Mutant] = [
            "            pickle.loads(answer[4:])",
            "tests/control/test_control.py -k goes_on"),
     Mutant("one of several processes is taken for alone", "jaxdist/runtime/start.py",
-           "        _check_alone(connector)\n", "        pass\n", "tests/jobs/test_start.py -k initialized"),
+           "    _check_alone(connector)\n", "    pass\n", "tests/jobs/test_start.py -k initialized"),
 ]  # fmt: skip
 # Checkpoints, data, logs.
 MUTANTS += [
-    Mutant("checksums are not compared", "jaxdist/checkpoint/reading.py", "elif share != leaf.value:", "elif False:",
-           "tests/io/test_damage.py::test_each_damage_is_told"),
-    Mutant("checksums of arrays split over ranks are not compared", "jaxdist/checkpoint/reading.py",
-           "if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:", "if False:",
-           "tests/io/test_checkpoint_jobs.py::test_two_ranks"),
-    Mutant("a leaf more is not told", "jaxdist/checkpoint/reading.py",
-           "if extra := [name for name in found.leaves if name not in known]:", "if extra := []:",
-           "tests/io/test_checkpoints.py::test_of_another_model"),
-    Mutant("what was moved away is damage", "jaxdist/checkpoint/reading.py",
-           'if not on_every_rank(ctx, "restore", there, raises=_ERRORS)[1][0]:', "if False:",
-           "tests/io/test_damage.py::test_what_is_removed_at_any_moment_of_a_reading"),
+    Mutant("digests are not compared", "jaxdist/checkpoint/arrays.py", "elif share != leaf.digest:",
+           "elif False:", "tests/io/test_damage.py::test_each_damage_is_told"),
+    Mutant("digests of arrays split over ranks are not compared", "jaxdist/checkpoint/reading.py",
+           "% MODULUS != leaves[name].digest:",
+           "< 0:", "tests/io/test_checkpoint_jobs.py::test_two_ranks"),
+    Mutant("another kind of leaf, or one more, is not told", "jaxdist/checkpoint/reading.py",
+           "        if saved != wanted and not (",
+           "        if False and not (", "tests/io/test_checkpoints.py::test_of_another_model"),
+    Mutant("what was moved away is damage", "jaxdist/checkpoint/manifest.py", "        if not directory.is_dir():",
+           "        if False:", "tests/io/test_damage.py::test_what_is_removed_at_any_moment_of_a_reading"),
+    Mutant("what was replaced is damage", "jaxdist/checkpoint/reading.py",
+           "            return _find(root, step, failed)  # moved just now",
+           "            continue", "tests/io/test_damage.py::test_what_is_replaced_at_any_moment_of_a_reading"),
     Mutant("damage is not passed over", "jaxdist/checkpoint/reading.py",
-           "            if step is not None:\n", "            if True:\n",
-           "tests/io/test_damage.py::test_the_one_before"),
-    Mutant("a checksum does not know places", "jaxdist/checkpoint/checksum.py",
-           "return (x ^ (x >> np.uint64(31))) | np.uint64(1)", "return x * np.uint64(0) | np.uint64(1)",
-           "tests/io/test_logs.py::test_a_digest_changes_with_any_bit"),
-    Mutant("a checksum has each shard at the start", "jaxdist/checkpoint/checksum.py",
-           "[at.start or 0 for at in s.index]", "[0 for at in s.index]",
-           "tests/io/test_logs.py::test_a_digest_is_the_same_however_a_state_is_kept"),
-    Mutant("another shape is not told", "jaxdist/checkpoint/like.py", "if leaf.shape != np.shape(x):", "if False:",
-           "tests/io/test_checkpoints.py::test_of_another_model"),
-    Mutant("another dtype is not told", "jaxdist/checkpoint/like.py", "elif dtype.name != dtype_of(x):", "elif False:",
-           "tests/io/test_checkpoints.py::test_of_another_model"),
-    Mutant("weak types are lost", "jaxdist/checkpoint/like.py",
-           "return compat.with_weak_type(value, leaf.weak) if isinstance(value, jax.Array) else value", "return value",
-           "tests/io/test_checkpoints.py::test_any_tree"),
-    Mutant("keep= removes the newer ones", "jaxdist/checkpoint/files.py", "return first[: max(0, len(known) - keep)]",
-           "return first[::-1][: max(0, len(known) - keep)]",
-           "tests/io/test_checkpoints.py::test_the_last_ones_are_kept"),
-    Mutant("the latest is the one with the latest time", "jaxdist/checkpoint/files.py",
-           "key=lambda s: (s.number is None, s.number or 0, s.step))",
-           "key=lambda s: (path / str(s.step)).stat().st_mtime)",
-           "tests/io/test_checkpoints.py::test_the_latest_is_known_by_names_and_not_by_times"),
-    Mutant("one that was put aside is not found", "jaxdist/checkpoint/files.py",
-           "return aside(final) if aside(final).is_dir() and not final.is_dir() else final", "return final",
-           "tests/io/test_damage.py::test_a_kill_at_any_moment_of_a_save_loses_nothing"),
-    Mutant("a file of another size is not told", "jaxdist/checkpoint/record.py", "if now != size:", "if False:",
-           "tests/io/test_damage.py::test_each_damage_is_told"),
-    Mutant("other bytes of a file are not told", "jaxdist/checkpoint/record.py",
-           "if crc is not None and zlib.crc32(_bytes(file)) != crc:", "if False:",
-           "tests/io/test_damage.py::test_each_damage_is_told"),
-    Mutant("a changed record is believed", "jaxdist/checkpoint/record.py", "    if not whole:", "    if False:",
-           "tests/io/test_damage.py"),
-    Mutant("a record of another step is believed", "jaxdist/checkpoint/record.py",
-           "if written != (saved if saved.step >= 0 else saved._replace(step=written.step)):", "if False:",
-           "tests/io/test_damage.py::test_each_damage_is_told"),
-    Mutant("a disk that fails is damage", "jaxdist/checkpoint/record.py", "if number in _DAMAGE:", "if True:",
-           "tests/io/test_damage.py::test_nor_is_a_disk_that_fails"),
-    Mutant("the record is not synced", "jaxdist/checkpoint/record.py", "os.fsync(out.fileno())", "pass",
-           "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
-    Mutant("renamed before it is synced", "jaxdist/checkpoint/writing.py", "    sync_to_disk(temporary)\n", "",
-           "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
-    Mutant("the rename is not synced", "jaxdist/checkpoint/writing.py", "    sync_to_disk(path)\n", "",
-           "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
-    Mutant("a step is removed before it is replaced", "jaxdist/checkpoint/writing.py", "final.rename(aside(final))  #",
+           "        except (DamagedError, FileNotFoundError) as failure:",
+           "        except FileNotFoundError as failure:", "tests/io/test_damage.py::test_the_one_before"),
+    Mutant("a different step than the one asked for is read", "jaxdist/checkpoint/reading.py",
+           "if step in (None, number)",
+           "if True", "tests/io/test_checkpoints.py::test_after_going_back"),
+    Mutant("a digest does not know places", "jaxdist/checkpoint/checksum.py",
+           "return (x ^ (x >> np.uint64(31))) | np.uint64(1)",
+           "return x * np.uint64(0) | np.uint64(1)", "tests/io/test_logs.py::test_a_digest_changes_with_any_bit"),
+    Mutant("a digest has each shard at the start", "jaxdist/checkpoint/checksum.py",
+           "[at.start or 0 for at in shard.index]",
+           "[0 for at in shard.index]", "tests/io/test_logs.py::test_a_digest_is_the_same_however_a_state_is_kept"),
+    Mutant("a digest counts padding", "jaxdist/checkpoint/checksum.py", "slice(max(0, n - a))",
+           "slice(None)", "tests/io/test_checkpoints.py::test_weak_types_and_padding"),
+    Mutant("weak types are lost", "jaxdist/checkpoint/arrays.py", "value = compat.with_weak_type(value, leaf.weak)",
+           "pass", "tests/io/test_checkpoints.py::test_any_tree"),
+    Mutant("keep= removes the higher ones", "jaxdist/checkpoint/directory.py", "for old in others[: max(",
+           "for old in others[::-1][: max(", "tests/io/test_checkpoints.py::test_the_highest_ones_are_kept"),
+    Mutant("keep= removes the new one", "jaxdist/checkpoint/directory.py", "[s for s in steps(path) if s != step and",
+           "[s for s in steps(path) if", "tests/io/test_checkpoints.py::test_the_highest_ones_are_kept"),
+    Mutant("the latest is the lowest", "jaxdist/checkpoint/reading.py", "in reversed([number for number in steps(root)",
+           "in ([number for number in steps(root)", "tests/io/test_checkpoints.py -k names_and_not_by_times"),
+    Mutant("one that was put aside is not found", "jaxdist/checkpoint/directory.py",
+           "return aside if aside.is_dir() and not final.is_dir() else final",
+           "return final", "tests/io/test_damage.py::test_a_kill_at_any_moment_of_a_save_loses_nothing"),
+    Mutant("a link is removed as a folder", "jaxdist/checkpoint/directory.py", "        if gone.is_symlink():",
+           "        if False:", "tests/io/test_checkpoints.py::test_a_step_that_is_a_link"),
+    Mutant("what stays is an error", "jaxdist/checkpoint/directory.py",
+           "        warn_once(f\"{gone} can't be removed, and stays: {error}\")",
+           "        raise", "tests/io/test_checkpoints.py::test_what_cannot_be_removed_warns_once"),
+    Mutant("a changed manifest is believed", "jaxdist/checkpoint/manifest.py",
+           "        if digest != hashlib.sha256(content.encode()).hexdigest():",
+           "        if False:", "tests/io/test_damage.py::test_each_damage_is_told"),
+    Mutant("a manifest of another step is believed", "jaxdist/checkpoint/manifest.py",
+           "    if step not in (None, found[\"step\"]):",
+           "    if False:", "tests/io/test_damage.py::test_each_damage_is_told"),
+    Mutant("a disk that fails is damage", "jaxdist/checkpoint/manifest.py", "if number in _DAMAGE:",
+           "if True:", "tests/io/test_damage.py::test_nor_is_a_disk_that_fails"),
+    Mutant("the manifest is not synced", "jaxdist/checkpoint/manifest.py", "os.fsync(file.fileno())",
+           "pass", "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
+    Mutant("renamed before it is synced", "jaxdist/checkpoint/directory.py", "    sync_to_disk(temporary)\n",
+           "", "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
+    Mutant("the rename is not synced", "jaxdist/checkpoint/directory.py", "    sync_to_disk(final.parent)\n",
+           "", "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
+    Mutant("a step is removed before it is replaced", "jaxdist/checkpoint/directory.py", "final.rename(aside)  #",
            "shutil.rmtree(final)  #", "tests/io/test_damage.py::test_a_kill_at_any_moment_of_a_save_loses_nothing"),
     Mutant("shards are saved as training changes them", "jaxdist/checkpoint/writing.py",
-           "x = copied(x, x.sharding) if copy else x", "pass",
-           "tests/io/test_checkpoints.py::test_a_step_may_take_what_is_being_saved"),
+           "copied(array, array.sharding) if copy else array)",
+           "array)", "tests/io/test_checkpoints.py::test_a_step_may_take_what_is_being_saved"),
     Mutant("host arrays are saved as the script changes them", "jaxdist/checkpoint/writing.py", "copy=copy or None)",
            "copy=None)", "tests/io/test_checkpoints.py::test_a_step_may_take_what_is_being_saved"),
     Mutant("what a rank has otherwise is saved", "jaxdist/checkpoint/writing.py",
-           "if any(own[1] != told[0][1] for own in told):", "if False:",
-           "tests/io/test_checkpoint_jobs.py::test_two_ranks"),
-    Mutant("damaged ones are not put aside", "jaxdist/checkpoint/history.py", "directory.rename(aside)", "pass",
-           "tests/io/test_damage.py::test_the_one_before"),
-    Mutant("a living owner's lock is no obstacle", "jaxdist/checkpoint/lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
+           "    if ctx.size > 1:\n        _compare(ctx, leaves)\n",
+           "", "tests/io/test_checkpoint_jobs.py::test_two_ranks"),
+    Mutant("a damaged step is not replaced", "jaxdist/checkpoint/directory.py", "passed_over: set[Path] = set()",
+           "passed_over: set[Path] = type('', (set,), {'add': len})()", "tests/io/test_damage.py::test_the_one_before"),
+    Mutant("a living owner's lock is no obstacle", "jaxdist/checkpoint/directory.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
            "fcntl.LOCK_SH | fcntl.LOCK_NB", "tests/io/test_checkpoint_jobs.py -k second_job", slow=True),
-    Mutant("a forked child takes its parent's lock for its own", "jaxdist/checkpoint/lock.py",
-           "os.register_at_fork(after_in_child=_forget)", "", "tests/io/test_checkpoint_jobs.py -k forked_child",
-           slow=True),
-    Mutant("export writes another array", "jaxdist/checkpoint/export.py", "renamed[new] = name, x",
+    Mutant("a forked child takes its parent's lock for its own", "jaxdist/checkpoint/directory.py",
+           "os.register_at_fork(after_in_child=_forget_locks)",
+           "", "tests/io/test_checkpoint_jobs.py -k forked_child", slow=True),
+    Mutant("a dtype is lost in an export", "jaxdist/checkpoint/formats.py", "x.dtype.isbuiltin == 1 if", "True if",
+           "tests/io/test_export.py -k kept"),
+    Mutant("export writes another array", "jaxdist/checkpoint/formats.py", "renamed[new] = name, x",
            "renamed[new] = name, next(iter(leaves.values()))", "tests/io/test_export.py"),
-    Mutant("export takes the last of two names", "jaxdist/checkpoint/export.py", "if new in renamed:", "if False:",
+    Mutant("export takes the last of two names", "jaxdist/checkpoint/formats.py", "if new in renamed:", "if False:",
            "tests/io/test_export.py"),
     Mutant("tail='keep' drops the tail", "jaxdist/data/sampling.py",
            "return -(-left // self.whole) if self.pad or self.keep else left // self.whole",
@@ -466,8 +467,8 @@ MUTANTS += [
     Mutant("the exit code of a failed rank is lost", "jaxdist/launch/processes.py", "        verdict = event.code\n",
            "        verdict = 1\n", "tests/launch/test_ends.py -k first_failing"),
     Mutant("SIGTERM is not passed on", "jaxdist/launch/processes.py",
-           "signal.SIGKILL if again else signal.Signals(event.number))", "signal.SIGKILL)",
-           "tests/launch/test_ends.py::test_a_rank_sees_the_signal_and_may_finish"),
+           "ask_to_end(commands[index], process)", "signal_group(process, signal.SIGKILL)",
+           "tests/launch/test_ends.py -k sees_the_signal"),
     Mutant("what is ignored is caught", "jaxdist/launch/processes.py",
            "if signal.getsignal(number) is not signal.SIG_IGN]", "]", "tests/launch/test_ends.py -k ignored"),
     Mutant("one restart too many", "jaxdist/cli/run.py", "if not failed or restart == max_restarts:",
@@ -494,13 +495,7 @@ MUTANTS += [
 
 
 def survives(mutant: Mutant, suite: str | None = None, root: Path = ROOT) -> str:
-    """Why a mutant lives: ``""`` if a test has failed because of it.
-
-    Args:
-      mutant: of the table.
-      suite: arguments of pytest in place of those that it names.
-      root: of a checkout.
-    """
+    """Why a mutant lives: ``""`` if a test has failed because of it."""
     with tempfile.TemporaryDirectory(prefix="jaxdist-mutant-") as folder:
         for name in COPIED:
             if (root / name).is_dir():

@@ -25,7 +25,7 @@ LAYERS = (
     ("agreement",),
     ("step",),
     ("precision",),
-    ("zero", "grad", "per_device"),
+    ("sharding", "gradients", "manual"),
     ("collectives",),
     ("data", "checkpoint"),
     ("observe",),

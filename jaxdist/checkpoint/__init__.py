@@ -1,19 +1,20 @@
-"""`save`, `restore`, `latest_step` and `export`: checkpoints that know nothing of ranks, ZeRO levels or communicators.
+"""`save`, `restore`, `latest_step` and `export`: checkpoints that do not depend on ranks, ZeRO levels or communicators.
 
-Orbax writes the arrays, each process those of its own shards. Which files make up a checkpoint is agreed on here, since
-orbax waits in a barrier for a process that has failed: a checkpoint is written into a directory with a name that
-readers pass over, and gets its own when every rank has said that its part is on disk.
+Orbax writes the arrays: each process its own shards, into a directory that readers ignore. When every rank has reported
+that its part is on disk, the root adds a manifest and renames the directory. (Orbax's own barriers would wait for a
+process that has failed.)
 
-    path/12/default/…                    the checkpoint of step 12, in orbax's format
-    path/12/saved-3-after-2.json         its record: checksums, files, and its place in the order of saving
-    path/15.….orbax-checkpoint-tmp/…     one that is being written, or whose writers were killed
-    path/9.damaged/…                     one that a restore found damaged and passed over
-    path/.jaxdist-lock                   which job saves into the directory
+    path/12/default/…                    the arrays of step 12, in orbax's format
+    path/12/manifest.json                every leaf: shape, dtype and digest, or the number or string itself
+    path/15.….orbax-checkpoint-tmp/…     a checkpoint that is being written, or whose writers were killed
+    path/9.damaged/…                     a checkpoint that `restore` found damaged and passed over
+    path/.jaxdist-lock                   names the job that saves into the directory
 """
 
 from jaxdist.checkpoint.background import Saving
-from jaxdist.checkpoint.export import export, write
+from jaxdist.checkpoint.checksum import digest
+from jaxdist.checkpoint.formats import export, write
 from jaxdist.checkpoint.reading import latest_step, read_all, restore
 from jaxdist.checkpoint.writing import save
 
-__all__ = ["Saving", "export", "latest_step", "read_all", "restore", "save", "write"]
+__all__ = ["Saving", "digest", "export", "latest_step", "read_all", "restore", "save", "write"]

@@ -1,113 +1,177 @@
-"""Reads arrays of a checkpoint: tensorstore alone, a leaf at a time, so that an error is about one leaf.
+"""The arrays of a checkpoint: orbax writes them, tensorstore reads slices of them and puts them into place.
 
-Orbax has written them in zarr's format into one database of its own (OCDBT). It can read them too, but runs all reads
-in an event loop, which it closes when one fails, with a traceback from each of those that are still under way.
+Orbax can read them too, but closes its event loop when one read fails, and prints a traceback for each of the others.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable
+import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from jaxdist.checkpoint import plain
-from jaxdist.checkpoint.agreement import brief
-from jaxdist.checkpoint.record import DamagedError, LeafRecord, unreadable
+from jaxdist import compat
+from jaxdist.checkpoint.checksum import MODULUS, checksum
+from jaxdist.checkpoint.directory import ITEM
+from jaxdist.checkpoint.manifest import DamagedError, Leaf, Leaves, Name, is_key, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
+from jaxdist.placements.layouts import Padded
 
-Bounds = tuple[tuple[int, int], ...]  # of a slice: where it begins and ends along each axis
-_NODES_IN_MEMORY = 100_000_000  # bytes of the database's index; nothing is kept without a limit
-
-
-class ArrayReader:
-    """Reads the arrays of one checkpoint; a context, in which all reads are waited for."""
-
-    def __init__(self, directory: Path, item: str):
-        import tensorstore as ts
-
-        self._ts, self._directory, self._item = ts, directory, item
-        self._descriptor, folder = plain.opened(directory)
-        self._base = _in_folder(folder / item)
-        self._context = ts.Context({"cache_pool#index": {"total_bytes_limit": _NODES_IN_MEMORY}})
-
-    def __enter__(self) -> ArrayReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
-
-    def open(self, name: tuple[str, ...]) -> Any:
-        """Begin to open an array; for `read`."""
-        path = f"{'.'.join(name)}/"
-        database = {"driver": "ocdbt", "base": self._base, "path": path, "cache_pool": "cache_pool#index"}
-        spec = {"driver": "zarr3", "kvstore": database}
-        return self._ts.open(spec, open=True, read=True, context=self._context)
-
-    def read(
-        self, name: tuple[str, ...], leaf: LeafRecord, opened: Any, wanted: list[Bounds]
-    ) -> Callable[[], list[Any]]:
-        """Begin to read slices of an array; what is returned waits for them."""
-
-        def careful(what: Callable[[], Any]) -> Any:
-            try:
-                return what()
-            except (DamagedError, MemoryError):
-                raise
-            except Exception as error:
-                found = unreadable(f"leaf {'.'.join(name)} of checkpoint {self._directory}", error)
-                if isinstance(found, DamagedError):
-                    found = self._damaged(name, f"can't be read: {brief(error)}")
-                raise found from None
-
-        def begin() -> list[Any]:
-            array = opened.result()
-            if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != dtype:
-                raise self._damaged(name, f"is {array.dtype.name}{list(array.shape)} on disk, and was "
-                                          f"{leaf.dtype}{list(leaf.shape)}")  # fmt: skip
-            return [array[tuple(slice(a, b) for a, b in bounds)].read() for bounds in wanted]
-
-        dtype = np.dtype(leaf.dtype).newbyteorder("=")  # older versions wrote down the order of bytes
-        if 0 in leaf.shape:  # orbax refuses them
-            return lambda: [np.zeros([b - a for a, b in bounds], dtype) for bounds in wanted]
-        reads = careful(begin)
-        return lambda: careful(lambda: [np.asarray(read.result()) for read in reads])
-
-    def _damaged(self, name: tuple[str, ...], what: str) -> DamagedError:
-        return damaged(self._directory, self._item, name, what)
+Bounds = tuple[tuple[int, int], ...]  # of a slice: its begin and end along each dimension
+Blocks = dict[Bounds, np.ndarray]
+_INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index: without a limit nothing is kept
 
 
-def damaged(directory: Path, item: str, name: tuple[str, ...], what: str) -> DamagedError:
-    """The error about a leaf."""
-    files = files_of(directory, item, name)
-    where = f"in {', '.join(files)}" if files else f"somewhere below {directory / item}"
-    return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: it {what}. Its data are {where}")
+def write(arrays: dict[Name, Any], item: Path, rank: int) -> None:
+    """Write this process's part of a checkpoint into a folder that exists."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    tree: dict[str, Any] = {}
+    for (*above, last), value in arrays.items():
+        functools.reduce(lambda node, key: node.setdefault(key, {}), above, tree)[last] = value
+    # Orbax's other processes wait ten minutes for the root to make this folder, even if the root has failed.
+    (item / "array_metadatas").mkdir(exist_ok=True)
+    _handler(rank).save(epath.Path(item), args=ocp.args.PyTreeSave(tree))
 
 
-def files_of(directory: Path, item: str, name: tuple[str, ...]) -> list[str]:
-    """The files that hold an array's data, as far as the database's index can still be read."""
+def finalize(item: Path, padded: dict[Name, tuple[int, ...]]) -> None:
+    """Merge what the processes have written into one database, and cut padded arrays to their shapes."""
+    import tensorstore as ts
+    from etils import epath
+
+    _handler(0).finalize(epath.Path(item))
+    if not (item / "manifest.ocdbt").exists():  # orbax has found nothing, and does not mind
+        raise CheckpointError(f"the arrays are not in {item}: do all ranks see the same directory?")
+    opened = {name: ts.open(_spec(item, name), open=True, read=True, write=True) for name in padded}
+    cut = [opened[name].result().resize(exclusive_max=shape, resize_metadata_only=True)
+           for name, shape in padded.items()]  # fmt: skip
+    for one in cut:
+        one.result()
+
+
+def _handler(rank: int) -> Any:
+    """Return a handler that takes this process for the only one: no barriers. The root writes metadata."""
+    import orbax.checkpoint as ocp
+
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
+    )
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, multiprocessing_options=alone)
+
+
+def _spec(item: Path, name: Name) -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{item}/"}
+    path = ".".join(name).removesuffix("/") + "/"  # orbax adds no second slash
+    return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
+
+
+class Target(NamedTuple):
+    """The place of a leaf on the mesh."""
+
+    sharding: NamedSharding
+    shape: tuple[int, ...]  # with the padding at the ends
+
+
+def target_of(x: Any) -> Target | None:
+    """Return the place of a leaf on the mesh, or None if this process has all of it for itself."""
+    if type(x) is Padded:
+        return None if is_padded_inside(x) else Target(x.array.sharding, x.array.shape)  # type: ignore[arg-type]
+    own = getattr(x, "sharding", None)
+    return Target(own, tuple(x.shape)) if isinstance(own, NamedSharding) and not is_key(x) else None
+
+
+def read(
+    directory: Path, leaves: Leaves, targets: dict[Name, Target | None]
+) -> tuple[dict[Name, Blocks], dict[Name, int]]:
+    """Return this process's slices of arrays, and its shares in the digests of those of which it reads only a part."""
     import tensorstore as ts
 
-    try:
-        descriptor, folder = plain.opened(directory)
-    except (OSError, CheckpointError):  # it was removed meanwhile
-        return []
-    try:
-        base = ts.KvStore.open(_in_folder(folder / item)).result()
-        root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
-        entries = ts.ocdbt.dump(base, root).result()["entries"]
-        prefix = f"{'.'.join(name)}/".encode()
-        places = {e.get("indirect_value", root) for e in entries if e.get("key", b"").startswith(prefix)}
-    except Exception:  # it is damaged itself
-        return []
-    finally:
-        os.close(descriptor)
-    found = [re.fullmatch(r"\w+:(.*):\d+:\d+", place) for place in sorted(places)]
-    return [str(directory / item / m[1].replace(":", "")) for m in found if m]
+    def result(future: Any, name: Name) -> Any:
+        try:
+            return future.result()
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise unreadable(f"leaf {'.'.join(name)} of checkpoint {directory}", error) from None
+
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_IN_MEMORY}})
+    stored = {name: leaf for name, leaf in leaves.items() if 0 not in leaf.shape}  # orbax refuses empty arrays
+    opened = {name: ts.open(_spec(directory / ITEM, name), open=True, read=True, context=context) for name in stored}
+    begun: dict[Name, list[Any]] = {}
+    for name, leaf in stored.items():
+        array = result(opened.pop(name), name)
+        if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
+            raise differs(directory, name)
+        begun[name] = [array[tuple(slice(a, b) for a, b in one)].read() for one in slices(targets[name], leaf.shape)[0]]
+    values: dict[Name, Blocks] = {}
+    shares: dict[Name, int] = {}
+    for name, leaf in leaves.items():
+        bounds, counted, alone = slices(targets[name], leaf.shape)
+        empty = [np.zeros([b - a for a, b in one], leaf.dtype) for one in bounds if name not in stored]
+        blocks = empty or [np.asarray(result(x, name)) for x in begun.pop(name)]
+        each = zip(blocks, bounds, counted, strict=True)
+        share = sum(checksum(block, [a for a, _ in one]) for block, one, counts in each if counts) % MODULUS
+        if not alone:
+            shares[name] = share
+        elif share != leaf.digest:
+            raise differs(directory, name)
+        values[name] = dict(zip(bounds, blocks, strict=True))
+    return values, shares
 
 
-def _in_folder(folder: Path) -> dict[str, str]:
-    return {"driver": "file", "path": f"{folder}/"}
+def differs(directory: Path, name: Name) -> DamagedError:
+    """Return the error about a leaf that is not the one that was saved."""
+    return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: it does not fit its digest")
+
+
+@functools.lru_cache(maxsize=4096)
+def slices(target: Target | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, ...], tuple[bool, ...], bool]:
+    """Return the slices that this process reads of an array, which of them count in its share, and if they are all."""
+    if target is None or target.sharding.is_fully_replicated:
+        return (tuple((0, n) for n in shape),), (True,), True
+    first: dict[Bounds, Any] = {}
+    for device, index in target.sharding.devices_indices_map(target.shape).items():
+        first.setdefault(_bounds(index, shape), device)
+    own = target.sharding.addressable_devices
+    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
+    local = tuple(dict.fromkeys(_bounds(index, shape) for index in indices))
+    return local, tuple(first[one] in own for one in local), target.sharding.is_fully_addressable
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    """Return the part of a slice that is not padding."""
+    return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+
+
+def placed(blocks: Blocks, x: Any, leaf: Leaf) -> Any:
+    """Return an array in the form and the place of its counterpart `x`."""
+    if target := target_of(x):
+
+        def block(index: Any) -> np.ndarray:
+            real, sizes = blocks[_bounds(index, leaf.shape)], [b - a for a, b in _bounds(index, target.shape)]
+            padding = [(0, n - have) for n, have in zip(sizes, real.shape, strict=True)]
+            return np.pad(real, padding) if any(after for _, after in padding) else real
+
+        value = jax.make_array_from_callback(target.shape, target.sharding, block)
+    else:
+        value = _off_mesh(next(iter(blocks.values())), x, leaf)
+    if isinstance(value, jax.Array) and not is_key(value):
+        value = compat.with_weak_type(value, leaf.weak)
+    return Padded(value, x.layout) if type(x) is Padded else value
+
+
+def _off_mesh(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
+    if isinstance(x, (np.generic, np.ndarray)):
+        value = value.astype(x.dtype, copy=False)
+        return value[()] if isinstance(x, np.generic) else value
+    sharding = x.array.sharding if type(x) is Padded else getattr(x, "sharding", None)
+    value = x.layout.padded(value) if type(x) is Padded else value
+    # Not device_put, which refuses a mesh of several processes.
+    on_mesh = isinstance(sharding, NamedSharding)
+    array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__) if on_mesh else jnp.asarray(value)
+    return jax.random.wrap_key_data(array, impl=leaf.key) if is_key(x) else array

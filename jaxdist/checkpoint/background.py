@@ -1,24 +1,29 @@
-"""The checkpoint that is being written beside the training, and what is done about it when the script ends."""
+"""Writing in the background: the agreement of all ranks that a save is complete, and the end of the script."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-import os
+import socket
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 from jaxdist import compat
-from jaxdist.checkpoint import lock
+from jaxdist.agreement.description import first_problem
+from jaxdist.checkpoint.manifest import brief
 from jaxdist.control import failfast
+from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context
 from jaxdist.tracebacks import api_boundary
 
+_SLICE = 5.0  # seconds of waiting, after which a rank checks whether the job is ending
 _pending: Saving | None = None
 
 
 class Saving:
-    """A checkpoint on its way to the disk."""
+    """A checkpoint that is being written."""
 
     def __init__(self, step: int):
         self.step = step
@@ -27,68 +32,95 @@ class Saving:
 
     @api_boundary
     def wait(self) -> None:
-        """Return when the checkpoint is whole and on disk, on every rank."""
-        self._join()
+        """Return when the checkpoint is complete and on disk, on every rank; raise its error, once."""
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return or raise at once."""
         return self._thread is None or not self._thread.is_alive()
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self, write: Callable[[], None], background: bool) -> None:
-        global _pending
-        if not background:
-            write()
-            return
-
+    def _start(self, write: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 write()
             except BaseException as error:  # raised by wait()
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="jaxdist-save")
+        global _pending
         _pending = self
+        self._thread = threading.Thread(target=run, name="jaxdist-save")
         self._thread.start()
 
 
 def await_pending() -> None:
-    """Wait for the checkpoint that is written in the background, if any, and raise what went wrong with it."""
+    """Wait for the checkpoint that is written in the background, if any, and raise its error."""
     global _pending
     if _pending is not None:
         pending, _pending = _pending, None
         pending.wait()
 
 
-def _forget() -> None:
-    global _pending
-    _pending = None
-
-
-os.register_at_fork(after_in_child=_forget)  # it is the parent's
-
-
 @functools.cache
 def at_exit(ctx: Context) -> None:
-    """What is to be done when the script ends; called before the first save.
-
-    It waits for the checkpoint that is being written, gives its directories back, and fails if that one could not be
-    written.
-    """
-    # Here and not in the thread: modules that it imports could not register what they do at the end any more.
+    """Make the end of the script wait for the last save, and fail if that failed."""
+    # Not in the thread: modules that it imports could not register their own ends any more.
     import orbax.checkpoint  # noqa: F401
 
     def end() -> None:  # before `jaxdist.runtime.farewell`
-        lock.release_all()
         if _pending is not None and _pending._error is not None:
             failfast.fail_at_exit(ctx.control, f"the script has ended, and its last save had failed: {_pending._error}")
 
-    compat.before_threads_end(lambda: _pending and _pending._join())
+    compat.before_threads_end(lambda: _pending and _pending._thread and _pending._thread.join())
     atexit.register(end)
+
+
+def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None]) -> None:
+    """Do something on each rank, then something on the root; raise the same error on every rank if any of it failed.
+
+    By mail, which works from a thread. A slow rank is waited for as long as it lives: the control channel notices its
+    end, and ends this process.
+    """
+    mine, cause = _attempt(work)
+    if ctx.is_root:
+        verdict = first_problem(what, {0: "interrupted"})
+        try:
+            results = [mine, *(_await(ctx, tag, what, rank) for rank in range(1, ctx.size))]
+            problems = {rank: problem for rank, (problem, _) in enumerate(results) if problem}
+            if not problems:
+                (problem, _), cause = _attempt(lambda: conclude([value for _, value in results]))
+                problems = {0: problem} if problem else {}
+            verdict = first_problem(what, problems) if problems else ""
+        finally:
+            ctx.control.mail.put(tag, verdict)
+    else:
+        ctx.control.mail.put(tag, mine, to=0)
+        verdict = _await(ctx, tag, what, 0)
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause  # Ctrl-C
+    if verdict:
+        raise CheckpointError(verdict) from cause
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | None]:
+    try:
+        return ("", work()), None
+    except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
+        return (f"{brief(error)} (host {socket.gethostname()})", None), error
+
+
+def _await(ctx: Context, tag: str, what: str, rank: int) -> Any:
+    start, limit = time.monotonic(), ctx.timeout
+    while True:
+        try:
+            return ctx.control.mail.take(tag, rank, min(_SLICE, ctx.timeout))
+        except TimeoutError:
+            if ctx.control.ending:
+                raise CheckpointError(f"{what}: rank {ctx.rank} stops, because the job ends") from None
+        if (waited := time.monotonic() - start) >= limit:
+            ctx.control.say(f"{what}: has waited {waited:.0f} s for {ctx.control.who(rank)}, which is still writing")
+            limit *= 2

@@ -1,8 +1,9 @@
-"""A checksum of an array that adds up over its parts, however it is cut: what N ranks write, M ranks can check.
+"""A digest of arrays that adds up over their slices: any number of ranks can write one, and any number check it.
 
-The bytes along the last axis are taken as words of 32 bits; each is multiplied by an odd 64-bit number that belongs to
-its place, a product of one for each axis, and all are added up modulo 2^64. To flip any one bit changes the sum, since
-an odd number times a power of two below 2^32 is never 0. Other damage passes with a chance of about 2^-32 at most.
+The bytes along the last axis are words of 32 bits. Each word is multiplied by an odd 64-bit number that belongs to its
+place, the product of a factor for each axis, and everything is added modulo 2^64. Flipping any one bit changes the sum,
+since an odd number times a power of two below 2^32 is never 0. Other damage goes unnoticed with a probability of about
+2^-32.
 
 Reference: Lemire, Kaser, *Strongly universal string hashing is fast*, arXiv 1202.4961 (multilinear hashing).
 """
@@ -10,98 +11,110 @@ Reference: Lemire, Kaser, *Strongly universal string hashing is fast*, arXiv 120
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-_BLOCK = 1 << 14  # places along an axis that have factors of their own; the next block's are those times one more
-_AT_ONCE = 1 << 17  # words that are widened to 64 bits together: they stay in the cache
-_SHORT = 32  # words of a row
-_WORD = 4  # bytes
+from jaxdist.checkpoint.manifest import kind_of, on_host, stored_form
+from jaxdist.placements.layouts import physical
+from jaxdist.runtime.context import get_context
+
 MODULUS = 1 << 64
+_BLOCK = 1 << 14  # places along the last axis that share a table of factors; each block has one more factor of its own
+_AT_ONCE = 1 << 17  # words widened to 64 bits together, so that they stay in the cache
 
 
-def checksum(part: np.ndarray, start: Sequence[int]) -> int:
-    """The share that one slice of an array has in the array's checksum.
+def digest(tree: Any) -> int:
+    """Return a number that is the same for states of the same bits, on any number of processes and in any layout.
 
-    The shares of slices that make up the whole without overlap add up, modulo 2^64, to the checksum of the whole.
+    Every process calls it. In lanes (``jaxdist run --lanes``) it compares runs on different numbers of processes: a run
+    that differs is on a host that computes something else.
+
+    Args:
+      tree: arrays, numbers and strings: state, or any result of a decorated step.
+
+    Returns:
+      52 bits of a SHA-256 of names, types and digests of the leaves, on every process.
+
+    Raises:
+      ControlError: a rank is in a different call, has left, or did not come within the timeout of `init`.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxdist.checkpoint import digest
+      >>> w = {"w": np.arange(3.0)}
+      >>> digest(w) == digest(w), digest(w) == digest({"w": np.arange(1.0, 4.0)})
+      (True, False)
     """
-    if part.size == 0:
-        return 0
-    flat = np.ascontiguousarray(part).reshape(part.shape or (1,))
-    begin = tuple(start) or (0,)
-    size, length = flat.dtype.itemsize, flat.shape[-1]
-    if size * length % _WORD == 0 and size * begin[-1] % _WORD == 0:
-        per_word = 1
-        rows = flat.reshape(-1, length).view(np.uint32)
-        first = size * begin[-1] // _WORD
-    else:  # a few items a word, and the part begins or ends within one
-        per_word = _WORD // size
-        rows = flat.reshape(-1, length).view(f"u{size}")
-        first = begin[-1]
-    axis = flat.ndim - 1
-    of_rows = np.ones(1, np.uint64)
-    for d in range(axis):
-        of_rows = np.multiply.outer(of_rows, _along(d, begin[d], begin[d] + flat.shape[d])).reshape(-1)
-    total, turn, last = 0, _BLOCK * per_word, first + rows.shape[1]
-    for lo in range(first - first % turn, last, turn):
-        a, b = max(lo, first), min(lo + turn, last)
-        factors = _within(axis, a - lo, b - lo, per_word) * _of_block(axis, lo // turn)
-        total += _sum(rows[:, a - first : b - first], of_rows, factors)
+    ctx = get_context()
+    names, shares = list[str](), list[int]()
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        text = isinstance(x, str)
+        x = stored_form(x if text or hasattr(x, "dtype") else np.asarray(x))
+        names.append(f"{jax.tree_util.keystr(path)}: {repr(x) if text else kind_of(x)}")
+        shares.append(0 if text else share_of(physical(x), x.shape, ctx.is_root))
+    everyone = ctx.control.exchange("digest", shares, ctx.timeout)
+    sums = [sum(of) % MODULUS for of in zip(*everyone, strict=True)]
+    return int(hashlib.sha256(repr((names, sums)).encode()).hexdigest()[:13], 16)
+
+
+def share_of(array: Any, shape: Sequence[int], is_root: bool) -> int:
+    """Return this process's share in the digest of an array, which may have padding at the ends of this shape."""
+    if not isinstance(array, jax.Array) or array.is_fully_replicated:
+        value = on_host(array)
+        return checksum(value, (0,) * value.ndim) if is_root else 0
+    total = 0
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0 and (is_root or not array.is_fully_addressable):  # of equal slices one counts
+            start = [at.start or 0 for at in shard.index]
+            real = tuple(slice(max(0, n - a)) for n, a in zip(shape, start, strict=True))
+            total += checksum(np.asarray(shard.data)[real], start)
     return total % MODULUS
 
 
-def share_of(x: jax.Array) -> int:
-    """The share that this process's shards have in an array's checksum; each slice counts on one device of all."""
-    own = (s for s in x.addressable_shards if s.replica_id == 0)
-    return sum(checksum(np.asarray(s.data), [at.start or 0 for at in s.index]) for s in own) % MODULUS
+def checksum(part: np.ndarray, start: Sequence[int]) -> int:
+    """Return the share of one slice, which begins at `start`, in the digest of its array."""
+    if part.size == 0:
+        return 0
+    part, begin = part.reshape(part.shape or (1,)), tuple(start) or (0,)
+    axis, size, of_rows = part.ndim - 1, part.dtype.itemsize, np.ones(1, np.uint64)
+    raw = np.ascontiguousarray(part).view(f"u{min(size, 4)}").reshape(-1, part.shape[-1] * max(size // 4, 1))
+    first = begin[-1] * size // 4
+    if size < 4:  # a slice may begin and end within a word
+        before, after = begin[-1] % (4 // size), -(begin[-1] + part.shape[-1]) % (4 // size)
+        raw = np.pad(raw, [(0, 0), (before, after)]) if before or after else raw
+    words = raw.view(np.uint32)
+    for d in range(axis):
+        places = np.arange(begin[d], begin[d] + part.shape[d], dtype=np.uint64)
+        of_rows = np.multiply.outer(of_rows, _odd(places, d + 2)).reshape(-1)
+    last, total = first + words.shape[1], 0
+    for block in range(first // _BLOCK, -(-last // _BLOCK)):
+        a, b = max(first, block * _BLOCK), min(last, (block + 1) * _BLOCK)
+        factors = _table()[a - block * _BLOCK : b - block * _BLOCK]
+        of_block = int(_odd(np.array([block], np.uint64), 1)[0])
+        total += of_block * _sum(words[:, a - first : b - first], of_rows, factors)
+    return total % MODULUS
 
 
 def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:
-    """The sum of all words, each times the factors of its row and of its place in it."""
-    width = rows.shape[1]
-    step = max(1, _AT_ONCE // width)
-    total = 0
+    """Return the sum of all words, each times the factors of its row and its column."""
+    step, total = max(1, _AT_ONCE // rows.shape[1]), 0
     for i in range(0, len(rows), step):
-        words, own = rows[i : i + step].astype(np.uint64), of_rows[i : i + step]
-        if width < _SHORT:  # a loop for each row would take longer than one over all words
-            total += int(np.dot(words.reshape(-1), np.multiply.outer(own, factors).reshape(-1)))
-        else:
-            total += int(np.dot(words @ factors, own))
+        total += int(np.dot(rows[i : i + step].astype(np.uint64) @ factors, of_rows[i : i + step]))
     return total
 
 
-def _within(axis: int, a: int, b: int, per_word: int) -> np.ndarray:
-    """The factors of the words, or of the items of which `per_word` make a word, within a block."""
-    if per_word == 1:
-        return _table(axis)[a:b]
-    i = np.arange(a, b)
-    return _table(axis)[i // per_word] << (i % per_word * (8 * _WORD // per_word)).astype(np.uint64)
-
-
-def _along(axis: int, a: int, b: int) -> np.ndarray:
-    """The factors of the places a to b along an axis other than the last."""
-    parts = []
-    for block in range(a // _BLOCK, -(-b // _BLOCK)):
-        lo = block * _BLOCK
-        parts.append(_table(axis)[max(a - lo, 0) : b - lo] * _of_block(axis, block))
-    return np.concatenate(parts)
-
-
 @functools.cache
-def _table(axis: int) -> np.ndarray:
-    return _odd(np.arange(1, _BLOCK + 1, dtype=np.uint64) + np.uint64((axis + 1) << 32))
+def _table() -> np.ndarray:
+    return _odd(np.arange(_BLOCK, dtype=np.uint64), 0)
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _of_block(axis: int, block: int) -> np.uint64:
-    return _odd(np.array([((axis + 1) << 44) + block], np.uint64))[0]
-
-
-def _odd(x: np.ndarray) -> np.ndarray:
-    """Pseudo-random odd numbers: the mixing function of SplitMix64, which is the same for ever (NumPy's may change)."""
-    x = x * np.uint64(0x9E3779B97F4A7C15)
+def _odd(places: np.ndarray, role: int) -> np.ndarray:
+    """Return a pseudo-random odd number for each place: SplitMix64, which never changes (NumPy's generators may)."""
+    x = (places + np.uint64((role << 44) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)

@@ -1,12 +1,10 @@
-"""`restore` and `latest_step`: find a checkpoint, and read it onto the devices that are there now."""
+"""`restore` and `latest_step`: find a checkpoint, and read it onto the devices of this job."""
 
 from __future__ import annotations
 
 import functools
 import os
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +12,11 @@ import jax
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.checkpoint import history, record
-from jaxdist.checkpoint.agreement import brief
-from jaxdist.checkpoint.arrays import ArrayReader, damaged
+from jaxdist.checkpoint import arrays, manifest
 from jaxdist.checkpoint.background import await_pending
-from jaxdist.checkpoint.checksum import MODULUS, checksum
-from jaxdist.checkpoint.files import ITEM, Saved, absolute, checkpoint_of, identity, saved
-from jaxdist.checkpoint.leaves import named
-from jaxdist.checkpoint.like import Leaves, check_kinds, check_leaf, cut, on_mesh, placed
-from jaxdist.checkpoint.record import DamagedError, Record, unreadable
+from jaxdist.checkpoint.checksum import MODULUS
+from jaxdist.checkpoint.directory import absolute, passed_over, place, steps
+from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_key, kind_of, named
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
@@ -30,10 +24,10 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
-# A damaged one may be passed over: it is last.
+Found = tuple[int, str]  # a checkpoint: its step, and the digest of its manifest
+# DamagedError is last: it says that every rank could read, and nothing else is wrong.
 _ERRORS = CheckpointError, TypeError, ValueError, FileNotFoundError, DamagedError, ImportError
-_SAME = "Restore the same step on every rank"
-_AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what has moved away is looked for again
+_TRIES = 100  # of finding one that nobody removes or replaces before it is read
 
 
 @api_boundary
@@ -41,28 +35,27 @@ _AGAIN, _FOR = 10, 30.0  # how often, and for how many seconds at least, what ha
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T:
     """Read a checkpoint; every process calls it.
 
-    What is read is compared with the checksums that were saved with it. Without `step`, a checkpoint that is damaged is
-    passed over: the root says so on stderr, and the next `save` renames it (``15.damaged``).
+    Everything that is read is compared with the digests that were saved with it. Without `step`, a damaged checkpoint
+    is passed over: the root warns, and a `save` of its step replaces it.
 
     Args:
-      path: as given to `save`.
-      like: a state with the structure, shapes and dtypes of the saved one: a new one, one that a step has returned, or
-        one of ``jax.eval_shape``. Its values are not used.
-      step: of the checkpoint; default: the one that was saved last, or the one before where that is damaged.
+      path: the directory given to `save`.
+      like: a state with the structure, shapes and dtypes of the saved one: a new one, a result of a step, or a result
+        of ``jax.eval_shape``. Its values are not used.
+      step: the step to read; by default the highest one that is whole.
 
     Returns:
-      The state. Leaves whose counterpart in `like` lies on the mesh (a state that a step has returned, `shard`) are
-      read into that place, each process its own shards; the others are on this process as they are in `like`:
-      jax arrays on the default device, numpy arrays, numbers.
+      The state. Leaves whose counterparts in `like` are on the mesh (results of a step, `shard`) are read into the same
+      place, each process its own shards. All others are on this process as they are in `like`: jax arrays on the
+      default device, NumPy arrays, numbers.
 
     Raises:
-      FileNotFoundError: no such checkpoint, or no checkpoint at all, or it was removed while it was being read.
-      CheckpointError: on every rank: it is of another model (names the first leaf that differs), or the one of `step`,
-        or each, is damaged (names the leaf and the file), or the system can't read it (too many open files, say), which
-        is never passed over.
+      FileNotFoundError: there is no such checkpoint, or none at all.
+      CheckpointError: (on every rank) the checkpoint is of a different model (the error names the first leaf that
+        differs), or damaged, or cannot be read (too many open files, say), which is never passed over.
       TypeError: a leaf of `like` that no checkpoint has.
-      ValueError: a path that is empty or a URL; a `like` that contains itself.
-      ImportError: (on every rank) tensorstore, which orbax brings, is not installed.
+      ValueError: the path is empty or a URL, or `like` contains itself.
+      ImportError: (on every rank) tensorstore, a dependency of orbax, is not installed.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile
@@ -73,58 +66,46 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
     """
     ctx = get_context()
     await_pending()
-    root = absolute(path)
-    passed: list[tuple[Saved, str]] = []  # damaged ones, and how
-    moved: list[Path] = []  # removed or replaced, by the job that saves, while they were read
-    end = time.monotonic() + _FOR
-    while True:
-        choose = functools.partial(_choose, ctx, root, step, like, [s for s, _ in passed], moved, end)
+    root, failed = absolute(path), dict[Found, Exception]()
+    for _ in range(_TRIES):
+        choose = functools.partial(_choose, ctx, root, step, like, failed)
+        _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: "Restore the same step")
+        found: Found = told[0]
+        if isinstance(error := failed.get(found), DamagedError):  # it was asked for
+            raise CheckpointError(f"{error}. Without step=, the newest whole checkpoint is restored")
+        if error is not None:
+            raise error
+        read = functools.partial(_read_own, root, found, like)
         try:
-            _, choices = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: _SAME)
-        except FileNotFoundError as error:
-            if not passed:
-                raise
-            all_of_them = "; ".join(f"step {s.step}: {text}" for s, text in passed)
-            raise CheckpointError(f"{error} that is complete: {all_of_them}") from None
-        wanted, name, place = choices[0]
-        directory = root / name
-        read = functools.partial(_read_own, ctx, directory, wanted, like)
-        try:
-            # Reading may take a while longer on one rank than on another: as long as they live.
+            # Reading may take much longer on one rank than on the others.
             (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            _check_shares(directory, leaves, shares)
-        except (DamagedError, FileNotFoundError) as error:
-            there = functools.partial(_is_there, ctx, root, wanted, place)
-            if not on_every_rank(ctx, "restore", there, raises=_ERRORS)[1][0]:
-                moved.append(directory)
-                continue
-            if not isinstance(error, DamagedError):
-                raise
-            if step is not None:
-                raise CheckpointError(f"{error}. {_elsewhere(root, wanted)}") from None
-            passed.append((wanted, str(error)))
+            for name in shares[0]:  # arrays of which each rank has read a part
+                if sum(own[name] for own in shares) % MODULUS != leaves[name].digest:
+                    raise arrays.differs(root / str(found[0]), name)
+        except (DamagedError, FileNotFoundError) as failure:
+            failed[found] = failure  # not chosen again if it is damaged, or was removed or replaced meanwhile
             continue
-        if ctx.is_root:
-            for damaged, text in passed:
-                ctx.control.say(f"step {damaged.step} is passed over, going on from step {wanted.step}: {text}")
-            history.at(root, wanted, [s for s, _ in passed])
+        for (number, _), failure in failed.items():
+            if ctx.is_root and number > found[0] and number in steps(root):
+                ctx.control.say(f"step {number} is passed over, and step {found[0]} restored: {failure}")
+                passed_over.add((root / str(number)).resolve())
         return state
+    raise CheckpointError(f"{_TRIES} checkpoints in {root} were removed or replaced while they were being read")
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The step that was saved last, by this job or another, as the names of the files say; no data are read.
+    """Return the highest step that is whole, as far as its manifest says; no arrays are read.
 
-    After going back (restoring 10 of 10, 20, 30) that is 30 until the next `save`, and then the one it saves, whatever
-    its number. A checkpoint without a record, which is damaged, counts as the last. Waits for a save in the background.
+    Waits for a save in the background.
 
     Args:
-      path: as given to `save`.
+      path: the directory given to `save`.
 
     Returns:
-      None if there is none, or no such directory.
+      None if there is no checkpoint, or no such directory.
 
     Raises:
-      CheckpointError: the last save, in the background, has failed.
+      CheckpointError: there are checkpoints, and all are damaged; or the last save, in the background, has failed.
 
     Example:
       >>> import jaxdist
@@ -132,149 +113,101 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    complete = saved(absolute(path))
-    return complete[-1].step if complete else None
+    found = _find(absolute(path), None, {})
+    return found and found[0]
 
 
 def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:
-    """Every leaf of one checkpoint by its name, as arrays of the host; for export. Of one process, without `init`."""
+    """Return the directory and all leaves of one checkpoint, as arrays of the host; for export, in one process."""
     need("tensorstore", "jaxdist export")
-    path, moved, end = absolute(path), [], time.monotonic() + _FOR
-    while True:
-        last = [] if (checkpoint_of(path) / ITEM).is_dir() else saved(path)
-        final = path / str(last[-1].step) if last else path
-        directory = checkpoint_of(final)
-        place = identity(directory)
+    path = absolute(path)
+    found = _find(path, None, {})
+    directory = path if found is None else place(path / str(found[0]))
+    if not (directory / manifest.FILE).exists():
+        raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
+    leaves, _ = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
+    stored = {name: leaf for name, leaf in leaves.items() if leaf.dtype}
+    values: dict[Name, Any] = {name: leaf.value for name, leaf in leaves.items()}
+    values |= {
+        name: next(iter(x.values())) for name, x in arrays.read(directory, stored, dict.fromkeys(stored))[0].items()
+    }
+    numbers = {"complex": complex, "str": str}
+    return directory, {".".join(name): numbers.get(leaves[name].kind, np.asarray)(x) for name, x in values.items()}
+
+
+def _find(root: Path, step: int | None, failed: dict[Found, Exception]) -> Found | None:
+    """Return a step, by default the highest one that is not known to be damaged."""
+    damaged: dict[int, Exception] = {}
+    for number in reversed([number for number in steps(root) if step in (None, number)]):
         try:
-            found = record.of(directory)
-            if found is None and moved:
-                raise FileNotFoundError(f"checkpoint {moved[-1]} was removed while it was being read")
-            if found is None:
-                raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
-            record.check_files(directory, found)
-            values = _arrays(directory, found.arrays, dict.fromkeys(found.arrays), {})
-        except (DamagedError, FileNotFoundError):
-            if identity(checkpoint_of(final)) == place and not (last and place is None):
-                raise
-            moved.append(directory)
-            _give_up(moved, end)
-            continue
-        leaves = found.leaves.items()
-        return directory, {".".join(k): values[k][0] if k in values else str(leaf.value) for k, leaf in leaves}
+            found = number, manifest.read(place(root / str(number)), number)[1]
+        except FileNotFoundError:
+            return _find(root, step, failed)  # moved just now
+        except DamagedError as error:
+            found = number, ""
+            failed[found] = error
+        if (found[1] and step is not None) or not isinstance(failed.get(found), DamagedError):
+            return found
+        damaged[number] = failed[found]
+    if damaged:
+        each = "; ".join(f"step {number}: {error}" for number, error in damaged.items())
+        raise CheckpointError(f"no checkpoint in {root} is whole. {each}")
+    return None
 
 
-def _give_up(moved: list[Path], end: float) -> None:
-    if len(moved) > _AGAIN and time.monotonic() > end:
-        raise CheckpointError(
-            f"checkpoint {moved[-1]} was removed or replaced while it was being read, as were {len(moved) - 1} before "
-            "it: the job that saves there removes them faster than they can be read. Let it keep more: save(..., keep=)"
-        )
-
-
-def _choose(
-    ctx: Context, root: Path, step: int | None, like: Any, passed: list[Saved], moved: list[Path], end: float,
-) -> Part[None]:  # fmt: skip
-    """The root tells which checkpoint to read, where it is and how to know it again."""
+def _choose(ctx: Context, root: Path, step: int | None, like: Any, failed: dict[Found, Exception]) -> Part[None]:
+    """Let the root choose the checkpoint to read."""
     need("tensorstore", "jaxdist.restore")
-    check_kinds(like)
-    asked = (("the step", str(step)),)
-    if not ctx.is_root:
-        return Part(None, asked)
-    _give_up(moved, end)
-    all_of_them = saved(root)
-    there = [s for s in all_of_them if s not in passed and step in (None, s.step)]
-    if not there:
-        if step is None:
-            raise FileNotFoundError(f"there is no checkpoint in {root}")
-        others = f"there: {', '.join(str(s.step) for s in all_of_them) or 'none'}"
-        if moved:
-            raise FileNotFoundError(f"checkpoint {moved[-1]} was removed while it was being read; {others}")
-        raise FileNotFoundError(f"there is no checkpoint of step {step} in {root}; {others}")
-    directory = checkpoint_of(root / str(there[-1].step))
-    return Part(None, asked, (there[-1], directory.name, identity(directory)))
+    for name, x in named(like).items():
+        if not isinstance(x, jax.ShapeDtypeStruct) and (why := manifest.refusal(x)):
+            raise TypeError(f"leaf {'.'.join(name)} of `like` can't be restored: {why}")
+    found = _find(root, step, failed) if ctx.is_root else None
+    if ctx.is_root and found is None:
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise FileNotFoundError(f"there is no {wanted} in {root}; steps: {', '.join(map(str, steps(root))) or 'none'}")
+    return Part(None, (("the step", str(step)),), found)
 
 
-def _is_there(ctx: Context, root: Path, wanted: Saved, place: Any) -> Part[None]:
-    """The root tells whether a checkpoint that could not be read is still where it was."""
-    same = ctx.is_root and identity(checkpoint_of(root / str(wanted.step))) == place
-    return Part(None, told=same and wanted in saved(root))
+def _read_own(root: Path, found: Found, like: Any) -> Part[tuple[Any, Leaves]]:
+    """Read this rank's part of a checkpoint."""
+    directory = place(root / str(found[0]))
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"{socket.gethostname()} does not see {directory}, which rank 0 sees: do all processes?"
+        )
+    leaves, digest = manifest.read(directory, found[0])
+    if digest != found[1]:
+        raise FileNotFoundError(f"checkpoint {directory} was replaced while it was being read")
+    wanted = named(like)
+    _check_leaves(directory, wanted, leaves)
+    targets = {name: arrays.target_of(x) for name, x in wanted.items() if leaves[name].dtype}
+    blocks, shares = arrays.read(directory, {name: leaves[name] for name in targets}, targets)
+    state = []
+    for name, x in wanted.items():
+        value = blocks[name][()].item() if () in blocks.get(name, ()) else leaves[name].value
+        own = blocks.get(name) or {(): np.asarray(value)}
+        state.append(type(x)(value) if type(x) in PYTHON else arrays.placed(own, x, leaves[name]))
+    return Part((jax.tree.unflatten(jax.tree.structure(like), state), leaves), told=shares)
 
 
-def _elsewhere(root: Path, damaged: Saved) -> str:
-    others = [s.step for s in saved(root) if s != damaged]
-    if not others:
-        return "There is no other step"
-    return f"Other steps: {others}; name one, or none: then the newest that is whole is restored"
-
-
-_OTHER_BITS = "has other bits than were saved"
-
-
-def _read_own(ctx: Context, directory: Path, wanted: Saved, like: Any) -> Part[tuple[Any, Leaves]]:
-    """What this rank reads of a checkpoint."""
-    try:
-        if not directory.is_dir():
-            raise FileNotFoundError(
-                f"{socket.gethostname()} does not see checkpoint {directory}, which rank 0 sees: all processes have to "
-                "see the directory"
+def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
+    """Raise an error about the first leaf that is not the same in the checkpoint and in `like`."""
+    for name in dict.fromkeys([*like, *leaves]):
+        saved = leaves[name].kind if name in leaves else "missing"
+        wanted = kind_of(like[name]) if name in like else "missing"
+        if saved != wanted and not (name in leaves and name in like and _is_number(leaves[name], like[name])):
+            raise CheckpointError(
+                f"leaf {'.'.join(name)} of checkpoint {where} is {saved}, in `like` {wanted}: restore the state as it "
+                "was saved, and convert it afterwards"
             )
-        found = record.read(directory, wanted)
-        if ctx.is_root:
-            record.check_files(directory, found)
-        shares: dict[tuple[str, ...], int] = {}
-        return Part((_read(directory, found, like, shares), found.leaves), told=shares)
-    except (CheckpointError, FileNotFoundError):
-        raise
-    except Exception as error:
-        if not isinstance(error, MemoryError):
-            raise unreadable(f"checkpoint {directory}", error) from error
-        raise CheckpointError(f"checkpoint {directory} can't be read: MemoryError: {brief(error)}") from error
+        x = like[name]
+        ours = isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and not is_key(x)
+        if ours and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+            raise CheckpointError(f"leaf {'.'.join(name)} is {x.dtype}: set jax_enable_x64, or use NumPy in `like`")
 
 
-def _read(directory: Path, found: Record, like: Any, shares: dict[tuple[str, ...], int]) -> Any:
-    names, leaves = named(like)
-    for name, x in zip(names, leaves, strict=True):
-        check_leaf(directory, name, x, found.leaves)
-    known = set(names)
-    if extra := [name for name in found.leaves if name not in known]:
-        raise CheckpointError(f"checkpoint {directory} has a leaf {'.'.join(extra[0])} that `like` has not")
-    places = {name: on_mesh(x) for name, x in zip(names, leaves, strict=True)}
-    values = _arrays(directory, found.arrays, places, shares)
-    out: list[Any] = []
-    for name, x in zip(names, leaves, strict=True):
-        leaf = found.leaves[name]
-        out.append(type(x)(leaf.value) if leaf.dtype == "str" else placed(values[name], x, leaf, places[name]))
-    return jax.tree.unflatten(jax.tree.structure(like), out)
-
-
-def _arrays(
-    directory: Path,
-    leaves: Leaves,
-    places: dict[tuple[str, ...], Any],
-    shares: dict[tuple[str, ...], int],
-) -> dict[tuple[str, ...], list[np.ndarray]]:
-    """The slices of arrays that this process needs (`cut`), compared with their checksums."""
-    values: dict[tuple[str, ...], list[np.ndarray]] = {}
-    reads: dict[tuple[str, ...], Callable[[], list[np.ndarray]]] = {}
-    with ArrayReader(directory, ITEM) as reader:
-        opened = {name: reader.open(name) for name in leaves}
-        for name, leaf in leaves.items():
-            reads[name] = reader.read(name, leaf, opened.pop(name), list(cut(places[name], leaf.shape)[0]))
-        for name, leaf in leaves.items():
-            bounds, counts, alone = cut(places[name], leaf.shape)
-            values[name] = blocks = reads.pop(name)()
-            each = zip(bounds, counts, blocks, strict=True)
-            sums = (checksum(x.astype(leaf.dtype, copy=False), [a for a, _ in b]) for b, own, x in each if own)
-            share = sum(sums) % MODULUS
-            if not alone:
-                shares[name] = share
-            elif share != leaf.value:
-                raise damaged(directory, ITEM, name, _OTHER_BITS)
-    return values
-
-
-def _check_shares(directory: Path, leaves: Leaves, shares: list[dict[tuple[str, ...], int]]) -> None:
-    """Compare the checksums of arrays of which each rank has read a part."""
-    for name in shares[0]:
-        if sum(s.get(name, 0) for s in shares) % MODULUS != leaves[name].value:
-            raise damaged(directory, ITEM, name, _OTHER_BITS)
+def _is_number(leaf: Leaf, x: Any) -> bool:
+    """Check whether one of both is a number, and the other an array without dimensions that a step has made of it."""
+    if type(x) in PYTHON and leaf.kind == f"{leaf.dtype}[]":
+        return np.dtype(leaf.dtype).kind == np.asarray(x).dtype.kind
+    return leaf.dtype == "" and type(x) not in PYTHON and kind_of(x) == kind_of(np.asarray(leaf.value))

@@ -48,8 +48,8 @@ def plan(
     """
     import jax
 
-    from jaxdist.planning.fit import fit
-    from jaxdist.planning.plan import plan as make_plan
+    from jaxdist.planning.fitting import fit
+    from jaxdist.planning.planned import plan as make_plan
 
     jax.config.update("jax_platforms", "cpu")  # a GPU that is here is not for this
     try:

@@ -99,8 +99,8 @@ def _levels(ctx: Any) -> Iterator[Check]:
     import numpy as np
     import optax
 
+    from jaxdist.sharding import unshard, zero
     from jaxdist.step.data_parallel import data_parallel
-    from jaxdist.zero import unshard, zero
 
     def loss_fn(params: Any, x: Any) -> Any:
         hidden = x @ params["in"]

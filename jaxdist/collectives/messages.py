@@ -14,8 +14,7 @@ import numpy as np
 from jaxdist import compat
 from jaxdist.agreement.description import Description
 from jaxdist.collectives.arguments import bad, describe, flat, integer
-from jaxdist.control.channel import ControlError
-from jaxdist.errors import in_words
+from jaxdist.errors import ControlError, in_words
 from jaxdist.runtime.context import Context
 
 _LOOK = 0.5  # seconds after which a rank that receives looks whether the other one has left

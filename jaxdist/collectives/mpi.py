@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist import compat
 from jaxdist.communicators.mpi_groups import library, world
-from jaxdist.control.channel import ControlError
+from jaxdist.errors import ControlError
 from jaxdist.runtime.context import Context
 
 _SPIN = 1e-4  # seconds before a rank that waits lets others have its core

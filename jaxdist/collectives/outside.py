@@ -26,8 +26,7 @@ from jaxdist.collectives import in_step
 from jaxdist.collectives.arguments import checked, describe, flat, text
 from jaxdist.collectives.mpi import HostMpi, reduces
 from jaxdist.communicators import lowering
-from jaxdist.control.channel import ControlError
-from jaxdist.errors import in_words
+from jaxdist.errors import ControlError, in_words
 from jaxdist.ir.interpreter import retrace
 from jaxdist.mesh import AXIS
 from jaxdist.runtime import gloo

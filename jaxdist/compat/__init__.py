@@ -72,4 +72,4 @@ from jaxdist.compat.tracing import (
     varying_axes,
     with_weak_type,
 )
-from jaxdist.compat.workers import forget_name, start_quiet_tracker
+from jaxdist.compat.workers import end_with_parent, forget_name, start_quiet_tracker

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 import sys
+import threading
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -18,6 +22,22 @@ def forget_name(array: Any) -> Any:
         array.shm.unlink()
         array._unlink_on_del = False
     return array
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """In a worker: let it end when the process that started it is killed. Grain's wait for ever to hand over a batch.
+
+    (A death signal of the kernel would come when the thread ends that started it.)
+    """
+    parent = multiprocessing.parent_process()
+
+    def wait(parent: Any) -> None:
+        parent.join()
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=wait, args=(parent,), daemon=True).start()
 
 
 def start_quiet_tracker() -> None:

@@ -19,6 +19,7 @@ from jaxdist.control.mailbox import TAG, Mailbox
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
 from jaxdist.control.wire import Link
+from jaxdist.errors import ControlError
 
 T = TypeVar("T")
 
@@ -26,10 +27,6 @@ _CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
 _ANSWER_SECONDS = 10.0  # for the hub to say who is missing
 _REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
 _HAND_OVER_SECONDS = 1.0  # for the last words of a process to be on their way
-
-
-class ControlError(RuntimeError):
-    """The ranks are not in the same call, one of them is missing, or one of them left."""
 
 
 class Control:

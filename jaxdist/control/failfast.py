@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import jax
 
 from jaxdist import compat, streams
-from jaxdist.control.channel import Control, ControlError
+from jaxdist.control.channel import Control
 from jaxdist.control.process import within
 from jaxdist.control.stacks import users_line
-from jaxdist.errors import in_words, leaves, message_of, printed
+from jaxdist.errors import ControlError, in_words, leaves, message_of, printed
 
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)

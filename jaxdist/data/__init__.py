@@ -1,6 +1,8 @@
-"""Sources of text and tokens for `jaxdist.loader`."""
+"""Sources of text and tokens for `jaxdist.loader`, and what it makes.
 
-from jaxdist.data.documents import Documents, text_files, tokenize
-from jaxdist.data.packing import packed
+The names are listed in `__init__.pyi`, and imported when they are first asked for: to tokenize needs no JAX.
+"""
 
-__all__ = ["Documents", "packed", "text_files", "tokenize"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -18,8 +18,8 @@ from jaxdist.data.sampling import Place
 from jaxdist.mesh import Sizes
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context, parts_of_ranks
+from jaxdist.sharding import unshard
 from jaxdist.step.tracing import say_once
-from jaxdist.zero import unshard
 
 _AHEAD = 32  # batches that the host may be ahead of the device
 _APART = 0.05  # of the largest sum: more than rounding
@@ -126,7 +126,7 @@ def _check(sums: Any, ctx: Context) -> None:
         if isinstance(x, Padded) or (isinstance(x, jax.Array) and not x.is_fully_replicated):
             raise ValueError(
                 f"{name} has shape {np.shape(x)} and is split over the devices, like one entry per example. Return the "
-                "sum, or use jaxdist.gather_for_metrics for the value of each example"
+                "sum, or use jaxdist.data.gather_for_metrics for the value of each example"
             )
         if ctx.size > 1 and not isinstance(sharding, NamedSharding):
             raise ValueError(
@@ -175,7 +175,7 @@ def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None)
 
     Example:
       >>> import jaxdist, numpy as np
-      >>> from jaxdist import gather_for_metrics
+      >>> from jaxdist.data import gather_for_metrics
       >>> gather_for_metrics({"label": np.array([7, 3, 7])}, np.array([1.0, 1.0, 0.0]))["label"].tolist()
       [7, 3]
     """

@@ -87,6 +87,8 @@ class Reader:
 
     def _by_index(self, start: Place, step: int) -> Read:
         """The batch that comes `step` batches after a place; called in a worker, too."""
+        if self.workers:
+            compat.end_with_parent()
         sampling, source = self.sampling, self.source
         at, then = sampling.seek(start, step), sampling.seek(start, step + 1)
         indices, real = sampling.examples(at.epoch, at.position)

@@ -25,7 +25,7 @@ from jaxdist.machine import VIRTUAL
 from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, in_host, mesh_of
 from jaxdist.placements.groups import HOST
 from jaxdist.planning import schedule
-from jaxdist.planning.memory import readable
+from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of
 from jaxdist.planning.topology import Topology
 from jaxdist.step.choice import chosen, meshes, times

@@ -1,4 +1,4 @@
-"""The result of `jaxdist.plan` and `jaxdist.fit`, as numbers, as text and as JSON."""
+"""The result of `jaxdist.plan` and `jaxdist.planning.fit`, as numbers, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxdist.machine import FRACTION, REACHED, fraction
 from jaxdist.placements.groups import Within
-from jaxdist.planning.memory import digits, readable
+from jaxdist.planning.footprint import digits, readable
 from jaxdist.planning.topology import Topology
 from jaxdist.step.choice import Times
 from jaxdist.text import text_of

@@ -18,8 +18,9 @@ from jaxdist.communicators import Rules
 from jaxdist.compat import under_no_mesh
 from jaxdist.connectors import Connector
 from jaxdist.control import failfast
-from jaxdist.control.channel import Control, ControlError
+from jaxdist.control.channel import Control
 from jaxdist.control.watchdog import Watchdog
+from jaxdist.errors import ControlError
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, by_rank, mesh_of, parts_of_batch
 from jaxdist.runtime import farewell, in_lanes, start, transfer

@@ -64,91 +64,113 @@ def jax_started(
     connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float, lanes: int | None = None
 ) -> Started:
     """Choose platform, devices, threads and communicator, and start jax.distributed."""
-    rank, size = control.rank, control.size
-    if size == 1:
-        _check_alone(connector)
-    if size == 1 and lanes:
-        return _alone_in_lanes(control, lanes, wanted)
-    if size == 1:
-        found = list(jax.local_devices())
-        kind = asked_for(found[0].platform) or kind_of(found[0])
-        return Started(found, (socket.gethostname(),), _mesh(found), communicator_of.alone(wanted, len(found)), kind)
+    if control.size == 1:
+        return _alone(connector, control, wanted, lanes)
+    own = _told_by_this_rank(connector, control, wanted, lanes)
+    told: list[_Told] = control.exchange("init", own, timeout)
+    communicator = _agreed(connector, control, told, wanted)
+    resources = [each.resources for each in told]
+    if own.over_gloo:
+        _set_up_cpus(control, told, communicator)
+    elif lanes:
+        raise in_lanes.too_late(control, lanes)
+    local_ids = [devices.choose_gpu(resources, control.rank)] if own.resources.platform == "gpu" else None
+    _start_distributed(control, watchdog, local_ids, timeout)
+    if own.over_gloo:
+        compat.gloo_at(_reachable_ip(control))
+    found = _devices_of_all(control, lanes)
+    mesh = _mesh(found)
+    if own.resources.platform == "cpu":
+        executables.share(control, timeout, [each.offer for each in told])
+    # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
+    if own.over_gloo and (communicator != "mpi" or _one_host(control)):
+        control.barrier(timeout)
+        gloo.connect(mesh, mesh.axis_names)
+    hosts = tuple(each.host for each in resources)
+    if communicator == "mpi":
+        from jaxdist.communicators.mpi_groups import with_hosts
+
+        with_hosts(control.rank, control.size, in_host(list(hosts)))  # by all ranks together, so now
+    return Started(found, hosts, mesh, communicator, told[0].kind or kind_of(found[0]))
+
+
+def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lanes: int | None) -> _Told:
     if compat.backend_started() and not jax.distributed.is_initialized():
         raise RuntimeError(
-            f"rank {rank}: a JAX backend was already in use when jaxdist.init was called, so "
-            f"this process can't join the other {size - 1}. Call jaxdist.init() first: before "
+            f"rank {control.rank}: a JAX backend was already in use when jaxdist.init was called, so "
+            f"this process can't join the other {control.size - 1}. Call jaxdist.init() first: before "
             "jax.devices(), jax.random.key(), any jnp array or jitted call (also those at the top "
             "of imported modules)"
         )
-    platforms = compat.platforms_asked()
     gpus = devices.visible_gpus()
-    mine = devices.Resources(
-        socket.gethostname(),
-        tuple(sorted(os.sched_getaffinity(0))),
-        gpus,
-        devices.wanted_platform(platforms, gpus),
-    )
-    over_gloo = mine.platform == "cpu" and not compat.backend_started()
-    own = _Told(
-        mine,
+    platform = devices.wanted_platform(compat.platforms_asked(), gpus)
+    return _Told(
+        devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
         compiler.compiler_of(os.environ.get("XLA_FLAGS", "")),
-        *communicator_of.several(size, connector.name, "xla" if lanes else wanted, mine.platform),
+        *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
         executables.offer(connector.local_rank),
-        over_gloo,
+        platform == "cpu" and not compat.backend_started(),
         executables.processor(),
         compat.cpu_threads_asked(),
-        asked_for(mine.platform),
+        asked_for(platform),
         lanes,
     )
-    told: list[_Told] = control.exchange("init", own, timeout)
-    resources = [each.resources for each in told]
-    _check_platforms(control, resources)
-    in_lanes.check(control, [each.lanes for each in told], mine.platform, wanted)
+
+
+def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: str) -> str:
+    """The communicator of all ranks, which are alike in all that they have to be alike in."""
+    mine = told[control.rank]
+    _check_platforms(control, [each.resources for each in told])
+    in_lanes.check(control, [each.lanes for each in told], mine.resources.platform, wanted)
     compiler.check_same([each.compiler for each in told], control.who)
     errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
         raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
-    communicator = "mpi" if {each.communicator for each in told} == {"mpi"} else "lanes" if lanes else "xla"
-    if errors and rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
+    if errors and control.rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
-    if lanes and not over_gloo:
-        raise in_lanes.too_late(control, lanes)
-    local_ids = [devices.choose_gpu(resources, rank)] if mine.platform == "gpu" else None
-    if over_gloo:
-        if lanes:
-            in_lanes.start(control, lanes)
-        else:
-            jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
-            if communicator == "xla":
-                compiler.check_processors([each.processor for each in told], own.compiler.flags, control.who)
-            # As many on all ranks: XLA orders a program's messages by it, and between CPUs these have no names.
-            compat.cpu_threads(min(each.threads or devices.fair_threads(resources, r) for r, each in enumerate(told)))
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        if not platforms:
-            jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
-    _start_distributed(control, watchdog, local_ids, timeout)
-    if over_gloo:
-        compat.gloo_at(_reachable_ip(control))
-    found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    per_process = [d.process_index for d in found]
-    each = lanes // size if lanes else 1
-    if per_process != [r for r in range(size) for _ in range(each)]:
-        raise RuntimeError(f"rank {rank}: expected a device on each of {size} processes ({each} in lanes), not {found}")
-    mesh = _mesh(found)
-    if mine.platform == "cpu":
-        executables.share(control, timeout, [each.offer for each in told])
-    # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
-    if over_gloo and (communicator != "mpi" or _one_host(control)):
-        control.barrier(timeout)
-        gloo.connect(mesh, mesh.axis_names)
-    if communicator == "mpi":
-        from jaxdist.communicators.mpi_groups import with_hosts
+    if {each.communicator for each in told} == {"mpi"}:
+        return "mpi"
+    return "lanes" if mine.lanes else "xla"
 
-        # Made by all ranks together: now, not when one of them first compiles a step.
-        with_hosts(rank, size, in_host([each.host for each in resources]))
-    hosts = tuple(each.host for each in resources)
-    return Started(found, hosts, mesh, communicator, told[0].kind or kind_of(found[0]))
+
+def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None:
+    mine = told[control.rank]
+    if mine.lanes:
+        in_lanes.start(control, mine.lanes)
+    else:
+        jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
+        if communicator == "xla":
+            compiler.check_processors([each.processor for each in told], mine.compiler.flags, control.who)
+        # As many on all ranks: XLA orders a program's messages by it, and between CPUs these have no names.
+        resources = [each.resources for each in told]
+        compat.cpu_threads(min(each.threads or devices.fair_threads(resources, r) for r, each in enumerate(told)))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if not compat.platforms_asked():
+        jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
+
+
+def _devices_of_all(control: Control, lanes: int | None) -> list[Any]:
+    found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    each = lanes // control.size if lanes else 1
+    if [d.process_index for d in found] != [r for r in range(control.size) for _ in range(each)]:
+        raise RuntimeError(
+            f"rank {control.rank}: expected a device on each of {control.size} processes ({each} in lanes), not {found}"
+        )
+    return found
+
+
+def _alone(connector: Connector, control: Control, wanted: str, lanes: int | None) -> Started:
+    _check_alone(connector)
+    if lanes:
+        in_lanes.check(
+            control, [lanes], devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus()), wanted
+        )
+        in_lanes.start(control, lanes)
+    found = list(jax.local_devices())
+    communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
+    kind = asked_for(found[0].platform) or kind_of(found[0])
+    return Started(found, (socket.gethostname(),), _mesh(found), communicator, kind)
 
 
 def _check_alone(connector: Connector) -> None:
@@ -160,14 +182,6 @@ def _check_alone(connector: Connector) -> None:
             f"{connector.name!r} finds this one alone: each would train by itself. Say where they meet: "
             f"jaxdist.init('tcp://HOST:PORT', rank={process}, size={processes}), or leave jax.distributed to jaxdist"
         )
-
-
-def _alone_in_lanes(control: Control, lanes: int, wanted: str) -> Started:
-    in_lanes.check(control, [lanes], devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus()), wanted)
-    in_lanes.start(control, lanes)
-    found = list(jax.local_devices())
-    kind = asked_for("cpu") or kind_of(found[0])
-    return Started(found, (socket.gethostname(),), _mesh(found), "lanes", kind)
 
 
 def _mesh(found: list[Any]) -> Mesh:

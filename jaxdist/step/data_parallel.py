@@ -182,9 +182,9 @@ def parallel(
       step: as for `data_parallel`.
       mesh: the sizes of the axes, of which one may be -1, for the devices that are left. Neighbouring devices differ in
         the last axis, as in JAX. Or a mesh with these names. Or "auto": the first call (or `lower` or `explain` before
-        it, which every rank then calls) takes the mesh that `jaxdist.fit` ranks first for these arguments on these
-        devices, without a compilation, and later calls keep it. If a leaf of the state lies in slices on a mesh, that
-        one is taken. With "auto" each process passes its own part of the batch, as for `data_parallel`.
+        it, which every rank then calls) takes the mesh that `jaxdist.planning.fit` ranks first for these arguments on
+        these devices, without a compilation, and later calls keep it. If a leaf of the state lies in slices on a mesh,
+        that one is taken. With "auto" each process passes its own part of the batch, as for `data_parallel`.
       layouts: regular expressions, each with the dimension that the model axis cuts, or None for whole. An expression
         is searched for in the name of a leaf of the state (``"params['w']"``), and the first that is found counts. All
         other leaves are whole. Default: a search, before the first call, for the dimensions that cost least in bytes

@@ -116,36 +116,6 @@ def test_one_example(tmp_path: Path) -> None:
     assert "torch" not in table
 
 
-FAKE = """
-from worker import Variant
-
-def steps(model):
-    def build(name):
-        if name == "fails":
-            raise ValueError("this one fails")
-        return Variant(lambda: {"right": 2.0, "also right": 2.0001, "wrong": 2.1, "none": None}[name])
-    return build
-"""
-
-
-@pytest.mark.mpi
-def test_a_wrong_loss_and_a_rank_that_fails_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(step_time.JOBS, "jax 2", ("fake:steps", 2))
-
-    def measure(*names: str) -> Any:
-        return step_time.measure("MLP-tiny", {name: ("jax 2", name) for name in names}, rounds=2, seconds=0.001)
-
-    found = measure("right", "also right", "none")
-    assert found["losses"] == {"right": [2.0] * 3, "also right": [2.0001] * 3}
-    assert found["largest_difference"] == pytest.approx(0.00005)
-    with pytest.raises(SystemExit, match=r"^wrong does not compute what right does: losses \[2.1, 2.1, 2.1\]"):
-        measure("right", "wrong")
-    with pytest.raises(SystemExit, match=r"the job 'fake:steps MLP-tiny' failed.\nrank [01](.|\n)*this one fails"):
-        measure("right", "fails")
-
-
 @pytest.mark.mpi
 def test_collectives(tmp_path: Path) -> None:
     args = ["--systems", "jaxdist mpi", "mpi4py", "--sizes", "4096", "--ops", "allreduce", "broadcast"]

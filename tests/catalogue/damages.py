@@ -17,8 +17,8 @@ Damage = Callable[[Path], Any]
 
 
 def record(step: Path) -> Path:
-    """The file with the checksums."""
-    return next(step.glob("saved-*"))
+    """The file with the digests."""
+    return step / "manifest.json"
 
 
 def _as_pipe(file: Path) -> None:
@@ -42,23 +42,21 @@ def _renamed(step: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
-    "a bit of an array": (lambda d: flip(data_file(d)), ("model.w", "10", "/d/")),
-    "a file cut short": (lambda d: data_file(d).write_bytes(data_file(d).read_bytes()[:-100]), ("/d/", "bytes")),
-    "a file of zeros": (lambda d: data_file(d).write_bytes(bytes(data_file(d).stat().st_size)), ("model.w",)),
-    "a file gone": (lambda d: data_file(d).unlink(), ("/d/", "No such file")),
-    "all files gone": (lambda d: shutil.rmtree(d / "default"), ("default",)),
-    "a bit of the structure": (lambda d: flip(d / "default" / "_METADATA"), ("_METADATA",)),
-    "an empty manifest": (lambda d: (d / "default" / "manifest.ocdbt").write_bytes(b""), ("manifest.ocdbt",)),
-    "no record": (lambda d: record(d).unlink(), ("saved-",)),
-    "half a record": (lambda d: record(d).write_text("{"), ("saved-",)),
-    "a record of another shape": (lambda d: record(d).write_text("[]"), ("saved-",)),
-    "a nested record": (lambda d: record(d).write_text("[" * 100_000), ("saved-",)),
-    "a bit of the record": (lambda d: flip(record(d)), ("saved-",)),
-    "a pipe for a record": (lambda d: _as_pipe(record(d)), ("saved-",)),
-    "the record of another": (_swapped, ("20", "10")),
-    "the arrays of another": (_of_another_step, ("20",)),
+    "a bit of an array": (lambda d: flip(data_file(d)), ("leaf model.w",)),
+    "a file cut short": (lambda d: data_file(d).write_bytes(data_file(d).read_bytes()[:999]), ("leaf model.",)),
+    "a file of zeros": (lambda d: data_file(d).write_bytes(bytes(data_file(d).stat().st_size)), ("leaf model.",)),
+    "a file gone": (lambda d: data_file(d).unlink(), ("leaf model.",)),
+    "all files gone": (lambda d: shutil.rmtree(d / "default"), ("leaf model.",)),
+    "an empty database": (lambda d: (d / "default" / "manifest.ocdbt").write_bytes(b""), ("leaf model.",)),
+    "no manifest": (lambda d: record(d).unlink(), ("manifest.json",)),
+    **{f"a manifest that is {text[:3]}": (lambda d, text=text: record(d).write_text(text), ("manifest.json",))
+       for text in ("", "{", "[]", "3", "null", "[" * 10_000, "{}", '{"digest": "", "content": 3}')},
+    "a bit of the manifest": (lambda d: flip(record(d)), ("manifest.json",)),
+    "a pipe for a manifest": (lambda d: _as_pipe(record(d)), ("manifest.json",)),
+    "the manifest of another": (_swapped, ("20", "10")),
+    "the arrays of another": (_of_another_step, ("leaf model.",)),
     "another, renamed": (_renamed, ("20", "10")),
-}
+}  # fmt: skip
 """Of the step 20, beside a step 10."""
 
 
@@ -66,23 +64,23 @@ def at_random(run: Path, step: str, others: list[str], rng: random.Random) -> st
     """Do something to one step of several; what it was."""
     last, other = run / step, run / rng.choice(others)
     mine = sorted(p for p in last.rglob("*") if p.is_file())
-    file = rng.choice(mine)
-    what = rng.choice(("bytes",) * 6 + ("delete", "swap", "swap", "copy", "within", "folders", "folder"))
+    file, content = (one := rng.choice(mine)), bytearray(one.read_bytes())
+    at = rng.randrange(len(content))
+    what = rng.choice(["bit"] * 3 + ["bits", "zeros", "cut", "delete", "swap", "swap", "within", "folders", "folder"])
     match what:
-        case "bytes":
-            _change_bytes(file, rng)
+        case "bit":
+            content[at] ^= 1 << rng.randrange(8)
+        case "bits":
+            for _ in range(9):
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        case "zeros":
+            content[at : at + 64] = bytes(len(content[at : at + 64]))
+        case "cut":
+            del content[at : at + rng.choice((8, len(content)))]
         case "delete":
-            for gone in {file, rng.choice(mine)}:
-                gone.unlink()
-        case "swap" | "copy":
-            twin = other / file.relative_to(last)
-            if not twin.exists():  # data have random names: the k-th of the one for the k-th of the other
-                beside = sorted(p for p in (other / file.parent.relative_to(last)).iterdir() if p.is_file())
-                twin = beside[[f for f in mine if f.parent == file.parent].index(file) % len(beside)]
-            if what == "copy":
-                shutil.copyfile(twin, file)
-            else:
-                _swap(file, twin)
+            file.unlink()
+        case "swap":  # data have random names: with one of the same folder
+            _swap(file, rng.choice(sorted(p for p in (other / file.parent.relative_to(last)).iterdir() if p.is_file())))
         case "within":
             _swap(file, rng.choice([f for f in mine if f != file]))
         case "folders":
@@ -90,25 +88,9 @@ def at_random(run: Path, step: str, others: list[str], rng: random.Random) -> st
             _swap(last / name, other / name)
         case "folder":
             shutil.rmtree(rng.choice([p for p in last.rglob("*") if p.is_dir()]))
+    if what in ("bit", "bits", "zeros", "cut"):
+        file.write_bytes(content)
     return what
-
-
-def _change_bytes(file: Path, rng: random.Random) -> None:
-    content = bytearray(file.read_bytes())
-    at, some = rng.randrange(len(content)), rng.choice((2, 8, 64, 512))
-    match rng.randrange(6):
-        case 0 | 1:
-            content[at] ^= 1 << rng.randrange(8)
-        case 2:
-            for _ in range(rng.randrange(2, 20)):
-                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        case 3:
-            content[at : at + some] = bytes(len(content[at : at + some]))
-        case 4:
-            del content[at : rng.choice((at + some, len(content)))]
-        case 5:
-            content += rng.randbytes(some)
-    file.write_bytes(content)
 
 
 def _swap(a: Path, b: Path) -> None:

@@ -28,42 +28,27 @@ FEW: Shapes = {name: SHAPES[name] for name in ("scalar", "matrix", "tall")}
 
 
 class Told(NamedTuple):
-    """What a step may tell an update.
+    """What a step may tell an update."""
 
-    Attributes:
-      value: the loss.
-      grads: of the loss.
-      loss: of other parameters, on this batch.
-    """
-
-    value: Any
-    grads: Any
-    loss: Callable[[Any], Any]
+    value: Any  # the loss
+    grads: Any  # of the loss
+    loss: Callable[[Any], Any]  # of other parameters, on this batch
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A transformation in use.
+    """A transformation in use."""
 
-    Attributes:
-      make: it.
-      extra: the further arguments of its update.
-      unlike: the entry whose parameters must end elsewhere; None: it changes no parameters of its own accord.
-      fired: of the final parameters and state, whether it did its work, where `unlike` does not tell.
-      poisoned: one gradient entry of the third batch is NaN, because of the last example.
-      wrap: what it trains, from the model's parameters.
-      trained: the part of it that gradients are taken of.
-      model: the model's parameters, from that part.
-    """
-
-    make: Callable[[], Any]
-    extra: Callable[[Told], dict[str, Any]] = lambda _: {}
+    make: Callable[[], Any]  # it
+    extra: Callable[[Told], dict[str, Any]] = lambda _: {}  # the further arguments of its update
+    # the entry whose parameters must end elsewhere; None: it changes no parameters of its own accord
     unlike: str | None = "identity"
+    # of the final parameters and state, whether it did its work, where `unlike` does not tell
     fired: Callable[[Any, Any], Any] = lambda params, state: True
-    poisoned: bool = False
-    wrap: Callable[[Any], Any] = lambda p: p
-    trained: Callable[[Any], Any] = lambda p: p
-    model: Callable[[Any], Any] = lambda p: p
+    poisoned: bool = False  # one gradient entry of the third batch is NaN, because of the last example
+    wrap: Callable[[Any], Any] = lambda p: p  # what it trains, from the model's parameters
+    trained: Callable[[Any], Any] = lambda p: p  # the part of it that gradients are taken of
+    model: Callable[[Any], Any] = lambda p: p  # the model's parameters, from that part
 
 
 # --- the model
@@ -110,14 +95,7 @@ def loss(params: dict[str, Any], seen: dict[str, Any], poisoned: bool = False) -
 def step_of(
     names: Sequence[str], levels: Sequence[Any] | None = None, shapes: Shapes = SHAPES, **asked: Any
 ) -> Callable[..., Any]:
-    """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries.
-
-    Args:
-      names: of the entries.
-      levels: of `jaxdist.zero` for each; None: a plain step, for one device.
-      shapes: of the model's leaves.
-      **asked: of `jaxdist.zero`, besides the level.
-    """
+    """A step ``(params, opt_state of each entry, batch) -> the same`` of several entries."""
     txs: dict[str, Any] = {name: ENTRIES[name].make() for name in names}
     if levels is not None:
         txs = {name: jaxdist.zero(tx, level, **asked) for (name, tx), level in zip(txs.items(), levels, strict=True)}

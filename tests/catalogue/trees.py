@@ -70,7 +70,7 @@ class Pair(NamedTuple):
 
 
 TREES: dict[str, Callable[[], Any]] = {
-    "numbers": lambda: [5, 2**63 - 1, -(2**63), True, 1.5, float("nan"), -0.0, 1 - 2j, "", "äö\n\0"],
+    "numbers": lambda: [5, 2**63 - 1, -(2**70), True, 1.5, float("nan"), -0.0, 1 - 2j, "", "äö\n\0", "\ud800"],
     "scalars": lambda: [np.str_("a"), np.bool_(True), np.float64(1.5), np.complex128(1j), ml_dtypes.bfloat16(1.5),
                         ml_dtypes.int4(-3), np.array(1.5), np.float32(2.5)],
     "containers": lambda: {"pair": Pair(jnp.ones(2), (1, [np.arange(2)])), "trace": optax.TraceState(3), "none": None},
@@ -80,6 +80,7 @@ TREES: dict[str, Callable[[], Any]] = {
     "text alone": lambda: {"x": "text"},
     "a leaf alone": lambda: jnp.arange(3),
     "many dimensions": lambda: [np.ones((1,) * 31), np.ones((0,) * 64), np.ones((2, *(1,) * 30))],
+    "numbers under odd names": lambda: {"/": 1, "~": "text", "\ud800": 1},
     "memory": _by_memory,
     "weak types": lambda: {"scalar": jnp.array(1.5), "array": jnp.where(jnp.ones(3) > 0, 1.0, 0.0), "not": jnp.ones(2)},
     "flax": _train_state,
@@ -112,7 +113,6 @@ class Duck:
 REFUSED: dict[str, tuple[Any, str]] = {
     "masked": (np.ma.masked_array([1.0, 2.0], mask=[False, True]), "mask"),
     "matrix": (np.ones((1, 1)).view(np.matrix), "matrix"),
-    "record": (np.rec.array(np.ones(2)), "recarray"),
     "objects": (np.array([None]), "object"),
     "text of bytes": (np.bytes_(b"a"), "S1"),
     "float0": (np.zeros(2, jax.dtypes.float0), "dtype"),
@@ -122,25 +122,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fraction": (Fraction(1, 3), "Fraction"),
     "duck": (Duck(), "Duck"),
     "function": (len, "builtin_function_or_method"),
-    "64 dimensions": (np.zeros((1,) * 64), "64"),
-    "32 dimensions": (jnp.zeros((1,) * 32), "32"),
-    "keys of 31 dimensions": (jax.random.split(jax.random.key(0), (1,) * 31), "31"),
 }
 """What would come back as something else, and what the error names beside the leaf."""
 
 
 MODEL = {"w": np.zeros((3, 3)), "n": 1, "key": jax.random.key(0), "none": np.zeros((0, 3))}
 OTHER_MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "shape": ({"w": np.zeros((3, 4))}, ("model.w", "(3, 3)", "(3, 4)")),
+    "shape": ({"w": np.zeros((3, 4))}, ("model.w", "[3, 3]", "[3, 4]")),
     "dtype": ({"w": np.zeros((3, 3), np.float32)}, ("model.w", "float64", "float32")),
     "a leaf more": ({"v": np.zeros(3)}, ("model.v",)),
     "a leaf less": ({"w": None}, ("model.w",)),
-    "an int as a float": ({"n": 1.5}, ("model.n", "int64", "float")),
-    "an int as text": ({"n": "1"}, ("model.n", "string")),
+    "an int as a float": ({"n": 1.5}, ("model.n", "int", "float")),
+    "an int as text": ({"n": "1"}, ("model.n", "int", "str")),
     "a key as numbers": ({"key": np.zeros(2, np.uint32)}, ("model.key", "key")),
     "a key of another kind": ({"key": jax.random.key(0, impl="rbg")}, ("model.key", "fry", "rbg")),
     "numbers as a key": ({"w": jax.random.key(0)}, ("model.w", "key")),
-    "an empty shape": ({"none": np.zeros((0, 2))}, ("model.none", "(0, 3)", "(0, 2)")),
+    "an empty shape": ({"none": np.zeros((0, 2))}, ("model.none", "[0, 3]", "[0, 2]")),
 }
 """What is other in `like` than in `MODEL`, and what the error names."""
 
@@ -150,19 +147,18 @@ _CYCLE.append({"again": _CYCLE})
 BAD_SAVES: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"step": -1}, ValueError, ("-1",)), ({"step": 1.5}, ValueError, ("1.5",)), ({"step": True}, ValueError, ("True",)),
     ({"keep": 0}, ValueError, ("keep", "0")), ({"state": {}}, ValueError, ("no leaves",)),
-    ({"state": {"n": 2**63}}, ValueError, ("leaf n", str(2**63))),
     ({"state": _CYCLE}, ValueError, ("contains itself",)),
-    ({"state": {"x": "\ud800"}}, ValueError, ("leaf x", "UTF-8")),
-    ({"state": {"a.b": 1, "a": {"b": 2}}}, ValueError, ("a.b",)), ({"state": {"\ud800": 1}}, ValueError, ("UTF-8",)),
-    ({"state": {"/": 1}}, ValueError, ("leaf /", "slash")), ({"state": {"~": "text"}}, ValueError, ("leaf ~",)),
+    ({"state": {"a.b": 1, "a": {"b": 2}}}, ValueError, ("a.b",)),
     ({"state": {"x": jax.ShapeDtypeStruct((2,), np.float32)}}, TypeError, ("leaf x", "ShapeDtypeStruct")),
     ({"path": ""}, ValueError, ("empty",)), ({"path": "gs://bucket/run"}, ValueError, ("gs:/", "URL")),
     ({"path": Path("s3://bucket/run")}, ValueError, ("s3:/", "URL")),
+    *(({"path": name}, ValueError, (name,)) for name in ("lr=[0.1]", "a*b", "a?b", "a\\b", "a/gs:/b")),
+    ({"path": os.fsdecode(b"a\xffb")}, ValueError, ("utf-8",)),
 ]  # fmt: skip
 """Arguments of `save`, and what the error names."""
 
 FOLDERS = [
-    "lr=[0.1]", "[!a]", "a*b", "**", "a?b", "run#3", "a|b", "50%", "a%20b", "a%2Fb", "a\\b", "a/b", "gs:/b", "a:b",
-    "~", "{a}", "$HOME", "a;b", "'", '"', "a b", "a\nb", "a\x7fb", "ü", os.fsdecode(b"a\xffb"), "x" * 255,
+    "run#3", "a|b", "50%", "a%20b", "a%2Fb", "a/b", "a:b", "~", "{a}", "$HOME", "a;b", "'", '"', "a b", "a\nb",
+    "a\x7fb", "ü", "x" * 255,
 ]  # fmt: skip
 """Names of folders, odd ones."""

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from harness import jobs, run_docs
@@ -50,9 +51,9 @@ def test_examples_in_docstrings_print_what_they_say() -> None:
 
 
 def test_everything_public_has_an_example() -> None:
-    public = {name: getattr(jaxdist, name) for name in jaxdist.__all__}
-    for kind in (jaxdist.Context, jaxdist.Loader):
+    public = {name: thing for name in jaxdist.__all__ if not isinstance(thing := getattr(jaxdist, name), ModuleType)}
+    for kind in (jaxdist.Context, jaxdist.data.Loader):
         methods = {name: x for name, x in vars(kind).items() if callable(x) and not name.startswith("_")}
         public |= {f"{kind.__name__}.{name}": x for name, x in methods.items()}
     without = {name for name, thing in public.items() if ">>>" not in (thing.__doc__ or "")}
-    assert without == {"SyncError"}  # which takes a machine that computes wrongly
+    assert without == {"SyncError", "ControlError"}  # which take a machine that computes wrongly, and several ranks

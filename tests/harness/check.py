@@ -43,17 +43,7 @@ def check_steps(
     step: Callable[..., Any], state: Any, batches: Any, on: On = 8, tolerance: float = 1e-10,
     plain: Callable[..., Any] | None = None, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Compare each of several steps ``(*state, batch) -> (*state, aux)``; the last state, on the mesh.
-
-    Args:
-      step: with as many arguments of state as `state` has entries.
-      state: the first one, a tuple.
-      batches: one for each call.
-      on: devices.
-      tolerance: as of `compare`.
-      plain: for one device, if it is another function.
-      **settings: of the decorator.
-    """
+    """Compare each of several steps ``(*state, batch) -> (*state, aux)``; the last state, on the mesh."""
     one, many = jax.jit(plain or step), decorated(step, on, **settings)
     want, got = jaxdist.unshard(state), state
     for batch in batches:
@@ -63,13 +53,7 @@ def check_steps(
 
 
 def compare(got: Any, want: Any, tolerance: float = 1e-10) -> None:
-    """Leaves alike in shape, dtype, weak type and value: NaN for NaN, infinity for infinity.
-
-    Args:
-      got: a result.
-      want: what it should be.
-      tolerance: of floats, relative to 1 + the largest finite value of the leaf; all else is compared exactly.
-    """
+    """Leaves alike in shape, dtype, weak type and value: NaN for NaN, infinity for infinity."""
     mine, theirs = jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(mine, theirs, strict=True):
@@ -111,4 +95,4 @@ def train_step(
 
 def held(x: Any) -> int:
     """Entries of an array on one device."""
-    return jaxdist.memory([x]).total.device // x.dtype.itemsize
+    return jaxdist.planning.memory([x]).total.device // x.dtype.itemsize

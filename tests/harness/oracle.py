@@ -33,25 +33,16 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """A training problem.
+    """A training problem."""
 
-    Attributes:
-      name: of the case.
-      step: ``(*state, batch) -> (*new state, aux)``.
-      state: the initial state arguments.
-      batch: the whole batch of step i.
-      plain: the step to compare with, if it is not `step` itself (a step that names the mesh axis).
-      tolerance: of the largest difference, relative to 1 + the largest value.
-      jit: for the plain run.
-    """
-
-    name: str
-    step: Callable[..., Any]
-    state: tuple[Any, ...]
-    batch: Callable[[int], Any]
+    name: str  # of the case
+    step: Callable[..., Any]  # ``(*state, batch) -> (*new state, aux)``
+    state: tuple[Any, ...]  # the initial state arguments
+    batch: Callable[[int], Any]  # the whole batch of step i
+    # the step to compare with, if it is not `step` itself (a step that names the mesh axis)
     plain: Callable[..., Any] | None = None
-    tolerance: float = 1e-10
-    jit: Callable[..., Any] = jax.jit
+    tolerance: float = 1e-10  # of the largest difference, relative to 1 + the largest value
+    jit: Callable[..., Any] = jax.jit  # for the plain run
 
 
 def run_plain(case: Case, steps: int = STEPS, rows: int = BATCH) -> Any:
@@ -128,13 +119,7 @@ def leaves(result: Any) -> list[Any]:
 
 
 def difference(a: Any, b: Any, narrow: float = 1) -> float:
-    """The largest difference of two results, relative to 1 + the largest value of the leaf.
-
-    Args:
-      a: a result.
-      b: the other one.
-      narrow: by what differences of narrower floats than float64 are divided, where sums of them are made in any order.
-    """
+    """The largest difference of two results, relative to 1 + the largest value of the leaf."""
     leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
     assert len(leaves_a) == len(leaves_b)
     worst = 0.0

@@ -19,23 +19,14 @@ KINDS = {
 
 
 class Op(NamedTuple):
-    """An operation of a program.
+    """An operation of a program."""
 
-    Attributes:
-      name: "dot_general", or the kind of a collective: "all-reduce", or "extreme" where that is of max or min.
-      shape: of its (first) result.
-      dtype: of it, as StableHLO writes it: "f64".
-      loops: how many loops it is in.
-      groups: of a collective: its devices.
-      flops: of a product.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    loops: int
-    groups: tuple[tuple[int, ...], ...] = ()
-    flops: int = 0
+    name: str  # "dot_general", or the kind of a collective: "all-reduce", or "extreme" where that is of max or min
+    shape: tuple[int, ...]  # of its (first) result
+    dtype: str  # of it, as StableHLO writes it: "f64"
+    loops: int  # how many loops it is in
+    groups: tuple[tuple[int, ...], ...] = ()  # of a collective: its devices
+    flops: int = 0  # of a product
 
     @property
     def size(self) -> int:

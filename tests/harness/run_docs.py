@@ -20,15 +20,10 @@ NOT_RUN = re.compile(r"# not run: \S")
 
 
 class Block(NamedTuple):
-    """A block of Python in a page.
+    """A block of Python in a page."""
 
-    Attributes:
-      line: where it begins, from 1.
-      code: without the indentation of the page.
-    """
-
-    line: int
-    code: str
+    line: int  # where it begins, from 1
+    code: str  # without the indentation of the page
 
     @property
     def runs(self) -> bool:

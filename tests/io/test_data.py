@@ -337,7 +337,7 @@ def _go_on(folder: Path, legs: list[tuple[int, bool]]) -> None:
     rest = jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3)
     rest.set_state(json.loads(state.read_text()))
     for batch, weight in rest:
-        seen += jaxdist.gather_for_metrics(batch, weight).tolist()
+        seen += jaxdist.data.gather_for_metrics(batch, weight).tolist()
     assert sorted(seen) == list(range(100))
 
 

@@ -147,10 +147,10 @@ def test_what_each_example_gives() -> None:
     ids = list[int]()
     for batch in jaxdist.loader({"id": np.arange(43)}, 16, shuffle=False, tail="pad"):
         got, weight = step(jnp.ones((), int), batch)
-        ids += jaxdist.gather_for_metrics({"id": got}, weight)["id"].tolist()
-        assert jaxdist.gather_for_metrics(batch[0]["id"], batch[1]).tolist() == ids[-int(batch[1].sum()) :]
+        ids += jaxdist.data.gather_for_metrics({"id": got}, weight)["id"].tolist()
+        assert jaxdist.data.gather_for_metrics(batch[0]["id"], batch[1]).tolist() == ids[-int(batch[1].sum()) :]
     assert ids == list(range(43))
     stream = jaxdist.loader(Again(), 16, shuffle=False, tail="pad")
-    assert sum(len(jaxdist.gather_for_metrics(*batch)) for batch in stream) == len(list(Again()))
+    assert sum(len(jaxdist.data.gather_for_metrics(*batch)) for batch in stream) == len(list(Again()))
     with raises(ValueError, "['a']", "(3,)", "2"):
-        jaxdist.gather_for_metrics({"a": np.ones(3)}, np.ones(2))
+        jaxdist.data.gather_for_metrics({"a": np.ones(3)}, np.ones(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_bad_calls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for arguments, tokens in [
         (["run", "out.pt"], (".safetensors", ".npz")), (["nowhere", "out.npz"], ("nowhere",)),
         (["run", "out.npz", "--only", "model"], ("'model'", "params")),
-        (["run", "no/such/folder/out.npz"], ("No such file",)),
+        (["run", "no/such/folder/out.npz", "--only", "params"], ("No such file",)),
         (["run", "out.npz", "--rename", "kernel"], ("--rename", "'kernel'", "OLD=NEW")),
         (["run", "out.npz", "--rename", "ker(nel=x"], ("'ker(nel'",)),
         (["run", "out.npz", "--rename", r"kernel=\2"], ("'kernel'",)),
@@ -100,10 +101,30 @@ def test_bad_calls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (code, missing(tokens, said)) == (2, []), said
     one = np.ones(2)
     calls: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("out.pt", {"a": one}, ("out.pt", ".npz")), ("out.npz", {"a.b": one, "a": {"b": one}}, ("'a.b'",)),
+        ("out.pt", {"a": one}, ("out.pt", ".npz")), ("out.npz", {"a.b": one, "a": {"b": one}}, ("a.b",)),
         ("out.npz", {}, ("no array",)), ("out.safetensors", {"__metadata__": one}, ("__metadata__",)),
         ("no/out.npz", {"a": one}, ("No such file",)),
     ]  # fmt: skip
     for name, tree, tokens in calls:
         with raises((ValueError, OSError), *tokens):
             jaxdist.export(name, tree)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "npz", "tag"),
+    [
+        ("float16", True, "F16"), ("bfloat16", False, "BF16"), ("float8_e4m3fn", False, "F8_E4M3"),
+        ("int4", False, ""), ("float8_e3m4", False, ""), ("complex128", True, ""),
+    ],
+)  # fmt: skip
+def test_a_dtype_is_kept_or_an_error(dtype: str, npz: bool, tag: str, tmp_path: Path) -> None:
+    """Which names the array."""
+    x = np.array([1, -2, 3]).astype(jnp.dtype(dtype))
+    for ending, fits in ((".npz", npz), (".safetensors", tag)):
+        with contextlib.nullcontext() if fits else raises(ValueError, "layer.w", dtype, ending):
+            jaxdist.export(tmp_path / f"out{ending}", {"layer": {"w": x}})
+    if npz:
+        check(dict(np.load(tmp_path / "out.npz")), {"layer.w": x})
+    if tag:
+        with safe_open(tmp_path / "out.safetensors", "numpy") as file:
+            assert file.get_slice("layer.w").get_dtype() == tag

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist.checkpoint import digest
 
 FILE = "metrics.jsonl"
 
@@ -239,15 +240,15 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_a_digest_changes_with_any_bit() -> None:
-    seen = {jaxdist.digest(STATE), *(jaxdist.digest(STATE | change) for change in CHANGES)}
+    seen = {digest(STATE), *(digest(STATE | change) for change in CHANGES)}
     assert len(seen) == 1 + len(CHANGES)
-    assert jaxdist.digest(dict(STATE)) in seen
+    assert digest(dict(STATE)) in seen
     for dtype in ("uint8", "int16", "bfloat16", "float64", "complex128"):
         raw = (x := some(dtype, 15).reshape(3, 5)).reshape(-1).view(np.uint8)
-        seen = {jaxdist.digest(x)}
+        seen = {digest(x)}
         for byte, bit in itertools.product(range(raw.size), range(8)):
             raw[byte] ^= 1 << bit
-            seen.add(jaxdist.digest(x))
+            seen.add(digest(x))
             raw[byte] ^= 1 << bit
         assert len(seen) == 1 + raw.size * 8, dtype
 
@@ -263,13 +264,13 @@ def test_a_digest_is_the_same_however_a_state_is_kept() -> None:
             ((16, 5), P(("a", "b"))),
         ]:
             x = some(dtype, int(np.prod(shape))).reshape(shape)
-            assert jaxdist.digest(jax.device_put(x, NamedSharding(mesh, spec))) == jaxdist.digest(x), (dtype, shape)
+            assert digest(jax.device_put(x, NamedSharding(mesh, spec))) == digest(x), (dtype, shape)
     for level in (1, 3):
         tx = jaxdist.zero(optax.adam(0.1), level)  # type: ignore[arg-type]
         params = {"even": jnp.ones((16, 3)), "odd": jnp.ones((9, 5))}
         loss = lambda p, x: jnp.mean((x @ p["even"]) ** 2) + jnp.sum(p["odd"] ** 2)
         state = jaxdist.data_parallel(train_step(loss, tx))(params, tx.init(params), jnp.ones((8, 16)))[:2]
-        assert jaxdist.digest(state) == jaxdist.digest(jax.tree.map(np.asarray, jaxdist.unshard(state))) < 1 << 53
+        assert digest(state) == digest(jax.tree.map(np.asarray, jaxdist.unshard(state))) < 1 << 53
 
 
 # --- profile

@@ -24,25 +24,15 @@ EVERYWHERE = (HAND, RUN, MPIRUN, GLOO)
 
 
 class Fault(NamedTuple):
-    """What one of some ranks does.
+    """What one of some ranks does."""
 
-    Attributes:
-      call: arguments of the script.
-      tokens: that the output holds.
-      on: how it is started, the first one in a quick test if it is one.
-      quick: whether it is.
-      code: of the job; None: any that is not 0.
-      env: of the job.
-      ranks: of it.
-    """
-
-    call: str
-    tokens: tuple[str, ...]
-    on: tuple[str, ...] = (HAND,)
-    quick: bool = False
-    code: int | None = None
-    env: dict[str, str] = {}  # noqa: RUF012
-    ranks: int = 2
+    call: str  # arguments of the script
+    tokens: tuple[str, ...]  # that the output holds
+    on: tuple[str, ...] = (HAND,)  # how it is started, the first one in a quick test if it is one
+    quick: bool = False  # whether it is
+    code: int | None = None  # of the job; None: any that is not 0
+    env: dict[str, str] = {}  # noqa: RUF012  # of the job
+    ranks: int = 2  # of it
 
 
 def line(text: str) -> str:

@@ -17,25 +17,15 @@ GLOO = {"JAXDIST_COMMUNICATOR": "xla"}
 
 
 class Start(NamedTuple):
-    """A job, and what it says: to each rank started by hand, or in all.
+    """A job, and what it says: to each rank started by hand, or in all."""
 
-    Attributes:
-      call: arguments of the script; ``FOLDER`` and ``PORT`` are replaced.
-      tokens: of the output.
-      fails: whether it does not start.
-      how: it is started.
-      ranks: of it.
-      quick: whether it is a quick test.
-      env: of the job.
-    """
-
-    call: str
-    tokens: tuple[str, ...] = ()
-    fails: bool = False
-    how: str = "hand"
-    ranks: int = 2
-    quick: bool = False
-    env: dict[str, str | None] = {}  # noqa: RUF012
+    call: str  # arguments of the script; ``FOLDER`` and ``PORT`` are replaced
+    tokens: tuple[str, ...] = ()  # of the output
+    fails: bool = False  # whether it does not start
+    how: str = "hand"  # it is started
+    ranks: int = 2  # of it
+    quick: bool = False  # whether it is a quick test
+    env: dict[str, str | None] = {}  # noqa: RUF012  # of the job
 
 
 FAST, PROXY = "--xla_cpu_enable_fast_math=", "http://127.0.0.1:9"

@@ -1,4 +1,4 @@
-"""deploy/, the Dockerfile and .github name what there is, and ranks that are started as they say meet.
+"""Ranks that are started as the files of deploy/ say meet.
 
 Their syntax is for their own tools: `.ci/run` calls these.
 """
@@ -6,10 +6,8 @@ Their syntax is for their own tools: `.ci/run` calls these.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-import tomllib
 import uuid
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 from harness import jobs
-from harness.commands import command as jaxdist
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -25,9 +22,6 @@ SBATCH = sorted((DEPLOY / "slurm").iterdir())
 POD: dict[str, Any]
 SERVICE, CLAIM, JOB = yaml.safe_load_all((DEPLOY / "kubernetes" / "job.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
-MPI_JOB = yaml.safe_load((DEPLOY / "kubernetes" / "mpijob.yaml").read_text())
-DOCKERFILE = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE))
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 SRUN = """#!/bin/bash
 # Two tasks of a step, as srun starts them.
@@ -90,44 +84,3 @@ def test_pods_of_the_kubernetes_job_are_ranks_of_one_job() -> None:
     assert [result.returncode for result in results] == [0, 0], results
     said = json.loads(results[0].stdout)["job"]
     assert (said["connector"], said["processes"]) == ("env", 2)
-
-
-def commands() -> dict[str, list[str]]:
-    """What the containers run, and the image by itself."""
-    roles = MPI_JOB["spec"]["mpiReplicaSpecs"]
-    of = {"job.yaml": POD, **{role: about["template"]["spec"] for role, about in roles.items()}}
-    found = {name: pod["containers"][0]["command"] for name, pod in of.items()}
-    return found | {"Dockerfile": json.loads(re.findall(r"^CMD (.*)$", DOCKERFILE, re.MULTILINE)[0])}
-
-
-@pytest.mark.parametrize("name", ["job.yaml", "Launcher", "Dockerfile"])
-def test_commands_name_scripts_and_options_that_there_are(name: str) -> None:
-    command = commands()[name]
-    (script,) = (word for word in command if word.endswith(".py"))
-    at = command.index(script)
-    taken = set(re.findall(r'add_argument\("(--[\w-]+)"', (ROOT / script).read_text()))
-    assert {word for word in command[at:] if word.startswith("--")} <= taken
-    if "jaxdist" in command:
-        start = command.index("jaxdist")
-        options = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", jaxdist(command[start + 1], "--help")[1]))
-        assert {word for word in command[start:at] if word.startswith("-")} <= options
-
-
-def test_the_image_is_made_of_what_there_is() -> None:
-    extras = set(re.findall(r'--extra "?([\w$]+)"?', DOCKERFILE))
-    assert {extra.replace("$CUDA", "12") for extra in extras} <= set(EXTRAS)
-    assert "openssh-server" in DOCKERFILE  # the operator's workers run it
-    assert commands()["Worker"][0] == "/usr/sbin/sshd"
-    for line in re.findall(r"^COPY (.*) \./$", DOCKERFILE, re.MULTILINE):
-        assert all((ROOT / name).exists() for name in line.split())
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert not {"jaxdist", "examples", "pyproject.toml", "README.md", "LICENSE"} & set(ignored)
-
-
-def test_files_that_are_named_are_there() -> None:
-    texts = [path.read_text() for folder in (DEPLOY, ROOT / ".github") for path in folder.rglob("*") if path.is_file()]
-    named = {name for text in texts for name in re.findall(r"\b(?:deploy|tests|docs)/[\w/.-]+\.\w+", text)}
-    assert len(named) > 4
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-    links = re.findall(r"\]\(([^)#:]+)\)", (DEPLOY / "README.md").read_text())
-    assert [link for link in links if not (DEPLOY / link).is_file()] == []

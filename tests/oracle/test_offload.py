@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdist
+from jaxdist import planning
 
 HOST = "pinned_host"
 RNG = np.random.default_rng(0)
@@ -56,10 +57,10 @@ def test_where_it_lies(way: tuple[int, int | None, int]) -> None:
     params, opt_state = check_steps(step_of(level, within=within), START, [X, X], on=devices)
     assert (kinds(opt_state), kinds(params)) == ({HOST}, {"device"})
     *flat, _ = decorated(step_of(level, False, within), devices)(*START, X)
-    moved, kept = jaxdist.memory({"s": opt_state}).total, jaxdist.memory({"s": flat[1]}).total
+    moved, kept = planning.memory({"s": opt_state}).total, planning.memory({"s": flat[1]}).total
     assert (moved.host, moved.device) == (kept.device - 4, 4)  # the counter's bytes are on the device
     assert (moved.whole, moved.padding) == (kept.whole, kept.padding)
-    assert "in host memory" in str(jaxdist.memory(opt_state))
+    assert "in host memory" in str(planning.memory(opt_state))
 
 
 def test_it_can_move_on_the_way() -> None:

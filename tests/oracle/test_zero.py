@@ -17,6 +17,7 @@ from harness.errors import raises
 from jax import lax
 
 import jaxdist
+from jaxdist import planning
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(6, 5))), "v": jnp.asarray(RNG.normal(size=(5, 8))), "s": jnp.asarray(2.0)}
@@ -318,7 +319,7 @@ def test_memory_counts_what_is_replicated_and_padding() -> None:
     tx = jaxdist.zero(optax.adam(1e-2), 3)
     step = decorated(step_of(tx), 4)
     params, opt_state = run(step, state_of(tx))
-    table = jaxdist.memory({"params": params, "opt_state": opt_state}, step.lower(params, opt_state, BATCH).compile())
+    table = planning.memory({"params": params, "opt_state": opt_state}, step.lower(params, opt_state, BATCH).compile())
     row = next(row for row in table.rows if row.kind == "params")
     assert (row.whole, row.device, row.replicated) == (8 * (30 + 40 + 1), 8 * (10 + 10 + 1), 8)
     assert row.padding == pytest.approx(8 * (10 - 30 / 4), abs=8)
@@ -353,7 +354,7 @@ def test_groups_can_change_on_the_way() -> None:
 def test_shard_and_unshard_within_groups() -> None:
     tree = {"even": jnp.arange(12.0).reshape(4, 3), "odd": jnp.arange(5.0), "one": jnp.ones(())}
     kept = jaxdist.shard(tree, within=2)
-    assert jaxdist.memory(kept).total.device == (6 + 3 + 1) * 8
+    assert planning.memory(kept).total.device == (6 + 3 + 1) * 8
     compare(jaxdist.unshard(kept), tree, 0)
     jaxdist.check_sync(kept)
     x = np.random.default_rng(0).normal(size=(16, 4))

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist import planning
 
 pytestmark = pytest.mark.usefixtures("messages_take_time")  # in a job as in a plan
 
@@ -71,7 +72,9 @@ def test_a_plan_is_what_a_run_holds_and_sends(level: Any, plan: Any) -> None:
     tx, params, x = jaxdist.zero(ADAM, level), make_params(), np.ones((ROWS, WIDTH), np.float32)
     step = step_of(tx)
     state = step(params, tx.init(params), x)[:2]
-    rows = {row.kind: row.device for row in jaxdist.memory(dict(zip(("params", "opt_state"), state, strict=True))).rows}
+    rows = {
+        row.kind: row.device for row in planning.memory(dict(zip(("params", "opt_state"), state, strict=True))).rows
+    }
     found = plan.candidates[level]
     assert found.bytes["parameters"] == rows["params"]
     assert found.bytes["optimizer state"] == rows["opt_state"]
@@ -116,7 +119,7 @@ def test_the_memory_that_the_paper_promises(microbatches: int) -> None:
         tx = jaxdist.zero(ADAM, level)
         step = decorated(train_step(loss, tx, jaxdist.value_and_grad, microbatches=microbatches), N, donate=True)
         args = ws, tx.init(ws), x
-        found = jaxdist.memory(args, step.lower(*args).compile()).compiled
+        found = planning.memory(args, step.lower(*args).compile()).compiled
         peaks.append(found["arguments"] + found["temporaries"])
         temporaries.append(found["temporaries"])
     assert peaks == sorted(peaks, reverse=True)
@@ -193,7 +196,7 @@ def test_a_mesh_of_several_axes() -> None:
     state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), types[:2])
     params, opt_state, _ = step(*state, np.zeros((64, 32), np.float32))
     for kind, kept in (("parameters", params), ("optimizer state", opt_state)):
-        assert found.own.bytes[kind] == jaxdist.memory(kept).total.device
+        assert found.own.bytes[kind] == planning.memory(kept).total.device
     rows = {(row.axis, row.kind): row for row in found.own.traffic}
     activation, gradients = 64 // 2 * 32 * 4, 2 * 32 * 64 * 4 // 4
     assert (rows["model", "all-reduce"].bytes, rows["model", "all-reduce"].between) == (activation, 0)
@@ -228,7 +231,7 @@ def test_what_is_no_topology(text: str, token: str) -> None:
         planned(1, text, levels=())
 
 
-@pytest.mark.parametrize("find", [jaxdist.plan, jaxdist.fit])
+@pytest.mark.parametrize("find", [jaxdist.plan, jaxdist.planning.fit])
 def test_a_step_without_a_batch(find: Any) -> None:
     tx = jaxdist.zero(ADAM, 1)
 
@@ -275,7 +278,7 @@ def small(tx: Any, rows: int = 1 << 14) -> tuple[Any, ...]:
 @pytest.mark.parametrize("written", [(0, None), (1, "host")])
 def test_fit_takes_the_fastest(written: Any) -> None:
     """Whichever the step is written with; each row is what `plan` says of it."""
-    found: Any = jaxdist.fit(*small(jaxdist.zero(ADAM, *written)), topology="2x4xcpu", levels=(0, 1))
+    found: Any = jaxdist.planning.fit(*small(jaxdist.zero(ADAM, *written)), topology="2x4xcpu", levels=(0, 1))
     assert found.chosen.seconds == min(one.seconds for one in found.candidates if one.fits)
     assert [one.own for one in found.candidates].count(True) == 1
     for one in found.candidates:
@@ -290,7 +293,7 @@ def test_fit_takes_the_fastest(written: Any) -> None:
 def test_fit_says_when_nothing_fits() -> None:
     big = jax.ShapeDtypeStruct((1 << 19, 1 << 14), jnp.float32)
     step = jaxdist.data_parallel(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
-    found: Any = jaxdist.fit(step, big, jax.ShapeDtypeStruct((64, 1 << 19), jnp.float32), topology="4xA100-40")
+    found: Any = jaxdist.planning.fit(step, big, jax.ShapeDtypeStruct((64, 1 << 19), jnp.float32), topology="4xA100-40")
     assert found.chosen is None
     assert "nothing fits" in found.why
     assert all(not one.fits for one in found.candidates)
@@ -302,19 +305,19 @@ def test_fit_over_meshes() -> None:
     params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in {"up": (64, 256), "down": (256, 64)}.items()}
     args = params, jax.eval_shape(ADAM.init, params), jax.ShapeDtypeStruct((1, 64), jnp.float32)
     step = jaxdist.data_parallel(train_step(loss, ADAM))
-    found: Any = jaxdist.fit(step, *args, topology="4xcpu", mesh="auto")
+    found: Any = jaxdist.planning.fit(step, *args, topology="4xcpu", mesh="auto")
     assert 'mesh={"model": 4}' in found.chosen.code, "one example is not divided"
-    alone: Any = jaxdist.fit(step, *args, topology="4xcpu", mesh={"model": 4})
+    alone: Any = jaxdist.planning.fit(step, *args, topology="4xcpu", mesh={"model": 4})
     assert alone.chosen.seconds == pytest.approx(found.chosen.seconds)
     with raises(ValueError, "4"):
-        jaxdist.fit(step, *args, topology="4xcpu", mesh={"data": 3})
+        jaxdist.planning.fit(step, *args, topology="4xcpu", mesh={"data": 3})
 
 
 def test_fit_refuses() -> None:
     with raises(TypeError, "jaxdist.data_parallel"):
-        jaxdist.fit(lambda x: x, 1, topology="8xcpu")
+        jaxdist.planning.fit(lambda x: x, 1, topology="8xcpu")
     with raises(ValueError, "4"):
-        jaxdist.fit(*small(ADAM), topology="8xcpu", levels=(4,))
+        jaxdist.planning.fit(*small(ADAM), topology="8xcpu", levels=(4,))
 
 
 # --- compiled for GPUs, without one

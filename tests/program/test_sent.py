@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import jaxdist
+from jaxdist import placements
 
 RNG = np.random.default_rng(0)
 W, X = jnp.asarray(RNG.normal(size=(6, 6))), RNG.normal(size=(16, 6))
@@ -440,6 +441,6 @@ def test_an_operation_of_your_own(known: bool, caplog: pytest.LogCaptureFixture)
     step = decorated(lambda w, x: w + own.bind(x * w).mean(0), 8)
     np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
     with raises(ValueError, "b, d"):
-        jaxdist.placements.register(own, "b, d")
+        placements.register(own, "b, d")
     said = [m for m in caplog.messages if f"own_{known}" in m and "test_sent.py:" in m]
     assert len(said) == (not known)

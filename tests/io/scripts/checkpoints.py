@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from harness.states import data_file, flip, same
 from harness.told import error_of, say
@@ -42,7 +41,7 @@ def damaged(path: str) -> list[Any]:
     like = {"w": jaxdist.shard(WIDE), "odd": jaxdist.shard(WIDE[:7, :3]), "step": 0}
     said = error_of(jaxdist.restore, path, like, step=20)
     got = jaxdist.restore(path, like)
-    return [said, str(file), got["step"], bool((jaxdist.unshard(got["w"]) == WIDE + 10).all())]
+    return [said, got["step"], bool((jaxdist.unshard(got["w"]) == WIDE + 10).all())]
 
 
 def key_of_a_step(path: str) -> None:
@@ -78,30 +77,21 @@ def bad_calls(path: str) -> dict[str, list[str]]:
 
 def other_leaves(path: str) -> dict[str, list[str]]:
     """What is said of leaves that the last rank alone has otherwise, and of other arguments."""
-    long = "x" * 1000
     pairs: dict[str, tuple[Any, Any]] = {
-        "float": (0.1, 0.2), "zero": (0.0, -0.0), "int": (1, 2), "bool": (True, False), "complex": (1j, 2j),
-        "string": ("a", "b"), "long": (long + "a", long + "b"), "np.str_": (np.str_("a"), np.str_("b")),
-        "np.float32": (np.float32(1), np.float32(2)), "int4": (ml_dtypes.int4(1), ml_dtypes.int4(2)),
-        "0-d": (np.array(1.0), np.array(2.0)), "array": (np.ones(3), np.zeros(3)), "type": (1, 1.0),
-        "big": (np.ones(3, ">f4"), np.zeros(3, ">f4")), "local": (jnp.ones(3), jnp.zeros(3)), "text": (1, "1"),
-        "key": (jax.random.key(0), jax.random.key(1)), "impl": (jax.random.key(0), jax.random.key(0, impl="rbg")),
-        "scalar": (1.0, np.float64(1)), "dtype": (np.ones(3, "f4"), np.ones(3, "f8")),
-        "shape": (np.ones(3), np.ones(4)),
+        "zero": (0.0, -0.0), "string": ("x" * 1000 + "a", "x" * 1000 + "b"), "type": (1, 1.0),
+        "array": (np.ones(3), np.zeros(3)), "local": (jnp.ones(3), jnp.zeros(3)), "shape": (np.ones(3), np.ones(4)),
     }  # fmt: skip
     said = {
-        f"leaf deep.1.{name}": error_of(jaxdist.save, path, {"same": np.ones(3), "deep": [0.5, {name: pair[LAST]}]}, 1)
+        f"['deep.1.{name}']": error_of(jaxdist.save, path, {"same": np.ones(3), "deep": [0.5, {name: pair[LAST]}]}, 1)
         for name, pair in pairs.items()
     }
-    said["leaf b"] = error_of(jaxdist.save, path, {"a": 1, "b": 2} if LAST else {"a": 1}, 1)
+    said["['b']"] = error_of(jaxdist.save, path, {"a": 1, "b": 2} if LAST else {"a": 1}, 1)
     said["keep"] = error_of(jaxdist.save, path, [1], 1, keep=1 + LAST)
     said["overwrite"] = error_of(jaxdist.save, path, [1], 1, overwrite=LAST)
     assert jaxdist.latest_step(path) is None
-    order = ">" if LAST else "<"  # of bytes in memory: the same values
-    alike = np.full(3, np.nan), np.full(3, np.nan, f"{order}f4"), float("nan"), long, jnp.ones(2), 2**60
+    alike = [np.full(3, np.nan, ">f4" if LAST else "<f4"), float("nan"), jnp.ones(2)]  # whatever the order of bytes
     jaxdist.save(path, alike, 1)
-    got = jaxdist.restore(path, alike)
-    assert (got[1].dtype.str, got[3], got[5]) == (f"{order}f4", long, 2**60)
+    assert jaxdist.restore(path, alike)[0].dtype == alike[0].dtype
     return said
 
 

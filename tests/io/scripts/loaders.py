@@ -33,9 +33,9 @@ def steps_on_batches(tail: Any) -> None:
     w = one = jnp.ones(3)
     for batch in jaxdist.loader((np.arange(n), x), 8, tail=tail):
         w, (found, count, most) = step(w, batch)
-        rows = jaxdist.gather_for_metrics(*found)
+        rows = jaxdist.data.gather_for_metrics(*found)
         assert (
-            tail == "keep" or (jaxdist.gather_for_metrics(batch[0][0], batch[1]) == rows).all()
+            tail == "keep" or (jaxdist.data.gather_for_metrics(batch[0][0], batch[1]) == rows).all()
         )  # of this rank's part
         assert tail == "pad" or most == x[rows].max()
         seen += rows.tolist()
@@ -62,7 +62,7 @@ def tokens() -> None:
     for source, shuffle in sources:
         found = []
         for batch, weight in jaxdist.loader(source, 3, tail="pad", shuffle=shuffle):
-            found += jaxdist.gather_for_metrics(batch["tokens"], weight).tolist()
+            found += jaxdist.data.gather_for_metrics(batch["tokens"], weight).tolist()
         assert sorted(found) == sorted(row["tokens"].tolist() for row in rows)
 
 
@@ -115,7 +115,7 @@ def some_steps() -> dict[str, Any]:
     if file.exists():
         batches.set_state(json.loads(file.read_text()))
     for _, (batch, weight) in zip(range(3), batches, strict=False):
-        seen += jaxdist.gather_for_metrics(batch, weight).tolist()
+        seen += jaxdist.data.gather_for_metrics(batch, weight).tolist()
     return {"seen": seen, "state": batches.get_state()}
 
 

@@ -14,7 +14,7 @@ print("SAVED", flush=True)
 
 
 def child() -> None:
-    """Ends as a script does."""
+    """Tries to save beside its parent."""
     try:
         jaxdist.save(sys.argv[1], {"w": 1}, 2)
     except jaxdist.CheckpointError as error:
@@ -24,7 +24,8 @@ def child() -> None:
 if "forks" in sys.argv:
     if os.fork() == 0:
         child()
-        sys.exit(0)
+        sys.stdout.flush()
+        os._exit(0)  # as multiprocessing ends a child: tensorstore's own end does not survive a fork
     assert os.wait()[1] == 0
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()

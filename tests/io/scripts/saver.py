@@ -1,5 +1,5 @@
 """Saves without a pause, in shards and whole, every second time in the background; goes on from the last one if it is
-started again: `saver.py FOLDER [one]`, where with `one` only the last one is kept, under numbers that come again."""
+started again: `saver.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ if ctx.is_root:
 for n in range(last + 1, 100_000):
     filled = jaxdist.shard({k: np.full(v.shape, n, np.float32) for k, v in wide.items()})
     state = {"wide": filled, "whole": np.full((256, 256), float(n)), "count": n}
-    if "one" in sys.argv:
-        jaxdist.save(path, state, (n, 7, n % 3)[n // 20 % 3], keep=1, overwrite=True)
-    else:
-        jaxdist.save(path, state, n, keep=3, wait=n % 2 == 0, overwrite=n % 3 == 0)
+    jaxdist.save(path, state, n, keep=3, wait=n % 2 == 0, overwrite=n % 3 == 0)
     if ctx.is_root:
         print("SAVED", n, flush=True)

@@ -16,7 +16,7 @@ class Source:
     """Twelve examples, of which one is bad if it is to fail."""
 
     def __len__(self) -> int:
-        return 12
+        return 12 if "dies" not in sys.argv else 1000  # more than workers read ahead
 
     def __getitem__(self, index: int) -> dict[str, float]:
         if index == 9 and "fails" in sys.argv:
@@ -27,7 +27,10 @@ class Source:
 def die() -> None:
     """The last rank, in the middle of an epoch."""
     ctx = jaxdist.get_context()
-    next(iter(jaxdist.loader(Source(), 2, workers=1)))
+    batches = iter(jaxdist.loader(Source(), 2, workers=2))
+    for _ in range(20):
+        next(batches)
+    time.sleep(1)  # until they wait for somebody to take what they have
     if ctx.rank == ctx.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)

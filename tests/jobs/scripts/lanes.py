@@ -108,7 +108,7 @@ def padded(level: int) -> str:
         found.append(loss)
     each = jaxdist.data_parallel(lambda w, x: jnp.tanh(x @ w["w0"]).sum(1))
     for batch, weight in jaxdist.loader(rows, size, tail="pad"):
-        found.append(jaxdist.gather_for_metrics((each(w, batch), np.asarray(batch)), weight))
+        found.append(jaxdist.data.gather_for_metrics((each(w, batch), np.asarray(batch)), weight))
     jaxdist.check_sync((w, opt))
     return digest((jaxdist.unshard((w, opt)), found))
 

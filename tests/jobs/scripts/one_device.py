@@ -101,7 +101,7 @@ def around(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     gaps += [oracle.difference(want, jaxdist.unshard(jaxdist.restore(path, like))) for like in (flat, tuple(got))]
     # The weights of a tail: each example once, though several ranks have it.
     padded = jaxdist.loader(X, 8 // parts, shuffle=False, tail="pad", mesh=sizes)
-    seen = [jaxdist.gather_for_metrics(batch, weight, sizes) for batch, weight in padded]
+    seen = [jaxdist.data.gather_for_metrics(batch, weight, sizes) for batch, weight in padded]
     gaps.append(oracle.difference(X, np.concatenate(seen)))
     return {"gap": max(gaps)}
 

@@ -8,29 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.checkpoint.leaves import is_key, named
+from jaxdist.checkpoint.manifest import IN_SAFETENSORS, named, on_host, stored_form
 from jaxdist.runtime.context import get_context
-from jaxdist.zero import unshard
+from jaxdist.sharding import unshard
 
 
 def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | None = None) -> None:
     """Write the arrays of a tree into one ``.safetensors`` or ``.npz`` file; every process calls it, the root writes.
 
-    An array's name is its path: ``params.dense.kernel``. Text goes into the header of safetensors.
+    The name of an array is its path: ``params.dense.kernel``. Text goes into the header of safetensors.
 
     Args:
       path: the file.
-      tree: parameters, typically; in shards or not, of JAX or numpy, or the ``nnx.state`` of a model.
-      rename: regular expressions, and what to put in place of what they find in a name, as `re.sub` does, one after the
-        other: ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
+      tree: arrays of JAX or NumPy, in shards or not: parameters, or the ``nnx.state`` of a model.
+      rename: regular expressions and their replacements, as for `re.sub`, applied one after the other:
+        ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
 
     Raises:
-      ValueError: (on every rank) another ending; two arrays of one name; safetensors is not installed.
-      OSError: (on every rank) the root can't write there.
+      ValueError: (on every rank) the file has a different ending, two arrays have one name, safetensors is not
+        installed, or the format does not have an array's dtype (``.npz``: bfloat16, float8, int4).
+      OSError: (on every rank) the root cannot write there.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, numpy as np, tempfile
@@ -45,20 +45,13 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
 
     def part() -> Part[None]:
         if ctx.is_root:
-            keys, values = named(whole)
-            leaves: dict[str, np.ndarray | str] = {}
-            for key, x in zip(keys, values, strict=True):
-                if (name := ".".join(key)) in leaves:
-                    raise ValueError(f"two arrays have the name {name!r}: a key of the tree has a dot in it")
-                leaves[name] = x if isinstance(x, str) else _on_host(x)
+            leaves = {
+                ".".join(name): x if isinstance(x, str) else on_host(stored_form(x)) for name, x in named(whole).items()
+            }
             write(Path(path), leaves, rename)
         return Part(None)
 
     on_every_rank(ctx, "export", part, raises=(OSError, ValueError), patient=True)
-
-
-def _on_host(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
@@ -67,7 +60,7 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
     Returns how many arrays there are.
     """
     if file.suffix not in (".safetensors", ".npz"):
-        raise ValueError(f"{file}: the file's name has to end in .safetensors or .npz")
+        raise ValueError(f"{file}: the name must end in .safetensors or .npz")
     renamed: dict[str, tuple[str, np.ndarray | str]] = {}
     for name, x in leaves.items():
         new = name
@@ -85,6 +78,10 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         raise ValueError("there is no array to write")
     if reserved := {"__metadata__", "file", "allow_pickle"} & renamed.keys():
         raise ValueError(f"an array can't have the name {min(reserved)!r} in such a file: rename it")
+    for name, x in arrays.items():
+        # What is not NumPy's own would come back from `np.load` as bytes without meaning.
+        if not (x.dtype.isbuiltin == 1 if file.suffix == ".npz" else x.dtype.name in IN_SAFETENSORS):
+            raise ValueError(f"{name} is {x.dtype}, which {file.suffix} does not have: convert it (x.astype) before")
     if file.suffix == ".npz":
         with file.open("wb") as out:
             np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxdist.ir.liveness import held_at_once
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
-from jaxdist.planning.memory import readable
+from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import FRACTION, STATE, Candidate, Plan, duration
 from jaxdist.step.choice import order, said
 from jaxdist.step.forecast import Ahead
@@ -65,7 +65,7 @@ def fit(
       ...     return optax.apply_updates(w, updates), opt_state
       >>> w = jax.ShapeDtypeStruct((1000, 100), jnp.float32)
       >>> batch = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
-      >>> found = jaxdist.fit(step, w, jax.eval_shape(tx.init, w), batch, topology="4xcpu", levels=(1, 3))
+      >>> found = jaxdist.planning.fit(step, w, jax.eval_shape(tx.init, w), batch, topology="4xcpu", levels=(1, 3))
       >>> [one.name for one in found.candidates], found.chosen.fits
       (['level 0', 'level 1', 'level 3'], True)
     """

@@ -72,7 +72,8 @@ def memory(tree: Any, compiled: Any = None) -> Memory:
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
-      >>> jaxdist.memory({"params": jnp.ones((4, 5), jnp.float32), "step": jnp.zeros((), jnp.int32)}).total.whole
+      >>> state = {"params": jnp.ones((4, 5), jnp.float32), "step": jnp.zeros((), jnp.int32)}
+      >>> jaxdist.planning.memory(state).total.whole
       84
 
     References:

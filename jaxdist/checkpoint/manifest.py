@@ -1,0 +1,174 @@
+"""The manifest of a checkpoint: its step and its leaves, with a digest of itself. Also what a leaf may be."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxdist.errors import CheckpointError, message_of
+from jaxdist.placements.layouts import Padded
+from jaxdist.sharding import unshard
+
+FILE = "manifest.json"
+IN_SAFETENSORS = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "bfloat16", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+}  # fmt: skip
+STORABLE = {*IN_SAFETENSORS, "complex128", "int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"}
+PYTHON = (bool, int, float, complex, str, np.str_)  # in the manifest itself, not on disk as arrays
+Name = tuple[str, ...]  # the keys that lead to a leaf
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in what tensorstore raises
+_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None: it was read, and makes no sense
+_LONGEST = 1_000  # characters of a library's message
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint on disk differs from the one that was saved."""
+
+
+class Leaf(NamedTuple):
+    """A leaf as it was saved: a number or a string, or an array, whose data are elsewhere."""
+
+    kind: str  # in the words of `kind_of`
+    value: Any = None  # of a number or a string
+    shape: tuple[int, ...] = ()  # of the array on disk
+    dtype: str = ""
+    digest: int = 0  # see `jaxdist.checkpoint.checksum`
+    key: str | None = None  # the generator, if it is an array of PRNG keys, whose data are on disk
+    weak: bool = False  # JAX's weak type: without it the training would go on with different dtypes
+
+
+Leaves = dict[Name, Leaf]
+
+
+def write(directory: Path, step: int, leaves: Leaves) -> None:
+    """Write the manifest of a checkpoint that is complete otherwise, and flush it to disk."""
+    rows = [[name, *leaf] for name, leaf in leaves.items()]
+    content = json.dumps({"step": step, "leaves": rows}, default=repr)  # a complex number as text
+    with (directory / FILE).open("x") as file:
+        json.dump({"digest": hashlib.sha256(content.encode()).hexdigest(), "content": content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(directory: Path, step: int | None) -> tuple[Leaves, str]:
+    """Return the leaves of a checkpoint, and the manifest's digest, which tells it from any other checkpoint."""
+    file = directory / FILE
+    try:
+        if file.exists() and not file.is_file():  # a pipe: opening it would wait for a writer
+            raise ValueError("it is not a file")
+        outer = json.loads(file.read_bytes())
+        digest, content = outer["digest"], outer["content"]
+        if digest != hashlib.sha256(content.encode()).hexdigest():
+            raise ValueError("its digest does not fit")
+        found = json.loads(content)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        if not directory.is_dir():
+            raise FileNotFoundError(f"checkpoint {directory} was removed") from None
+        raise unreadable(f"file {file}", error) from None
+    if step not in (None, found["step"]):
+        raise DamagedError(f"checkpoint {directory} should be step {step}, but {file} says step {found['step']}")
+    leaves = {tuple(name): Leaf(*leaf)._replace(shape=tuple(leaf[2])) for name, *leaf in found["leaves"]}
+    return leaves, digest
+
+
+def unreadable(what: str, error: Exception) -> CheckpointError:
+    """Return the error about a file or a leaf that cannot be read: damage, unless the system reports a failure.
+
+    A failing disk, missing rights or too many open files say nothing about what was saved: such a checkpoint is not
+    passed over.
+    """
+    text = brief(error)
+    if isinstance(error, OSError):
+        number = error.errno
+    else:
+        found = _SYSTEM_ERROR.search(str(error))
+        number = int(found[1]) if found else None
+    if number in _DAMAGE:
+        return DamagedError(f"{what} is damaged: {text}")
+    return CheckpointError(f"{what} can't be read: {text}. This is not damage: restore again once the cause is gone")
+
+
+def brief(error: BaseException) -> str:
+    """Return a library's message without the middle if it is long: tensorstore names the cause last."""
+    text = f"{type(error).__name__}: {' '.join(message_of(error).split())}"
+    return text if len(text) < _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+
+
+def named(state: Any) -> dict[Name, Any]:
+    """Return the leaves of a state by their names."""
+    try:
+        found, _ = jax.tree_util.tree_flatten_with_path(state)
+    except (RecursionError, SystemError) as error:  # jaxlib wraps the first in the second
+        if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
+            raise
+        raise ValueError("the state contains itself, or is nested more deeply than JAX can follow") from None
+    leaves, labels = dict[Name, Any](), set[str]()
+    for path, x in found:
+        keys = [next((getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)), k) for k in path]
+        name = tuple(map(str, keys)) or ("state",)
+        if (label := ".".join(name).removesuffix("/")) in labels:  # see `arrays`
+            raise ValueError(f"two leaves would both be named {label}: keep dots out of one of the keys")
+        labels.add(label)
+        leaves[name] = x
+    return leaves
+
+
+def refusal(x: Any) -> str:
+    """Return why a leaf would not come back as it was, or an empty string."""
+    kind = type(x)
+    if kind in PYTHON:
+        return ""
+    if isinstance(x, Tracer):
+        return "it has no value yet inside a function that JAX traces: save the function's result"
+    numpy = kind in (np.ndarray, np.memmap) or (isinstance(x, np.generic) and kind is x.dtype.type)
+    if not numpy and not isinstance(x, (jax.Array, Padded)):
+        return (
+            f"{kind.__name__} is not an array of JAX or NumPy, a number or a string, and would not come back as it "
+            "was: save int(x), str(x) or np.asarray(x); of a masked array save data and mask"
+        )
+    if not is_key(x) and x.dtype.name not in STORABLE:
+        return f"the format on disk has no arrays of {x.dtype}: save a different dtype, or the bits (x.view)"
+    return ""
+
+
+def kind_of(x: Any) -> str:
+    """Return type and shape of a leaf in words; the byte order in memory does not count."""
+    if type(x) in PYTHON:
+        return "str" if isinstance(x, str) else type(x).__name__
+    return f"{x.dtype if is_key(x) else np.dtype(x.dtype).name}{list(np.shape(x))}"
+
+
+def is_key(x: Any) -> bool:
+    """Check whether `x` is an array of PRNG keys of JAX's new type."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def stored_form(x: Any) -> Any:
+    """Return the array that is stored for a leaf: a key's data; a `Padded` leaf as it is, or whole if padded inside."""
+    if is_key(x):
+        return jax.random.key_data(x)
+    return unshard(x) if type(x) is Padded and is_padded_inside(x) else x
+
+
+def is_padded_inside(x: Padded) -> bool:
+    """Check whether a second axis cuts, and pads, the slices that a first one has made of the same dimension."""
+    cuts = x.layout.cuts
+    return any(cut.pad and cut.dim in (before.dim for before in cuts[:i]) for i, cut in enumerate(cuts))
+
+
+def on_host(x: Any) -> np.ndarray:
+    """Return an array that this process has whole, in native byte order."""
+    value = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    return value.view(np.uint8) != 0 if value.dtype == bool else value  # other memory that was taken for bools

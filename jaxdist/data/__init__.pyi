@@ -1,0 +1,8 @@
+"""Sources of text and tokens for `jaxdist.loader`, and what it makes."""
+
+from .documents import Documents, text_files, tokenize
+from .evaluate import gather_for_metrics
+from .loader import Loader
+from .packing import packed
+
+__all__ = ["Documents", "Loader", "gather_for_metrics", "packed", "text_files", "tokenize"]
