@@ -35,7 +35,7 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
     Args:
       paths: one or several UTF-8 files.
-      split: the separator between documents, such as ``"\n"`` or ``"\n\n"``. With None, each file is one document.
+      split: the separator between documents, such as ``"\\n"`` or ``"\\n\\n"``. With None, each file is one document.
         Empty documents are left out.
 
     Returns:
