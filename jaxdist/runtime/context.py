@@ -37,26 +37,26 @@ T = TypeVar("T")
 
 
 class Context:
-    """The job as this process sees it; made by `init`.
+    """The job as this process sees it. Made by `init`.
 
     Attributes:
-      rank: this process, 0 to size - 1.
-      size: number of processes.
-      local_rank: index among the processes of this host.
-      local_size: number of processes on this host.
+      rank: this process, from 0 to size - 1.
+      size: the number of processes.
+      local_rank: the index among the processes of this host.
+      local_size: the number of processes on this host.
       root_rank: 0, the rank that prints and writes.
-      is_root: whether this is it.
-      num_devices: the data-parallel width: devices of all processes.
-      devices: those devices, in rank order.
-      hosts: of each rank, the name of its host.
-      mesh: over them, with the one axis "data".
-      communicator: "xla", "mpi", or "lanes": "xla" with sums in one order.
-      kind: of its devices: what they compute and send in a second.
-      rules: a communicator of the user's own, for steps; None: there is none.
-      timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
+      is_root: whether this process is the root.
+      num_devices: the number of devices of all processes.
+      devices: all devices, in rank order.
+      hosts: the host name of each rank.
+      mesh: the mesh over all devices, with one axis, "data".
+      communicator: "xla", "mpi", or "lanes" ("xla" with sums in a fixed order).
+      kind: the speeds of the devices.
+      rules: a user's own communicator for steps, or None.
+      timeout: seconds that a collective waits for missing ranks before the job ends with an error.
       connector: how the processes found each other.
-      control: the channel beside the training.
-      watchdog: knows how far this process is with each step, and asks the others.
+      control: the control channel.
+      watchdog: tracks this process's steps, and asks the other ranks about theirs.
 
     Example:
       >>> import jaxdist
