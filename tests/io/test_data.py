@@ -341,7 +341,8 @@ def _go_on(folder: Path, legs: list[tuple[int, bool]]) -> None:
     assert sorted(seen) == list(range(100))
 
 
-@pytest.mark.parametrize("how", ["hand", pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hand", pytest.param("mpirun", marks=pytest.mark.mpi)])
 def test_worker_processes_end_with_a_rank_that_is_killed(how: str) -> None:
     for result in jobs.launch(how, 2, [str(SCRIPTS / "workers.py"), "dies"]).finish():  # which looks for what is left
         assert result.returncode != 0, result.output

@@ -212,6 +212,7 @@ def said(result: jobs.Result) -> list[list[str]]:
     return sorted(line.split()[1:] for line in result.stdout.splitlines() if line.startswith("job "))
 
 
+@pytest.mark.slow
 def test_two_ranks_by_torchruns_variables_whose_own_port_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         job = jobs.Job()
@@ -323,7 +324,8 @@ def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end() -
 # --- engines
 
 
-@pytest.mark.parametrize("names", [TRAINER, pytest.param(JAXJOB, marks=pytest.mark.slow)], ids=["Trainer", "JAXJob"])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [TRAINER, JAXJOB], ids=["Trainer", "JAXJob"])
 def test_pods_of_kubeflow_are_ranks_of_one_job(names: Mapping[str, str]) -> None:
     port, job = str(jobs.free_port()), jobs.Job()
     where = {"COORDINATOR_ADDRESS": "127.0.0.1", "COORDINATOR_PORT": port}
