@@ -47,7 +47,6 @@ END = """## What else to expect
 - **Level 3 can be faster than level 0.** Each rank updates only its part of the parameters. If a batch has few examples
   and a weight is large, the examples are sent instead of the weight.
 - **BatchNorm over the whole batch** sends a few small messages per layer, which exact statistics require.
-- **Small models** gain most from MPI, because a small message takes longer over gloo.
 
 [All tables](../benchmarks/results/tables.md) include every variant, ranges, collectives, and estimates. To measure on
 your machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your own step, see
@@ -101,7 +100,7 @@ def _parts(found: list[dict[str, Any]]) -> str:
 ![Where the time of a step goes](img/where.png)
 
 *Compute* is the same step on one rank with that rank's batch. *Collectives* includes waiting for the other rank. The
-rest is copies and contention for memory. Each part was measured separately, so they can add up to more than the step.
+rest is copies and contention for memory. Parts were measured separately and need not add up to the step.
 Over MPI, compute is {compute[0][0]:.0%} ({compute[0][1]}) to {compute[-1][0]:.0%}
 ({compute[-1][1]}), and collectives are {collectives[0][0]:.0%} ({collectives[0][1]}) to {collectives[-1][0]:.0%}
 ({collectives[-1][1]}).
@@ -134,5 +133,5 @@ def _scaling(found: list[dict[str, Any]]) -> str:
 ![Scaling from one rank to two](img/scaling.png)
 
 Over MPI, with a fixed batch per rank (left), two ranks reach {between("1 rank: jaxdist")} of ideal throughput. With a
-fixed total batch (right), they are {between("1 rank x2: jaxdist")} times as fast as one. Small models scale least.
+fixed total batch (right), they are {between("1 rank x2: jaxdist")} times as fast as one.
 """
